@@ -1,0 +1,38 @@
+# Two commands: `make train` and `make test`. Each makes the environment it needs in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NPROC ?= 2
+DATA ?=
+ARGS ?=
+
+.PHONY: train test lint gpu-test mutants bench clean
+
+train: $(VENV)/.made
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) examples/train.py $(DATA) $(ARGS)
+
+test: $(VENV)/.made
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+# the properties again, wandering freely for as long as asked: make wander ARGS="--hypothesis-seed=1"
+wander: $(VENV)/.made
+	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest tests/fsdp -k property $(ARGS)
+
+# deletes or redirects every row of every table and reports which of the changes some test notices
+mutants: $(VENV)/.made
+	$(BIN)/python tests/mutate_tables.py
+
+bench: $(VENV)/.made
+	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/host.py
+
+$(VENV)/.made: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[examples,test,fairscale]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,185 @@
+"""What ranks say to each other. The only file that imports torch.distributed.
+
+Rule 1: only methods of `Collectives` communicate, and each of them always does.
+Rule 2: every rank of a channel calls the same methods in the same order.
+Rule 3: world size 1 runs the same lines.
+"""
+
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp import simulated
+from fsdp.errors import ShardingError
+
+ReduceOp = Literal["sum", "max"]
+
+
+class Work(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> None:
+        """Return when the result may be used: on CPU when it is there, on CUDA when the current stream will wait for it."""
+
+
+class Collectives(Protocol):
+    """One channel between the ranks of a group. `label` names the unit in errors and traces."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, whole: Tensor, label: str) -> Work:
+        """Fill `whole` (W * B bytes, uint8) from every rank's chunk; this rank's own lies in its place already.
+
+        Traffic: this rank receives (W - 1) * B bytes.
+        """
+
+    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> Work:
+        """Sum chunk `rank` of every rank's `bucket` (W * C,) into `into` (C,), which is filled when `wait` returns.
+
+        `bucket` must not be touched before. Traffic: this rank receives (W - 1) * C elements.
+        """
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> Work:
+        """Combine `tensor` (any shape) over all ranks, in place."""
+
+    def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
+        """Overwrite `tensor` (any shape) with that of rank `source` of the group."""
+
+    def gather_objects(self, thing: Any, label: str) -> list[Any]:
+        """Every rank's picklable `thing`, by rank. Slow: for construction and errors."""
+
+
+class _Done:
+    """Nothing is in flight."""
+
+    def wait(self) -> None:
+        return
+
+
+class _RankOrderSum:
+    """An exchange of chunks, summed at `wait` in rank order: the same bits on every run."""
+
+    __slots__ = ("_into", "_received", "_work")
+
+    def __init__(self, work: Work, received: Tensor, into: Tensor) -> None:
+        self._work = work
+        self._received = received
+        self._into = into
+
+    def wait(self) -> None:
+        self._work.wait()
+        parts = self._received.view(-1, self._into.numel()).unbind()
+        # half precision is summed in fp32 and rounded once
+        total = self._into if self._into.dtype.itemsize >= 4 else self._into.float()
+        torch.add(parts[0], parts[1], out=total)
+        for part in parts[2:]:
+            total += part
+        if total is not self._into:
+            self._into.copy_(total)
+
+
+class ProcessGroupCollectives:
+    """A channel over one torch process group.
+
+    On CPU a reduction is an exchange of chunks and a local sum: gloo's own reduce-scatter is an
+    all-reduce in disguise, which moves twice the bytes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._size = dist.get_world_size(group)
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def all_gather(self, whole: Tensor, label: str) -> Work:
+        if self._size == 1:
+            return _Done()
+        chunk = whole.numel() // self._size
+        own = whole.narrow(0, self._rank * chunk, chunk)
+        return _all_gather(whole, own, group=self._group, async_op=True)
+
+    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> Work:
+        if self._size == 1:
+            into.copy_(bucket)
+            return _Done()
+        if bucket.device.type != "cpu":
+            return _reduce_scatter(into, bucket, group=self._group, async_op=True)
+        received = torch.empty_like(bucket)
+        return _RankOrderSum(dist.all_to_all_single(received, bucket, group=self._group, async_op=True), received, into)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> Work:
+        if self._size == 1:
+            return _Done()
+        return dist.all_reduce(tensor, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
+        if self._size == 1:
+            return _Done()
+        return dist.broadcast(tensor, src=dist.get_global_rank(self._group, source), group=self._group, async_op=True)
+
+    def gather_objects(self, thing: Any, label: str) -> list[Any]:
+        if self._size == 1:
+            return [thing]
+        things: list[Any] = [None] * self._size
+        dist.all_gather_object(things, thing, group=self._group)
+        return things
+
+
+# torch 2.13 renamed these two and deprecates the old names, which are the only ones 2.11 has
+_all_gather: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Final[Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Channels(NamedTuple):
+    """Gathers and reductions on groups of their own, so that neither can reorder the other."""
+
+    gathers: Collectives
+    reductions: Collectives
+
+
+_reduction_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def open_channels(process_group: Any, mesh: Any) -> Channels:
+    """The channels of a group: the given one, or a one-dimensional mesh's, or the default group, or the simulated world's.
+
+    Communicates the first time a group is seen: its second group is made.
+
+    Raises:
+        ShardingError: none of them exists, or both a group and a mesh are given.
+    """
+    world = simulated.current_rank()
+    if world is not None:
+        if process_group is not None or mesh is not None:
+            raise ShardingError("process_group and mesh have no meaning inside fsdp.simulate; leave them out.")
+        return Channels(world.channel("gathers"), world.channel("reductions"))
+    if process_group is not None and mesh is not None:
+        raise ShardingError("process_group and mesh contradict each other; give one of them.")
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ShardingError(f"mesh has {mesh.ndim} dimensions; give a one-dimensional one, such as mesh['shard'].")
+        process_group = mesh.get_group()
+    if process_group is None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ShardingError(
+                "No process group and no mesh: call torch.distributed.init_process_group() first and start the script with torchrun, "
+                "or run it inside fsdp.simulate(world_size, fn)."
+            )
+        process_group = dist.group.WORLD
+    if process_group not in _reduction_groups:
+        ranks = dist.get_process_group_ranks(process_group)
+        _reduction_groups[process_group] = dist.new_group(ranks, use_local_synchronization=True)
+    return Channels(ProcessGroupCollectives(process_group), ProcessGroupCollectives(_reduction_groups[process_group]))

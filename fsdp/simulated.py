@@ -1,0 +1,4 @@
+"""W ranks in one process, deterministic: being written."""
+
+def current_rank():
+    return None

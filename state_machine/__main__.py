@@ -1,0 +1,26 @@
+"""`python -m state_machine explore` and `python -m state_machine diagram`."""
+
+import argparse
+import sys
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one of the commands; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m state_machine", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("diagram", help="print the table as Mermaid")
+    explore_parser = commands.add_parser("explore", help="visit every reachable joint state of small unit trees")
+    explore_parser.add_argument("--tree", default="all", help="one tree by its name, or 'all'")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "diagram":
+        from state_machine.diagram import diagram
+
+        print(diagram())
+        return 0
+    from state_machine.explore import run
+
+    return run(chosen.tree)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

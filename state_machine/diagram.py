@@ -1,0 +1,21 @@
+"""The tables as Mermaid. README carries the output; a test compares them."""
+
+from collections import defaultdict
+
+from state_machine.table import FREE_AFTER_FORWARD, Table
+from state_machine.vocabulary import Event, State
+
+
+def diagram(table: Table = FREE_AFTER_FORWARD) -> str:
+    """The table as a Mermaid state diagram, one arrow per pair of states and list of actions."""
+    arrows: dict[tuple[State, State, str], list[Event]] = defaultdict(list)
+    for state, row in table.items():
+        for event, step in row.items():
+            if event is not Event.STEP_ABANDONED:
+                arrows[state, step.to, ", ".join(a.name for a in step.actions)].append(event)
+    lines = ["stateDiagram-v2", "    [*] --> IDLE"]
+    for (state, to, actions), events in arrows.items():
+        label = " / ".join(event.name for event in events)
+        lines.append(f"    {state.name} --> {to.name}: {label}" + (f" [{actions}]" if actions else ""))
+    lines.append("    note right of IDLE: STEP_ABANDONED leads here from everywhere")
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""Walks a table, remembers the story, and tells it when a move is refused."""
+
+from collections import deque
+from typing import Final
+
+from state_machine.table import TABLES, Strategy
+from state_machine.vocabulary import Action, Event, State
+
+STORY_LENGTH: Final = 24
+
+# What a user can do about the refusals that user code can cause. Every other refusal is our bug.
+REMEDIES: Final[dict[tuple[State, Event], str]] = {
+    (State.FORWARD, Event.FORWARD_BEGINS): (
+        "A unit cannot be called from inside its own forward; shard the inner module as a unit of its own, or move the recursion out of it."
+    ),
+    (State.FORWARD, Event.SUMMONED): "Call summon_full_params before or after the forward, not from inside it.",
+    (State.BACKWARD_PRE, Event.SUMMONED): "Call summon_full_params after backward() has returned, not from a hook inside it.",
+    (State.BACKWARD_POST, Event.SUMMONED): "Call summon_full_params after backward() has returned, not from a hook inside it.",
+    (State.SUMMONED, Event.SUMMONED): "The full parameters are lent already; leave the first summon_full_params before entering another.",
+    (State.SUMMONED, Event.FORWARD_ENDS): (
+        "Lent parameters cannot be trained: leave summon_full_params before a training forward, or run this forward under torch.no_grad()."
+    ),
+    (State.SUMMONED, Event.BACKWARD_REACHES): "Leave summon_full_params before calling backward().",
+    (State.SUMMONED, Event.REPLAY_BEGINS): "Leave summon_full_params before calling backward().",
+    (State.SUMMONED, Event.GRADIENT_ARRIVES): "Leave summon_full_params before calling backward().",
+}
+OUR_BUG: Final = "No use of the public interface should lead here; this is a bug in fsdp, please report it with this message."
+
+
+class IllegalTransition(RuntimeError):
+    """An event the table has no row for. The unit did not move."""
+
+    def __init__(self, unit: str, state: State, event: Event, legal: tuple[Event, ...], story: tuple[Event, ...]) -> None:
+        self.unit = unit
+        self.state = state
+        self.event = event
+        self.legal = legal
+        self.story = story
+        super().__init__(
+            f"unit {unit!r}: {event.name} is not allowed in {state.name} "
+            f"(allowed here: {', '.join(e.name for e in legal)}). "
+            f"Events so far: {', '.join(e.name for e in story) or 'none'}. "
+            f"{REMEDIES.get((state, event), OUR_BUG)}"
+        )
+
+
+class Lifecycle:
+    """The lifecycle of one unit.
+
+    Invariant: `state` changes only in `on`, and `on` either moves the unit or raises; it never
+    does half of each.
+    """
+
+    __slots__ = ("_state", "_story", "_table", "unit")
+
+    def __init__(self, unit: str, strategy: Strategy) -> None:
+        self.unit = unit
+        self._table = TABLES[strategy]
+        self._state = State.IDLE
+        self._story: deque[Event] = deque(maxlen=STORY_LENGTH)
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def story(self) -> tuple[Event, ...]:
+        """The last events, oldest first."""
+        return tuple(self._story)
+
+    def on(self, event: Event) -> tuple[Action, ...]:
+        """Move along the table and return what the engine must now do, in order.
+
+        Raises:
+            IllegalTransition: the table has no row for `event` in the current state.
+        """
+        row = self._table[self._state]
+        step = row.get(event)
+        if step is None:
+            raise IllegalTransition(self.unit, self._state, event, tuple(row), tuple(self._story))
+        self._state = step.to
+        self._story.append(event)
+        return step.actions

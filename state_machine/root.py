@@ -1,0 +1,84 @@
+"""The units of one root together: who joins a backward, and what everyone does when it ends.
+
+Pure: it turns an event into instructions; the engine (and the explorer) carry them out.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from state_machine.lifecycle import Lifecycle
+from state_machine.table import BACKWARD, BackwardEvent, BackwardState
+from state_machine.vocabulary import Action, Event, State
+
+
+class Instruction(NamedTuple):
+    """One thing to do, and the unit to do it for."""
+
+    unit: int
+    action: Action
+
+
+CLOSINGS: Final = (Event.BACKWARD_ENDS, Event.BACKWARD_ENDS_UNSYNCED, Event.BACKWARD_FAILS)
+
+
+class Root:
+    """The lifecycles of the units of one root, and the one backward they may share.
+
+    Invariant: `backward` changes only in `hear` and `close`; `JOIN_BACKWARD` is among the
+    instructions exactly once per backward.
+    """
+
+    __slots__ = ("_backward", "lifecycles")
+
+    def __init__(self, lifecycles: Sequence[Lifecycle]) -> None:
+        self.lifecycles = tuple(lifecycles)
+        self._backward = BackwardState.RESTING
+
+    @property
+    def backward(self) -> BackwardState:
+        return self._backward
+
+    @property
+    def at_rest(self) -> bool:
+        """No backward runs and every unit is IDLE."""
+        return self._backward is BackwardState.RESTING and all(one.state is State.IDLE for one in self.lifecycles)
+
+    def hear(self, unit: int, event: Event) -> tuple[Instruction, ...]:
+        """Tell one unit of one event; return what must be done, in order.
+
+        Raises:
+            IllegalTransition: the unit's table has no row for it. Nothing moved.
+        """
+        actions = self.lifecycles[unit].on(event)
+        if Action.JOIN_BACKWARD in actions:
+            step = BACKWARD[self._backward][BackwardEvent.UNIT_JOINS]
+            self._backward = step.to
+            if not step.queue_callback:
+                actions = tuple(action for action in actions if action is not Action.JOIN_BACKWARD)
+        return tuple(Instruction(unit, action) for action in actions)
+
+    def close(self, event: Event, order: Sequence[int]) -> tuple[Instruction, ...]:
+        """End the backward for every unit, in the agreed order.
+
+        All that can fail comes before the first COMMIT, so that either every unit commits or none.
+
+        Raises:
+            RuntimeError: no backward is running, which only a bug of ours can cause.
+        """
+        if event not in CLOSINGS:
+            raise RuntimeError(f"{event.name} does not close a backward; this is a bug in fsdp, please report it.")
+        step = BACKWARD[self._backward].get(BackwardEvent.CLOSES)
+        if step is None:
+            raise RuntimeError(f"{event.name} while no backward is running; this is a bug in fsdp, please report it.")
+        self._backward = step.to
+        told = self._tell_all(event, order)
+        first = tuple(one for one in told if one.action is not Action.COMMIT)
+        return first + tuple(one for one in told if one.action is Action.COMMIT)
+
+    def abandon(self, order: Sequence[int]) -> tuple[Instruction, ...]:
+        """Give up whatever is going on. Legal at any moment; leaves the root at rest."""
+        self._backward = BACKWARD[self._backward][BackwardEvent.STEP_ABANDONED].to
+        return self._tell_all(Event.STEP_ABANDONED, order)
+
+    def _tell_all(self, event: Event, order: Sequence[int]) -> tuple[Instruction, ...]:
+        return tuple(Instruction(unit, action) for unit in order for action in self.lifecycles[unit].on(event))
