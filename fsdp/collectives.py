@@ -33,6 +33,9 @@ class Collectives(Protocol):
     @property
     def size(self) -> int: ...
 
+    def can_carry(self, device: torch.device) -> bool:
+        """Whether tensors on `device` can be communicated."""
+
     def all_gather(self, whole: Tensor, label: str) -> Work:
         """Fill `whole` (W * B bytes, uint8) from every rank's chunk; this rank's own lies in its place already.
 
@@ -104,6 +107,9 @@ class ProcessGroupCollectives:
     def size(self) -> int:
         return self._size
 
+    def can_carry(self, device: torch.device) -> bool:
+        return any(device.type == known.type for known in self._group._device_types)
+
     def all_gather(self, whole: Tensor, label: str) -> Work:
         if self._size == 1:
             return _Done()
@@ -133,6 +139,8 @@ class ProcessGroupCollectives:
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         if self._size == 1:
             return [thing]
+        if dist.get_backend(self._group) == "fake":
+            return [thing] * self._size  # a fake group has no peers: all ranks are taken to be alike
         things: list[Any] = [None] * self._size
         dist.all_gather_object(things, thing, group=self._group)
         return things
@@ -150,7 +158,7 @@ class Channels(NamedTuple):
     reductions: Collectives
 
 
-_reduction_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_channels: dict[dist.ProcessGroup, Channels] = {}
 
 
 def open_channels(process_group: Any, mesh: Any) -> Channels:
@@ -179,7 +187,8 @@ def open_channels(process_group: Any, mesh: Any) -> Channels:
                 "or run it inside fsdp.simulate(world_size, fn)."
             )
         process_group = dist.group.WORLD
-    if process_group not in _reduction_groups:
+    if process_group not in _channels:
         ranks = dist.get_process_group_ranks(process_group)
-        _reduction_groups[process_group] = dist.new_group(ranks, use_local_synchronization=True)
-    return Channels(ProcessGroupCollectives(process_group), ProcessGroupCollectives(_reduction_groups[process_group]))
+        second = dist.new_group(ranks, use_local_synchronization=True)
+        _channels[process_group] = Channels(ProcessGroupCollectives(process_group), ProcessGroupCollectives(second))
+    return _channels[process_group]

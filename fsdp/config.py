@@ -49,6 +49,8 @@ class Config:
     keep_root: bool
     """Whether the unit keeps its whole parameters after the forward when it turns out to be the root's own."""
     mp_policy: MixedPrecisionPolicy
+    prefetch: int
+    """How many units may be gathered ahead of the one that computes."""
 
     @property
     def root_strategy(self) -> Strategy:
@@ -60,6 +62,7 @@ def make_config(
     sharding_strategy: str | Any = "FULL_SHARD",
     reshard_after_forward: bool | None = None,
     mp_policy: Any = None,
+    prefetch: int = 1,
 ) -> Config:
     """Check the options against each other.
 
@@ -79,7 +82,9 @@ def make_config(
         )
     if reshard_after_forward is False:
         strategy = Strategy.KEEP_AFTER_FORWARD
-    return Config(strategy, keep_root=reshard_after_forward is not True, mp_policy=_precision(mp_policy))
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+        raise ShardingError(f"prefetch must be a number of units, 0 or more, not {prefetch!r}.")
+    return Config(strategy, keep_root=reshard_after_forward is not True, mp_policy=_precision(mp_policy), prefetch=prefetch)
 
 
 def _precision(policy: Any) -> MixedPrecisionPolicy:

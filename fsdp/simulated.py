@@ -1,4 +1,560 @@
-"""W ranks in one process, deterministic: being written."""
+"""W ranks in one process: threads that pass a baton, so that every run can be repeated.
 
-def current_rank():
-    return None
+Rule 1: exactly one rank runs at a time; it lets go of the baton only in `_World.switch`, or at its end.
+Rule 2: every choice comes from one seeded generator and from state that is the same on every run.
+Rule 3: data moves as early or as late as a network might move it: after every rank called, before any `wait` returns.
+"""
+
+import pickle
+import random
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from fsdp.errors import ShardingError, WorldError
+
+T = TypeVar("T")
+ReduceOp = Literal["sum", "max"]
+
+
+def simulate(world_size: int, fn: Callable[[int], T], seed: int = 0) -> list[T]:
+    """Run `fn(rank)` on every rank of a world inside this process; what each returned, by rank.
+
+    Every collective is a point where another rank may take over; `seed` decides who, and when data moves. The same
+    (world_size, fn, seed) gives the same run. Each rank has its own CPU random state (torch, `random`, and numpy's if
+    `numpy.random` is imported), which starts as the caller's, and the caller's grad mode; the caller's random state is
+    left as it was. All else is shared by the ranks: default dtype, number of threads, environment, CUDA random state.
+    A rank builds its own model: ranks that share parameters may wait for each other inside autograd, where nobody sees it.
+
+    Raises:
+        ShardingError: the world has no rank, `fn` cannot be called, or a world is running already.
+        WorldError: the ranks called different collectives, wait for each other for ever, or released a buffer in flight.
+        BaseException: what the first rank that failed raised, the very object, with a note that names the rank.
+    """
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ShardingError(f"world_size is {world_size!r}; give the number of ranks, at least 1.")
+    if not callable(fn):
+        raise ShardingError(f"fn is {fn!r}; give a function of the rank, as in simulate(2, lambda rank: ...).")
+    if not _one_world_at_a_time.acquire(blocking=False):
+        raise ShardingError("A simulated world is already running in this process; worlds neither nest nor run side by side.")
+    global _world
+    callers = _Randomness()
+    try:
+        _world = _World(world_size, seed)
+        return _world.run(fn)
+    finally:
+        _world = None
+        callers.restore()
+        _one_world_at_a_time.release()
+
+
+def current_rank() -> "SimulatedRank | None":
+    """The rank whose code this is, or None outside a simulated world."""
+    rank: SimulatedRank | None = getattr(_this_thread, "rank", None)
+    # backwards nested deeper than 60 run on threads of autograd's own, for the rank that has the baton
+    if rank is None and _world is not None and torch._C._current_graph_task_id() != -1:
+        return _world.ranks[_world.holder]
+    return rank
+
+
+class Call(NamedTuple):
+    """One collective, as a rank called it. `received`: bytes that reach it over the wire (for all_reduce, round a ring)."""
+
+    channel: str
+    kind: str
+    label: str
+    received: int
+
+
+class SimulatedRank:
+    """One rank of a simulated world: its channels, and the log of what it called on them, in order."""
+
+    def __init__(self, world: "_World", rank: int) -> None:
+        self.rank = rank
+        self.size = world.size
+        self.log: list[Call] = []
+        self._world = world
+        self._channels: dict[str, SimulatedCollectives] = {}
+
+    def channel(self, name: str) -> "SimulatedCollectives":
+        """The channel of that name. Every rank's n-th call on it belongs to the same operation."""
+        if name not in self._channels:
+            self._channels[name] = SimulatedCollectives(self._world, self, name)
+        return self._channels[name]
+
+
+class SimulatedCollectives:
+    """One rank's end of a channel of the simulated world.
+
+    What is to be received is overwritten with 0xFF bytes (NaN) by the call, and what is to be sent is read only when the
+    data moves: reading, overwriting or releasing a buffer too early gives garbage or an error, not luck.
+
+    Every method raises ShardingError if its arguments cannot be right, and WorldError if a buffer has no memory or other
+    ranks called something else; `wait` raises WorldError if the operation cannot end.
+    """
+
+    def __init__(self, world: "_World", rank: SimulatedRank, name: str) -> None:
+        self.rank = rank.rank
+        self.size = rank.size
+        self.name = name
+        self._world = world
+        self._log = rank.log
+        self._called = 0
+
+    def can_carry(self, device: torch.device) -> bool:
+        """Tensors of any device: they never leave the process."""
+        return True
+
+    def all_gather(self, whole: Tensor, label: str) -> "_InFlight":
+        """Fill `whole` (W * B bytes, uint8) from every rank's chunk of B bytes."""
+        if whole.dtype is not torch.uint8 or whole.numel() % self.size:
+            raise ShardingError(f"all_gather({label!r}) takes {self.size} equal chunks of uint8, not {_describe(whole)}.")
+        buffer = _Buffer(whole, label)
+        chunk = whole.numel() // self.size
+        buffer.poison(0, self.rank * chunk)
+        buffer.poison((self.rank + 1) * chunk, whole.numel())
+        _mark_written(whole)
+        side = _Side(f"all_gather({label!r}, {whole.numel()} bytes)", label, _move_chunks, (buffer,))
+        return self._launch("all_gather", side, whole.numel() - chunk)
+
+    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> "_InFlight":
+        """Sum chunk `rank` of every rank's `bucket` (W * C,) into `into` (C,), in rank order, half precision in fp32."""
+        if bucket.numel() != self.size * into.numel() or bucket.dtype is not into.dtype:
+            raise ShardingError(f"reduce_scatter({label!r}, {self.size} ranks): {_describe(bucket)} into {_describe(into)}.")
+        given, target = _Buffer(bucket, label), _Buffer(into, label)
+        # `into` may be a part of the bucket
+        if not given.overlaps(target):
+            target.poison()
+        _mark_written(into)
+        side = _Side(f"reduce_scatter({label!r}, {_describe(bucket)})", label, _move_sums, (given, target))
+        return self._launch("reduce_scatter", side, bucket.nbytes - into.nbytes)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> "_InFlight":
+        """Combine `tensor` (any shape) over all ranks, in place, in rank order, half precision in fp32."""
+        if op not in ("sum", "max"):
+            raise ShardingError(f"all_reduce({label!r}) knows 'sum' and 'max', not {op!r}.")
+        buffer = _Buffer(tensor, label)
+        buffer.keep_a_copy()
+        buffer.poison()
+        side = _Side(f"all_reduce({label!r}, {_describe(tensor)}, {op})", label, partial(_move_total, op=op), (buffer,))
+        return self._launch("all_reduce", side, 2 * (self.size - 1) * tensor.nbytes // self.size)
+
+    def broadcast(self, tensor: Tensor, source: int, label: str) -> "_InFlight":
+        """Overwrite `tensor` (any shape) with that of rank `source`."""
+        if not 0 <= source < self.size:
+            raise ShardingError(f"broadcast({label!r}) from rank {source}: the ranks are 0 to {self.size - 1}.")
+        buffer = _Buffer(tensor, label)
+        if self.rank != source:
+            buffer.poison()
+
+        move = partial(_move_copies, source=source)
+        side = _Side(f"broadcast({label!r}, {_describe(tensor)}, from rank {source})", label, move, (buffer,))
+        return self._launch("broadcast", side, 0 if self.rank == source else tensor.nbytes)
+
+    def gather_objects(self, thing: Any, label: str) -> list[Any]:
+        """Every rank's `thing`, by rank, and waits for it. Each is pickled and unpickled, so that nothing is shared."""
+        side = _Side(f"gather_objects({label!r})", label, lambda sides: None, pickled=pickle.dumps(thing))
+        flight = self._launch("gather_objects", side, 0)
+        flight.wait()
+        arrived = flight.operation.pickled
+        # what the others' weigh is known only now; no other call of this rank can have come between
+        self._log[-1] = self._log[-1]._replace(received=sum(map(len, arrived)) - len(side.pickled))
+        return [pickle.loads(pickled) for pickled in arrived]
+
+    def _launch(self, kind: str, side: "_Side", received: int) -> "_InFlight":
+        self._log.append(Call(self.name, kind, side.label, received))
+        number, self._called = self._called, self._called + 1
+        return _InFlight(self._world, self.rank, self._world.launch(self.rank, self.name, number, side))
+
+
+class _InFlight:
+    """A collective in flight, for one rank."""
+
+    __slots__ = ("_rank", "_world", "operation")
+
+    def __init__(self, world: "_World", rank: int, operation: "_Operation") -> None:
+        self._world = world
+        self._rank = rank
+        self.operation = operation
+
+    def wait(self) -> None:
+        """Return when the data has moved; other ranks run in the meantime.
+
+        Raises:
+            WorldError: the operation cannot end, or a buffer of it was released. Raised again by every further `wait`.
+        """
+        self._world.wait(self._rank, self.operation)
+
+
+class _World:
+    """Who has the baton, who waits for what, and what is in flight."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size = size
+        self.ranks = [SimulatedRank(self, rank) for rank in range(size)]
+        self.holder = 0
+        self._seed = seed
+        self._choices = random.Random(seed)
+        self._seats = [_Seat() for _ in range(size)]
+        self._operations: dict[tuple[str, int], _Operation] = {}
+        self._complete: list[_Operation] = []
+        self._broken: dict[str, _Operation] = {}
+        self._spoilt: list[_Operation] = []
+        self._failures: dict[int, BaseException] = {}
+        self._interrupted = False
+
+    def run(self, fn: Callable[[int], T]) -> list[T]:
+        """Let every rank live its life; what each returned. Raises what the first that failed raised."""
+        results: dict[int, T] = {}
+        born, grad = _Randomness(), torch.is_grad_enabled()
+        threads = [
+            threading.Thread(target=self._live, args=(rank, fn, results, born, grad), name=f"rank {rank}", daemon=True)
+            for rank in range(self.size)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._pass_baton(self._choose())
+            for thread in threads:
+                thread.join()
+        except BaseException:  # Ctrl-C, or a test's time-out: every rank hears of it at its next collective
+            self._interrupted = True
+            for thread in threads:
+                thread.join(timeout=5)
+            raise
+        if self._failures:
+            rank, failure = next(iter(self._failures.items()))
+            failure.add_note(f"raised on rank {rank} of {self.size} by fsdp.simulate(seed={self._seed})")
+            try:
+                raise failure
+            finally:
+                # no cycle may keep alive what the frames of the failed ranks hold
+                self._failures.clear()
+                self._operations.clear()
+                del failure
+        self._settle()
+        return [results[rank] for rank in range(self.size)]
+
+    def _live(self, rank: int, fn: Callable[[int], T], results: dict[int, T], born: "_Randomness", grad: bool) -> None:
+        self._seats[rank].turn.acquire()
+        _this_thread.rank = self.ranks[rank]
+        born.restore()
+        torch.set_grad_enabled(grad)
+        try:
+            results[rank] = fn(rank)
+        except BaseException as failure:
+            self._failures[rank] = failure
+        self._seats[rank].over = True
+        self._pass_baton(self._choose())
+
+    def launch(self, rank: int, channel: str, number: int, side: "_Side") -> "_Operation":
+        """Add what `rank` called to operation `number` of the channel; then another rank may take over."""
+        operation = self._operations.setdefault((channel, number), _Operation(channel, number))
+        broken = self._broken.get(channel)
+        if broken is None or number <= broken.number:
+            operation.sides[rank] = side
+            if any(other.call != side.call for other in operation.sides.values()):
+                self._broken[channel] = operation
+            elif len(operation.sides) == self.size:
+                operation.complete = True
+                self._complete.append(operation)
+        mismatch = self._mismatch(operation)
+        if mismatch is not None:
+            raise WorldError(mismatch)
+        self.switch(rank)
+        return operation
+
+    def wait(self, rank: int, operation: "_Operation") -> None:
+        """Give the baton away until the operation is complete; move its data if that has not happened yet."""
+        seat = self._seats[rank]
+        if not operation.complete:
+            seat.waits_for = operation
+            try:
+                self.switch(rank)
+            finally:
+                seat.waits_for = None
+                verdict, seat.verdict = seat.verdict, None
+            trouble = verdict or self._mismatch(operation) or self._missing(operation)
+            if trouble is not None:
+                raise WorldError(trouble)
+        if not operation.moved:
+            self._move_up_to(operation)
+        if operation.fault is not None:
+            operation.told = True
+            raise WorldError(operation.fault)
+
+    def switch(self, rank: int) -> None:
+        """A scheduling point: some data may move, then some rank that can go on does."""
+        if self._complete and self._choices.random() < 0.5:
+            self._move_up_to(self._choices.choice(self._complete))
+        chosen = self._choose()
+        if chosen != rank:
+            mine = _Randomness()
+            self._pass_baton(chosen)
+            self._seats[rank].turn.acquire()
+            mine.restore()
+        if self._interrupted:
+            raise WorldError("The simulated world was interrupted from outside.")
+
+    def _pass_baton(self, chosen: int | None) -> None:
+        if chosen is not None:
+            self.holder = chosen
+            self._seats[chosen].turn.release()
+
+    def _choose(self) -> int | None:
+        """Any rank that can go on. If none can, all hear that it is a deadlock, and go on with that."""
+        live = [rank for rank, seat in enumerate(self._seats) if not seat.over]
+        able = [rank for rank in live if self._interrupted or self._can_go_on(self._seats[rank])]
+        if live and not able:
+            deadlock = self._deadlock(live)
+            for rank in live:
+                self._seats[rank].verdict = deadlock
+            able = live
+        return self._choices.choice(able) if able else None
+
+    def _can_go_on(self, seat: "_Seat") -> bool:
+        operation = seat.waits_for
+        if operation is None or operation.complete or seat.verdict is not None:
+            return True
+        return self._mismatch(operation) is not None or self._missing(operation) is not None
+
+    def _move_up_to(self, operation: "_Operation") -> None:
+        """Move the data of a complete operation, and of those before it on its channel."""
+        for one in [one for one in self._complete if one.channel == operation.channel and one.number <= operation.number]:
+            one.move()
+            self._complete.remove(one)
+            del self._operations[one.channel, one.number]
+            if one.fault is not None:
+                self._spoilt.append(one)
+
+    def _settle(self) -> None:
+        """After the last rank: move what nobody waited for, and say what no rank was told."""
+        while self._complete:
+            self._move_up_to(self._complete[-1])
+        self._operations.clear()
+        for operation in [*self._broken.values(), *self._spoilt]:
+            if not operation.told:
+                raise WorldError(operation.fault or self._mismatch(operation))
+
+    def _mismatch(self, operation: "_Operation") -> str | None:
+        """What the ranks called instead of one and the same, if the channel broke at this operation or before."""
+        broken = self._broken.get(operation.channel)
+        if broken is None or broken.number > operation.number:
+            return None
+        broken.told = True
+        callers: dict[str, list[int]] = {}
+        for rank in sorted(broken.sides):
+            callers.setdefault(broken.sides[rank].call, []).append(rank)
+        first, *others = (f"{_name(ranks)} called {call}" for call, ranks in callers.items())
+        return f"The ranks disagree on {broken.place}: {first} where {' and '.join(others)}. Call the same in the same order."
+
+    def _missing(self, operation: "_Operation") -> str | None:
+        """Which rank will never call this operation because it failed. The first one that failed is the cause."""
+        for rank, failure in self._failures.items():
+            if not operation.complete and rank not in operation.sides:
+                return f"Rank {rank} failed with {_quote(failure)}, and never called {operation.name}."
+        return None
+
+    def _deadlock(self, live: list[int]) -> str:
+        stories = []
+        for rank, seat in enumerate(self._seats):
+            operation = seat.waits_for
+            if rank in live and operation is not None:
+                absent = [other for other in range(self.size) if other not in operation.sides]
+                stories.append(f"Rank {rank} waits for {operation.name}, which {_name(absent)} did not call.")
+            elif rank in self._failures:
+                stories.append(f"Rank {rank} failed with {_quote(self._failures[rank])}.")
+            else:
+                stories.append(f"Rank {rank} finished.")
+        return " ".join(["Deadlock: nobody can go on.", *stories])
+
+
+class _Seat:
+    """Where a rank waits for the baton. `verdict`: why its wait cannot end."""
+
+    __slots__ = ("over", "turn", "verdict", "waits_for")
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        self.waits_for: _Operation | None = None
+        self.verdict: str | None = None
+        self.over = False
+
+
+class _Operation:
+    """What all ranks do together at one number of one channel. `fault`: why its data could not move."""
+
+    __slots__ = ("channel", "complete", "fault", "moved", "number", "pickled", "sides", "told")
+
+    def __init__(self, channel: str, number: int) -> None:
+        self.channel = channel
+        self.number = number
+        self.sides: dict[int, _Side] = {}
+        self.complete = False
+        self.moved = False
+        self.fault: str | None = None
+        self.told = False
+        self.pickled: list[bytes] = []
+
+    @property
+    def place(self) -> str:
+        return f"operation {self.number} of channel {self.channel!r}"
+
+    @property
+    def name(self) -> str:
+        return f"{next(iter(self.sides.values())).call}, {self.place}"
+
+    def move(self) -> None:
+        """Read every rank's input and write every rank's output, unless a buffer is gone."""
+        sides = [self.sides[rank] for rank in sorted(self.sides)]
+        gone = [rank for rank, side in enumerate(sides) if any(buffer.released for buffer in side.buffers)]
+        if gone:
+            self.fault = (
+                f"buffer of {sides[0].label!r} was released while the collective was in flight: "
+                f"{_name(gone)} let go of it before {self.name} was over."
+            )
+        else:
+            with torch.inference_mode():
+                sides[0].move(sides)
+            self.pickled = [side.pickled for side in sides]
+        self.moved = True
+        self.sides.clear()
+
+
+class _Side(NamedTuple):
+    """What one rank brought to an operation. Every rank's `call` must be the same text."""
+
+    call: str
+    label: str
+    move: "Callable[[Sequence[_Side]], None]"
+    buffers: "tuple[_Buffer, ...]" = ()
+    pickled: bytes = b""
+
+
+class _Buffer:
+    """Memory lent to a collective, from the call until the data moves. `flat`: its elements, in the order of memory."""
+
+    __slots__ = ("_address", "_copy", "_end", "_storage", "flat")
+
+    def __init__(self, tensor: Tensor, label: str) -> None:
+        if tensor.device.type != "cpu":
+            raise ShardingError(f"{label!r} is on {tensor.device}; simulated ranks compute on the CPU.")
+        if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            raise ShardingError(f"{label!r} has holes or overlaps in memory; make the tensor contiguous.")
+        self._storage = tensor.untyped_storage()
+        self._address = self._storage.data_ptr()
+        self._end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.numel() else 0
+        self._copy: Tensor | None = None
+        if self.released:
+            raise WorldError(f"buffer of {label!r} was released before the collective was called.")
+        with torch.inference_mode():
+            self.flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+
+    @property
+    def released(self) -> bool:
+        return self._storage.data_ptr() != self._address or self._storage.nbytes() < self._end
+
+    def overlaps(self, other: "_Buffer") -> bool:
+        start, others = self.flat.data_ptr(), other.flat.data_ptr()
+        return start < others + other.flat.nbytes and others < start + self.flat.nbytes
+
+    def poison(self, start: int = 0, end: int | None = None) -> None:
+        """Nobody may read these elements before the data moved."""
+        with torch.inference_mode():
+            self.flat[start:end].view(torch.uint8).fill_(0xFF)
+
+    def keep_a_copy(self) -> None:
+        """Before poisoning what is both sent and received."""
+        with torch.inference_mode():
+            self._copy = self.flat.clone()
+
+    @property
+    def sent(self) -> Tensor:
+        """What was given, or what the rank has wrongly written over it since."""
+        if self._copy is not None and bool((self.flat.view(torch.uint8) == 0xFF).all()):
+            return self._copy
+        return self.flat
+
+
+def _move_chunks(sides: Sequence[_Side]) -> None:
+    chunk = sides[0].buffers[0].flat.numel() // len(sides)
+    whole = torch.cat([side.buffers[0].flat.narrow(0, rank * chunk, chunk) for rank, side in enumerate(sides)])
+    for side in sides:
+        side.buffers[0].flat.copy_(whole)
+
+
+def _move_sums(sides: Sequence[_Side]) -> None:
+    total = _combine(sides, "sum")
+    for rank, side in enumerate(sides):
+        into = side.buffers[1].flat
+        into.copy_(total.narrow(0, rank * into.numel(), into.numel()))
+
+
+def _move_total(sides: Sequence[_Side], op: ReduceOp) -> None:
+    total = _combine(sides, op)
+    for side in sides:
+        side.buffers[0].flat.copy_(total)
+
+
+def _move_copies(sides: Sequence[_Side], source: int) -> None:
+    for side in sides:
+        side.buffers[0].flat.copy_(sides[source].buffers[0].flat)
+
+
+def _combine(sides: Sequence[_Side], op: ReduceOp) -> Tensor:
+    first, *others = (side.buffers[0].sent for side in sides)
+    total = first.float() if first.is_floating_point() and first.itemsize < 4 else first.clone()
+    for other in others:
+        if op == "sum":
+            total += other
+        else:
+            torch.maximum(total, other.to(total.dtype), out=total)
+    return total
+
+
+class _Randomness:
+    """The random state of the process, as it was when this was made."""
+
+    __slots__ = ("_numpy", "_python", "_torch")
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        # only whoever has imported it can draw from it
+        numpy: Any = sys.modules.get("numpy.random")
+        self._numpy: Any = None if numpy is None else numpy.get_state(legacy=False)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(self._numpy)
+
+
+def _mark_written(tensor: Tensor) -> None:
+    """As after a call of torch.distributed, autograd refuses a backward that saved the old values."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _name(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _quote(failure: BaseException) -> str:
+    return f"{type(failure).__name__}: {failure}"
+
+
+_this_thread: Final = threading.local()
+_one_world_at_a_time: Final = threading.Lock()
+_world: _World | None = None

@@ -1,0 +1,26 @@
+"""A fully sharded data-parallel engine for PyTorch with an explicit state machine."""
+
+from fsdp.checkpoint import full_state_dict, load_full_state_dict, summon_full_params
+from fsdp.clipping import ShardedGradScaler, clip_grad_norm_
+from fsdp.config import MixedPrecisionPolicy
+from fsdp.errors import IllegalTransition, ShardingError, WorldError
+from fsdp.simulated import simulate
+from fsdp.wrapper import FullyShardedDataParallel, fully_shard, memory_bytes, no_sync, set_requires_gradient_sync
+
+__all__ = [
+    "FullyShardedDataParallel",
+    "IllegalTransition",
+    "MixedPrecisionPolicy",
+    "ShardedGradScaler",
+    "ShardingError",
+    "WorldError",
+    "clip_grad_norm_",
+    "full_state_dict",
+    "fully_shard",
+    "load_full_state_dict",
+    "memory_bytes",
+    "no_sync",
+    "set_requires_gradient_sync",
+    "simulate",
+    "summon_full_params",
+]

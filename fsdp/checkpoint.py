@@ -1,0 +1,109 @@
+"""Full parameters: lent to the user, gathered into a plain state dict, loaded from one."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.engine import Engine
+from fsdp.errors import ShardingError
+from fsdp.plan import TRANSPARENT
+from fsdp.sharded import sharded_of
+from state_machine import Event
+
+
+@contextmanager
+def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[None]:
+    """Inside, the parameters of `model` are the full ones: same objects, full shapes, their own precision.
+
+    With `writeback`, each rank keeps its part of what was changed inside. Memory: the whole model on
+    every rank. `.grad` is set aside meanwhile. A forward under `torch.no_grad()` works and does not
+    communicate. Communicates on entry: every rank must call it alike.
+
+    Raises:
+        IllegalTransition: inside a forward, a backward, or another summon.
+    """
+    lent: list[tuple[Engine, int]] = []
+    kept = False
+    try:
+        for engine, index in _units_in(model):
+            engine.hear(index, Event.SUMMONED)
+            lent.append((engine, index))
+        yield
+        kept = writeback
+    finally:
+        for engine, index in lent:
+            engine.hear(index, Event.RETURNED if kept else Event.DISCARDED)
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the plain module, in full, on the CPU of every rank. Communicates, one unit at a time.
+
+    Raises:
+        IllegalTransition: inside a forward, a backward, or a summon.
+    """
+    full: dict[int, Tensor] = {}
+    for engine, index in _units_in(model):
+        engine.hear(index, Event.SUMMONED)
+        try:
+            for place, parameter in engine.units[index].full_parameters():
+                full[id(place.parameter)] = parameter.detach().to("cpu", copy=True)
+        finally:
+            engine.hear(index, Event.DISCARDED)
+    return {
+        name: full[id(value)] if id(value) in full else value.detach().to("cpu", copy=True) for name, value in _entries(model)
+    }
+
+
+@torch.no_grad()
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Load a plain module's state dict, the same on every rank. Does not communicate.
+
+    Raises:
+        ShardingError: names are missing, unexpected, or of another shape. Nothing was loaded.
+    """
+    entries = list(_entries(model))
+    missing = [name for name, _ in entries if name not in state_dict]
+    unexpected = sorted(set(state_dict) - {name for name, _ in entries})
+    if missing or unexpected:
+        raise ShardingError(
+            f"load_full_state_dict: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}; "
+            "give the state dict of the same plain module."
+        )
+    units = _units_in(model)
+    for engine, _ in units:
+        if not engine.root.at_rest:
+            raise ShardingError("load_full_state_dict: call it outside any forward, backward and summon_full_params.")
+    flats = [flat for engine, index in units for flat in engine.units[index].flats]
+    shapes = {id(p): slot.shape for flat in flats for p, slot in zip(flat.shard_parameters, flat.layout.slots, strict=True)}
+    for name, value in entries:
+        wanted = shapes.get(id(value), tuple(value.shape))
+        if tuple(state_dict[name].shape) != wanted:
+            raise ShardingError(f"load_full_state_dict: {name!r} has shape {tuple(state_dict[name].shape)}, the model has {wanted}.")
+    given = {id(value): state_dict[name] for name, value in entries}
+    for flat in flats:
+        for parameter, part in zip(flat.shard_parameters, flat.parts, strict=True):
+            flat.shard_view(part).copy_(given[id(parameter)].reshape(-1)[part.first : part.first + part.numel].view(part.shape))
+    for _, value in entries:
+        if id(value) not in shapes:
+            value.copy_(given[id(value)])
+
+
+def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The names and tensors of the plain module's state dict, in its order; tied ones once a name."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = "".join(f"{part}." for part in path.split(".") if part and part not in TRANSPARENT)
+        saved = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in (*module._parameters.items(), *saved.items()):
+            if tensor is not None:
+                yield prefix + name, tensor
+
+
+def _units_in(model: nn.Module) -> list[tuple[Engine, int]]:
+    found = [(sharded.engine, sharded.index) for module in model.modules() if (sharded := sharded_of(module)) is not None]
+    if not found:
+        raise ShardingError(f"{type(model).__name__} contains no unit; wrap it with FullyShardedDataParallel or fully_shard first.")
+    return found

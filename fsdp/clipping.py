@@ -1,0 +1,68 @@
+"""The gradient norm over all shards, and the gradient scaler that agrees on overflows."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.collectives import Collectives
+from fsdp.errors import ShardingError
+from fsdp.sharded import engines_in
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale the gradients of `model` so that their global norm is at most `max_norm`; return the norm before.
+
+    The norm is that of all gradients of all ranks taken together: (sum |g|^p)^(1/p), or the largest
+    |g| for p = inf. Missing gradients count as zero. Communicates once.
+
+    Raises:
+        ShardingError: `norm_type` is not a positive number, or gradients are kept under `no_sync` and not reduced.
+    """
+    power = float(norm_type)
+    if not power > 0:
+        raise ShardingError(f"norm_type must be a positive number or inf, not {norm_type!r}.")
+    engines = engines_in(model, "clip_grad_norm_")
+    for engine in engines:
+        if engine.reducer.keeps_gradients:
+            raise ShardingError("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.")
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    device = engines[0].units[0].device
+    norms = torch._foreach_norm(filled, power) if filled else ()
+    local = torch.linalg.vector_norm(torch.stack([norm.to(device, torch.float32) for norm in norms]), power) if norms else torch.zeros((), device=device)
+    total = _combine(engines[0].channels.reductions, local, power)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+    return total
+
+
+def _combine(collectives: Collectives, local: Tensor, power: float) -> Tensor:
+    if math.isinf(power):
+        collectives.all_reduce(local, "max", "gradient norm").wait()
+        return local
+    summed = local**power
+    collectives.all_reduce(summed, "sum", "gradient norm").wait()
+    return summed ** (1 / power)
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """A gradient scaler whose found-inf all ranks agree on: all step, or none does.
+
+    Args:
+        model: the wrapped model whose gradients are scaled.
+        device: "cuda" or "cpu"; None means where the model is. The other options are torch's.
+    """
+
+    def __init__(self, model: nn.Module, device: str | None = None, **options: Any) -> None:
+        engine = engines_in(model, "ShardedGradScaler")[0]
+        super().__init__(device or engine.units[0].device.type, **options)
+        self._collectives = engine.channels.reductions
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(*args, **kwargs)
+        for flag in found.values():
+            self._collectives.all_reduce(flag, "max", "found inf").wait()
+        return found

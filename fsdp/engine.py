@@ -1,0 +1,238 @@
+"""Events -> root -> instructions -> units, across the units of one root.
+
+Rule 1: the tables decide, the engine carries out. It asks no state to choose what to do.
+Rule 2: the root moves first, so an illegal event changes nothing at all.
+Rule 3: if carrying out fails half-way, the whole step is abandoned before the error goes on.
+
+[Note: how a backward ends]
+The first unit that joins queues one callback. It runs when the outermost graph task is done, also
+around reentrant checkpoints. When the backward dies instead, torch drops the callback uncalled
+while the exception is on its way to the user; `_RootCallback.__del__` hears that.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+
+from torch import nn
+from torch.autograd import Variable
+
+from fsdp.collectives import Channels
+from fsdp.reducer import Reducer
+from fsdp.schedule import Schedule
+from fsdp.storage import Ledger
+from fsdp.streams import Streams
+from fsdp.unit import Unit
+from state_machine import Action, Ask, BackwardState, Effect, Event, Lifecycle, Residency, ResidencyState, Root
+from state_machine.root import Instruction
+
+
+class Engine:
+    """Drives the units of one root through their lifecycles."""
+
+    def __init__(
+        self, units: Sequence[Unit], descendants: Sequence[frozenset[int]], channels: Channels, streams: Streams, ledger: Ledger
+    ) -> None:
+        self.units = tuple(units)
+        self.channels = channels
+        self.ledger = ledger
+        self.synchronises = True
+        """Whether a backward that begins now reduces its gradients (`no_sync`)."""
+        self.descendants = tuple(descendants)
+        self._streams = streams
+        strategies = [unit.config.strategy for unit in units]
+        strategies[0] = units[0].config.root_strategy
+        self.root = Root([Lifecycle(unit.name, strategy) for unit, strategy in zip(units, strategies, strict=True)])
+        self._residencies = tuple(Residency(unit.name) for unit in units)
+        # a unit with inner units is complete late: it comes after all that have none
+        backwards = range(len(units) - 1, -1, -1)
+        order = [i for i in backwards if not descendants[i]] + [i for i in backwards if descendants[i]]
+        self.reducer = Reducer(units, order, channels.reductions, streams, ledger)
+        depth = units[0].config.prefetch
+        self._forward_schedule = Schedule(depth)
+        self._backward_schedule = Schedule(depth)
+        self._schedule = self._forward_schedule
+        self._path: list[int] = []
+        """The units whose forward is running, outermost first."""
+        self._pass_number = 0
+        self._backward_synchronises = True
+        self.backward_number = 0
+        self.watch_outputs: Callable[[int], None] = _nobody
+        """Set by the hooks: puts pre-backward hooks on what the unit's forward has just returned."""
+        self.forget_arrivals: Callable[[], None] = _nobody
+        """Set by the hooks: a backward begins, no gradient has come yet."""
+        self._deeds: dict[Action, Callable[[int], None]] = {
+            Action.REFRESH: self._refresh,
+            Action.NEED: self._need,
+            Action.KEEP: lambda index: self._ask(index, Ask.KEEP),
+            Action.FREE: lambda index: self._ask(index, Ask.FREE),
+            Action.WATCH_OUTPUTS: lambda index: self.watch_outputs(index),
+            Action.JOIN_BACKWARD: self._join_backward,
+            Action.REDUCE: self.reducer.reduce,
+            Action.FLUSH: self.reducer.flush,
+            Action.COMMIT: self.reducer.commit,
+            Action.STASH: self.reducer.keep,
+            Action.DRAIN: lambda index: self.reducer.drain(),
+            Action.DROP: self.reducer.drop,
+            Action.LEND: lambda index: self.units[index].lend(),
+            Action.WRITE_BACK: lambda index: self.units[index].write_back(),
+            Action.RECLAIM: lambda index: self.units[index].reclaim(),
+        }
+        self._effects: tuple[dict[Effect, Callable[[], None]], ...] = tuple(
+            {
+                Effect.LAUNCH: unit.launch,
+                Effect.AWAIT: unit.await_gather,
+                Effect.SHOW: unit.show,
+                Effect.HIDE: unit.hide,
+                Effect.RELEASE: unit.release,
+            }
+            for unit in units
+        )
+
+    # events -------------------------------------------------------------------------------
+
+    def hear(self, index: int, event: Event) -> None:
+        """Take one event of one unit and do what the table answers, in order.
+
+        Raises:
+            IllegalTransition: nothing moved.
+        """
+        instructions = self.root.hear(index, event)
+        try:
+            for unit, action in instructions:
+                self._deeds[action](unit)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def forward_begins(self, index: int) -> None:
+        """A forward outside any backward begins: keep the path, and clean up after a pass that died unnoticed."""
+        if self._path and index not in self.descendants[self._path[-1]] and not _is_running(self.units[self._path[-1]].module):
+            self.abandon()
+        if not self._path:
+            if self.root.backward is BackwardState.RUNNING:
+                self.close_backward(Event.BACKWARD_FAILS)
+            self._pass_number += 1
+            self._forward_schedule.begin()
+            self._streams.pass_begins()
+        self._schedule = self._forward_schedule
+        self.hear(index, Event.FORWARD_BEGINS)
+        self._path.append(index)
+
+    def forward_ends(self, index: int, event: Event) -> None:
+        """A forward outside any backward ended, in one of its three ways."""
+        if index in self._path:
+            del self._path[self._path.index(index) :]
+        self.hear(index, event)
+        if not self._path:
+            self._free_unused_prefetches()
+
+    def close_backward(self, event: Event) -> None:
+        """Tell every unit how the backward ended, in the agreed order."""
+        instructions = self.root.close(event, self.reducer.order)
+        if event is Event.BACKWARD_FAILS:
+            self._carry_out_all(instructions)
+            return
+        try:
+            for unit, action in instructions:
+                self._deeds[action](unit)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Give up whatever is going on; afterwards every unit is IDLE and sharded, nothing is in flight."""
+        self._path.clear()
+        self._carry_out_all(self.root.abandon(self.reducer.order))
+
+    @property
+    def backward_synchronises(self) -> bool:
+        """Whether the backward that runs reduces its gradients."""
+        return self._backward_synchronises
+
+    def whole(self, index: int) -> bool:
+        """Whether the unit computes with its whole face."""
+        return self._residencies[index].state is ResidencyState.WHOLE
+
+    # actions ------------------------------------------------------------------------------
+
+    def _refresh(self, index: int) -> None:
+        unit = self.units[index]
+        unit.take_over_changes()
+        if unit.gathered_in_pass != self._pass_number:
+            self._ask(index, Ask.FREE)
+
+    def _need(self, index: int) -> None:
+        missing = self._residencies[index].state in (ResidencyState.SHARDED, ResidencyState.GATHERING)
+        self._ask(index, Ask.NEED)
+        if missing:
+            for ahead in self._schedule.needed(index):
+                self._ask(ahead, Ask.WANT)
+
+    def _ask(self, index: int, ask: Ask) -> None:
+        for effect in self._residencies[index].on(ask):
+            if effect is Effect.LAUNCH:
+                self.units[index].gathered_in_pass = self._pass_number
+            self._effects[index][effect]()
+
+    def _join_backward(self, index: int) -> None:
+        self._backward_synchronises = self.synchronises
+        self.backward_number += 1
+        self._schedule = self._backward_schedule
+        self._backward_schedule.begin()
+        self.reducer.begin()
+        self.forget_arrivals()
+        Variable._execution_engine.queue_callback(_RootCallback(self, self.backward_number))  # type: ignore[no-untyped-call]
+
+    def _free_unused_prefetches(self) -> None:
+        """A pass that left the record may have asked for units it never called."""
+        for index, residency in enumerate(self._residencies):
+            if residency.state is ResidencyState.GATHERING:
+                self._ask(index, Ask.FREE)
+
+    def _carry_out_all(self, instructions: Iterable[Instruction]) -> None:
+        """Carry out every instruction even if some fail; then raise the first failure."""
+        failures: list[BaseException] = []
+        for unit, action in instructions:
+            try:
+                self._deeds[action](unit)
+            except Exception as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
+
+
+class _RootCallback:
+    """The one callback of a backward. Dropped uncalled, it says that the backward failed."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self._engine = engine
+        self._number = number
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._close(Event.BACKWARD_ENDS if self._engine.backward_synchronises else Event.BACKWARD_ENDS_UNSYNCED)
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._close(Event.BACKWARD_FAILS)
+
+    def _close(self, event: Event) -> None:
+        # it may have been closed from elsewhere: by an abandoned step, or by the next forward
+        if self._engine.backward_number == self._number and self._engine.root.backward is BackwardState.RUNNING:
+            self._engine.close_backward(event)
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Whether a forward of `module` is on the Python stack; Ctrl-C leaves one without any hook being called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _nobody(*_: int) -> None:
+    raise RuntimeError("an engine without hooks; this is a bug in fsdp, please report it.")

@@ -1,0 +1,221 @@
+"""Torch hooks -> events. The only file that registers a hook; it decides nothing.
+
+[Note: when a unit is done with its parameters]
+All its gradients having arrived is not enough: a frozen weight beside trainable ones, or a detached
+use, is read by backward nodes no gradient of ours depends on. So a unit also waits until autograd
+leaves it, which is when it is about to enter the nodes that made the inputs of each call. A unit
+with inner units can be left through any of them, so it waits for the end of the backward.
+
+[Note: views]
+A pre-backward hook is put on the node of the *base* of a returned view: an in-place edit of the
+view outside gives the view a new node, and a hook on the old one would never fire.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from fsdp.engine import Engine
+from fsdp.errors import ShardingError
+from fsdp.nested import cast_floating, tensors_in
+from fsdp.storage import storage_key
+from fsdp.unit import Unit
+from state_machine import Event
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward. Asked here and nowhere else."""
+    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,no-any-return]
+
+
+class Hooks:
+    """Every hook of the units of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._listeners = [Listener(engine, index) for index in range(len(engine.units))]
+        engine.watch_outputs = lambda index: self._listeners[index].watch()
+        engine.forget_arrivals = self._forget_arrivals
+
+    def remove(self) -> None:
+        """Take every hook away again."""
+        for listener in self._listeners:
+            listener.remove()
+
+    def _forget_arrivals(self) -> None:
+        for listener in self._listeners:
+            listener.backward_begins()
+
+
+class _Call:
+    """One forward of one unit, and the backward's way through it."""
+
+    __slots__ = ("handled", "inputs", "outputs", "pending", "refused", "replay", "waits_in")
+
+    def __init__(self, replay: bool, inputs: Sequence[Node]) -> None:
+        self.replay = replay
+        self.inputs = inputs
+        self.outputs: list[Tensor] = []
+        # an exception that was being handled before the call is not one that passes through it
+        self.handled = sys.exc_info()[1]
+        self.refused = False
+        self.waits_in = 0
+        """The backward in which `pending` counts."""
+        self.pending = 0
+        """Nodes behind the inputs that this backward has not come to yet."""
+
+
+class Listener:
+    """Hears torch's hooks for one unit and tells the engine."""
+
+    def __init__(self, engine: Engine, index: int) -> None:
+        self._engine = engine
+        self._index = index
+        self._unit: Unit = engine.units[index]
+        self._innermost = not engine.descendants[index]
+        self._calls: list[_Call] = []
+        self._backward = 0
+        self._arrived: set[int] = set()
+        self._open_calls = 0
+        module = self._unit.module
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._forward_ends, always_call=True),
+        ]
+        for number, whole in enumerate(self._unit.whole_parameters):
+            # registered for frozen ones as well: they may be thawed later
+            frozen = not whole.requires_grad
+            whole.requires_grad_(True) if whole.is_floating_point() or whole.is_complex() else None
+            if whole.requires_grad:
+                self._handles.append(whole.register_post_accumulate_grad_hook(partial(self._gradient_arrives, number)))
+            whole.requires_grad_(not frozen)
+
+    def remove(self) -> None:
+        """Take the hooks away again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def backward_begins(self) -> None:
+        """Nothing has arrived and nothing is open."""
+        self._backward += 1
+        self._arrived.clear()
+        self._open_calls = 0
+
+    # forward ------------------------------------------------------------------------------
+
+    def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = _Call(in_backward(), _input_nodes(args, kwargs) if torch.is_grad_enabled() and self._innermost else ())
+        self._calls.append(call)
+        call.refused = True
+        if call.replay:
+            self._engine.hear(self._index, Event.REPLAY_BEGINS)
+        else:
+            self._engine.forward_begins(self._index)
+        call.refused = False
+        policy = self._unit.config.mp_policy
+        if policy.param_dtype is None or not policy.cast_forward_inputs or not self._engine.whole(self._index):
+            return None
+        return cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
+
+    def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> Any:
+        call = self._calls[-1]
+        if call.refused:
+            self._calls.pop()
+            return None
+        try:
+            passing = sys.exc_info()[1]
+            if passing is not None and passing is not call.handled:
+                # a replay may be stopped early by an exception of torch's own
+                if not call.replay:
+                    self._engine.forward_ends(self._index, Event.FORWARD_FAILS)
+                return None
+            self._find_outputs(call, output)
+            if call.replay:
+                self._engine.hear(self._index, Event.REPLAY_ENDS)
+            else:
+                self._engine.forward_ends(self._index, Event.FORWARD_ENDS if call.outputs else Event.INFERENCE_ENDS)
+        finally:
+            self._calls.pop()
+        policy = self._unit.config.mp_policy
+        return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
+
+    def _find_outputs(self, call: _Call, output: Any) -> None:
+        """Note every output a backward can come back through; refuse the unit's own parameters among them."""
+        keys = self._unit.keys
+        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+            if storage_key(tensor) in keys:
+                if not call.replay:
+                    self._engine.forward_ends(self._index, Event.FORWARD_FAILS)
+                call.refused = True
+                raise ShardingError(
+                    f"unit {self._unit.name!r} returns one of its own parameters (or a view of one), whose memory is given back after the "
+                    "forward; return a copy instead (`weight.clone()`), or compute with it inside the unit."
+                )
+            if tensor.requires_grad:
+                call.outputs.append(tensor)
+
+    def watch(self) -> None:
+        """Put a pre-backward hook on every node behind the outputs of the call that just returned."""
+        call = self._calls[-1]
+        reached = partial(self._backward_reaches, call)
+        for node in {node: None for tensor in call.outputs if (node := _node_behind(tensor)) is not None}:
+            node.register_prehook(reached)
+        if call.inputs:
+            left = partial(self._input_left, call)
+            for node in call.inputs:
+                node.register_prehook(left)
+        call.outputs = []
+
+    # backward -----------------------------------------------------------------------------
+
+    def _backward_reaches(self, call: _Call, gradients: Any) -> None:
+        self._engine.hear(self._index, Event.BACKWARD_REACHES)
+        if call.inputs and call.waits_in != self._backward:
+            call.waits_in = self._backward
+            call.pending = sum(map(torch._C._will_engine_execute_node, call.inputs))  # type: ignore[attr-defined]
+            if call.pending:
+                self._open_calls += 1
+
+    def _input_left(self, call: _Call, gradients: Any) -> None:
+        if call.waits_in != self._backward or not call.pending:
+            return
+        call.pending -= 1
+        if not call.pending:
+            self._open_calls -= 1
+            if not self._unit.trainable_count:
+                self._engine.hear(self._index, Event.BACKWARD_LEFT)
+            else:
+                self._tell_if_complete()
+
+    def _gradient_arrives(self, number: int, whole: Tensor) -> None:
+        if not self._arrived:
+            self._engine.hear(self._index, Event.GRADIENT_ARRIVES)
+        self._arrived.add(number)
+        self._tell_if_complete()
+
+    def _tell_if_complete(self) -> None:
+        if len(self._arrived) == self._unit.trainable_count and not self._open_calls and self._innermost:
+            self._arrived.clear()
+            synchronises = self._engine.backward_synchronises
+            self._engine.hear(self._index, Event.GRADIENTS_READY if synchronises else Event.GRADIENTS_KEPT)
+
+
+def _node_behind(tensor: Tensor) -> Node | None:
+    if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
+        return tensor._base.grad_fn
+    return tensor.grad_fn
+
+
+def _input_nodes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Node]:
+    """The distinct nodes behind the inputs that require grad: of a leaf, the one that accumulates its gradient."""
+    found = [*tensors_in(args), *tensors_in(kwargs)] if kwargs else tensors_in(args)
+    nodes: dict[Node, None] = {}
+    for tensor in found:
+        if tensor.requires_grad:
+            nodes[tensor.grad_fn or get_gradient_edge(tensor).node] = None
+    return tuple(nodes)

@@ -1,0 +1,46 @@
+"""Tensors inside whatever a forward takes and returns."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+DEPTH: Final = 8
+"""How deep containers in containers are searched."""
+
+
+def tensors_in(thing: Any, depth: int = DEPTH) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, mappings, sets, dataclasses and plain objects (a cache class, for example)."""
+    if isinstance(thing, Tensor):
+        yield thing
+    elif depth == 0 or thing is None or isinstance(thing, str | bytes | int | float | complex | type | nn.Module):
+        return
+    elif isinstance(thing, Mapping):
+        for value in thing.values():
+            yield from tensors_in(value, depth - 1)
+        if hasattr(thing, "__dict__") or is_dataclass(thing):  # a model output that is a mapping and has fields
+            yield from _in_attributes(thing, depth)
+    elif isinstance(thing, tuple | list | set | frozenset):
+        for value in thing:
+            yield from tensors_in(value, depth - 1)
+    elif not callable(thing):
+        yield from _in_attributes(thing, depth)
+
+
+def _in_attributes(thing: Any, depth: int) -> Iterator[Tensor]:
+    for value in list(getattr(thing, "__dict__", {}).values()):
+        yield from tensors_in(value, depth - 1)
+    for owner in type(thing).__mro__:
+        slots = owner.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield from tensors_in(getattr(thing, name, None), depth - 1)
+
+
+def cast_floating(thing: Any, dtype: torch.dtype) -> Any:
+    """The same structure with its floating-point tensors in `dtype`; plain objects are left as they are."""
+    if isinstance(thing, Tensor):
+        return thing.to(dtype) if thing.is_floating_point() and thing.dtype != dtype else thing
+    return tree_map_only(Tensor, lambda tensor: cast_floating(tensor, dtype), thing)

@@ -1,0 +1,339 @@
+"""Gradients: whole ones to buckets, buckets to reduced shards, reduced shards to `.grad`.
+
+Rule 1: collectives are launched in the agreed order only; what is ready early waits its turn.
+Rule 2: nothing reaches `.grad` before `commit`, and `commit` comes after everything that can fail.
+Rule 3: every unit with something to train is reduced exactly once in a backward that synchronises,
+        with zeros for gradients that did not come: a peer may have them.
+
+[Note: gradients kept under no_sync]
+They are whole, and live in the stash. `zero_grad()` reaches shard parameters only, so at stash time
+each shard shows something to zero: its `.grad` as it was, or else this rank's part of the kept
+gradient. If that is gone or zeroed when the stash is used next, the kept gradient dies with it.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.collectives import Collectives, Work
+from fsdp.errors import ShardingError
+from fsdp.storage import Ledger, allocate, release, size_of
+from fsdp.streams import Streams
+from fsdp.unit import FlatBuffer, Unit
+
+class _Kept:
+    """A whole gradient kept under `no_sync`, and what the shard showed when it was kept."""
+
+    __slots__ = ("shown", "shown_is_ours", "version", "whole")
+
+    def __init__(self, whole: Tensor, shard: nn.Parameter, own: Tensor) -> None:
+        self.whole = whole
+        self.shown_is_ours = shard.grad is None
+        if shard.grad is None:
+            shard.grad = own
+        assert shard.grad is not None
+        self.shown = shard.grad
+        self.version = self.shown._version
+
+    def alive(self, shard: nn.Parameter, name: str) -> bool:
+        """Whether the user has not zeroed the gradients since.
+
+        Raises:
+            ShardingError: they were edited in another way, which cannot reach the kept gradient.
+        """
+        if shard.grad is not self.shown:
+            return False
+        if self.shown._version == self.version:
+            return True
+        if self.shown.numel() and bool(self.shown.any()):
+            raise ShardingError(
+                f"the gradient of {name!r} was edited while gradients are kept under no_sync; scale or clip after the backward that synchronises."
+            )
+        return False
+
+
+class _Bucket:
+    """How one flat buffer is reduced: its bucket, views into it, and what has been reduced."""
+
+    __slots__ = ("all_used", "buffer", "came", "complete", "flat", "pending", "predivide", "stash", "views")
+
+    def __init__(self, flat: FlatBuffer, reduce_dtype: torch.dtype | None, ledger: Ledger) -> None:
+        self.flat = flat
+        dtype = reduce_dtype if reduce_dtype is not None and flat.whole.is_floating_point() else flat.whole.dtype
+        self.predivide = dtype is torch.float16
+        """Half precision would overflow in the sum; every other dtype is divided after it, on the shard alone."""
+        self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
+        self.views = [self.buffer[slot.start : slot.end].view(slot.shape) for slot in flat.layout.slots]
+        ledger.add("bucket", size_of(self.buffer))
+        release(self.buffer, ledger, "bucket")
+        self.pending: Tensor | None = None
+        self.stash: dict[int, _Kept] = {}
+        self.all_used = [True] * len(self.views)
+        self.complete = True
+        """Every trainable parameter had a gradient on this rank in this backward."""
+        self.came = self.all_used
+        """Which had one."""
+
+    def fill(self) -> None:
+        """Copy the whole gradients, and those kept under `no_sync`, into the bucket, and drop the former."""
+        flat = self.flat
+        gradients = [whole.grad for whole in flat.whole_parameters]
+        for whole in flat.whole_parameters:
+            whole.grad = None
+        second = self.pending is not None
+        if not self.stash and None not in gradients:
+            self.came, self.complete = self.all_used, True
+            torch._foreach_copy_(self.views, gradients)
+            return
+        for i in [i for i, kept in self.stash.items() if not kept.alive(flat.shard_parameters[i], flat.places[i].names[0])]:
+            del self.stash[i]
+        came_before = self.came if second else [False] * len(self.views)
+        self.came = []
+        for i, (view, gradient) in enumerate(zip(self.views, gradients, strict=True)):
+            # what was kept went with the first portion
+            kept = None if second else self.stash.get(i)
+            parts = [part for part in (gradient, kept and kept.whole) if part is not None]
+            self.came.append(came_before[i] or bool(parts))
+            if parts:
+                view.copy_(parts[0])
+            else:
+                view.zero_()
+            for part in parts[1:]:
+                view.add_(part)
+        self.complete = all(came or not trainable for came, trainable in zip(self.came, flat.trainable, strict=True))
+
+    def put(self, reduced: Tensor, used: Sequence[bool]) -> None:
+        """Set or accumulate one reduced shard (C,) into `.grad` of the shard parameters."""
+        flat = self.flat
+        parts = reduced.split(flat.segments)
+        targets, sums = [], []
+        for i, parameter in enumerate(flat.shard_parameters):
+            if not used[i] or not parameter.requires_grad:
+                continue
+            segment = flat.segment_of[i]
+            gradient = parts[segment].view(parameter.shape) if segment >= 0 else reduced.new_empty(parameter.shape)
+            kept = self.stash.pop(i, None)
+            before = parameter.grad
+            if before is None or (kept is not None and kept.shown_is_ours):
+                parameter.grad = gradient
+            else:
+                targets.append(before)
+                sums.append(gradient)
+        if targets:
+            torch._foreach_add_(targets, sums)
+
+
+class _Usage(NamedTuple):
+    """Which parameters had a gradient, on its way between the ranks."""
+
+    flags: Tensor
+    complete: bool
+    work: Work
+
+
+class _Flight(NamedTuple):
+    """A reduction in flight."""
+
+    bucket: _Bucket
+    into: Tensor
+    work: Work
+
+
+class Reducer:
+    """The gradients of all units of one root, through one backward at a time."""
+
+    def __init__(self, units: Sequence[Unit], order: Sequence[int], collectives: Collectives, streams: Streams, ledger: Ledger) -> None:
+        self._units = tuple(units)
+        self._collectives = collectives
+        self._streams = streams
+        self._ledger = ledger
+        self._buckets = tuple(
+            tuple(_Bucket(flat, unit.config.mp_policy.reduce_dtype, ledger) for flat in unit.flats) for unit in units
+        )
+        counts = [[len(bucket.views) for bucket in of_unit] for of_unit in self._buckets]
+        ends = accumulate((count for of_unit in counts for count in of_unit), initial=0)
+        self._offsets = [[next(ends) for _ in of_unit] for of_unit in counts]
+        device = units[0].device
+        self._all_used = torch.ones(next(ends), dtype=torch.uint8, device=device)
+        self.order = tuple(order)
+        """The agreed order, every unit once."""
+        self._learned = False
+        self._flight: _Flight | None = None
+        self._usage: _Usage | None = None
+        self.begin()
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients kept under `no_sync` wait for a backward that synchronises."""
+        stashes = [(b.flat, i, kept) for of_unit in self._buckets for b in of_unit for i, kept in b.stash.items()]
+        return any(kept.alive(flat.shard_parameters[i], flat.places[i].names[0]) for flat, i, kept in stashes)
+
+    # one backward -------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self._turn = 0
+        self._ready = [False] * len(self._units)
+        self._launched = [False] * len(self._units)
+        self._arrivals: list[int] = []
+        self._settled = False
+        self._used: list[bool] = []
+
+    def reduce(self, index: int) -> None:
+        """The gradients of a unit are complete: launch what the agreed order allows."""
+        if self._launched[index]:
+            return  # a second portion in the same backward waits for `flush`
+        self._note(index)
+        while self._turn < len(self.order) and self._ready[self.order[self._turn]]:
+            self._launch(self.order[self._turn])
+            self._turn += 1
+
+    def flush(self, index: int) -> None:
+        """At the end, in the agreed order: launch what was not launched, or came after it was."""
+        if not self._launched[index]:
+            self._note(index)
+            self._launch(index)
+        elif any(whole.grad is not None for whole in self._units[index].whole_parameters):
+            self._launch(index)
+
+    def commit(self, index: int) -> None:
+        """Set or accumulate the reduced gradients of a unit into `.grad` of its shards."""
+        self._settle()
+        for bucket, offset in zip(self._buckets[index], self._offsets[index], strict=True):
+            if bucket.pending is not None:
+                reduced, bucket.pending = bucket.pending, None
+                self._ledger.add("reduced", -size_of(reduced))
+                bucket.put(reduced, self._used[offset:] if self._used else bucket.all_used)
+
+    def keep(self, index: int) -> None:
+        """End of a backward under `no_sync`: add the whole gradients of a unit to the stash."""
+        for bucket in self._buckets[index]:
+            flat = bucket.flat
+            for i, whole in enumerate(flat.whole_parameters):
+                if whole.grad is None:
+                    continue
+                gradient, whole.grad = whole.grad.to(bucket.buffer.dtype), None
+                shard, part = flat.shard_parameters[i], flat.parts[i]
+                kept = bucket.stash.get(i)
+                if kept is not None and kept.alive(shard, flat.places[i].names[0]):
+                    kept.whole.add_(gradient)
+                    continue
+                own = gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
+                bucket.stash[i] = _Kept(gradient, shard, own.to(shard.dtype, copy=True))
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight. Idempotent; raises what the collective raises."""
+        flight, self._flight = self._flight, None
+        usage, self._usage = self._usage, None
+        if flight is not None:
+            flight.work.wait()
+            release(flight.bucket.buffer, self._ledger, "bucket")
+        if usage is not None:
+            usage.work.wait()
+        self._streams.await_reductions()
+
+    def drop(self, index: int) -> None:
+        """Forget the gradients of this backward. Those kept by earlier ones under `no_sync` stay. Idempotent."""
+        for bucket in self._buckets[index]:
+            if bucket.pending is not None:
+                self._ledger.add("reduced", -size_of(bucket.pending))
+                bucket.pending = None
+            for whole in bucket.flat.whole_parameters:
+                whole.grad = None
+
+    # helpers ------------------------------------------------------------------------------
+
+    def _note(self, index: int) -> None:
+        if not self._ready[index]:
+            self._ready[index] = True
+            self._arrivals.append(index)
+
+    def _launch(self, index: int) -> None:
+        self._launched[index] = True
+        for bucket in self._buckets[index]:
+            if any(bucket.flat.trainable):
+                self._land()
+                self._send(bucket, self._units[index].name)
+
+    @torch.no_grad()
+    def _send(self, bucket: _Bucket, name: str) -> None:
+        """Fill a bucket on the compute stream and reduce it on the reduction stream.
+
+        Shapes:  bucket (W * C,) on each of W ranks  ->  mean of chunk `rank` (C,)
+        Memory:  W * C elements until landed, C until committed
+        """
+        allocate(bucket.buffer, self._ledger, "bucket")
+        bucket.fill()
+        if bucket.predivide:
+            bucket.buffer.div_(self._collectives.size)
+        with self._streams.reducing():
+            into = bucket.buffer.new_empty(bucket.flat.layout.chunk)
+            self._ledger.add("reduced", size_of(into))
+            work = self._collectives.reduce_scatter(_as_real(bucket.buffer), _as_real(into), name)
+        self._flight = _Flight(bucket, into, work)
+
+    @torch.no_grad()
+    def _land(self) -> None:
+        """Await the reduction in flight, so that at most one bucket is in memory."""
+        if self._flight is None:
+            return
+        bucket, reduced, work = self._flight
+        self._flight = None
+        with self._streams.landing():
+            work.wait()
+            if not bucket.predivide and self._collectives.size > 1:
+                reduced.div_(self._collectives.size)
+            if reduced.dtype != bucket.flat.shard.dtype:
+                self._ledger.add("reduced", -size_of(reduced))
+                reduced = reduced.to(bucket.flat.shard.dtype)
+                self._ledger.add("reduced", size_of(reduced))
+            if bucket.pending is not None:
+                bucket.pending.add_(reduced)
+                self._ledger.add("reduced", -size_of(reduced))
+            else:
+                bucket.pending = reduced
+        self._streams.await_reductions()
+        release(bucket.buffer, self._ledger, "bucket")
+
+    def _settle(self) -> None:
+        """Await everything in flight and learn which gradients no rank had. All that can fail is over after this."""
+        if self._settled:
+            return
+        self._settled = True
+        self._share_usage()
+        self._land()
+        assert self._usage is not None
+        usage, self._usage = self._usage, None
+        usage.work.wait()
+        self._streams.await_reductions()
+        if not usage.complete:
+            self._used = [bool(flag) for flag in usage.flags.tolist()]
+        if not self._learned:
+            self._learn_order()
+
+    def _share_usage(self) -> None:
+        """Tell the ranks which parameters had a gradient here: one small collective in a backward."""
+        buckets = [bucket for of_unit in self._buckets for bucket in of_unit]
+        complete = all(bucket.complete for bucket in buckets)
+        with self._streams.reducing():
+            if complete:
+                flags = self._all_used.clone()
+            else:
+                came = [flag for b in buckets for flag in b.came]
+                flags = torch.tensor(came, dtype=torch.uint8, device=self._all_used.device)
+            self._usage = _Usage(flags, complete, self._collectives.all_reduce(flags, "max", "which gradients came"))
+
+    def _learn_order(self) -> None:
+        """After the first backward that synchronises, rank 0's order of arrival is everyone's."""
+        self._learned = True
+        arrivals = torch.tensor(self._arrivals, dtype=torch.int64, device=self._all_used.device)
+        self._collectives.broadcast(arrivals, 0, "the order of reductions").wait()
+        self.order = tuple(int(index) for index in arrivals.tolist())
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Collectives and sums know no complex numbers: (N,) complex -> (2 N,) real."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

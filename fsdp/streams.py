@@ -1,0 +1,96 @@
+"""What may overlap what. The only file that names a device stream.
+
+[Note: who waits for whom on CUDA]
+Whole buffers are allocated on the gather stream and read by the compute stream. Releasing one
+records an event on the compute stream; the next allocation makes the gather stream wait for it,
+so memory is reused only after its last reader. Shards are written by the compute stream (the
+optimizer): a pass begins by making the gather stream wait for it once, which leaves prefetch free
+to run ahead for the rest of the pass. Buckets are allocated and filled on the compute stream and
+released only after it has waited for their reduction. Reduced gradients are allocated on the
+reduction stream, which waits for the compute stream before each of them. So nothing needs
+`record_stream`, and memory is reused in a fixed pattern.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+
+class Streams(Protocol):
+    """The order between computing, gathering and reducing on one device."""
+
+    def pass_begins(self) -> None:
+        """Gathers launched from now on see what the compute stream has written so far."""
+
+    def gathering(self) -> AbstractContextManager[Any]:
+        """Work inside runs on the gather stream, after the last reader of released memory."""
+
+    def released(self) -> None:
+        """The compute stream has made its last use of a whole buffer."""
+
+    def reducing(self) -> AbstractContextManager[Any]:
+        """Work inside runs on the reduction stream, after what the compute stream has done so far."""
+
+    def landing(self) -> AbstractContextManager[Any]:
+        """Work inside runs on the reduction stream, without waiting for the compute stream."""
+
+    def await_reductions(self) -> None:
+        """The compute stream waits for the reduction stream."""
+
+
+class HostStreams:
+    """On CPU the `Work` handles alone give the order."""
+
+    def pass_begins(self) -> None:
+        return
+
+    def gathering(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def released(self) -> None:
+        return
+
+    def reducing(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def landing(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def await_reductions(self) -> None:
+        return
+
+
+class CudaStreams:
+    """One stream for gathers and one for reductions beside the compute stream, with events between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._gather = torch.cuda.Stream(device, priority=-1)
+        self._reduce = torch.cuda.Stream(device, priority=-1)
+        self._last_reader = torch.cuda.Event()
+
+    def pass_begins(self) -> None:
+        self._gather.wait_stream(torch.cuda.current_stream(self._device))
+
+    def gathering(self) -> AbstractContextManager[Any]:
+        self._gather.wait_event(self._last_reader)
+        return torch.cuda.stream(self._gather)
+
+    def released(self) -> None:
+        self._last_reader.record(torch.cuda.current_stream(self._device))
+
+    def reducing(self) -> AbstractContextManager[Any]:
+        self._reduce.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._reduce)
+
+    def landing(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._reduce)
+
+    def await_reductions(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._reduce)
+
+
+def make_streams(device: torch.device) -> Streams:
+    """The streams of a device."""
+    return CudaStreams(device) if device.type == "cuda" else HostStreams()

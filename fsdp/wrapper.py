@@ -1,0 +1,212 @@
+"""FullyShardedDataParallel and fully_shard: two doors to one engine. The public door."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fsdp import clipping
+from fsdp.agreement import agree
+from fsdp.collectives import Channels, open_channels
+from fsdp.config import Config, make_config
+from fsdp.engine import Engine
+from fsdp.errors import ShardingError
+from fsdp.hooks import Hooks
+from fsdp.plan import Planned, make_plan
+from fsdp.sharded import Sharded, engines_in, sharded_of
+from fsdp.storage import Ledger
+from fsdp.streams import make_streams
+from fsdp.unit import Unit
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Wraps a module so that each rank keeps 1/W of its parameters, gradients and optimizer state.
+
+    The wrapped module is `.module`; parameter names are those of the plain module. The options are
+    those of `fully_shard`, which does the same without a wrapper.
+    """
+
+    def __init__(self, module: nn.Module, process_group: Any = None, **options: Any) -> None:
+        super().__init__()
+        fully_shard(module, process_group, **options)
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the wrapped module."""
+        return self.module(*args, **kwargs)
+
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+        """Like the plain module's: the wrapper adds nothing to a name."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `fsdp.no_sync`."""
+        with no_sync(self):
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """See `fsdp.clip_grad_norm_`."""
+        return clipping.clip_grad_norm_(self, max_norm, norm_type)
+
+
+def fully_shard(
+    module: Module,
+    process_group: Any = None,
+    *,
+    mesh: Any = None,
+    auto_wrap_policy: Any = None,
+    sharding_strategy: Any = "FULL_SHARD",
+    reshard_after_forward: bool | None = None,
+    mp_policy: Any = None,
+    sync_module_states: bool = False,
+    prefetch: int = 1,
+    **unknown: Any,
+) -> Module:
+    """Shard `module` in place over the ranks of a group; return the same module, class and names untouched.
+
+    Afterwards its parameters are shards: the same Parameter objects, with this rank's part as data.
+    Communicates: every rank must call it alike.
+
+    Args:
+        module: the unit; units wrapped before inside it become its inner units.
+        process_group: the ranks to shard over; None means `mesh`, or the default group.
+        mesh: a one-dimensional DeviceMesh, instead of a group.
+        auto_wrap_policy: inner units: a set of module classes, `callable(name, module) -> bool`, or torch's `ModuleWrapPolicy`.
+        sharding_strategy: "FULL_SHARD" gives the whole parameters back after forward and after backward, "SHARD_GRAD_OP" after backward only.
+        reshard_after_forward: True gives them back after the forward, in the root's own unit too; False keeps them until the
+            backward; None follows the strategy, and keeps the root's own unit, which the backward needs first.
+        mp_policy: `fsdp.MixedPrecisionPolicy` or torch's.
+        sync_module_states: overwrite parameters and buffers with rank 0's before sharding.
+        prefetch: how many units may be gathered ahead of the one that computes.
+
+    Raises:
+        ShardingError: an option, the module or the ranks are not as they must be. Nothing was sharded.
+    """
+    if unknown:
+        _refuse(unknown)
+    if not isinstance(module, nn.Module):
+        raise ShardingError(f"fully_shard takes an nn.Module, not {type(module).__name__}.")
+    channels = open_channels(process_group, mesh)
+    config, plan = agree(channels.gathers, lambda: _prepare(module, auto_wrap_policy, channels, sharding_strategy, reshard_after_forward, mp_policy, prefetch))
+    if sync_module_states:
+        _broadcast_states(module, plan, channels)
+    _build(plan, config, channels)
+    return module
+
+
+def _prepare(module: nn.Module, policy: Any, channels: Channels, *options: Any) -> tuple[Config, list[Planned]]:
+    """Everything that can be refused, before anything moves."""
+    config = make_config(*options)
+    if sharded_of(module) is not None:
+        raise ShardingError(f"{type(module).__name__} is a unit already; wrap a module once.")
+    if isinstance(module, FullyShardedDataParallel):
+        raise ShardingError("the module is a FullyShardedDataParallel already; wrap a module once.")
+    plan = make_plan(module, policy, _unit_of, lambda one: isinstance(one, FullyShardedDataParallel))
+    for one in plan:
+        inner = sharded_of(one.module)
+        if inner is not None and inner.engine.channels is not channels:
+            raise ShardingError(f"unit {one.name!r} was wrapped over another process group; wrap all units of a model over the same one.")
+    devices = {place.parameter.device: place.names[0] for one in plan for place in one.places}
+    if len(devices) > 1:
+        (a, first), (b, second) = list(devices.items())[:2]
+        raise ShardingError(f"parameter {first!r} is on {a}, but {second!r} is on {b}; move the module to one device before wrapping it.")
+    for device, name in devices.items():
+        if not channels.gathers.can_carry(device):
+            raise ShardingError(f"parameter {name!r} is on {device}, where this process group cannot communicate; move the module to the group's device before wrapping it.")
+    return config, plan
+
+
+def _build(plan: list[Planned], config: Config, channels: Channels) -> None:
+    """Shard, unit by unit, and put one engine over all units."""
+    for old in {id(one.engine): one for planned in plan if (one := sharded_of(planned.module))}.values():
+        old.engine.abandon()
+        old.hooks.remove()
+    units = []
+    for one in plan:
+        unit = one.unit or Unit(one.module, one.name, one.places, config, channels.gathers)
+        unit.name = one.name
+        units.append(unit)
+    streams = make_streams(next((unit.device for unit in units if unit.flats), torch.device("cpu")))
+    ledger = Ledger()
+    for unit in units:
+        unit.join(streams, ledger)
+    descendants = [frozenset(j for j, other in enumerate(plan) if i in other.ancestors) for i in range(len(plan))]
+    engine = Engine(units, descendants, channels, streams, ledger)
+    hooks = Hooks(engine)
+    for index, one in enumerate(plan):
+        one.module.__dict__[Sharded.ATTRIBUTE] = Sharded(engine, hooks, index)
+
+
+def _broadcast_states(module: nn.Module, plan: list[Planned], channels: Channels) -> None:
+    states = [(place.names[0], place.parameter.detach()) for one in plan for place in one.places]
+    states += [(name, buffer.detach()) for name, buffer in module.named_buffers()]
+    with torch.no_grad():
+        for name, state in states:
+            carrier = state.contiguous()
+            channels.gathers.broadcast(carrier, 0, name).wait()
+            if carrier is not state:
+                state.copy_(carrier)
+
+
+def _unit_of(module: nn.Module) -> Unit | None:
+    sharded = sharded_of(module)
+    return None if sharded is None else sharded.engine.units[sharded.index]
+
+
+ELSEWHERE = {
+    "use_orig_params": "parameters are always the original objects",
+    "device_id": "move the module to its device before wrapping it",
+    "backward_prefetch": "prefetch follows the recorded order; set prefetch=0 to switch it off",
+    "forward_prefetch": "prefetch follows the recorded order; set prefetch=0 to switch it off",
+    "limit_all_gathers": "at most `prefetch` units are gathered ahead",
+    "mixed_precision": "give mp_policy",
+}
+
+
+def _refuse(unknown: dict[str, Any]) -> NoReturn:
+    name = next(iter(unknown))
+    known = "process_group, mesh, auto_wrap_policy, sharding_strategy, reshard_after_forward, mp_policy, sync_module_states, prefetch"
+    remedy = ELSEWHERE.get(name)
+    raise ShardingError(f"unknown option {name!r}" + (f": {remedy}." if remedy else f"; the options are {known}."))
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards that begin inside keep their gradients, whole and unreduced, for the next backward that synchronises.
+
+    Memory: the whole gradients, until then. `zero_grad()` forgets them as it would any gradient.
+    """
+    engines = engines_in(model, "no_sync")
+    before = [engine.synchronises for engine in engines]
+    for engine in engines:
+        engine.synchronises = False
+    try:
+        yield
+    finally:
+        for engine, synchronises in zip(engines, before, strict=True):
+            engine.synchronises = synchronises
+
+
+def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:
+    """Switch the reduction of gradients off or on, for backwards that begin from now on. See `no_sync`."""
+    for engine in engines_in(model, "set_requires_gradient_sync"):
+        engine.synchronises = bool(requires_gradient_sync)
+
+
+def memory_bytes(model: nn.Module, peak: bool = False) -> int:
+    """Bytes the engine holds on this rank for `model`: shards, whole parameters, buckets, gradients not yet in `.grad`.
+
+    With `peak`, the most it ever held at once.
+    """
+    ledgers = [engine.ledger for engine in engines_in(model, "memory_bytes")]
+    return sum(ledger.peak if peak else ledger.now for ledger in ledgers)
