@@ -84,7 +84,7 @@ class _Bucket:
         for whole in flat.whole_parameters:
             whole.grad = None
         second = self.pending is not None
-        if not self.stash and None not in gradients:
+        if not self.stash and not any(gradient is None for gradient in gradients):
             self.came, self.complete = self.all_used, True
             torch._foreach_copy_(self.views, gradients)
             return
@@ -106,7 +106,10 @@ class _Bucket:
         self.complete = all(came or not trainable for came, trainable in zip(self.came, flat.trainable, strict=True))
 
     def put(self, reduced: Tensor, used: Sequence[bool]) -> None:
-        """Set or accumulate one reduced shard (C,) into `.grad` of the shard parameters."""
+        """Set or accumulate one reduced shard (C,) into `.grad` of the shard parameters.
+
+        A parameter of which this rank holds nothing keeps `.grad` None: optimizers pass it by.
+        """
         flat = self.flat
         parts = reduced.split(flat.segments)
         targets, sums = [], []
@@ -114,8 +117,11 @@ class _Bucket:
             if not used[i] or not parameter.requires_grad:
                 continue
             segment = flat.segment_of[i]
-            gradient = parts[segment].view(parameter.shape) if segment >= 0 else reduced.new_empty(parameter.shape)
             kept = self.stash.pop(i, None)
+            if segment < 0:
+                parameter.grad = None
+                continue
+            gradient = parts[segment].view(parameter.shape)
             before = parameter.grad
             if before is None or (kept is not None and kept.shown_is_ours):
                 parameter.grad = gradient

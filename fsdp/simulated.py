@@ -186,7 +186,7 @@ class _InFlight:
         """Return when the data has moved; other ranks run in the meantime.
 
         Raises:
-            WorldError: the operation cannot end, or a buffer of it was released. Raised again by every further `wait`.
+            WorldError: the operation cannot end, or a buffer of it was released. The rank may go on after that.
         """
         self._world.wait(self._rank, self.operation)
 
