@@ -49,5 +49,8 @@ def _first_difference(described: Sequence[Sequence[str]]) -> str:
     for rank, lines in enumerate(described):
         for mine, theirs in zip([*reference, "nothing"], [*lines, "nothing"], strict=False):
             if mine != theirs:
-                return f"the model is built differently on different ranks: rank 0 has {mine}, but rank {rank} has {theirs}. Build it from the same code and options on every rank."
+                return (
+                    f"the model is built differently on different ranks: rank 0 has {mine}, but rank {rank} has "
+                    f"{theirs}. Build it from the same code and options on every rank."
+                )
     return "the model is built differently on different ranks."

@@ -1,7 +1,7 @@
 """Full parameters: lent to the user, gathered into a plain state dict, loaded from one."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,7 +82,9 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
     for name, value in entries:
         wanted = shapes.get(id(value), tuple(value.shape))
         if tuple(state_dict[name].shape) != wanted:
-            raise ShardingError(f"load_full_state_dict: {name!r} has shape {tuple(state_dict[name].shape)}, the model has {wanted}.")
+            raise ShardingError(
+                f"load_full_state_dict: {name!r} has shape {tuple(state_dict[name].shape)}, the model has {wanted}."
+            )
     given = {id(value): state_dict[name] for name, value in entries}
     for flat in flats:
         for parameter, part in zip(flat.shard_parameters, flat.parts, strict=True):
@@ -105,5 +107,7 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _units_in(model: nn.Module) -> list[tuple[Engine, int]]:
     found = [(sharded.engine, sharded.index) for module in model.modules() if (sharded := sharded_of(module)) is not None]
     if not found:
-        raise ShardingError(f"{type(model).__name__} contains no unit; wrap it with FullyShardedDataParallel or fully_shard first.")
+        raise ShardingError(
+            f"{type(model).__name__} contains no unit; wrap it with FullyShardedDataParallel or fully_shard first."
+        )
     return found

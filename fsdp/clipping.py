@@ -31,7 +31,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     filled = [gradient for gradient in gradients if gradient.numel()]
     device = engines[0].units[0].device
     norms = torch._foreach_norm(filled, power) if filled else ()
-    local = torch.linalg.vector_norm(torch.stack([norm.to(device, torch.float32) for norm in norms]), power) if norms else torch.zeros((), device=device)
+    local = (
+        torch.linalg.vector_norm(torch.stack([norm.to(device, torch.float32) for norm in norms]), power)
+        if norms
+        else torch.zeros((), device=device)
+    )
     total = _combine(engines[0].channels.reductions, local, power)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if gradients:

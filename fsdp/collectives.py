@@ -5,7 +5,7 @@ Rule 2: every rank of a channel calls the same methods in the same order.
 Rule 3: world size 1 runs the same lines.
 """
 
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -115,26 +115,29 @@ class ProcessGroupCollectives:
             return _Done()
         chunk = whole.numel() // self._size
         own = whole.narrow(0, self._rank * chunk, chunk)
-        return _all_gather(whole, own, group=self._group, async_op=True)
+        return cast(Work, _all_gather(whole, own, group=self._group, async_op=True))
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> Work:
         if self._size == 1:
             into.copy_(bucket)
             return _Done()
         if bucket.device.type != "cpu":
-            return _reduce_scatter(into, bucket, group=self._group, async_op=True)
+            return cast(Work, _reduce_scatter(into, bucket, group=self._group, async_op=True))
         received = torch.empty_like(bucket)
-        return _RankOrderSum(dist.all_to_all_single(received, bucket, group=self._group, async_op=True), received, into)
+        work = cast(Work, dist.all_to_all_single(received, bucket, group=self._group, async_op=True))
+        return _RankOrderSum(work, received, into)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> Work:
         if self._size == 1:
             return _Done()
-        return dist.all_reduce(tensor, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._group, async_op=True)
+        how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        return cast(Work, dist.all_reduce(tensor, op=how, group=self._group, async_op=True))
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         if self._size == 1:
             return _Done()
-        return dist.broadcast(tensor, src=dist.get_global_rank(self._group, source), group=self._group, async_op=True)
+        origin = dist.get_global_rank(self._group, source)
+        return cast(Work, dist.broadcast(tensor, src=origin, group=self._group, async_op=True))
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         if self._size == 1:
@@ -183,7 +186,8 @@ def open_channels(process_group: Any, mesh: Any) -> Channels:
     if process_group is None:
         if not dist.is_available() or not dist.is_initialized():
             raise ShardingError(
-                "No process group and no mesh: call torch.distributed.init_process_group() first and start the script with torchrun, "
+                "No process group and no mesh: call torch.distributed.init_process_group() first and start the "
+                "script with torchrun, "
                 "or run it inside fsdp.simulate(world_size, fn)."
             )
         process_group = dist.group.WORLD

@@ -95,6 +95,7 @@ def _precision(policy: Any) -> MixedPrecisionPolicy:
     fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if not all(hasattr(policy, field) for field in fields):
         raise ShardingError(
-            f"mp_policy must be a fsdp.MixedPrecisionPolicy (fields {', '.join(fields)}) or torch's class of that name, not {policy!r}."
+            f"mp_policy must be a fsdp.MixedPrecisionPolicy (fields {', '.join(fields)}) or torch's class of that "
+            f"name, not {policy!r}."
         )
     return MixedPrecisionPolicy(*(getattr(policy, field) for field in fields))

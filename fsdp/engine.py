@@ -182,7 +182,7 @@ class Engine:
         self._backward_schedule.begin()
         self.reducer.begin()
         self.forget_arrivals()
-        Variable._execution_engine.queue_callback(_RootCallback(self, self.backward_number))  # type: ignore[no-untyped-call]
+        Variable._execution_engine.queue_callback(_RootCallback(self, self.backward_number))
 
     def _free_unused_prefetches(self) -> None:
         """A pass that left the record may have asked for units it never called."""

@@ -31,7 +31,7 @@ from state_machine import Event
 
 def in_backward() -> bool:
     """Whether the calling thread is inside a backward. Asked here and nowhere else."""
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,no-any-return]
+    return torch._C._current_graph_task_id() != -1
 
 
 class Hooks:
@@ -90,10 +90,10 @@ class Listener:
         for number, whole in enumerate(self._unit.whole_parameters):
             # registered for frozen ones as well: they may be thawed later
             frozen = not whole.requires_grad
-            whole.requires_grad_(True) if whole.is_floating_point() or whole.is_complex() else None
-            if whole.requires_grad:
-                self._handles.append(whole.register_post_accumulate_grad_hook(partial(self._gradient_arrives, number)))
-            whole.requires_grad_(not frozen)
+            if whole.is_floating_point() or whole.is_complex():
+                whole.requires_grad_(True)
+                self._handles.append(whole.register_post_accumulate_grad_hook(partial(self._gradient_arrives, number)))  # type: ignore[no-untyped-call]
+                whole.requires_grad_(not frozen)
 
     def remove(self) -> None:
         """Take the hooks away again."""
@@ -153,7 +153,8 @@ class Listener:
                     self._engine.forward_ends(self._index, Event.FORWARD_FAILS)
                 call.refused = True
                 raise ShardingError(
-                    f"unit {self._unit.name!r} returns one of its own parameters (or a view of one), whose memory is given back after the "
+                    f"unit {self._unit.name!r} returns one of its own parameters (or a view of one), whose memory is "
+                    "given back after the "
                     "forward; return a copy instead (`weight.clone()`), or compute with it inside the unit."
                 )
             if tensor.requires_grad:
@@ -177,7 +178,7 @@ class Listener:
         self._engine.hear(self._index, Event.BACKWARD_REACHES)
         if call.inputs and call.waits_in != self._backward:
             call.waits_in = self._backward
-            call.pending = sum(map(torch._C._will_engine_execute_node, call.inputs))  # type: ignore[attr-defined]
+            call.pending = sum(map(torch._C._will_engine_execute_node, call.inputs))
             if call.pending:
                 self._open_calls += 1
 

@@ -31,7 +31,9 @@ class Planned(NamedTuple):
     """Indices of the units around it."""
 
 
-def make_plan(root: nn.Module, policy: Any, unit_of: Callable[[nn.Module], Unit | None], is_wrapper: Callable[[nn.Module], bool]) -> list[Planned]:
+def make_plan(
+    root: nn.Module, policy: Any, unit_of: Callable[[nn.Module], Unit | None], is_wrapper: Callable[[nn.Module], bool]
+) -> list[Planned]:
     """The units of `root`, outermost first, in the order of the modules.
 
     Raises:
@@ -39,7 +41,8 @@ def make_plan(root: nn.Module, policy: Any, unit_of: Callable[[nn.Module], Unit 
     """
     if isinstance(root, CONTAINERS):
         raise ShardingError(
-            f"a {type(root).__name__} has no forward of its own and cannot be a unit; wrap its members, or the module that contains it."
+            f"a {type(root).__name__} has no forward of its own and cannot be a unit; wrap its members, or the "
+            "module that contains it."
         )
     chosen = _chooser(policy)
     walk = _Walk(root, chosen, unit_of, is_wrapper)
@@ -97,10 +100,13 @@ class _Walk:
                 places[owner].append(place)
             elif owner_of(place.parameter) is not unit:
                 raise ShardingError(
-                    f"parameter {place.names[0]!r} is new in unit {unit.name!r}, which was wrapped before; add parameters before wrapping."
+                    f"parameter {place.names[0]!r} is new in unit {unit.name!r}, which was wrapped before; add "
+                    "parameters before wrapping."
                 )
         return [
-            Planned(module, self._names[i] or type(module).__name__, self._unit_of(module), places[i], frozenset(self._ancestors[i]))
+            Planned(
+                module, self._names[i] or type(module).__name__, self._unit_of(module), places[i], frozenset(self._ancestors[i])
+            )
             for i, module in enumerate(self._modules)
         ]
 
@@ -110,7 +116,9 @@ class _Walk:
         if self._is_wrapper(module) or not self._chosen(path, module):
             return False
         if isinstance(module, CONTAINERS):
-            raise ShardingError(f"auto_wrap_policy chose {path!r}, a {type(module).__name__}, which has no forward; choose its members.")
+            raise ShardingError(
+                f"auto_wrap_policy chose {path!r}, a {type(module).__name__}, which has no forward; choose its members."
+            )
         return next(module.parameters(), None) is not None
 
     def _note(self, module: nn.Module, slot: str, parameter: nn.Parameter, name: str, chain: tuple[int, ...]) -> None:
@@ -119,10 +127,14 @@ class _Walk:
         if owner is not None and all(self._unit_of(self._modules[index]) is not owner for index in chain):
             raise ShardingError(
                 f"parameter {name!r} is already owned by unit {owner.name!r}, but is used outside it as well. "
-                "Tied parameters must live in one unit: wrap the module that contains both uses instead, or let auto_wrap_policy choose."
+                "Tied parameters must live in one unit: wrap the module that contains both uses instead, or let "
+                "auto_wrap_policy choose."
             )
         if parameter.is_meta:
-            raise ShardingError(f"parameter {name!r} is on the meta device; give it memory (`module.to_empty(device=...)` and an init) before wrapping.")
+            raise ShardingError(
+                f"parameter {name!r} is on the meta device; give it memory (`module.to_empty(device=...)` and an "
+                "init) before wrapping."
+            )
         place = self._places.setdefault(key, Place(parameter))
         place.names.append(name)
         place.slots.append((module, slot))
@@ -144,14 +156,21 @@ def _chooser(policy: Any) -> Callable[[str, nn.Module], bool]:
         members = tuple(classes)
         wrong = [one for one in members if not (isinstance(one, type) and issubclass(one, nn.Module))]
         if wrong or not members:
-            raise ShardingError(f"auto_wrap_policy must name nn.Module classes; this is not one: {wrong[0]!r}." if wrong else "auto_wrap_policy is empty; leave it out to make the whole module one unit.")
+            raise ShardingError(
+                f"auto_wrap_policy must name nn.Module classes; this is not one: {wrong[0]!r}."
+                if wrong
+                else "auto_wrap_policy is empty; leave it out to make the whole module one unit."
+            )
         return lambda name, module: isinstance(module, members)
     if callable(policy):
         try:
             inspect.signature(policy).bind("", None)
         except (TypeError, ValueError) as error:
-            raise ShardingError(f"auto_wrap_policy must be callable as policy(name, module) -> bool; {policy!r} is not ({error}).") from None
+            raise ShardingError(
+                f"auto_wrap_policy must be callable as policy(name, module) -> bool; {policy!r} is not ({error})."
+            ) from None
         return lambda name, module: bool(policy(name, module))
-    raise ShardingError(f"auto_wrap_policy must be a set of module classes, a callable(name, module) -> bool, or torch's ModuleWrapPolicy, not {policy!r}.")
-
-
+    raise ShardingError(
+        "auto_wrap_policy must be a set of module classes, a callable(name, module) -> bool, or torch's "
+        f"ModuleWrapPolicy, not {policy!r}."
+    )

@@ -13,7 +13,7 @@ gradient. If that is gone or zeroed when the stash is used next, the kept gradie
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from fsdp.errors import ShardingError
 from fsdp.storage import Ledger, allocate, release, size_of
 from fsdp.streams import Streams
 from fsdp.unit import FlatBuffer, Unit
+
 
 class _Kept:
     """A whole gradient kept under `no_sync`, and what the shard showed when it was kept."""
@@ -50,7 +51,8 @@ class _Kept:
             return True
         if self.shown.numel() and bool(self.shown.any()):
             raise ShardingError(
-                f"the gradient of {name!r} was edited while gradients are kept under no_sync; scale or clip after the backward that synchronises."
+                f"the gradient of {name!r} was edited while gradients are kept under no_sync; scale or clip after "
+                "the backward that synchronises."
             )
         return False
 
@@ -86,7 +88,7 @@ class _Bucket:
         second = self.pending is not None
         if not self.stash and not any(gradient is None for gradient in gradients):
             self.came, self.complete = self.all_used, True
-            torch._foreach_copy_(self.views, gradients)
+            torch._foreach_copy_(self.views, cast(list[Tensor], gradients))
             return
         for i in [i for i, kept in self.stash.items() if not kept.alive(flat.shard_parameters[i], flat.places[i].names[0])]:
             del self.stash[i]
@@ -95,7 +97,7 @@ class _Bucket:
         for i, (view, gradient) in enumerate(zip(self.views, gradients, strict=True)):
             # what was kept went with the first portion
             kept = None if second else self.stash.get(i)
-            parts = [part for part in (gradient, kept and kept.whole) if part is not None]
+            parts = [part for part in (gradient, None if kept is None else kept.whole) if part is not None]
             self.came.append(came_before[i] or bool(parts))
             if parts:
                 view.copy_(parts[0])
@@ -111,7 +113,7 @@ class _Bucket:
         A parameter of which this rank holds nothing keeps `.grad` None: optimizers pass it by.
         """
         flat = self.flat
-        parts = reduced.split(flat.segments)
+        parts = torch.split_with_sizes(reduced, flat.segments)
         targets, sums = [], []
         for i, parameter in enumerate(flat.shard_parameters):
             if not used[i] or not parameter.requires_grad:
@@ -151,7 +153,9 @@ class _Flight(NamedTuple):
 class Reducer:
     """The gradients of all units of one root, through one backward at a time."""
 
-    def __init__(self, units: Sequence[Unit], order: Sequence[int], collectives: Collectives, streams: Streams, ledger: Ledger) -> None:
+    def __init__(
+        self, units: Sequence[Unit], order: Sequence[int], collectives: Collectives, streams: Streams, ledger: Ledger
+    ) -> None:
         self._units = tuple(units)
         self._collectives = collectives
         self._streams = streams

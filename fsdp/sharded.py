@@ -27,7 +27,9 @@ class Sharded:
 
     def __reduce__(self) -> NoReturn:
         name = self.engine.units[self.index].name
-        raise ShardingError(f"unit {name!r} cannot be pickled, because a rank holds only its shard: save fsdp.full_state_dict(model) instead.")
+        raise ShardingError(
+            f"unit {name!r} cannot be pickled, because a rank holds only its shard: save fsdp.full_state_dict(model) instead."
+        )
 
 
 def sharded_of(module: nn.Module) -> Sharded | None:
@@ -48,8 +50,12 @@ def engines_in(model: nn.Module, asker: str) -> tuple[Engine, ...]:
         if sharded is not None:
             engines[sharded.engine] = engines.get(sharded.engine, False) or sharded.index == 0
     if not engines:
-        raise ShardingError(f"{asker}: {type(model).__name__} contains no unit; wrap it with FullyShardedDataParallel or fully_shard first.")
+        raise ShardingError(
+            f"{asker}: {type(model).__name__} contains no unit; wrap it with FullyShardedDataParallel or fully_shard first."
+        )
     for engine, complete in engines.items():
         if not complete:
-            raise ShardingError(f"{asker}: {type(model).__name__} is a part of root {engine.units[0].name!r}; call it on the root.")
+            raise ShardingError(
+                f"{asker}: {type(model).__name__} is a part of root {engine.units[0].name!r}; call it on the root."
+            )
     return tuple(engines)

@@ -51,4 +51,4 @@ def size_of(tensor: Tensor) -> int:
 
 def storage_key(tensor: Tensor) -> int:
     """The same for two tensors exactly when they share their memory, allocated or not."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

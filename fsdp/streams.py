@@ -66,9 +66,9 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._gather = torch.cuda.Stream(device, priority=-1)
-        self._reduce = torch.cuda.Stream(device, priority=-1)
-        self._last_reader = torch.cuda.Event()
+        self._gather = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._reduce = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._last_reader = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def pass_begins(self) -> None:
         self._gather.wait_stream(torch.cuda.current_stream(self._device))

@@ -25,7 +25,7 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def owner_of(parameter: Tensor) -> "Unit | None":
     """The unit that owns `parameter`, if it is sharded already."""
-    owner: Unit | None = _owners.get(parameter)
+    owner: Unit | None = _owners.get(parameter)  # type: ignore[no-untyped-call]
     return owner
 
 
@@ -120,7 +120,8 @@ class FlatBuffer:
             mine = self.shard_view(part)
             if parameter.shape != mine.shape or parameter.dtype != mine.dtype or parameter.device != mine.device:
                 raise ShardingError(
-                    f"parameter {place.names[0]!r} of unit {unit!r} was replaced from outside by a tensor of shape {tuple(parameter.shape)}, "
+                    f"parameter {place.names[0]!r} of unit {unit!r} was replaced from outside by a tensor of shape "
+                    f"{tuple(parameter.shape)}, "
                     f"{parameter.dtype} on {parameter.device}; its shard is {tuple(mine.shape)}, {mine.dtype} on {mine.device}. "
                     "Convert or move the module before wrapping it; for another compute precision give mp_policy."
                 )
@@ -307,7 +308,7 @@ class Unit:
 class _ModuleFace:
     """What one module shows, in either face."""
 
-    __slots__ = ("show", "shards", "wholes")
+    __slots__ = ("shards", "show", "wholes")
 
     def __init__(self, module: nn.Module) -> None:
         self.shards: dict[str, nn.Parameter] = {}
@@ -335,5 +336,3 @@ def _like(original: nn.Parameter, view: Tensor) -> nn.Parameter:
 def _compute_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
     wanted = config.mp_policy.param_dtype
     return wanted if wanted is not None and dtype.is_floating_point else dtype
-
-

@@ -1,5 +1,6 @@
 """FullyShardedDataParallel and fully_shard: two doors to one engine. The public door."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -39,7 +40,9 @@ class FullyShardedDataParallel(nn.Module):
         """The forward of the wrapped module."""
         return self.module(*args, **kwargs)
 
-    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
         """Like the plain module's: the wrapper adds nothing to a name."""
         memo = set() if memo is None else memo
         if self not in memo:
@@ -82,7 +85,8 @@ def fully_shard(
         process_group: the ranks to shard over; None means `mesh`, or the default group.
         mesh: a one-dimensional DeviceMesh, instead of a group.
         auto_wrap_policy: inner units: a set of module classes, `callable(name, module) -> bool`, or torch's `ModuleWrapPolicy`.
-        sharding_strategy: "FULL_SHARD" gives the whole parameters back after forward and after backward, "SHARD_GRAD_OP" after backward only.
+        sharding_strategy: "FULL_SHARD" gives the whole parameters back after forward and after backward, "SHARD_GRAD_OP"
+            after backward only.
         reshard_after_forward: True gives them back after the forward, in the root's own unit too; False keeps them until the
             backward; None follows the strategy, and keeps the root's own unit, which the backward needs first.
         mp_policy: `fsdp.MixedPrecisionPolicy` or torch's.
@@ -97,7 +101,10 @@ def fully_shard(
     if not isinstance(module, nn.Module):
         raise ShardingError(f"fully_shard takes an nn.Module, not {type(module).__name__}.")
     channels = open_channels(process_group, mesh)
-    config, plan = agree(channels.gathers, lambda: _prepare(module, auto_wrap_policy, channels, sharding_strategy, reshard_after_forward, mp_policy, prefetch))
+    config, plan = agree(
+        channels.gathers,
+        lambda: _prepare(module, auto_wrap_policy, channels, sharding_strategy, reshard_after_forward, mp_policy, prefetch),
+    )
     if sync_module_states:
         _broadcast_states(module, plan, channels)
     _build(plan, config, channels)
@@ -115,20 +122,28 @@ def _prepare(module: nn.Module, policy: Any, channels: Channels, *options: Any) 
     for one in plan:
         inner = sharded_of(one.module)
         if inner is not None and inner.engine.channels is not channels:
-            raise ShardingError(f"unit {one.name!r} was wrapped over another process group; wrap all units of a model over the same one.")
+            raise ShardingError(
+                f"unit {one.name!r} was wrapped over another process group; wrap all units of a model over the same one."
+            )
     devices = {place.parameter.device: place.names[0] for one in plan for place in one.places}
     if len(devices) > 1:
         (a, first), (b, second) = list(devices.items())[:2]
-        raise ShardingError(f"parameter {first!r} is on {a}, but {second!r} is on {b}; move the module to one device before wrapping it.")
+        raise ShardingError(
+            f"parameter {first!r} is on {a}, but {second!r} is on {b}; move the module to one device before wrapping it."
+        )
     for device, name in devices.items():
         if not channels.gathers.can_carry(device):
-            raise ShardingError(f"parameter {name!r} is on {device}, where this process group cannot communicate; move the module to the group's device before wrapping it.")
+            raise ShardingError(
+                f"parameter {name!r} is on {device}, where this process group cannot communicate; "
+                "move the module to the group's device before wrapping it."
+            )
     return config, plan
 
 
 def _build(plan: list[Planned], config: Config, channels: Channels) -> None:
     """Shard, unit by unit, and put one engine over all units."""
-    for old in {id(one.engine): one for planned in plan if (one := sharded_of(planned.module))}.values():
+    inner = [sharded for one in plan if (sharded := sharded_of(one.module)) is not None]
+    for old in {id(sharded.engine): sharded for sharded in inner}.values():
         old.engine.abandon()
         old.hooks.remove()
     units = []
@@ -175,7 +190,7 @@ ELSEWHERE = {
 
 def _refuse(unknown: dict[str, Any]) -> NoReturn:
     name = next(iter(unknown))
-    known = "process_group, mesh, auto_wrap_policy, sharding_strategy, reshard_after_forward, mp_policy, sync_module_states, prefetch"
+    known = ", ".join(("process_group", *inspect.getfullargspec(fully_shard).kwonlyargs))
     remedy = ELSEWHERE.get(name)
     raise ShardingError(f"unknown option {name!r}" + (f": {remedy}." if remedy else f"; the options are {known}."))
 
