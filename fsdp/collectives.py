@@ -79,12 +79,15 @@ class _RankOrderSum:
         self._work.wait()
         parts = self._received.view(-1, self._into.numel()).unbind()
         # half precision is summed in fp32 and rounded once
-        total = self._into if self._into.dtype.itemsize >= 4 else self._into.float()
-        torch.add(parts[0], parts[1], out=total)
-        for part in parts[2:]:
-            total += part
-        if total is not self._into:
+        if self._into.dtype.itemsize < 4:
+            total = parts[0].float()
+            for part in parts[1:]:
+                total += part
             self._into.copy_(total)
+            return
+        torch.add(parts[0], parts[1], out=self._into)
+        for part in parts[2:]:
+            self._into += part
 
 
 class ProcessGroupCollectives:

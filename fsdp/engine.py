@@ -125,7 +125,13 @@ class Engine:
             del self._path[self._path.index(index) :]
         self.hear(index, event)
         if not self._path:
-            self._free_unused_prefetches()
+            # a pass that left the record may have asked for units it never called; one that failed has no backward
+            leftovers = {ResidencyState.GATHERING}
+            if event is Event.FORWARD_FAILS:
+                leftovers.add(ResidencyState.KEPT)
+            for other, residency in enumerate(self._residencies):
+                if residency.state in leftovers:
+                    self._ask(other, Ask.FREE)
 
     def close_backward(self, event: Event) -> None:
         """Tell every unit how the backward ended, in the agreed order."""
@@ -183,12 +189,6 @@ class Engine:
         self.reducer.begin()
         self.forget_arrivals()
         Variable._execution_engine.queue_callback(_RootCallback(self, self.backward_number))
-
-    def _free_unused_prefetches(self) -> None:
-        """A pass that left the record may have asked for units it never called."""
-        for index, residency in enumerate(self._residencies):
-            if residency.state is ResidencyState.GATHERING:
-                self._ask(index, Ask.FREE)
 
     def _carry_out_all(self, instructions: Iterable[Instruction]) -> None:
         """Carry out every instruction even if some fail; then raise the first failure."""

@@ -14,7 +14,7 @@ view outside gives the view a new node, and a hook on the old one would never fi
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from fsdp.errors import ShardingError
 from fsdp.nested import cast_floating, tensors_in
 from fsdp.storage import storage_key
 from fsdp.unit import Unit
-from state_machine import Event
+from state_machine import Event, State
 
 
 def in_backward() -> bool:
@@ -86,6 +86,8 @@ class Listener:
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._forward_ends, always_call=True),
+            module.register_state_dict_pre_hook(self._refuse_shards_in_a_state_dict),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(self._refuse_to_load_into_shards),  # type: ignore[no-untyped-call]
         ]
         for number, whole in enumerate(self._unit.whole_parameters):
             # registered for frozen ones as well: they may be thawed later
@@ -94,6 +96,19 @@ class Listener:
                 whole.requires_grad_(True)
                 self._handles.append(whole.register_post_accumulate_grad_hook(partial(self._gradient_arrives, number)))  # type: ignore[no-untyped-call]
                 whole.requires_grad_(not frozen)
+
+    # a copy or a pickle of the module comes here first, by way of the hooks it carries
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise ShardingError(
+            f"unit {self._unit.name!r} cannot be copied: copy the module before wrapping it, then wrap the copy."
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise ShardingError(
+            f"unit {self._unit.name!r} cannot be pickled, because a rank holds only its shard: save "
+            "fsdp.full_state_dict(model) instead."
+        )
 
     def remove(self) -> None:
         """Take the hooks away again."""
@@ -105,6 +120,18 @@ class Listener:
         self._backward += 1
         self._arrived.clear()
         self._open_calls = 0
+
+    # state dicts --------------------------------------------------------------------------
+
+    def _refuse_shards_in_a_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._engine.root.lifecycles[self._index].state is not State.SUMMONED:
+            raise ShardingError(
+                f"state_dict() of unit {self._unit.name!r} would hold this rank's shards only: "
+                "call fsdp.full_state_dict(model), or state_dict() inside fsdp.summon_full_params(model)."
+            )
+
+    def _refuse_to_load_into_shards(self, *_: Any) -> None:
+        raise ShardingError(f"unit {self._unit.name!r} is sharded: call fsdp.load_full_state_dict(model, state_dict) instead.")
 
     # forward ------------------------------------------------------------------------------
 

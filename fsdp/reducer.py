@@ -79,6 +79,13 @@ class _Bucket:
         self.came = self.all_used
         """Which had one."""
 
+    def forget_zeroed(self) -> None:
+        """Drop gradients kept under `no_sync` that the user has zeroed since."""
+        flat = self.flat
+        dead = [i for i, kept in self.stash.items() if not kept.alive(flat.shard_parameters[i], flat.places[i].names[0])]
+        for i in dead:
+            del self.stash[i]
+
     def fill(self) -> None:
         """Copy the whole gradients, and those kept under `no_sync`, into the bucket, and drop the former."""
         flat = self.flat
@@ -90,8 +97,6 @@ class _Bucket:
             self.came, self.complete = self.all_used, True
             torch._foreach_copy_(self.views, cast(list[Tensor], gradients))
             return
-        for i in [i for i, kept in self.stash.items() if not kept.alive(flat.shard_parameters[i], flat.places[i].names[0])]:
-            del self.stash[i]
         came_before = self.came if second else [False] * len(self.views)
         self.came = []
         for i, (view, gradient) in enumerate(zip(self.views, gradients, strict=True)):
@@ -178,13 +183,20 @@ class Reducer:
     @property
     def keeps_gradients(self) -> bool:
         """Whether gradients kept under `no_sync` wait for a backward that synchronises."""
-        stashes = [(b.flat, i, kept) for of_unit in self._buckets for b in of_unit for i, kept in b.stash.items()]
-        return any(kept.alive(flat.shard_parameters[i], flat.places[i].names[0]) for flat, i, kept in stashes)
+        for bucket in self._stashing():
+            bucket.forget_zeroed()
+        return bool(self._stashing())
 
     # one backward -------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A backward begins."""
+        """A backward begins.
+
+        Raises:
+            ShardingError: gradients kept under `no_sync` were edited. Nothing moved.
+        """
+        for bucket in self._stashing():
+            bucket.forget_zeroed()
         self._turn = 0
         self._ready = [False] * len(self._units)
         self._launched = [False] * len(self._units)
@@ -228,7 +240,7 @@ class Reducer:
                 gradient, whole.grad = whole.grad.to(bucket.buffer.dtype), None
                 shard, part = flat.shard_parameters[i], flat.parts[i]
                 kept = bucket.stash.get(i)
-                if kept is not None and kept.alive(shard, flat.places[i].names[0]):
+                if kept is not None:
                     kept.whole.add_(gradient)
                     continue
                 own = gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
@@ -255,6 +267,9 @@ class Reducer:
                 whole.grad = None
 
     # helpers ------------------------------------------------------------------------------
+
+    def _stashing(self) -> list[_Bucket]:
+        return [bucket for of_unit in self._buckets for bucket in of_unit if bucket.stash]
 
     def _note(self, index: int) -> None:
         if not self._ready[index]:

@@ -1,6 +1,6 @@
 """How a module knows the engine that drives it."""
 
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 from torch import nn
 
@@ -20,16 +20,6 @@ class Sharded:
         self.engine = engine
         self.hooks = hooks
         self.index = index
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        name = self.engine.units[self.index].name
-        raise ShardingError(f"unit {name!r} cannot be copied: copy the module before wrapping it, then wrap the copy.")
-
-    def __reduce__(self) -> NoReturn:
-        name = self.engine.units[self.index].name
-        raise ShardingError(
-            f"unit {name!r} cannot be pickled, because a rank holds only its shard: save fsdp.full_state_dict(model) instead."
-        )
 
 
 def sharded_of(module: nn.Module) -> Sharded | None:

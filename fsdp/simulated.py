@@ -9,17 +9,29 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fsdp.errors import ShardingError, WorldError
+from fsdp.simulated_data import (
+    Buffer,
+    Operation,
+    ReduceOp,
+    Side,
+    describe,
+    mark_written,
+    move_chunks,
+    move_copies,
+    move_sums,
+    move_total,
+    name_ranks,
+)
 
 T = TypeVar("T")
-ReduceOp = Literal["sum", "max"]
 
 
 def simulate(world_size: int, fn: Callable[[int], T], seed: int = 0) -> list[T]:
@@ -107,58 +119,58 @@ class SimulatedCollectives:
         self._called = 0
 
     def can_carry(self, device: torch.device) -> bool:
-        """Tensors of any device: they never leave the process."""
-        return True
+        """Simulated ranks compute on the CPU."""
+        return device.type == "cpu"
 
     def all_gather(self, whole: Tensor, label: str) -> "_InFlight":
         """Fill `whole` (W * B bytes, uint8) from every rank's chunk of B bytes."""
         if whole.dtype is not torch.uint8 or whole.numel() % self.size:
-            raise ShardingError(f"all_gather({label!r}) takes {self.size} equal chunks of uint8, not {_describe(whole)}.")
-        buffer = _Buffer(whole, label)
+            raise ShardingError(f"all_gather({label!r}) takes {self.size} equal chunks of uint8, not {describe(whole)}.")
+        buffer = Buffer(whole, label)
         chunk = whole.numel() // self.size
         buffer.poison(0, self.rank * chunk)
         buffer.poison((self.rank + 1) * chunk, whole.numel())
-        _mark_written(whole)
-        side = _Side(f"all_gather({label!r}, {whole.numel()} bytes)", label, _move_chunks, (buffer,))
+        mark_written(whole)
+        side = Side(f"all_gather({label!r}, {whole.numel()} bytes)", label, move_chunks, (buffer,))
         return self._launch("all_gather", side, whole.numel() - chunk)
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> "_InFlight":
         """Sum chunk `rank` of every rank's `bucket` (W * C,) into `into` (C,), in rank order, half precision in fp32."""
         if bucket.numel() != self.size * into.numel() or bucket.dtype is not into.dtype:
-            raise ShardingError(f"reduce_scatter({label!r}, {self.size} ranks): {_describe(bucket)} into {_describe(into)}.")
-        given, target = _Buffer(bucket, label), _Buffer(into, label)
+            raise ShardingError(f"reduce_scatter({label!r}, {self.size} ranks): {describe(bucket)} into {describe(into)}.")
+        given, target = Buffer(bucket, label), Buffer(into, label)
         # `into` may be a part of the bucket
         if not given.overlaps(target):
             target.poison()
-        _mark_written(into)
-        side = _Side(f"reduce_scatter({label!r}, {_describe(bucket)})", label, _move_sums, (given, target))
+        mark_written(into)
+        side = Side(f"reduce_scatter({label!r}, {describe(bucket)})", label, move_sums, (given, target))
         return self._launch("reduce_scatter", side, bucket.nbytes - into.nbytes)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> "_InFlight":
         """Combine `tensor` (any shape) over all ranks, in place, in rank order, half precision in fp32."""
         if op not in ("sum", "max"):
             raise ShardingError(f"all_reduce({label!r}) knows 'sum' and 'max', not {op!r}.")
-        buffer = _Buffer(tensor, label)
+        buffer = Buffer(tensor, label)
         buffer.keep_a_copy()
         buffer.poison()
-        side = _Side(f"all_reduce({label!r}, {_describe(tensor)}, {op})", label, partial(_move_total, op=op), (buffer,))
+        side = Side(f"all_reduce({label!r}, {describe(tensor)}, {op})", label, partial(move_total, op=op), (buffer,))
         return self._launch("all_reduce", side, 2 * (self.size - 1) * tensor.nbytes // self.size)
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> "_InFlight":
         """Overwrite `tensor` (any shape) with that of rank `source`."""
         if not 0 <= source < self.size:
             raise ShardingError(f"broadcast({label!r}) from rank {source}: the ranks are 0 to {self.size - 1}.")
-        buffer = _Buffer(tensor, label)
+        buffer = Buffer(tensor, label)
         if self.rank != source:
             buffer.poison()
 
-        move = partial(_move_copies, source=source)
-        side = _Side(f"broadcast({label!r}, {_describe(tensor)}, from rank {source})", label, move, (buffer,))
+        move = partial(move_copies, source=source)
+        side = Side(f"broadcast({label!r}, {describe(tensor)}, from rank {source})", label, move, (buffer,))
         return self._launch("broadcast", side, 0 if self.rank == source else tensor.nbytes)
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         """Every rank's `thing`, by rank, and waits for it. Each is pickled and unpickled, so that nothing is shared."""
-        side = _Side(f"gather_objects({label!r})", label, lambda sides: None, pickled=pickle.dumps(thing))
+        side = Side(f"gather_objects({label!r})", label, lambda sides: None, pickled=pickle.dumps(thing))
         flight = self._launch("gather_objects", side, 0)
         flight.wait()
         arrived = flight.operation.pickled
@@ -166,7 +178,7 @@ class SimulatedCollectives:
         self._log[-1] = self._log[-1]._replace(received=sum(map(len, arrived)) - len(side.pickled))
         return [pickle.loads(pickled) for pickled in arrived]
 
-    def _launch(self, kind: str, side: "_Side", received: int) -> "_InFlight":
+    def _launch(self, kind: str, side: "Side", received: int) -> "_InFlight":
         self._log.append(Call(self.name, kind, side.label, received))
         number, self._called = self._called, self._called + 1
         return _InFlight(self._world, self.rank, self._world.launch(self.rank, self.name, number, side))
@@ -177,7 +189,7 @@ class _InFlight:
 
     __slots__ = ("_rank", "_world", "operation")
 
-    def __init__(self, world: "_World", rank: int, operation: "_Operation") -> None:
+    def __init__(self, world: "_World", rank: int, operation: "Operation") -> None:
         self._world = world
         self._rank = rank
         self.operation = operation
@@ -200,11 +212,13 @@ class _World:
         self.holder = 0
         self._seed = seed
         self._choices = random.Random(seed)
+        # some networks are always late, some always early
+        self._promptness = self._choices.choice((0.0, 0.1, 0.5, 1.0))
         self._seats = [_Seat() for _ in range(size)]
-        self._operations: dict[tuple[str, int], _Operation] = {}
-        self._complete: list[_Operation] = []
-        self._broken: dict[str, _Operation] = {}
-        self._spoilt: list[_Operation] = []
+        self._operations: dict[tuple[str, int], Operation] = {}
+        self._complete: list[Operation] = []
+        self._broken: dict[str, Operation] = {}
+        self._spoilt: list[Operation] = []
         self._failures: dict[int, BaseException] = {}
         self._interrupted = False
 
@@ -252,9 +266,9 @@ class _World:
         self._seats[rank].over = True
         self._pass_baton(self._choose())
 
-    def launch(self, rank: int, channel: str, number: int, side: "_Side") -> "_Operation":
+    def launch(self, rank: int, channel: str, number: int, side: "Side") -> "Operation":
         """Add what `rank` called to operation `number` of the channel; then another rank may take over."""
-        operation = self._operations.setdefault((channel, number), _Operation(channel, number))
+        operation = self._operations.setdefault((channel, number), Operation(channel, number))
         broken = self._broken.get(channel)
         if broken is None or number <= broken.number:
             operation.sides[rank] = side
@@ -269,7 +283,7 @@ class _World:
         self.switch(rank)
         return operation
 
-    def wait(self, rank: int, operation: "_Operation") -> None:
+    def wait(self, rank: int, operation: "Operation") -> None:
         """Give the baton away until the operation is complete; move its data if that has not happened yet."""
         seat = self._seats[rank]
         if not operation.complete:
@@ -290,7 +304,7 @@ class _World:
 
     def switch(self, rank: int) -> None:
         """A scheduling point: some data may move, then some rank that can go on does."""
-        if self._complete and self._choices.random() < 0.5:
+        if self._complete and self._choices.random() < self._promptness:
             self._move_up_to(self._choices.choice(self._complete))
         chosen = self._choose()
         if chosen != rank:
@@ -323,7 +337,7 @@ class _World:
             return True
         return self._mismatch(operation) is not None or self._missing(operation) is not None
 
-    def _move_up_to(self, operation: "_Operation") -> None:
+    def _move_up_to(self, operation: "Operation") -> None:
         """Move the data of a complete operation, and of those before it on its channel."""
         for one in [one for one in self._complete if one.channel == operation.channel and one.number <= operation.number]:
             one.move()
@@ -341,7 +355,7 @@ class _World:
             if not operation.told:
                 raise WorldError(operation.fault or self._mismatch(operation))
 
-    def _mismatch(self, operation: "_Operation") -> str | None:
+    def _mismatch(self, operation: "Operation") -> str | None:
         """What the ranks called instead of one and the same, if the channel broke at this operation or before."""
         broken = self._broken.get(operation.channel)
         if broken is None or broken.number > operation.number:
@@ -350,10 +364,10 @@ class _World:
         callers: dict[str, list[int]] = {}
         for rank in sorted(broken.sides):
             callers.setdefault(broken.sides[rank].call, []).append(rank)
-        first, *others = (f"{_name(ranks)} called {call}" for call, ranks in callers.items())
+        first, *others = (f"{name_ranks(ranks)} called {call}" for call, ranks in callers.items())
         return f"The ranks disagree on {broken.place}: {first} where {' and '.join(others)}. Call the same in the same order."
 
-    def _missing(self, operation: "_Operation") -> str | None:
+    def _missing(self, operation: "Operation") -> str | None:
         """Which rank will never call this operation because it failed. The first one that failed is the cause."""
         for rank, failure in self._failures.items():
             if not operation.complete and rank not in operation.sides:
@@ -366,7 +380,7 @@ class _World:
             operation = seat.waits_for
             if rank in live and operation is not None:
                 absent = [other for other in range(self.size) if other not in operation.sides]
-                stories.append(f"Rank {rank} waits for {operation.name}, which {_name(absent)} did not call.")
+                stories.append(f"Rank {rank} waits for {operation.name}, which {name_ranks(absent)} did not call.")
             elif rank in self._failures:
                 stories.append(f"Rank {rank} failed with {_quote(self._failures[rank])}.")
             else:
@@ -382,140 +396,9 @@ class _Seat:
     def __init__(self) -> None:
         self.turn = threading.Lock()
         self.turn.acquire()
-        self.waits_for: _Operation | None = None
+        self.waits_for: Operation | None = None
         self.verdict: str | None = None
         self.over = False
-
-
-class _Operation:
-    """What all ranks do together at one number of one channel. `fault`: why its data could not move."""
-
-    __slots__ = ("channel", "complete", "fault", "moved", "number", "pickled", "sides", "told")
-
-    def __init__(self, channel: str, number: int) -> None:
-        self.channel = channel
-        self.number = number
-        self.sides: dict[int, _Side] = {}
-        self.complete = False
-        self.moved = False
-        self.fault: str | None = None
-        self.told = False
-        self.pickled: list[bytes] = []
-
-    @property
-    def place(self) -> str:
-        return f"operation {self.number} of channel {self.channel!r}"
-
-    @property
-    def name(self) -> str:
-        return f"{next(iter(self.sides.values())).call}, {self.place}"
-
-    def move(self) -> None:
-        """Read every rank's input and write every rank's output, unless a buffer is gone."""
-        sides = [self.sides[rank] for rank in sorted(self.sides)]
-        gone = [rank for rank, side in enumerate(sides) if any(buffer.released for buffer in side.buffers)]
-        if gone:
-            self.fault = (
-                f"buffer of {sides[0].label!r} was released while the collective was in flight: "
-                f"{_name(gone)} let go of it before {self.name} was over."
-            )
-        else:
-            with torch.inference_mode():
-                sides[0].move(sides)
-            self.pickled = [side.pickled for side in sides]
-        self.moved = True
-        self.sides.clear()
-
-
-class _Side(NamedTuple):
-    """What one rank brought to an operation. Every rank's `call` must be the same text."""
-
-    call: str
-    label: str
-    move: "Callable[[Sequence[_Side]], None]"
-    buffers: "tuple[_Buffer, ...]" = ()
-    pickled: bytes = b""
-
-
-class _Buffer:
-    """Memory lent to a collective, from the call until the data moves. `flat`: its elements, in the order of memory."""
-
-    __slots__ = ("_address", "_copy", "_end", "_storage", "flat")
-
-    def __init__(self, tensor: Tensor, label: str) -> None:
-        if tensor.device.type != "cpu":
-            raise ShardingError(f"{label!r} is on {tensor.device}; simulated ranks compute on the CPU.")
-        if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-            raise ShardingError(f"{label!r} has holes or overlaps in memory; make the tensor contiguous.")
-        self._storage = tensor.untyped_storage()
-        self._address = self._storage.data_ptr()
-        self._end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.numel() else 0
-        self._copy: Tensor | None = None
-        if self.released:
-            raise WorldError(f"buffer of {label!r} was released before the collective was called.")
-        with torch.inference_mode():
-            self.flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-
-    @property
-    def released(self) -> bool:
-        return self._storage.data_ptr() != self._address or self._storage.nbytes() < self._end
-
-    def overlaps(self, other: "_Buffer") -> bool:
-        start, others = self.flat.data_ptr(), other.flat.data_ptr()
-        return start < others + other.flat.nbytes and others < start + self.flat.nbytes
-
-    def poison(self, start: int = 0, end: int | None = None) -> None:
-        """Nobody may read these elements before the data moved."""
-        with torch.inference_mode():
-            self.flat[start:end].view(torch.uint8).fill_(0xFF)
-
-    def keep_a_copy(self) -> None:
-        """Before poisoning what is both sent and received."""
-        with torch.inference_mode():
-            self._copy = self.flat.clone()
-
-    @property
-    def sent(self) -> Tensor:
-        """What was given, or what the rank has wrongly written over it since."""
-        if self._copy is not None and bool((self.flat.view(torch.uint8) == 0xFF).all()):
-            return self._copy
-        return self.flat
-
-
-def _move_chunks(sides: Sequence[_Side]) -> None:
-    chunk = sides[0].buffers[0].flat.numel() // len(sides)
-    whole = torch.cat([side.buffers[0].flat.narrow(0, rank * chunk, chunk) for rank, side in enumerate(sides)])
-    for side in sides:
-        side.buffers[0].flat.copy_(whole)
-
-
-def _move_sums(sides: Sequence[_Side]) -> None:
-    total = _combine(sides, "sum")
-    for rank, side in enumerate(sides):
-        into = side.buffers[1].flat
-        into.copy_(total.narrow(0, rank * into.numel(), into.numel()))
-
-
-def _move_total(sides: Sequence[_Side], op: ReduceOp) -> None:
-    total = _combine(sides, op)
-    for side in sides:
-        side.buffers[0].flat.copy_(total)
-
-
-def _move_copies(sides: Sequence[_Side], source: int) -> None:
-    for side in sides:
-        side.buffers[0].flat.copy_(sides[source].buffers[0].flat)
-
-
-def _combine(sides: Sequence[_Side], op: ReduceOp) -> Tensor:
-    first, *others = (side.buffers[0].sent for side in sides)
-    total = first.float() if first.is_floating_point() and first.itemsize < 4 else first.clone()
-    for other in others:
-        if op == "sum":
-            total += other
-        else:
-            torch.maximum(total, other.to(total.dtype), out=total)
-    return total
 
 
 class _Randomness:
@@ -535,20 +418,6 @@ class _Randomness:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy.random"].set_state(self._numpy)
-
-
-def _mark_written(tensor: Tensor) -> None:
-    """As after a call of torch.distributed, autograd refuses a backward that saved the old values."""
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _name(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _quote(failure: BaseException) -> str:

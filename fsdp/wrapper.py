@@ -51,6 +51,14 @@ class FullyShardedDataParallel(nn.Module):
             yield prefix, self
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's, which refuses outside `summon_full_params`."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's, which refuses: see `fsdp.load_full_state_dict`."""
+        return self.module.load_state_dict(*args, **kwargs)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `fsdp.no_sync`."""
@@ -121,11 +129,13 @@ def _prepare(module: nn.Module, policy: Any, channels: Channels, *options: Any) 
     plan = make_plan(module, policy, _unit_of, lambda one: isinstance(one, FullyShardedDataParallel))
     for one in plan:
         inner = sharded_of(one.module)
-        if inner is not None and inner.engine.channels is not channels:
+        if inner is not None and inner.engine.channels != channels:
             raise ShardingError(
                 f"unit {one.name!r} was wrapped over another process group; wrap all units of a model over the same one."
             )
-    devices = {place.parameter.device: place.names[0] for one in plan for place in one.places}
+    devices: dict[torch.device, str] = {}
+    for place in (place for one in plan for place in one.places):
+        devices.setdefault(place.parameter.device, place.names[0])
     if len(devices) > 1:
         (a, first), (b, second) = list(devices.items())[:2]
         raise ShardingError(

@@ -61,7 +61,8 @@ RESIDENCES: Final[Mapping[ResidencyState, Mapping[Ask, Residence]]] = {
     ResidencyState.SHARDED: {
         Ask.WANT: Residence(ResidencyState.GATHERING, (Effect.LAUNCH,)),
         Ask.NEED: Residence(ResidencyState.WHOLE, (Effect.LAUNCH, Effect.AWAIT, Effect.SHOW)),
-        Ask.FREE: Residence(ResidencyState.SHARDED),
+        # a gather that failed while it was awaited left its memory behind
+        Ask.FREE: Residence(ResidencyState.SHARDED, (Effect.RELEASE,)),
     },
     ResidencyState.GATHERING: {
         Ask.WANT: Residence(ResidencyState.GATHERING),
@@ -104,6 +105,8 @@ class Residency:
         """
         residence = RESIDENCES[self._state].get(ask)
         if residence is None:
-            raise RuntimeError(f"unit {self.unit!r}: {ask.name} asked while {self._state.name}; this is a bug in fsdp, please report it.")
+            raise RuntimeError(
+                f"unit {self.unit!r}: {ask.name} asked while {self._state.name}; this is a bug in fsdp, please report it."
+            )
         self._state = residence.to
         return residence.effects

@@ -18,6 +18,7 @@ class Instruction(NamedTuple):
     action: Action
 
 
+KEEPING: Final = (Action.COMMIT, Action.STASH)
 CLOSINGS: Final = (Event.BACKWARD_ENDS, Event.BACKWARD_ENDS_UNSYNCED, Event.BACKWARD_FAILS)
 
 
@@ -60,7 +61,7 @@ class Root:
     def close(self, event: Event, order: Sequence[int]) -> tuple[Instruction, ...]:
         """End the backward for every unit, in the agreed order.
 
-        All that can fail comes before the first COMMIT, so that either every unit commits or none.
+        All that can fail comes before the first COMMIT or STASH, so that either every unit's gradients are kept or none's.
 
         Raises:
             RuntimeError: no backward is running, which only a bug of ours can cause.
@@ -72,8 +73,8 @@ class Root:
             raise RuntimeError(f"{event.name} while no backward is running; this is a bug in fsdp, please report it.")
         self._backward = step.to
         told = self._tell_all(event, order)
-        first = tuple(one for one in told if one.action is not Action.COMMIT)
-        return first + tuple(one for one in told if one.action is Action.COMMIT)
+        first = tuple(one for one in told if one.action not in KEEPING)
+        return first + tuple(one for one in told if one.action in KEEPING)
 
     def abandon(self, order: Sequence[int]) -> tuple[Instruction, ...]:
         """Give up whatever is going on. Legal at any moment; leaves the root at rest."""

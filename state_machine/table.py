@@ -48,10 +48,15 @@ FREE_AFTER_FORWARD: Final[Table] = {
         E.BACKWARD_ENDS_UNSYNCED: Step(S.IDLE, (A.FREE,)),
         E.BACKWARD_FAILS: Step(S.IDLE, _GIVE_UP),
         E.SUMMONED: Step(S.SUMMONED, (A.FREE, A.LEND)),
+        # the step was abandoned inside its forward: the exception that caused it passes through here
+        E.FORWARD_FAILS: Step(S.IDLE),
+        # a frozen unit whose output is unused: its input got a gradient by another way
+        E.BACKWARD_LEFT: Step(S.IDLE),
         # the step was abandoned while they were lent: the loan is over already
         E.RETURNED: Step(S.IDLE),
         E.DISCARDED: Step(S.IDLE),
-        E.STEP_ABANDONED: Step(S.IDLE, _GIVE_UP),
+        # RECLAIM: the write-back of a loan may be what failed half-way
+        E.STEP_ABANDONED: Step(S.IDLE, (A.DRAIN, A.RECLAIM, A.FREE, A.DROP)),
     },
     S.FORWARD: {
         E.FORWARD_ENDS: Step(S.IDLE, (A.WATCH_OUTPUTS, A.FREE)),
@@ -107,11 +112,13 @@ FREE_AFTER_FORWARD: Final[Table] = {
         E.FORWARD_BEGINS: Step(S.SUMMONED),
         E.INFERENCE_ENDS: Step(S.SUMMONED),
         E.FORWARD_FAILS: Step(S.SUMMONED),
-        # a backward of other units of the root ends while this one is lent
+        # a backward of other units of the root runs and ends while this one is lent
+        E.BACKWARD_LEFT: Step(S.SUMMONED),
         E.BACKWARD_ENDS: Step(S.SUMMONED, (A.FLUSH, A.COMMIT)),
         E.BACKWARD_ENDS_UNSYNCED: Step(S.SUMMONED),
         E.BACKWARD_FAILS: Step(S.SUMMONED, (A.DRAIN, A.DROP)),
-        E.STEP_ABANDONED: Step(S.IDLE, (A.DRAIN, A.RECLAIM, A.DROP)),
+        # FREE: the summon may be what failed half-way
+        E.STEP_ABANDONED: Step(S.IDLE, (A.DRAIN, A.RECLAIM, A.FREE, A.DROP)),
     },
 }
 

@@ -1,0 +1,157 @@
+"""What data moves between simulated ranks, and when it may not: the buffers of one collective."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp.errors import ShardingError, WorldError
+
+ReduceOp = Literal["sum", "max"]
+
+
+class Operation:
+    """What all ranks do together at one number of one channel. `fault`: why its data could not move."""
+
+    __slots__ = ("channel", "complete", "fault", "moved", "number", "pickled", "sides", "told")
+
+    def __init__(self, channel: str, number: int) -> None:
+        self.channel = channel
+        self.number = number
+        self.sides: dict[int, Side] = {}
+        self.complete = False
+        self.moved = False
+        self.fault: str | None = None
+        self.told = False
+        self.pickled: list[bytes] = []
+
+    @property
+    def place(self) -> str:
+        return f"operation {self.number} of channel {self.channel!r}"
+
+    @property
+    def name(self) -> str:
+        return f"{next(iter(self.sides.values())).call}, {self.place}"
+
+    def move(self) -> None:
+        """Read every rank's input and write every rank's output, unless a buffer is gone."""
+        sides = [self.sides[rank] for rank in sorted(self.sides)]
+        gone = [rank for rank, side in enumerate(sides) if any(buffer.released for buffer in side.buffers)]
+        if gone:
+            self.fault = (
+                f"buffer of {sides[0].label!r} was released while the collective was in flight: "
+                f"{name_ranks(gone)} let go of it before {self.name} was over."
+            )
+        else:
+            with torch.inference_mode():
+                sides[0].move(sides)
+            self.pickled = [side.pickled for side in sides]
+        self.moved = True
+        self.sides.clear()
+
+
+class Side(NamedTuple):
+    """What one rank brought to an operation. Every rank's `call` must be the same text."""
+
+    call: str
+    label: str
+    move: "Callable[[Sequence[Side]], None]"
+    buffers: "tuple[Buffer, ...]" = ()
+    pickled: bytes = b""
+
+
+class Buffer:
+    """Memory lent to a collective, from the call until the data moves. `flat`: its elements, in the order of memory."""
+
+    __slots__ = ("_address", "_copy", "_end", "_storage", "flat")
+
+    def __init__(self, tensor: Tensor, label: str) -> None:
+        if tensor.device.type != "cpu":
+            raise ShardingError(f"{label!r} is on {tensor.device}; simulated ranks compute on the CPU.")
+        if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            raise ShardingError(f"{label!r} has holes or overlaps in memory; make the tensor contiguous.")
+        self._storage = tensor.untyped_storage()
+        self._address = self._storage.data_ptr()
+        self._end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.numel() else 0
+        self._copy: Tensor | None = None
+        if self.released:
+            raise WorldError(f"buffer of {label!r} was released before the collective was called.")
+        # `.data` has a version counter of its own: as with torch.distributed, most collectives go unseen by autograd
+        with torch.inference_mode():
+            self.flat = tensor.data.as_strided((tensor.numel(),), (1,))
+
+    @property
+    def released(self) -> bool:
+        return self._storage.data_ptr() != self._address or self._storage.nbytes() < self._end
+
+    def overlaps(self, other: "Buffer") -> bool:
+        start, others = self.flat.data_ptr(), other.flat.data_ptr()
+        return start < others + other.flat.nbytes and others < start + self.flat.nbytes
+
+    def poison(self, start: int = 0, end: int | None = None) -> None:
+        """Nobody may read these elements before the data moved."""
+        with torch.inference_mode():
+            self.flat[start:end].view(torch.uint8).fill_(0xFF)
+
+    def keep_a_copy(self) -> None:
+        """Before poisoning what is both sent and received."""
+        with torch.inference_mode():
+            self._copy = self.flat.clone()
+
+    @property
+    def sent(self) -> Tensor:
+        """What was given, or what the rank has wrongly written over it since."""
+        if self._copy is not None and bool((self.flat.view(torch.uint8) == 0xFF).all()):
+            return self._copy
+        return self.flat
+
+
+def move_chunks(sides: Sequence[Side]) -> None:
+    chunk = sides[0].buffers[0].flat.numel() // len(sides)
+    whole = torch.cat([side.buffers[0].flat.narrow(0, rank * chunk, chunk) for rank, side in enumerate(sides)])
+    for side in sides:
+        side.buffers[0].flat.copy_(whole)
+
+
+def move_sums(sides: Sequence[Side]) -> None:
+    total = _combine(sides, "sum")
+    for rank, side in enumerate(sides):
+        into = side.buffers[1].flat
+        into.copy_(total.narrow(0, rank * into.numel(), into.numel()))
+
+
+def move_total(sides: Sequence[Side], op: ReduceOp) -> None:
+    total = _combine(sides, op)
+    for side in sides:
+        side.buffers[0].flat.copy_(total)
+
+
+def move_copies(sides: Sequence[Side], source: int) -> None:
+    for side in sides:
+        side.buffers[0].flat.copy_(sides[source].buffers[0].flat)
+
+
+def _combine(sides: Sequence[Side], op: ReduceOp) -> Tensor:
+    first, *others = (side.buffers[0].sent for side in sides)
+    total = first.float() if first.is_floating_point() and first.itemsize < 4 else first.clone()
+    for other in others:
+        if op == "sum":
+            total += other
+        else:
+            torch.maximum(total, other.to(total.dtype), out=total)
+    return total
+
+
+def mark_written(tensor: Tensor) -> None:
+    """As after a call of torch.distributed, autograd refuses a backward that saved the old values."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def describe(tensor: Tensor) -> str:
+    return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def name_ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

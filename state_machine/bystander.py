@@ -1,0 +1,222 @@
+"""An independent statement of the promises: what may never be seen, whatever the tables say.
+
+Rule 1: the bystander sees what happens to units (a call, a gradient) and what the engine does (actions, effects).
+Rule 2: it never reads a table. If it did, it would believe the very thing it is there to doubt.
+
+P2  what computes is in memory, shown and not stale; no memory is given back under a gather; none is gathered twice.
+P3  what arrived in a synchronising backward is reduced exactly once, before the commit.
+P4  one callback per backward; after it every unit is IDLE and sharded, and nothing is in flight.
+P5  a failed pass leaves no gradient and no loan; what earlier backwards stashed under `no_sync` survives.
+"""
+
+from enum import Enum, auto
+from typing import Final
+
+from state_machine.residency import Effect
+from state_machine.vocabulary import Action, Event
+
+NOWHERE, IN_FLIGHT, IN_MEMORY = 0, 1, 2
+"""Where the copy of a unit's parameters is."""
+NONE, REDUCING, REDUCED = 0, 1, 2
+"""Where the reduction of a unit's gradients is: none, in flight, awaited and not committed."""
+
+Seen = tuple[int, bool, bool, bool, bool, int, bool, bool]
+
+
+class Violation(AssertionError):
+    """A promise was broken, or a legal move was refused."""
+
+
+class Sync(Enum):
+    """Which backward runs."""
+
+    NO_BACKWARD = auto()
+    SYNCHRONISING = auto()
+    KEEPING = auto()
+    """Under `no_sync`."""
+
+
+class Facts:
+    """What the bystander knows of one unit."""
+
+    __slots__ = ("arrived", "copy", "lent", "open", "reduction", "shown", "stale", "stashed")
+
+    def __init__(self) -> None:
+        self.restore((NOWHERE, False, False, False, False, NONE, False, False))
+
+    def freeze(self) -> Seen:
+        """Everything, hashable."""
+        return (self.copy, self.shown, self.stale, self.open, self.arrived, self.reduction, self.stashed, self.lent)
+
+    def restore(self, seen: Seen) -> None:
+        """Undo `freeze`."""
+        (
+            self.copy,
+            self.shown,
+            self.stale,  # the shards changed since the copy was gathered
+            self.open,  # a backward has reached it and its gradients are not complete
+            self.arrived,  # a gradient came and is not reduced
+            self.reduction,
+            self.stashed,  # gradients kept whole by earlier backwards under `no_sync`
+            self.lent,
+        ) = seen
+
+
+EXPECTED: Final = {
+    # actions that a fact of the event itself demands or forbids, whatever the state
+    Action.WATCH_OUTPUTS: (Event.FORWARD_ENDS, Event.REPLAY_ENDS),
+    Action.COMMIT: (Event.BACKWARD_ENDS,),
+    Action.FLUSH: (Event.BACKWARD_ENDS,),
+    Action.REDUCE: (Event.GRADIENTS_READY,),
+    Action.STASH: (Event.BACKWARD_ENDS_UNSYNCED,),
+    Action.DROP: (Event.BACKWARD_FAILS, Event.STEP_ABANDONED),
+    Action.WRITE_BACK: (Event.RETURNED,),
+    Action.LEND: (Event.SUMMONED,),
+}
+
+
+class Bystander:
+    """Watches the units of one root. Raises Violation the moment a promise is broken."""
+
+    __slots__ = ("committing", "facts", "keeps", "names", "path", "queued", "sync")
+
+    def __init__(self, names: tuple[str, ...], keeps: tuple[bool, ...]) -> None:
+        self.names = names
+        self.keeps = keeps
+        self.facts = tuple(Facts() for _ in names)
+        self.path: tuple[int, ...] = ()
+        """The units whose forward runs, outermost first."""
+        self.sync = Sync.NO_BACKWARD
+        self.queued = False
+        """The callback of this backward is queued."""
+        self.committing: list[int] = []
+        """Who committed since the backward closed."""
+
+    def require(self, condition: bool, unit: int, what: str) -> None:
+        """Raise Violation unless `condition`."""
+        if not condition:
+            raise Violation(f"{self.names[unit]}: {what}")
+
+    def effect(self, unit: int, effect: Effect) -> None:
+        """Something happened to the memory of a unit."""
+        facts = self.facts[unit]
+        match effect:
+            case Effect.LAUNCH:
+                self.require(facts.copy == NOWHERE, unit, "gathered what was in memory or in flight already")
+                facts.copy = IN_FLIGHT
+                facts.stale = False
+            case Effect.AWAIT:
+                if facts.copy == IN_FLIGHT:
+                    facts.copy = IN_MEMORY
+            case Effect.SHOW:
+                self.require(facts.copy == IN_MEMORY, unit, "showed parameters that are not in memory")
+                facts.shown = True
+            case Effect.HIDE:
+                facts.shown = False
+            case Effect.RELEASE:
+                self.require(facts.copy != IN_FLIGHT, unit, "released memory under a gather in flight")
+                self.require(not facts.shown, unit, "released memory that the modules still show")
+                facts.copy = NOWHERE
+                facts.stale = False
+
+    def action(self, unit: int, action: Action, event: Event) -> None:
+        """The engine did something other than moving memory, in answer to `event`."""
+        facts = self.facts[unit]
+        self.require(event in EXPECTED.get(action, (event,)), unit, f"{action.name} in answer to {event.name}")
+        self.require(
+            not self.committing or action in (Action.COMMIT, Action.STASH), unit, f"{action.name}, which can fail, after a COMMIT"
+        )
+        match action:
+            case Action.JOIN_BACKWARD:
+                self.require(not self.queued, unit, "a second callback in one backward")
+                self.queued = True
+            case Action.REDUCE:
+                self.require(facts.arrived, unit, "reduced a gradient twice, or none")
+                facts.arrived = False
+                facts.reduction = REDUCING
+            case Action.FLUSH:
+                if facts.arrived or (facts.stashed and facts.reduction == NONE):
+                    facts.arrived = False
+                    facts.reduction = REDUCING
+            case Action.COMMIT:
+                self.require(unit not in self.committing, unit, "committed twice")
+                self.require(not facts.arrived, unit, "committed before a gradient that arrived was reduced")
+                self.require(not facts.stashed or facts.reduction != NONE, unit, "committed without what no_sync stashed")
+                facts.reduction = NONE
+                facts.stashed = False
+                self.committing.append(unit)
+            case Action.STASH:
+                self.committing.append(unit)
+                facts.stashed = facts.stashed or facts.arrived
+                facts.arrived = False
+            case Action.DRAIN:
+                self.effect(unit, Effect.AWAIT)
+                facts.reduction = REDUCED if facts.reduction == REDUCING else facts.reduction
+            case Action.DROP:
+                self.require(facts.reduction != REDUCING, unit, "dropped gradients under a reduction in flight")
+                facts.arrived = False
+                facts.reduction = NONE
+            case Action.LEND:
+                self.require(facts.copy == NOWHERE, unit, "lent full parameters beside a whole copy")
+                facts.lent = True
+            case Action.WRITE_BACK:
+                self.require(facts.lent, unit, "wrote back what was not lent")
+            case Action.RECLAIM:
+                facts.lent = False
+
+    def answered(self, unit: int, event: Event, actions: tuple[Action, ...]) -> None:
+        """What must be among the answers to an event, seen from outside."""
+        facts = self.facts[unit]
+        self.require(self.queued or self.sync is Sync.NO_BACKWARD, unit, "a backward touched a unit and no callback is queued")
+        if event is Event.FORWARD_ENDS or event is Event.REPLAY_ENDS:
+            self.require(Action.WATCH_OUTPUTS in actions, unit, "nobody watches its outputs")
+        elif event is Event.GRADIENTS_READY:
+            self.require(not facts.arrived, unit, "its gradients are complete and not reduced")
+        elif event is Event.SUMMONED:
+            self.require(facts.lent, unit, "asked for, and not lent")
+        elif event is Event.RETURNED or event is Event.DISCARDED:
+            self.require(not facts.lent, unit, "given back, and still lent")
+
+    def computes(self, unit: int) -> bool:
+        """Does its forward, a replay of it, or its backward run now?"""
+        return self.facts[unit].open or unit in self.path
+
+    def check(self) -> None:
+        """P2 and P8, at any moment: whole exactly where something computes."""
+        for unit, facts in enumerate(self.facts):
+            if facts.lent:
+                self.require(facts.copy == NOWHERE, unit, "lent, and gathered beside the loan")
+            elif facts.open or unit in self.path:
+                self.require(facts.copy == IN_MEMORY, unit, "computes and its parameters are not in memory")
+                self.require(facts.shown, unit, "computes and its modules show the shards")
+                self.require(not facts.stale, unit, "computes with a stale copy")
+            else:
+                self.require(not facts.shown, unit, "shows whole parameters and nothing computes")
+                self.require(facts.copy != IN_MEMORY or self.keeps[unit], unit, "holds memory and nothing computes")
+
+    def check_closed(self, stashed: tuple[bool, ...], event: Event) -> None:
+        """P3, P4, P5, when a backward has closed."""
+        for unit, facts in enumerate(self.facts):
+            self.require(facts.reduction == NONE, unit, "a reduction outlives its backward")
+            self.require(not facts.arrived, unit, "a gradient outlives its backward, neither reduced nor kept nor dropped")
+            if unit not in self.path:
+                self.require(facts.copy == NOWHERE, unit, "the backward is over and it is not sharded")
+            if event is Event.BACKWARD_ENDS:
+                self.require(unit in self.committing, unit, "never committed")
+                self.require(not facts.stashed, unit, "what no_sync stashed was not reduced")
+            elif stashed[unit]:
+                self.require(facts.stashed, unit, "what earlier backwards stashed is lost")
+            elif event is Event.BACKWARD_FAILS:
+                self.require(not facts.stashed, unit, "a failed backward stashed its gradients")
+        self.committing.clear()
+        self.queued = False
+
+    def check_abandoned(self, stashed: tuple[bool, ...]) -> None:
+        """P5, when a pass was given up: no trace, whatever went on."""
+        self.committing.clear()
+        self.queued = False
+        for unit, facts in enumerate(self.facts):
+            self.require(facts.copy == NOWHERE and not facts.shown, unit, "given up and not sharded")
+            self.require(not facts.lent, unit, "given up and still lent")
+            self.require(facts.reduction == NONE and not facts.arrived, unit, "given up and its gradients remain")
+            self.require(facts.stashed or not stashed[unit], unit, "what earlier backwards stashed is lost")

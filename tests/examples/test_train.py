@@ -1,0 +1,183 @@
+"""The training example runs, learns, and refuses what it cannot run: as a user starts it, in processes of its own."""
+
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "16", "--batch", "4"]
+TINY = [*SMALL, "--eval-every", "20", "--sample-bytes", "12"]
+SECONDS = 120
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A folder of text that even a tiny model learns in a few steps: what comes next follows from what came before."""
+    folder = tmp_path / "text"
+    (folder / "deeper").mkdir(parents=True)
+    (folder / "one.txt").write_text("the quick brown fox\n" * 300)
+    (folder / "deeper" / "two.md").write_text("the quick brown fox\n" * 300)
+    (folder / "picture.bin").write_bytes(bytes(range(256)) * 100)
+    return folder
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example as a module, for what needs no processes."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.delenv("RANK", raising=False)
+    return importlib.import_module("train")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--checkpoint-activations", "--strategy", "SHARD_GRAD_OP"], ["--checkpoint-activations", "--precision", "bf16"]],
+    ids=" ".join,
+)
+def test_two_processes_learn_and_leave_their_results(text: Path, tmp_path: Path, options: list[str]) -> None:
+    out = tmp_path / "runs" / "deep"
+    status, output = launch(2, [text, *TINY, "--steps", "60", "--lr", "0.01", "--out", out, *options])
+    assert status == 0, output
+    assert "0.01 MB of text in 2 files" in output
+    assert "2 processes (cpu, gloo)" in output
+    assert "is clearly below the byte-unigram entropy" in output
+    assert "/rank" in output, "the progress bar shows the bytes held"
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert 64 < len((out / "sample.txt").read_text()) <= 64 + 12, "the prompt, and at most a character for each byte"
+    numbers = json.loads((out / "losses.json").read_text())
+    assert [step for step, _ in numbers["train"]] == list(range(1, 61))
+    assert [step for step, _ in numbers["held_out"]] == [0, 20, 40, 60]
+    assert numbers["held_out"][-1][1] < 0.9 * numbers["unigram_entropy"] < numbers["held_out"][0][1]
+
+
+@pytest.mark.gloo
+def test_two_processes_and_one_train_on_the_same_global_batches(text: Path, tmp_path: Path) -> None:
+    options = [text, *TINY, "--steps", "5", "--optimizer", "sgd"]
+    losses = []
+    for processes, batch in ((2, 4), (1, 8)):
+        out = tmp_path / str(processes)
+        launch(processes, [*options, "--batch", str(batch), "--out", out])
+        numbers = json.loads((out / "losses.json").read_text())
+        losses.append([loss for _, loss in numbers["train"] + numbers["held_out"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.gloo
+def test_compare_finds_the_sharded_and_the_unsharded_model_the_same(text: Path, tmp_path: Path) -> None:
+    status, output = launch(2, [text, *TINY, "--compare", "--steps", "8", "--out", tmp_path / "out"])
+    assert status == 0, output
+    assert "comparing over 8 steps of sgd; SGD is the default here because" in output
+    assert "sharded on 2 ranks against unsharded, 8 steps: largest relative difference" in output
+    assert "the same within 1e-05" in output
+
+
+def test_the_largest_difference_is_relative_to_each_tensor_and_a_nan_is_the_largest(train: ModuleType) -> None:
+    theirs = {"small": torch.tensor([0.1, 0.0]), "large": torch.tensor([10.0, 1.0]), "zero": torch.zeros(2)}
+    ours = {name: value.clone() for name, value in theirs.items()}
+    assert train.largest_difference(ours, theirs)[0] == 0
+    ours["large"][1] += 0.1  # a hundredth of that tensor's largest value
+    ours["small"][1] += 0.002  # a fiftieth
+    assert train.largest_difference(ours, theirs) == (pytest.approx(0.02), "small")
+    ours["large"][0] = torch.nan
+    difference, where = train.largest_difference(ours, theirs)
+    assert math.isnan(difference)
+    assert where == "large"
+
+
+def test_one_process_needs_no_torchrun_and_says_when_it_did_not_learn(text: Path, tmp_path: Path) -> None:
+    status, output = launch(1, [text, *TINY, "--steps", "1", "--out", tmp_path / "out"])
+    assert status == 1, output
+    assert "1 process (cpu, gloo)" in output
+    assert "is NOT clearly below the byte-unigram entropy" in output
+    assert (tmp_path / "out" / "loss.png").exists()
+
+
+@pytest.mark.gloo
+def test_a_refusal_is_said_once(tmp_path: Path) -> None:
+    status, output = launch(2, [tmp_path])
+    assert status != 0
+    assert output.count("holds no text") == 1
+
+
+def test_what_cannot_be_trained_on_is_refused_in_a_sentence(
+    train: ModuleType, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty, short = tmp_path / "empty", tmp_path / "short"
+    (empty / "site-packages").mkdir(parents=True)
+    (empty / "site-packages" / "library.py").write_text("not looked into")
+    short.mkdir()
+    (short / "note.txt").write_text("hello")
+    refusals: list[tuple[list[Any], str]] = [
+        ([empty], "holds no text"),
+        ([tmp_path / "nowhere"], "is not a folder; name one that holds text files"),
+        ([short], "holds 5 bytes of text; --context 128 needs at least 2,600"),
+        ([text, "--width", "33", "--heads", "2"], "--width 33 is not a multiple of --heads 2"),
+        ([text, "--out", text / "one.txt"], "cannot be a folder"),
+        ([text, "--steps", "0"], "argument --steps: 0 is not above zero"),
+        ([text, "--lr", "nan"], "argument --lr: nan is not above zero"),
+    ]
+    for arguments, sentence in refusals:
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ending:
+            train.main()
+        assert ending.value.code == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_a_global_batch_is_a_function_of_seed_and_step(train: ModuleType, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", str(text), *TINY])
+    args = train.parse_arguments()
+    corpus = train.read_corpus(args)
+    first = corpus.batch(args, 0, 2)
+    assert first.shape == (8, 17)
+    assert torch.equal(first, train.read_corpus(args).batch(args, 0, 2))
+    assert not torch.equal(first, corpus.batch(args, 1, 2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 200])
+def test_every_rank_gets_as_many_held_out_windows(
+    train: ModuleType, text: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", str(text), *TINY])
+    args = train.parse_arguments()
+    windows = train.read_corpus(args).held_out_windows(args.context, ranks)
+    assert len(windows) % ranks == 0
+    assert windows.shape[1] == 17
+
+
+def launch(processes: int, arguments: list[Any]) -> tuple[int, str]:
+    """Run the example: the exit status, and everything it printed. It is ended after SECONDS, workers included."""
+    starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(ROOT)]))
+    process = subprocess.Popen(
+        [sys.executable, *starter, str(ROOT / "examples" / "train.py"), *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # torchrun ends its workers, which a SIGKILL would leave behind
+        try:
+            output, _ = process.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+        pytest.fail(f"not done after {SECONDS} s:\n{output}")
+    return process.returncode, output

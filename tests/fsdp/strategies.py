@@ -1,0 +1,146 @@
+"""Hypothesis strategies for unit trees and training programs. Only what plain torch allows is drawn."""
+
+from hypothesis import strategies as st
+
+from tests.fsdp.programs import Backward, Clip, Drop, Evaluate, Fault, Forward, Program, Reload, Statement, Step, Summon, Toggle, Zero
+from tests.fsdp.trees import KINDS, RETURNS, CallSpec, GroupSpec, LeafSpec, TreeSpec, walk
+
+world_sizes = st.sampled_from((2, 1, 2, 3, 2, 4, 3, 8))
+
+
+@st.composite
+def leaves(draw: st.DrawFn) -> LeafSpec:
+    kind = draw(st.sampled_from(tuple(KINDS)))
+    names = tuple(KINDS[kind].shapes(1))
+    frozen = draw(st.sampled_from(((), (), (), names, names[:1], names[1:])))
+    if kind == "branch" and frozen:
+        # the ranks must agree on whether the unit has anything to train
+        frozen = names
+    ranks = draw(st.sampled_from(((), (0,), (1,), (0, 2), (1, 2, 3)))) if kind == "branch" else ()
+    return LeafSpec(kind, ranks, draw(st.sampled_from(("", "out", "in"))), frozen)
+
+
+@st.composite
+def groups(draw: st.DrawFn, depth: int, outermost: bool = False) -> GroupSpec:
+    part = leaves() if depth <= 1 else st.one_of(leaves(), groups(depth - 1))
+    parts = tuple(draw(st.lists(part, min_size=1, max_size=3)))
+    calls = []
+    for _ in range(draw(st.integers(1, 4))):
+        first = draw(st.integers(0, len(parts) - 1))
+        second = draw(st.sampled_from((None, None, *range(len(parts)))))
+        chain = (first,) if second is None else (first, second)
+        kind = draw(st.sampled_from(("", "", "", "replayed", "reentrant")))
+        # torch refuses in-place edits of views a custom function made, and of one of several views
+        last = parts[chain[-1]]
+        views = isinstance(last, GroupSpec) and last.returns in ("view", "reshaped", "chunks")
+        refused = isinstance(last, GroupSpec) and (last.returns == "chunks" or (views and kind == "reentrant"))
+        edit = not refused and draw(st.booleans())
+        calls.append(CallSpec(chain, kind, edit, draw(st.booleans()), draw(st.integers(0, 4)) == 4))
+    own = False if outermost else draw(st.booleans())
+    return GroupSpec(parts, tuple(calls), own, draw(st.sampled_from(tuple(RETURNS))), draw(st.sampled_from(("", "out", "in"))))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> TreeSpec:
+    root = draw(groups(3, outermost=True))
+    modules = dict(walk(root))
+    inner = [path for path in modules if path]
+    several_roots = draw(st.integers(0, 7)) == 7
+    units = [path for path in inner if draw(st.booleans()) or (several_roots and path.count(".") == 1)]
+    by_hand = several_roots or draw(st.booleans())
+    strategy = draw(st.sampled_from(("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP")))
+    reshard = draw(st.sampled_from((None, None, False) if strategy == "SHARD_GRAD_OP" else (None, True, False)))
+    options = (("sharding_strategy", strategy), ("reshard_after_forward", reshard), ("prefetch", draw(st.integers(0, 2))))
+    ties = []
+    by_kind: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for path, one in modules.items():
+        if isinstance(one, LeafSpec):
+            by_kind.setdefault((one.kind, one.frozen), []).append(path)
+    for alike in by_kind.values():
+        same = all(_unit_of(path, units) == _unit_of(alike[0], units) for path in alike[:2])
+        if len(alike) > 1 and (same or not by_hand) and draw(st.booleans()):
+            ties.append((alike[0], alike[1]))
+    return TreeSpec(
+        root,
+        tuple(units),
+        by_hand,
+        draw(st.booleans()),
+        draw(st.booleans()),
+        several_roots,
+        tuple(ties),
+        options,
+        draw(st.sampled_from((3, 5, 1))),
+        draw(st.booleans()),
+    )
+
+
+def _unit_of(path: str, units: list[str]) -> str:
+    """The innermost unit a module lies in."""
+    return max((unit for unit in units if path == unit or path.startswith(f"{unit}.")), key=len, default="")
+
+
+@st.composite
+def programs(draw: st.DrawFn, tree: TreeSpec) -> Program:
+    """Weights and what is trainable change only while no graph waits for its backward, as plain torch demands."""
+    modules = dict(walk(tree.root))
+    has_branches = any(isinstance(one, LeafSpec) and one.kind == "branch" for one in modules.values())
+    program: list[Statement] = []
+    live: list[int] = []
+    kept = False
+
+    def fault(places: tuple[str, ...], rarity: int) -> Fault | None:
+        if draw(st.integers(0, rarity)) < rarity:
+            return None
+        where = draw(st.sampled_from(places))
+        paths = [path for path, one in modules.items() if where == "forward" or one.trap]
+        return (where, draw(st.sampled_from(paths)), draw(st.integers(0, 2))) if paths else None
+
+    for _ in range(draw(st.integers(2, 12))):
+        choices = ["forward", "evaluate", "zero", "clip"]
+        choices += ["backward"] * 4 + ["drop"] if live else ["forward"] * 3
+        if not live and not kept:
+            choices += ["step"] * 2 + ["toggle"]
+        if not live:
+            choices += ["summon", "reload"]
+        match draw(st.sampled_from(choices)):
+            case "forward":
+                slot = len(program)
+                statement = Forward(
+                    slot, draw(st.sampled_from(("both", "main", "aux"))), draw(st.integers(0, 4)) < 4, draw(st.booleans()), fault(("forward",), 6)
+                )
+                program.append(statement)
+                if statement.fault is None:
+                    live.append(slot)
+            case "backward":
+                order = draw(st.permutations(live))
+                slots = tuple(order[: draw(st.integers(1, len(order)))])
+                sync = tree.several_roots or draw(st.integers(0, 3)) < 3
+                statement_b = Backward(
+                    slots, draw(st.integers(0, 4)) == 4, sync, draw(st.integers(0, 5)) == 5, fault(("backward", "forward"), 4)
+                )
+                program.append(statement_b)
+                # after a failure the graph may be gone: nothing of it is used again
+                if not statement_b.retain or statement_b.fault is not None:
+                    live = [slot for slot in live if slot not in slots]
+                kept = not sync or (kept and statement_b.fault is not None)
+            case "evaluate":
+                program.append(Evaluate(draw(st.sampled_from(("no_grad", "eval", "inference")))))
+            case "drop":
+                program.append(Drop(live.pop(draw(st.integers(0, len(live) - 1)))))
+            case "zero":
+                # what a rank keeps of a branch that only its peers took cannot be seen there as zeros
+                program.append(Zero(True if kept and has_branches else draw(st.booleans())))
+                kept = False
+            case "step":
+                program.append(Step())
+            case "clip":
+                if not kept:
+                    program.append(Clip(draw(st.sampled_from((0.1, 10.0))), draw(st.sampled_from((2.0, float("inf"), 1.0)))))
+            case "toggle":
+                paths = [path for path, one in modules.items() if isinstance(one, LeafSpec)]
+                program.append(Toggle(draw(st.sampled_from(paths)), draw(st.booleans())))
+            case "summon":
+                program.append(Summon(draw(st.booleans())))
+            case "reload":
+                program.append(Reload())
+    return tuple(program)

@@ -1,0 +1,101 @@
+"""Random trees of units, random training programs, random interleavings of the ranks: the numbers of plain torch."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fsdp.simulated import current_rank, simulate
+from tests.fsdp.models import join
+from tests.fsdp.programs import Backward, PlainRun, Program, Seen, ShardedRun, Statement, Zero
+from tests.fsdp.strategies import programs, trees, world_sizes
+from tests.fsdp.trees import TreeSpec
+
+ROUNDING = 2.0**-24
+"""Half a unit in the last place of fp32, relative."""
+PROMISED = 1e-6
+
+
+@settings(max_examples=5 * settings.default.max_examples)
+@given(st.data(), world_sizes, st.integers(0, 2**16))
+def test_any_program_on_any_tree_trains_like_the_plain_model(data: st.DataObject, world_size: int, seed: int) -> None:
+    tree = data.draw(trees(), label="tree")
+    program = data.draw(programs(tree), label="program")
+    check(tree, program, world_size, seed)
+
+
+def check(tree: TreeSpec, program: Program, world_size: int, seed: int) -> None:
+    """Run `program` on every rank and on the plain model, and compare after every statement.
+
+    The plain model goes on from what the ranks had, so that what is compared is one statement, not how
+    roundings grow over several.
+    """
+
+    def one_rank(rank: int) -> tuple[list[Seen], list[tuple[str, str, str]]]:
+        here = current_rank()
+        assert here is not None
+        return ShardedRun(tree, rank).run(program), [(call.channel, call.kind, call.label) for call in here.log]
+
+    ranks = simulate(world_size, one_rank, seed)
+    assert all(log == ranks[0][1] for _, log in ranks), "the ranks called different collectives"
+
+    plain = PlainRun(tree, world_size)
+    kept, terms = False, 0
+    compare(plain, [seen[0] for seen, _ in ranks], kept, terms)
+    for number, statement in enumerate(program):
+        wanted = plain.execute(number, statement)
+        found = [seen[number + 1] for seen, _ in ranks]
+        for one, other in zip(found, wanted, strict=True):
+            assert one.raised == other.raised, f"statement {number}: raised is {one.raised}, in the plain model {other.raised}"
+            compare_values(one, other, sum(p.numel() for p in plain.parameters.values()))
+        kept, terms = after(statement, wanted[0].raised, kept, terms, world_size)
+        compare(plain, found, kept, terms, f"statement {number}, {statement}: ")
+
+
+def after(statement: Statement, raised: bool, kept: bool, terms: int, world_size: int) -> tuple[bool, int]:
+    """Whether gradients are kept under no_sync now, and how many summands a gradient may have."""
+    match statement:
+        case Zero():
+            return False, 0
+        case Backward(sync=sync) if not raised:
+            return not sync, terms + world_size * len(statement.slots)
+    return kept, terms
+
+
+def compare_values(found: Seen, wanted: Seen, elements: int) -> None:
+    """Losses and gradients of inputs have no sum over ranks in them; a norm is a sum over all elements."""
+    assert len(found.value) == len(wanted.value)
+    for one, other in zip(found.value, wanted.value, strict=True):
+        torch.testing.assert_close(one, other, rtol=PROMISED + elements * ROUNDING, atol=PROMISED)
+
+
+def compare(plain: PlainRun, found: list[Seen], kept: bool, terms: int, where: str = "") -> None:
+    """Gradients and weights of all ranks, put together, with the plain model's; then it takes them over.
+
+    A sum of n numbers in another order differs by at most 2 n roundings of the sum of their absolute values, which
+    is much where they cancel: that comes on top of the promise.
+    """
+    for name, parameter in plain.parameters.items():
+        weight = join([one.weights[name] for one in found], parameter.shape)
+        assert weight is not None
+        assert_near(weight, parameter.detach(), 0.0, f"{where}weight {name}")
+        if not torch.equal(weight, parameter):  # only a statement that changes weights can bring this about
+            with torch.no_grad():
+                parameter.copy_(weight)
+        if kept:
+            continue
+        for rank, one in enumerate(found):
+            if one.weights[name].numel():
+                here, there = one.gradients[name] is None, parameter.grad is None
+                assert here == there, f"{where}{name}.grad is None: {here} on rank {rank}, {there} in the plain model"
+        gradient = join([one.gradients[name] for one in found], parameter.shape) if parameter.numel() else None
+        if gradient is not None and parameter.grad is not None:
+            size = float(plain.sizes[name].max())
+            assert_near(gradient, parameter.grad, 2 * terms * ROUNDING * size, f"{where}gradient {name}")
+            parameter.grad.copy_(gradient)
+
+
+def assert_near(one: Tensor, other: Tensor, slack: float, what: str) -> None:
+    if other.numel():
+        distance, allowed = float((one - other).abs().max()), PROMISED * float(other.abs().max()) + slack
+        assert distance <= allowed, f"{what} is off by {distance:.3g}, allowed {allowed:.3g}"

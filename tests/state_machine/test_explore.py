@@ -1,0 +1,140 @@
+"""Every reachable joint state of small unit trees keeps the promises, and the explorer would notice if one did not."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from state_machine.explore import TREES, explore, run
+from state_machine.model import Tree
+from state_machine.residency import RESIDENCES, Ask, Effect, Residence, ResidencyState
+from state_machine.table import BACKWARD, TABLES, BackwardEvent, BackwardState, BackwardStep, Step, Strategy
+from state_machine.vocabulary import Action, Event, State
+
+BY_NAME = {tree.name: tree for tree in TREES}
+# floors, not exact counts: a model that permits less than it did must not pass unseen
+STATES = {
+    "alone": 100,
+    "alone-frozen": 30,
+    "pair": 7_000,
+    "pair-frozen": 2_000,
+    "pair-kept": 8_000,
+    "chain": 10_000,
+    "chain-lent": 6_000,
+    "chain-frozen": 1_000,
+    "tree": 6_000,
+}
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+def test_no_reachable_state_breaks_a_promise(tree: Tree) -> None:
+    found = explore(tree)
+    assert found.violations == 0, "\n".join(found.story)
+    assert found.states >= STATES[tree.name]
+    assert found.refusals > 0, "nothing illegal was tried"
+
+
+def test_the_trees_cover_depth_width_frozen_units_and_both_strategies() -> None:
+    assert set(STATES) == set(BY_NAME)
+    assert {len(tree.units) for tree in TREES} == {1, 2, 3, 4}
+    assert any(unit.frozen for tree in TREES for unit in tree.units if len(tree.units) == 4)
+    assert {unit.strategy for unit in BY_NAME["chain"].units} == set(Strategy)
+    for bound in ("nested", "no_sync", "lending", "again", "breakage"):
+        assert any(getattr(tree.scope, bound) for tree in TREES if len(tree.units) > 1), f"nobody explores {bound}"
+
+
+def test_two_explorations_find_the_same() -> None:
+    first, second = (explore(BY_NAME["alone"]) for _ in range(2))
+    assert first._replace(seconds=0) == second._replace(seconds=0)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, state: State, changed: Mapping[Event, Step | None]) -> None:
+    """Change rows of one table for the time of a test; None deletes."""
+    table = TABLES[strategy]
+    row = {event: step for event, step in {**table[state], **changed}.items() if step is not None}
+    monkeypatch.setitem(TABLES, strategy, {**table, state: row})  # type: ignore[arg-type]
+
+
+FREE, KEEP = Strategy.FREE_AFTER_FORWARD, Strategy.KEEP_AFTER_FORWARD
+BUGS = {
+    "the whole parameters are not freed after the forward": (
+        ("pair", FREE, State.FORWARD, {Event.FORWARD_ENDS: Step(State.IDLE, (Action.WATCH_OUTPUTS,))}),
+        (
+            "root: FORWARD_BEGINS",
+            "child: FORWARD_BEGINS",
+            "child: FORWARD_ENDS",
+            "=> child: shows whole parameters and nothing computes",
+        ),
+    ),
+    "a kept copy survives an optimizer step": (
+        ("alone", KEEP, State.IDLE, {Event.FORWARD_BEGINS: Step(State.FORWARD, (Action.NEED,))}),
+        ("root: prefetch wants it", "the optimizer steps", "root: FORWARD_BEGINS", "=> root: computes with a stale copy"),
+    ),
+    "a second entry is refused": (
+        ("alone", KEEP, State.BACKWARD_PRE, {Event.BACKWARD_REACHES: None}),
+        ("root: FORWARD_BEGINS", "root: BACKWARD_REACHES", None),
+    ),
+    "the gradients are reduced twice": (
+        (
+            "alone",
+            KEEP,
+            State.BACKWARD_PRE,
+            {Event.GRADIENTS_READY: Step(State.BACKWARD_POST, (Action.FREE, Action.REDUCE, Action.REDUCE))},
+        ),
+        (None, None, "root: GRADIENTS_READY", "=> root: reduced a gradient twice, or none"),
+    ),
+    "nothing is flushed": (
+        ("alone", KEEP, State.BACKWARD_PRE, {Event.BACKWARD_ENDS: Step(State.IDLE, (Action.FREE, Action.COMMIT))}),
+        (None, None, "all: BACKWARD_ENDS", "=> root: committed before a gradient that arrived was reduced"),
+    ),
+    "a failed backward drops under a reduction in flight": (
+        ("alone", KEEP, State.BACKWARD_POST, {Event.BACKWARD_FAILS: Step(State.IDLE, (Action.FREE, Action.DROP))}),
+        (None, None, None, "all: BACKWARD_FAILS", "=> root: dropped gradients under a reduction in flight"),
+    ),
+    "an abandoned step keeps the loan": (
+        ("alone", KEEP, State.SUMMONED, {Event.STEP_ABANDONED: Step(State.IDLE, (Action.DRAIN, Action.DROP))}),
+        ("root: SUMMONED", "all: STEP_ABANDONED", "=> root: given up and still lent"),
+    ),
+    "a unit may be summoned from inside its forward": (
+        ("alone", KEEP, State.FORWARD, {Event.SUMMONED: Step(State.SUMMONED, (Action.FREE, Action.LEND))}),
+        ("root: FORWARD_BEGINS", None, "=> root: SUMMONED was not refused"),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_reported_with_its_shortest_story(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tree, strategy, state, changed), story = BUGS[bug]
+    plant(monkeypatch, strategy, state, changed)
+    found = explore(BY_NAME[tree])
+    assert found.violations == 1
+    if story[-1] is not None:
+        assert found.story[-1] == story[-1]
+        assert len(found.story) == len(story), found.story
+    for told, expected in zip(found.story, story, strict=False):
+        assert expected is None or told.startswith(expected), found.story
+
+
+def test_a_gather_freed_under_its_own_writes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {**RESIDENCES[ResidencyState.GATHERING], Ask.FREE: Residence(ResidencyState.SHARDED, (Effect.RELEASE,))}
+    monkeypatch.setitem(RESIDENCES, ResidencyState.GATHERING, row)  # type: ignore[arg-type]
+    assert explore(BY_NAME["alone"]).story[-1] == "=> root: released memory under a gather in flight"
+
+
+def test_a_second_callback_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {**BACKWARD[BackwardState.RUNNING], BackwardEvent.UNIT_JOINS: BackwardStep(BackwardState.RUNNING, queue_callback=True)}
+    monkeypatch.setitem(BACKWARD, BackwardState.RUNNING, row)  # type: ignore[arg-type]
+    assert explore(BY_NAME["pair"]).story[-1].endswith("a second callback in one backward")
+
+
+def test_the_command_prints_a_table_and_the_story_of_a_violation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("alone") == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split() == ["tree", "units", "joint", "states", "transitions", "refused", "violations", "seconds"]
+    assert line.split()[0] == "alone"
+    plant(monkeypatch, KEEP, State.FORWARD, {Event.INFERENCE_ENDS: Step(State.IDLE)})
+    assert run("alone") == 1
+    assert "    root: INFERENCE_ENDS\n    => root: shows whole parameters and nothing computes" in capsys.readouterr().out
+    assert run("forest") == 2
+    assert "no tree 'forest'; there are: all, alone, " in capsys.readouterr().out

@@ -1,0 +1,189 @@
+"""Units that hear any event at any time, and a larger tree than the explorer can exhaust, wandered through.
+
+The bystander here is a third statement of the promises, smaller than the explorer's: it sees instructions alone.
+"""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from state_machine.lifecycle import IllegalTransition, Lifecycle
+from state_machine.model import Branch, Scope, Tree
+from state_machine.residency import Ask, Effect, Residency
+from state_machine.root import CLOSINGS, Instruction, Root
+from state_machine.table import BackwardState, Strategy
+from state_machine.vocabulary import Action, Event, State
+from state_machine.world import World
+
+ASKS = {Action.NEED: Ask.NEED, Action.KEEP: Ask.KEEP, Action.FREE: Ask.FREE}
+SINGLE_EVENTS = [event for event in Event if event not in CLOSINGS and event is not Event.STEP_ABANDONED]
+UNITS = st.integers(0, 2)
+
+
+class UnitsSeenFromOutside(RuleBasedStateMachine):
+    """Three units of one root hear anything at any time, legal or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        strategies = (Strategy.KEEP_AFTER_FORWARD, Strategy.FREE_AFTER_FORWARD, Strategy.FREE_AFTER_FORWARD)
+        self.root = Root([Lifecycle(f"unit{i}", strategy) for i, strategy in enumerate(strategies)])
+        self.homes = [Residency(f"unit{i}") for i in range(3)]
+        self.in_memory = [False] * 3
+        self.in_flight = [False] * 3
+        self.shown = [False] * 3
+        self.lent = [False] * 3
+        self.reducing = [False] * 3
+        self.callbacks = 0
+
+    @rule(unit=UNITS, event=st.sampled_from(SINGLE_EVENTS))
+    def hear(self, unit: int, event: Event) -> None:
+        before = [(life.state, life.story) for life in self.root.lifecycles], self.root.backward
+        try:
+            told = self.root.hear(unit, event)
+        except IllegalTransition as refused:
+            assert ([(life.state, life.story) for life in self.root.lifecycles], self.root.backward) == before
+            assert refused.event is event and event not in refused.legal
+            return
+        for instruction in told:
+            self.watch(instruction, event)
+
+    @rule(unit=UNITS)
+    def prefetch(self, unit: int) -> None:
+        if not self.lent[unit]:
+            self.ask(unit, Ask.WANT)
+
+    @precondition(lambda self: self.root.backward is BackwardState.RUNNING)
+    @rule(event=st.sampled_from(CLOSINGS), order=st.permutations(range(3)))
+    def close(self, event: Event, order: list[int]) -> None:
+        forwards = [life.state is State.FORWARD for life in self.root.lifecycles]
+        told = self.root.close(event, order)
+        commits = [one.unit for one in told if one.action is Action.COMMIT]
+        assert commits == (order if event is Event.BACKWARD_ENDS else [])
+        assert all(one.action is Action.COMMIT for one in told[len(told) - len(commits) :])
+        for instruction in told:
+            self.watch(instruction, event)
+        self.callbacks = 0
+        for unit in range(3):
+            assert not self.reducing[unit], "a reduction outlives its backward"
+            if not forwards[unit]:
+                assert self.root.lifecycles[unit].state in (State.IDLE, State.SUMMONED)
+                assert not self.in_memory[unit], "the backward is over and it is not sharded"
+
+    @rule(order=st.permutations(range(3)))
+    def abandon(self, order: list[int]) -> None:
+        for instruction in self.root.abandon(order):
+            self.watch(instruction, Event.STEP_ABANDONED)
+        self.callbacks = 0
+        assert self.root.at_rest
+        assert not any(self.in_memory + self.shown + self.lent + self.reducing)
+
+    def watch(self, instruction: Instruction, event: Event) -> None:
+        unit, action = instruction
+        match action:
+            case Action.NEED | Action.KEEP | Action.FREE:
+                self.ask(unit, ASKS[action])
+            case Action.JOIN_BACKWARD:
+                self.callbacks += 1
+            case Action.REDUCE:
+                assert event is Event.GRADIENTS_READY
+                self.reducing[unit] = True
+            case Action.FLUSH:
+                self.reducing[unit] = True
+            case Action.COMMIT:
+                assert self.reducing[unit], "committed what nobody flushed"
+                self.reducing[unit] = False
+            case Action.STASH:
+                assert event is Event.BACKWARD_ENDS_UNSYNCED
+                self.reducing[unit] = False
+            case Action.DRAIN:
+                self.in_flight[unit] = False
+                self.reducing[unit] = False
+            case Action.DROP:
+                assert not self.reducing[unit], "dropped gradients under a reduction in flight"
+                assert event in (Event.BACKWARD_FAILS, Event.STEP_ABANDONED)
+            case Action.LEND:
+                assert not self.in_memory[unit], "a whole copy beside the loan"
+                self.lent[unit] = True
+            case Action.WRITE_BACK:
+                assert self.lent[unit] and event is Event.RETURNED
+            case Action.RECLAIM:
+                self.lent[unit] = False
+
+    def ask(self, unit: int, ask: Ask) -> None:
+        for effect in self.homes[unit].on(ask):
+            match effect:
+                case Effect.LAUNCH:
+                    assert not self.in_memory[unit], "gathered what is in memory"
+                    self.in_memory[unit] = self.in_flight[unit] = True
+                case Effect.AWAIT:
+                    self.in_flight[unit] = False
+                case Effect.SHOW:
+                    assert self.in_memory[unit] and not self.in_flight[unit]
+                    self.shown[unit] = True
+                case Effect.HIDE:
+                    self.shown[unit] = False
+                case Effect.RELEASE:
+                    assert not self.in_flight[unit], "released under a gather in flight"
+                    assert not self.shown[unit], "released what the modules show"
+                    self.in_memory[unit] = False
+
+    @invariant()
+    def shown_exactly_while_computing(self) -> None:
+        computing = [life.state in (State.FORWARD, State.BACKWARD_PRE) for life in self.root.lifecycles]
+        assert self.shown == computing
+
+    @invariant()
+    def lent_exactly_while_summoned(self) -> None:
+        assert self.lent == [life.state is State.SUMMONED for life in self.root.lifecycles]
+
+    @invariant()
+    def one_callback_exactly_while_a_backward_runs(self) -> None:
+        assert self.callbacks == (self.root.backward is BackwardState.RUNNING)
+        if self.root.backward is BackwardState.RESTING:
+            assert not any(life.state in (State.BACKWARD_PRE, State.BACKWARD_POST) for life in self.root.lifecycles)
+
+
+KEEP = Strategy.KEEP_AFTER_FORWARD
+WIDE = Tree(
+    "wide",
+    (
+        Branch("root", 0, KEEP),
+        Branch("embed", 0, frozen=True),
+        Branch("block0", 0),
+        Branch("block0.attention", 2),
+        Branch("block0.mlp", 2, frozen=True),
+        Branch("block1", 0, KEEP),
+        Branch("block1.adapter", 5),
+        Branch("head", 0),
+    ),
+    Scope(prefetch=3),
+)
+
+
+class Wanderer(RuleBasedStateMachine):
+    """Legal moves of the explorer's model, in a tree far too large to exhaust. The world checks every promise itself."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.world = World(WIDE)
+
+    @rule(choices=st.lists(st.integers(0, 10_000), min_size=1, max_size=12), fuse=st.integers(-1, 9))
+    def wander(self, choices: list[int], fuse: int) -> None:
+        for choice in choices:
+            moves = tuple(self.world.moves())
+            self.world.perform(moves[choice % len(moves)])
+        moves = tuple(self.world.moves())
+        self.world.perform(moves[choices[0] % len(moves)], fuse)
+
+
+WANDERERS = [UnitsSeenFromOutside, Wanderer]
+TestUnitsSeenFromOutside = UnitsSeenFromOutside.TestCase
+TestWanderer = Wanderer.TestCase
+TestUnitsSeenFromOutside.settings = settings(stateful_step_count=60)
+TestWanderer.settings = settings(stateful_step_count=25)
+
+
+def test_the_wide_tree_has_frozen_kept_and_nested_units() -> None:
+    assert {unit.frozen for unit in WIDE.units} == {True, False}
+    assert {unit.strategy for unit in WIDE.units} == set(Strategy)
+    assert any(WIDE.units[unit.parent].parent != unit.parent for unit in WIDE.units)

@@ -1,0 +1,188 @@
+"""The shape of the code: who imports whom, and which file alone may do what."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import fsdp
+from fsdp.sharded import sharded_of
+from state_machine import Action, Effect
+
+ROOT = Path(__file__).resolve().parent.parent
+FSDP = ROOT / "fsdp"
+
+# imports point down this list, and only down
+ORDER = (
+    "__init__",
+    "wrapper",
+    "checkpoint",
+    "clipping",
+    "agreement",
+    "plan",
+    "sharded",
+    "hooks",
+    "engine",
+    "schedule",
+    "reducer",
+    "unit",
+    "streams",
+    "storage",
+    "layout",
+    "nested",
+    "config",
+    "collectives",
+    "simulated",
+    "errors",
+)
+STATE_MACHINE_USERS = {"engine", "hooks", "checkpoint", "config", "errors"}
+LONGEST = 400
+LONGER = {"simulated": 600}
+
+FILES = sorted(path.stem for path in FSDP.glob("*.py"))
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imports_of(path: Path) -> set[str]:
+    """The full dotted names a file imports, also inside functions: `from a import b` counts as a and a.b."""
+    found: set[str] = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively"
+            found.add(node.module or "")
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def calls_in(path: Path) -> Iterator[str]:
+    """The dotted name of everything a file calls."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Call):
+            yield dotted(node.func)
+
+
+def climbs(imports: dict[str, set[str]], order: tuple[str, ...]) -> list[str]:
+    """One sentence for every import that does not point down."""
+    place = {name: number for number, name in enumerate(order)}
+    return [
+        f"{one}.py reaches up to fsdp.{other}"
+        for one, names in imports.items()
+        for other in sorted(place)
+        if f"fsdp.{other}" in names and place[other] <= place[one]
+    ]
+
+
+def only_in(home: set[str], offenders: dict[str, list[str]]) -> None:
+    """Of all files, `home` alone may have any of these."""
+    assert {name for name, found in offenders.items() if found} == home, {n: f for n, f in offenders.items() if n not in home}
+
+
+def test_every_file_has_its_place_in_the_order() -> None:
+    assert sorted(ORDER) == FILES
+
+
+def test_imports_point_down() -> None:
+    assert climbs({name: imports_of(FSDP / f"{name}.py") for name in FILES}, ORDER) == []
+
+
+def test_an_import_that_points_up_is_named() -> None:
+    assert climbs({"storage": {"fsdp.engine"}, "engine": {"fsdp.storage"}}, ("engine", "storage")) == [
+        "storage.py reaches up to fsdp.engine"
+    ]
+
+
+def test_only_engine_and_its_neighbours_import_state_machine() -> None:
+    only_in(
+        STATE_MACHINE_USERS,
+        {name: [one for one in imports_of(FSDP / f"{name}.py") if one.startswith("state_machine")] for name in FILES},
+    )
+
+
+def test_only_collectives_imports_torch_distributed() -> None:
+    only_in(
+        {"collectives"},
+        {name: [one for one in imports_of(FSDP / f"{name}.py") if one.startswith("torch.distributed")] for name in FILES},
+    )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nobody_reaches_torch_distributed_by_attribute(name: str) -> None:
+    dots = [dotted(node) for node in ast.walk(parse(FSDP / f"{name}.py")) if isinstance(node, ast.Attribute)]
+    assert not [one for one in dots if one.startswith("torch.distributed")]
+
+
+def test_only_streams_names_a_device_stream() -> None:
+    def named(name: str) -> list[str]:
+        dots = [dotted(node) for node in ast.walk(parse(FSDP / f"{name}.py")) if isinstance(node, ast.Attribute)]
+        return [one for one in dots if one.startswith("torch.cuda.") or one.endswith(("record_stream", "wait_stream"))]
+
+    only_in({"streams"}, {name: named(name) for name in FILES})
+
+
+def test_only_hooks_registers_a_hook() -> None:
+    def registrations(name: str) -> list[str]:
+        last = [one.rsplit(".", 1)[-1] for one in calls_in(FSDP / f"{name}.py")]
+        return [one for one in last if one.startswith("register_") and one.endswith("hook") and "state_dict" not in one]
+
+    only_in({"hooks"}, {name: registrations(name) for name in FILES})
+
+
+def test_only_storage_resizes_memory() -> None:
+    only_in({"storage"}, {name: [one for one in calls_in(FSDP / f"{name}.py") if one.endswith(".resize_")] for name in FILES})
+
+
+def test_only_engine_queues_a_callback() -> None:
+    calls = {name: [one for one in calls_in(FSDP / f"{name}.py") if one.endswith("queue_callback")] for name in FILES}
+    only_in({"engine"}, calls)
+
+
+@pytest.mark.parametrize("name", ["layout", "schedule"])
+def test_arithmetic_knows_nothing_of_torch(name: str) -> None:
+    assert not [one for one in imports_of(FSDP / f"{name}.py") if one.split(".")[0] not in sys.stdlib_module_names]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "state_machine").glob("*.py")), ids=lambda path: path.stem)
+def test_state_machine_imports_the_standard_library_and_itself(path: Path) -> None:
+    heads = {one.split(".")[0] for one in imports_of(path)}
+    assert not heads - {"state_machine"} - set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_can_be_held_in_the_head(name: str) -> None:
+    assert len((FSDP / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= LONGER.get(name, LONGEST)
+
+
+def test_engine_has_a_deed_for_every_action_and_an_effect_for_every_effect() -> None:
+    def fn(rank: int) -> None:
+        sharded = sharded_of(fsdp.fully_shard(nn.Linear(2, 2)))
+        assert sharded is not None
+        assert set(sharded.engine._deeds) == set(Action)
+        assert all(set(effects) == set(Effect) for effects in sharded.engine._effects)
+
+    fsdp.simulate(1, fn)
+
+
+@pytest.mark.parametrize("name", fsdp.__all__)
+def test_public_names_are_explained(name: str) -> None:
+    thing = getattr(fsdp, name)
+    # a class without a docstring of its own has None in its own __dict__
+    assert thing.__dict__["__doc__"] if isinstance(thing, type) else thing.__doc__
+
+
+def test_public_names_are_sorted_and_exist() -> None:
+    assert list(fsdp.__all__) == sorted(fsdp.__all__)
+    assert all(hasattr(fsdp, name) for name in fsdp.__all__)
