@@ -48,6 +48,9 @@ class Collectives(Protocol):
         `bucket` must not be touched before. Traffic: this rank receives (W - 1) * C elements.
         """
 
+    def scratch_bytes(self, bucket: Tensor) -> int:
+        """What a `reduce_scatter` of `bucket` holds besides its arguments, until `wait`."""
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> Work:
         """Combine `tensor` (any shape) over all ranks, in place."""
 
@@ -129,6 +132,9 @@ class ProcessGroupCollectives:
         received = torch.empty_like(bucket)
         work = cast(Work, dist.all_to_all_single(received, bucket, group=self._group, async_op=True))
         return _RankOrderSum(work, received, into)
+
+    def scratch_bytes(self, bucket: Tensor) -> int:
+        return bucket.numel() * bucket.element_size() if bucket.device.type == "cpu" and self._size > 1 else 0
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> Work:
         if self._size == 1:

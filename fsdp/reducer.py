@@ -250,12 +250,16 @@ class Reducer:
         """Wait until nothing is in flight. Idempotent; raises what the collective raises."""
         flight, self._flight = self._flight, None
         usage, self._usage = self._usage, None
-        if flight is not None:
-            flight.work.wait()
-            release(flight.bucket.buffer, self._ledger, "bucket")
-        if usage is not None:
-            usage.work.wait()
-        self._streams.await_reductions()
+        try:
+            if flight is not None:
+                self._ledger.add("reduced", -size_of(flight.into))
+                flight.work.wait()
+            if usage is not None:
+                usage.work.wait()
+        finally:
+            self._streams.await_reductions()
+            if flight is not None:
+                self._give_back(flight.bucket)
 
     def drop(self, index: int) -> None:
         """Forget the gradients of this backward. Those kept by earlier ones under `no_sync` stay. Idempotent."""
@@ -297,6 +301,7 @@ class Reducer:
         with self._streams.reducing():
             into = bucket.buffer.new_empty(bucket.flat.layout.chunk)
             self._ledger.add("reduced", size_of(into))
+            self._ledger.add("scratch", self._collectives.scratch_bytes(bucket.buffer))
             work = self._collectives.reduce_scatter(_as_real(bucket.buffer), _as_real(into), name)
         self._flight = _Flight(bucket, into, work)
 
@@ -321,6 +326,10 @@ class Reducer:
             else:
                 bucket.pending = reduced
         self._streams.await_reductions()
+        self._give_back(bucket)
+
+    def _give_back(self, bucket: _Bucket) -> None:
+        self._ledger.add("scratch", -self._collectives.scratch_bytes(bucket.buffer))
         release(bucket.buffer, self._ledger, "bucket")
 
     def _settle(self) -> None:

@@ -146,6 +146,10 @@ class SimulatedCollectives:
         side = Side(f"reduce_scatter({label!r}, {describe(bucket)})", label, move_sums, (given, target))
         return self._launch("reduce_scatter", side, bucket.nbytes - into.nbytes)
 
+    def scratch_bytes(self, bucket: Tensor) -> int:
+        """Nothing: the sum goes straight to its place."""
+        return 0
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> "_InFlight":
         """Combine `tensor` (any shape) over all ranks, in place, in rank order, half precision in fp32."""
         if op not in ("sum", "max"):

@@ -9,9 +9,13 @@ from state_machine.vocabulary import Action, Event, State
 STORY_LENGTH: Final = 24
 
 # What a user can do about the refusals that user code can cause. Every other refusal is our bug.
-_TRAIN_OUTSIDE: Final = "Lent parameters cannot be trained: leave summon_full_params before a training forward, or run this forward under torch.no_grad()."
+_TRAIN_OUTSIDE: Final = (
+    "Lent parameters cannot be trained: leave summon_full_params before a training forward, "
+    "or run this forward under torch.no_grad()."
+)
 _AFTER_BACKWARD: Final = "Call summon_full_params after backward() has returned, not from a hook inside it."
 _LEAVE_FIRST: Final = "Leave summon_full_params before calling backward()."
+_LENT_ALREADY: Final = "The full parameters are lent already; leave the first summon_full_params before entering another."
 _STEP_IS_OVER: Final = (
     "The step was abandoned inside this forward; let the error that caused it leave the forward, then start the step again."
 )
@@ -23,10 +27,7 @@ REMEDIES: Final[dict[tuple[State, Event], str]] = {
     (State.FORWARD, Event.SUMMONED): "Call summon_full_params before or after the forward, not from inside it.",
     (State.BACKWARD_PRE, Event.SUMMONED): _AFTER_BACKWARD,
     (State.BACKWARD_POST, Event.SUMMONED): _AFTER_BACKWARD,
-    (
-        State.SUMMONED,
-        Event.SUMMONED,
-    ): "The full parameters are lent already; leave the first summon_full_params before entering another.",
+    (State.SUMMONED, Event.SUMMONED): _LENT_ALREADY,
     (State.SUMMONED, Event.FORWARD_ENDS): _TRAIN_OUTSIDE,
     (State.SUMMONED, Event.BACKWARD_REACHES): _LEAVE_FIRST,
     (State.SUMMONED, Event.REPLAY_BEGINS): _LEAVE_FIRST,
