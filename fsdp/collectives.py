@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsdp import simulated
 from fsdp.errors import ShardingError
+from fsdp.summation import sum_over_ranks
 
 ReduceOp = Literal["sum", "max"]
 
@@ -68,8 +69,8 @@ class _Done:
         return
 
 
-class _RankOrderSum:
-    """An exchange of chunks, summed at `wait` in rank order: the same bits on every run."""
+class _ExchangedSum:
+    """An exchange of chunks, summed at `wait`: the same bits on every run."""
 
     __slots__ = ("_into", "_received", "_work")
 
@@ -80,17 +81,7 @@ class _RankOrderSum:
 
     def wait(self) -> None:
         self._work.wait()
-        parts = self._received.view(-1, self._into.numel()).unbind()
-        # half precision is summed in fp32 and rounded once
-        if self._into.dtype.itemsize < 4:
-            total = parts[0].float()
-            for part in parts[1:]:
-                total += part
-            self._into.copy_(total)
-            return
-        torch.add(parts[0], parts[1], out=self._into)
-        for part in parts[2:]:
-            self._into += part
+        sum_over_ranks(self._received.view(-1, self._into.numel()), self._into)
 
 
 class ProcessGroupCollectives:
@@ -131,7 +122,7 @@ class ProcessGroupCollectives:
             return cast(Work, _reduce_scatter(into, bucket, group=self._group, async_op=True))
         received = torch.empty_like(bucket)
         work = cast(Work, dist.all_to_all_single(received, bucket, group=self._group, async_op=True))
-        return _RankOrderSum(work, received, into)
+        return _ExchangedSum(work, received, into)
 
     def scratch_bytes(self, bucket: Tensor) -> int:
         return bucket.numel() * bucket.element_size() if bucket.device.type == "cpu" and self._size > 1 else 0

@@ -12,9 +12,9 @@ view outside gives the view a new node, and a hook on the old one would never fi
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,10 +52,22 @@ class Hooks:
             listener.backward_begins()
 
 
-class _Call:
-    """One forward of one unit, and the backward's way through it."""
+class _Way:
+    """A backward's way through one call of one unit."""
 
-    __slots__ = ("handled", "inputs", "outputs", "pending", "refused", "replay", "waits_in")
+    __slots__ = ("backward", "pending")
+
+    def __init__(self) -> None:
+        self.backward = 0
+        """The backward in which `pending` counts."""
+        self.pending = 0
+        """Nodes behind the inputs that this backward has not come to yet."""
+
+
+class _Call:
+    """One forward of one unit."""
+
+    __slots__ = ("handled", "inputs", "outputs", "refused", "replay", "way")
 
     def __init__(self, replay: bool, inputs: Sequence[Node]) -> None:
         self.replay = replay
@@ -64,10 +76,38 @@ class _Call:
         # an exception that was being handled before the call is not one that passes through it
         self.handled = sys.exc_info()[1]
         self.refused = False
-        self.waits_in = 0
-        """The backward in which `pending` counts."""
-        self.pending = 0
-        """Nodes behind the inputs that this backward has not come to yet."""
+        self.way = _Way()
+
+
+class _Crossing:
+    """Autograd is about to enter one node: calls it leaves that way, and calls it reaches.
+
+    One hook a node, because the unit that is left gives its memory back before the next one takes
+    some. It lives as long as the node, and refers only to nodes further on in the backward: a cycle
+    through the graph would keep every activation alive.
+    """
+
+    KEY: ClassVar = "fsdp"
+
+    __slots__ = ("leaves", "reaches")
+
+    def __init__(self) -> None:
+        self.leaves: list[Callable[[], None]] = []
+        self.reaches: list[Callable[[], None]] = []
+
+    def __call__(self, gradients: Any) -> None:
+        for tell in (*self.leaves, *self.reaches):
+            tell()
+
+    @classmethod
+    def of(cls, node: Node) -> "_Crossing":
+        """The crossing of `node`, put there if it has none."""
+        metadata = cast(dict[str, Any], node.metadata)
+        found: _Crossing | None = metadata.get(cls.KEY)
+        if found is None:
+            found = metadata[cls.KEY] = cls()
+            node.register_prehook(found)
+        return found
 
 
 class Listener:
@@ -190,30 +230,30 @@ class Listener:
     def watch(self) -> None:
         """Put a pre-backward hook on every node behind the outputs of the call that just returned."""
         call = self._calls[-1]
-        reached = partial(self._backward_reaches, call)
-        for node in {node: None for tensor in call.outputs if (node := _node_behind(tensor)) is not None}:
-            node.register_prehook(reached)
-        if call.inputs:
-            left = partial(self._input_left, call)
-            for node in call.inputs:
-                node.register_prehook(left)
+        nodes = {node: None for tensor in call.outputs if (node := _node_behind(tensor)) is not None}
         call.outputs = []
+        for node in nodes:
+            # an input that is returned as it is has nothing of the unit behind it
+            if node not in call.inputs:
+                _Crossing.of(node).reaches.append(partial(self._backward_reaches, call.way, call.inputs))
+        for node in call.inputs:
+            _Crossing.of(node).leaves.append(partial(self._input_left, call.way))
 
     # backward -----------------------------------------------------------------------------
 
-    def _backward_reaches(self, call: _Call, gradients: Any) -> None:
+    def _backward_reaches(self, way: _Way, inputs: Sequence[Node]) -> None:
         self._engine.hear(self._index, Event.BACKWARD_REACHES)
-        if call.inputs and call.waits_in != self._backward:
-            call.waits_in = self._backward
-            call.pending = sum(map(torch._C._will_engine_execute_node, call.inputs))
-            if call.pending:
+        if inputs and way.backward != self._backward:
+            way.backward = self._backward
+            way.pending = sum(map(torch._C._will_engine_execute_node, inputs))
+            if way.pending:
                 self._open_calls += 1
 
-    def _input_left(self, call: _Call, gradients: Any) -> None:
-        if call.waits_in != self._backward or not call.pending:
+    def _input_left(self, way: _Way) -> None:
+        if way.backward != self._backward or not way.pending:
             return
-        call.pending -= 1
-        if not call.pending:
+        way.pending -= 1
+        if not way.pending:
             self._open_calls -= 1
             if not self._unit.trainable_count:
                 self._engine.hear(self._index, Event.BACKWARD_LEFT)
@@ -221,10 +261,12 @@ class Listener:
                 self._tell_if_complete()
 
     def _gradient_arrives(self, number: int, whole: Tensor) -> None:
-        if not self._arrived:
+        arrived = self._arrived
+        if not arrived:
             self._engine.hear(self._index, Event.GRADIENT_ARRIVES)
-        self._arrived.add(number)
-        self._tell_if_complete()
+        arrived.add(number)
+        if len(arrived) == self._unit.trainable_count:
+            self._tell_if_complete()
 
     def _tell_if_complete(self) -> None:
         if len(self._arrived) == self._unit.trainable_count and not self._open_calls and self._innermost:

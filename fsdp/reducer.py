@@ -120,16 +120,13 @@ class _Bucket:
         flat = self.flat
         parts = torch.split_with_sizes(reduced, flat.segments)
         targets, sums = [], []
-        for i, parameter in enumerate(flat.shard_parameters):
+        for i, segment, shape in flat.held:
+            parameter = flat.shard_parameters[i]
             if not used[i] or not parameter.requires_grad:
                 continue
-            segment = flat.segment_of[i]
-            kept = self.stash.pop(i, None)
-            if segment < 0:
-                parameter.grad = None
-                continue
-            gradient = parts[segment].view(parameter.shape)
+            gradient = parts[segment].view(shape)
             before = parameter.grad
+            kept = self.stash.pop(i, None)
             if before is None or (kept is not None and kept.shown_is_ours):
                 parameter.grad = gradient
             else:
@@ -137,6 +134,9 @@ class _Bucket:
                 sums.append(gradient)
         if targets:
             torch._foreach_add_(targets, sums)
+        for i in self.stash:
+            flat.shard_parameters[i].grad = None
+        self.stash.clear()
 
 
 class _Usage(NamedTuple):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fsdp.errors import ShardingError, WorldError
+from fsdp.summation import sum_over_ranks
 
 ReduceOp = Literal["sum", "max"]
 
@@ -115,10 +116,15 @@ def move_chunks(sides: Sequence[Side]) -> None:
 
 
 def move_sums(sides: Sequence[Side]) -> None:
-    total = _combine(sides, "sum")
+    sums = []
     for rank, side in enumerate(sides):
         into = side.buffers[1].flat
-        into.copy_(total.narrow(0, rank * into.numel(), into.numel()))
+        sums.append(torch.empty_like(into))
+        chunk = into.numel()
+        sum_over_ranks(torch.stack([other.buffers[0].sent.narrow(0, rank * chunk, chunk) for other in sides]), sums[-1])
+    # only when all are read: one rank's input may be another's output
+    for side, total in zip(sides, sums, strict=True):
+        side.buffers[1].flat.copy_(total)
 
 
 def move_total(sides: Sequence[Side], op: ReduceOp) -> None:

@@ -65,12 +65,13 @@ class FlatBuffer:
                 for slot, place in zip(self.layout.slots, places, strict=True)
             )
             self.key = storage_key(self.whole)
+            self.own_whole = self.own_chunk(self.whole)
             self.whole_bytes = self.whole.view(torch.uint8)
             release(self.whole, Ledger(), "whole")
             for place, part in zip(places, self.parts, strict=True):
                 self._take_shard(place.parameter, part)
         self.shard_parameters: tuple[nn.Parameter, ...] = tuple(originals)
-        self.segments, self.segment_of = self._segments()
+        self.segments, self.held = self._segments()
         self._shard_pointers = [p.data_ptr() for p in originals]
         self._trainable = [p.requires_grad for p in originals]
 
@@ -86,18 +87,20 @@ class FlatBuffer:
         if gradient is not None:
             parameter.grad = sharded
 
-    def _segments(self) -> tuple[list[int], list[int]]:
-        """Lengths that cut a chunk (C,) into parts and padding with one split, and where each part then is (-1: empty)."""
-        lengths, where = [], []
+    def _segments(self) -> tuple[list[int], list[tuple[int, int, tuple[int, ...]]]]:
+        """Lengths that cut a chunk (C,) into parts and padding with one split; and for each parameter of which this
+        rank holds something: its number, its segment, its shape here."""
+        lengths: list[int] = []
+        held = []
         at = 0
-        for part in self.parts:
-            if part.numel and part.offset > at:
-                lengths.append(part.offset - at)
-            where.append(len(lengths) if part.numel else -1)
+        for number, part in enumerate(self.parts):
             if part.numel:
+                if part.offset > at:
+                    lengths.append(part.offset - at)
+                held.append((number, len(lengths), part.shape))
                 lengths.append(part.numel)
                 at = part.offset + part.numel
-        return [*lengths, self.layout.chunk - at], where
+        return [*lengths, self.layout.chunk - at], held
 
     def shard_view(self, part: Part, flat: Tensor | None = None) -> Tensor:
         """The elements of `part` in `flat` (C,), or in the shard itself."""
@@ -224,7 +227,6 @@ class Unit:
 
     # effects of the residency -------------------------------------------------------------
 
-    @torch.no_grad()
     def launch(self) -> None:
         """Allocate the whole parameters and launch their gather.
 
@@ -234,7 +236,7 @@ class Unit:
         with self._streams.gathering():
             for flat in self.flats:
                 allocate(flat.whole, self._ledger, "whole")
-                flat.own_chunk(flat.whole).copy_(flat.shard)
+                flat.own_whole.copy_(flat.shard)
                 self._works.append(self.collectives.all_gather(flat.whole_bytes, self.name))
 
     def await_gather(self) -> None:

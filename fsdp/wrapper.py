@@ -38,7 +38,16 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the wrapped module."""
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except Exception:
+            raise  # the hooks have heard it
+        except BaseException:
+            # torch calls no hook for Ctrl-C
+            sharded = sharded_of(self.module)
+            assert sharded is not None, "the constructor made it a unit"
+            sharded.engine.abandon()
+            raise
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -5,11 +5,13 @@ falsifying the lifecycle, and memory from being freed under a collective that st
 """
 
 from collections.abc import Mapping
-from enum import Enum, auto
+from enum import auto
 from typing import Final, NamedTuple
 
+from state_machine.vocabulary import Word
 
-class ResidencyState(Enum):
+
+class ResidencyState(Word):
     """Where the whole parameters are."""
 
     SHARDED = auto()
@@ -22,7 +24,7 @@ class ResidencyState(Enum):
     """In memory, while the modules show the shards."""
 
 
-class Ask(Enum):
+class Ask(Word):
     """What can be asked of the residency."""
 
     WANT = auto()
@@ -35,7 +37,7 @@ class Ask(Enum):
     """They are not needed any more."""
 
 
-class Effect(Enum):
+class Effect(Word):
     """What the unit must do, in order."""
 
     LAUNCH = auto()

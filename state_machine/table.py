@@ -6,12 +6,13 @@ Rule 3: a missing pair is an error. To ignore an event, write the row that ignor
 """
 
 from collections.abc import Mapping
-from enum import Enum, auto
+from enum import auto
 from typing import Final, NamedTuple
 
 from state_machine.vocabulary import Action as A
 from state_machine.vocabulary import Event as E
 from state_machine.vocabulary import State as S
+from state_machine.vocabulary import Word
 
 
 class Step(NamedTuple):
@@ -24,7 +25,7 @@ class Step(NamedTuple):
 Table = Mapping[S, Mapping[E, Step]]
 
 
-class Strategy(Enum):
+class Strategy(Word):
     """Whether the whole parameters outlive the forward."""
 
     FREE_AFTER_FORWARD = auto()
@@ -137,14 +138,14 @@ TABLES: Final[Mapping[Strategy, Table]] = {
 }
 
 
-class BackwardState(Enum):
+class BackwardState(Word):
     """Whether a backward of the root is running."""
 
     RESTING = auto()
     RUNNING = auto()
 
 
-class BackwardEvent(Enum):
+class BackwardEvent(Word):
     """What can happen to the backward of a root."""
 
     UNIT_JOINS = auto()

@@ -6,7 +6,13 @@ Every word has one meaning, written beside it. The tables (table.py) are made of
 from enum import Enum, auto
 
 
-class State(Enum):
+class Word(Enum):
+    """A word of the machine. There is one object for each, so its identity is its hash (Enum's own is slow)."""
+
+    __hash__ = object.__hash__
+
+
+class State(Word):
     """Where a unit is."""
 
     IDLE = auto()
@@ -21,7 +27,7 @@ class State(Enum):
     """Its full parameters are lent to the user."""
 
 
-class Event(Enum):
+class Event(Word):
     """What can happen to a unit."""
 
     FORWARD_BEGINS = auto()
@@ -62,7 +68,7 @@ class Event(Enum):
     """Something of ours failed half-way: give up the pass. Legal everywhere."""
 
 
-class Action(Enum):
+class Action(Word):
     """What the engine must do, in the order the table gives."""
 
     REFRESH = auto()

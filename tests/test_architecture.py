@@ -36,6 +36,8 @@ ORDER = (
     "config",
     "collectives",
     "simulated",
+    "simulated_data",
+    "summation",
     "errors",
 )
 STATE_MACHINE_USERS = {"engine", "hooks", "checkpoint", "config", "errors"}

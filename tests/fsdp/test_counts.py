@@ -97,7 +97,9 @@ def test_a_step_reduces_each_unit_once_and_says_once_which_gradients_came(option
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize(("options", "rounds"), [({"reshard_after_forward": True}, 2), ({"sharding_strategy": "SHARD_GRAD_OP"}, 1)])
+@pytest.mark.parametrize(
+    ("options", "rounds"), [({"reshard_after_forward": True}, 2), ({"sharding_strategy": "SHARD_GRAD_OP"}, 1)]
+)
 def test_wire_bytes_are_the_floor(size: int, options: dict[str, Any], rounds: int) -> None:
     """(W - 1) / W of the parameters per gather, and of the gradients once; 3 % for padding and small talk."""
     width = 64
