@@ -185,10 +185,12 @@ class Engine:
         self._backward_synchronises = self.synchronises
         self.backward_number += 1
         self._schedule = self._backward_schedule
-        self._backward_schedule.begin()
         self.reducer.begin()
         self.forget_arrivals()
         Variable._execution_engine.queue_callback(_RootCallback(self, self.backward_number))
+        # what this backward needs first may be gathered while the root's own layers compute
+        for ahead in self._backward_schedule.begin():
+            self._ask(ahead, Ask.WANT)
 
     def _carry_out_all(self, instructions: Iterable[Instruction]) -> None:
         """Carry out every instruction even if some fail; then raise the first failure."""

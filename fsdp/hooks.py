@@ -31,7 +31,12 @@ from state_machine import Event, State
 
 def in_backward() -> bool:
     """Whether the calling thread is inside a backward. Asked here and nowhere else."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
+
+
+def graph_task() -> int:
+    """The backward the calling thread is inside, as autograd counts: a reentrant checkpoint runs one of its own; or -1."""
+    return torch._C._current_graph_task_id()
 
 
 class Hooks:
@@ -122,6 +127,8 @@ class Listener:
         self._backward = 0
         self._arrived: set[int] = set()
         self._open_calls = 0
+        self._reached_in = -1
+        """The graph task that reached the unit last."""
         module = self._unit.module
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
@@ -243,6 +250,7 @@ class Listener:
 
     def _backward_reaches(self, way: _Way, inputs: Sequence[Node]) -> None:
         self._engine.hear(self._index, Event.BACKWARD_REACHES)
+        self._reached_in = graph_task()
         if inputs and way.backward != self._backward:
             way.backward = self._backward
             way.pending = sum(map(torch._C._will_engine_execute_node, inputs))
@@ -265,6 +273,10 @@ class Listener:
         if not arrived:
             self._engine.hear(self._index, Event.GRADIENT_ARRIVES)
         arrived.add(number)
+        if not self._open_calls and graph_task() != self._reached_in:
+            # a checkpoint inside the unit had a use of its own for it, there may be others, and nothing tells when
+            # autograd leaves: open until the backward ends
+            self._open_calls += 1
         if len(arrived) == self._unit.trainable_count:
             self._tell_if_complete()
 

@@ -82,6 +82,10 @@ class _Walk:
                 self._ancestors.append(set())
             self._ancestors[index].update(chain)
             chain = (*chain, index)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ShardingError(
+                f"{path or type(module).__name__!r} gives sparse gradients, which cannot be reduced yet; set sparse=False."
+            )
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 self._note(module, name, parameter, _join(path, name), chain)

@@ -23,12 +23,13 @@ class Schedule:
         self._current: list[int] = []
         self._followed = True
 
-    def begin(self) -> None:
-        """A pass begins; the one before it becomes the record."""
+    def begin(self) -> Sequence[int]:
+        """A pass begins, and the one before it becomes the record; return the units that will be needed first."""
         if self._current and not self._followed_to_the_end():
             self._record = tuple(self._current)
         self._current = []
         self._followed = True
+        return self._record[: self.depth]
 
     def needed(self, unit: int) -> Sequence[int]:
         """Note that `unit` had to be gathered; return the units to gather ahead, nearest first."""

@@ -5,13 +5,20 @@ from torch import Tensor
 
 
 def sum_over_ranks(parts: Tensor, into: Tensor) -> None:
-    """Sum `parts` (W, C) over the ranks into `into` (C,); half precision is summed in fp32 and rounded once.
+    """Sum `parts` (W, C), which is used up, over the ranks into `into` (C,).
 
-    One operation whatever W is. The order of the additions depends on the shape alone.
+    The upper half of the ranks is added to the lower until one is left: every element is summed in the
+    same order wherever it lies (`torch.sum` chooses by position), in log2(W) operations. Half
+    precision is summed in fp32 and rounded once.
     """
-    if parts.dtype.itemsize < 4 and parts.is_floating_point():
-        into.copy_(torch.sum(parts, 0, dtype=torch.float32))
-    elif len(parts) == 2:
+    if parts.is_floating_point() and parts.dtype.itemsize < 4:
+        parts = parts.float()
+    left = len(parts)
+    while left > 2:
+        folded = left // 2
+        parts[:folded] += parts[left - folded : left]
+        left -= folded
+    if left == 2 and parts.dtype == into.dtype:
         torch.add(parts[0], parts[1], out=into)
     else:
-        torch.sum(parts, 0, out=into)
+        into.copy_(parts[0] + parts[1] if left == 2 else parts[0])

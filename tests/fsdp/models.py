@@ -100,20 +100,22 @@ class Case:
     make: Callable[[], nn.Module]
     policy: Any
     integers: bool = False
+    dtype: torch.dtype = torch.float32
 
     def model(self) -> nn.Module:
         torch.manual_seed(3)
-        return self.make()
+        return self.make().to(self.dtype)
 
     def batch(self, rank: int, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * step + rank)
         if self.integers:
             return torch.randint(0, 11, (4, 3), generator=generator)
-        return torch.randn(4, 3, 6, generator=generator)
+        return torch.randn(4, 3, 6, generator=generator).to(self.dtype)
 
 
 CASES = {
     "net": Case(Net, {Block}),
+    "net in float64": Case(Net, {Block}, dtype=torch.float64),
     "net in layers": Case(Net, {nn.Linear, nn.LayerNorm}),
     "net as one unit": Case(Net, None),
     "tied": Case(Tied, {Block, nn.Embedding, nn.Linear}, integers=True),
@@ -160,7 +162,7 @@ def train(
     accumulate: Context = nullcontext,
 ) -> Trained:
     """Train on `batches[step]`, one backward a batch, all but the last one under `accumulate`; losses are averaged."""
-    steps = optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    steps = optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     gradients = []
     for of_step in batches:
         steps.zero_grad()

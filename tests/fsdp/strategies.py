@@ -9,27 +9,27 @@ world_sizes = st.sampled_from((2, 1, 2, 3, 2, 4, 3, 8))
 
 
 @st.composite
-def leaves(draw: st.DrawFn) -> LeafSpec:
+def leaves(draw: st.DrawFn, branching: bool) -> LeafSpec:
     kind = draw(st.sampled_from(tuple(KINDS)))
     names = tuple(KINDS[kind].shapes(1))
     frozen = draw(st.sampled_from(((), (), (), names, names[:1], names[1:])))
     if kind == "branch" and frozen:
         # the ranks must agree on whether the unit has anything to train
         frozen = names
-    ranks = draw(st.sampled_from(((), (0,), (1,), (0, 2), (1, 2, 3)))) if kind == "branch" else ()
+    ranks = draw(st.sampled_from(((), (0,), (1,), (0, 2), (1, 2, 3)))) if branching and kind == "branch" else ()
     return LeafSpec(kind, ranks, draw(st.sampled_from(("", "out", "in"))), frozen)
 
 
 @st.composite
-def groups(draw: st.DrawFn, depth: int, outermost: bool = False) -> GroupSpec:
-    part = leaves() if depth <= 1 else st.one_of(leaves(), groups(depth - 1))
+def groups(draw: st.DrawFn, depth: int, branching: bool, outermost: bool = False) -> GroupSpec:
+    part = leaves(branching) if depth <= 1 else st.one_of(leaves(branching), groups(depth - 1, branching))
     parts = tuple(draw(st.lists(part, min_size=1, max_size=3)))
     calls = []
     for _ in range(draw(st.integers(1, 4))):
         first = draw(st.integers(0, len(parts) - 1))
         second = draw(st.sampled_from((None, None, *range(len(parts)))))
         chain = (first,) if second is None else (first, second)
-        kind = draw(st.sampled_from(("", "", "", "replayed", "reentrant")))
+        kind = draw(st.sampled_from(("", "", "", "replayed", "replayed" if branching else "reentrant")))
         # torch refuses in-place edits of views a custom function made, and of one of several views
         last = parts[chain[-1]]
         views = isinstance(last, GroupSpec) and last.returns in ("view", "reshaped", "chunks")
@@ -42,10 +42,13 @@ def groups(draw: st.DrawFn, depth: int, outermost: bool = False) -> GroupSpec:
 
 @st.composite
 def trees(draw: st.DrawFn) -> TreeSpec:
-    root = draw(groups(3, outermost=True))
+    # ranks that use different parameters cannot agree on when a unit is done inside a reentrant checkpoint, nor on
+    # how the reductions of two roots follow each other
+    branching = draw(st.booleans())
+    root = draw(groups(3, branching, outermost=True))
     modules = dict(walk(root))
     inner = [path for path in modules if path]
-    several_roots = draw(st.integers(0, 7)) == 7
+    several_roots = not branching and draw(st.integers(0, 7)) == 7
     units = [path for path in inner if draw(st.booleans()) or (several_roots and path.count(".") == 1)]
     by_hand = several_roots or draw(st.booleans())
     strategy = draw(st.sampled_from(("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP")))
@@ -83,7 +86,6 @@ def _unit_of(path: str, units: list[str]) -> str:
 def programs(draw: st.DrawFn, tree: TreeSpec) -> Program:
     """Weights and what is trainable change only while no graph waits for its backward, as plain torch demands."""
     modules = dict(walk(tree.root))
-    has_branches = any(isinstance(one, LeafSpec) and one.kind == "branch" for one in modules.values())
     program: list[Statement] = []
     live: list[int] = []
     kept = False
@@ -129,7 +131,7 @@ def programs(draw: st.DrawFn, tree: TreeSpec) -> Program:
                 program.append(Drop(live.pop(draw(st.integers(0, len(live) - 1)))))
             case "zero":
                 # what a rank keeps of a branch that only its peers took cannot be seen there as zeros
-                program.append(Zero(True if kept and has_branches else draw(st.booleans())))
+                program.append(Zero(True if kept and tree.branching else draw(st.booleans())))
                 kept = False
             case "step":
                 program.append(Step())

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from models import CASES, Case, assert_close, join, loss_of, wrap, world_log
+from models import CASES, Case, assert_close, join, loss_of, world_log, wrap
 from torch import Tensor, nn
 
 import fsdp

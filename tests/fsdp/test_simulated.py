@@ -66,12 +66,15 @@ class TestEachCollective:
 
     @SIZES
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64])
-    def test_reduce_scatter_sums_in_rank_order(self, size: int, dtype: torch.dtype) -> None:
+    def test_reduce_scatter_adds_the_upper_ranks_to_the_lower(self, size: int, dtype: torch.dtype) -> None:
         torch.manual_seed(1)
         buckets = [(torch.randn(size * 5) * 8).to(dtype) for _ in range(size)]
-        total = buckets[0].float() if dtype.is_floating_point and dtype.itemsize == 2 else buckets[0].clone()
-        for bucket in buckets[1:]:
-            total += bucket
+        left = [bucket.float() if dtype.is_floating_point and dtype.itemsize == 2 else bucket for bucket in buckets]
+        while len(left) > 1:
+            folded = len(left) // 2
+            kept = len(left) - folded
+            left = [low + left[kept + i] if i < folded else low for i, low in enumerate(left[:kept])]
+        total = left[0]
 
         def fn(rank: int) -> Tensor:
             into = torch.empty(5, dtype=dtype)

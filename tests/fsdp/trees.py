@@ -86,7 +86,13 @@ class TreeSpec:
 
     @property
     def reentrant(self) -> bool:
+        """Whether some checkpoint runs a backward of its own."""
         return any(call.checkpoint == "reentrant" for _, one in walk(self.root) if isinstance(one, GroupSpec) for call in one.calls)
+
+    @property
+    def branching(self) -> bool:
+        """Whether some ranks use parameters that others do not."""
+        return any(isinstance(one, LeafSpec) and one.ranks for _, one in walk(self.root))
 
 
 def walk(spec: LeafSpec | GroupSpec, path: str = "") -> Iterator[tuple[str, LeafSpec | GroupSpec]]:
@@ -260,7 +266,7 @@ class Group(nn.Module):
         first = None
         for call in self.spec.calls:
             if how.optional or not call.optional:
-                x = self._call(call, x, how) * 0.5
+                x = torch.tanh(self._call(call, x, how))
                 first = x if first is None else first
         tail = getattr(self, ROOT_OWN, None)
         if tail is not None:

@@ -1,0 +1,113 @@
+"""What every rank of a real group does, and may do in a simulated world as well. Run as a script, it is one rank.
+
+python programs.py RANK WORLD_SIZE FOLDER [PROGRAM ...]
+"""
+
+import faulthandler
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from models import CASES, Net, Trained, own_batches, train, wrap
+
+import fsdp
+
+LIMIT: Final = 60
+"""Seconds until a rank prints its stacks and dies."""
+
+SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+
+def trained(case_name: str, rank: int, steps: int = 3, micro: int = 1, no_sync: bool = False, **options: Any) -> Trained:
+    case = CASES[case_name]
+    model = wrap(case, **options)
+    more: dict[str, Any] = {"accumulate": partial(fsdp.no_sync, model)} if no_sync else {}
+    return train(model, own_batches(case, rank, steps, micro), SGD, **more)
+
+
+def clipped(rank: int) -> tuple[float, Trained]:
+    case = CASES["net"]
+    model = wrap(case)
+    found = train(model, own_batches(case, rank, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    norm = fsdp.clip_grad_norm_(model, 0.1)
+    return float(norm), Trained([{name: p.grad for name, p in model.named_parameters()}], found.weights)
+
+
+def state(rank: int) -> dict[str, torch.Tensor]:
+    model = wrap(CASES["tied"])
+    train(model, own_batches(CASES["tied"], rank), SGD)
+    saved = fsdp.full_state_dict(model)
+    other = wrap(CASES["tied"])
+    fsdp.load_full_state_dict(other, saved)
+    again = fsdp.full_state_dict(other)
+    assert list(again) == list(saved)
+    assert all(torch.equal(again[name], tensor) for name, tensor in saved.items())
+    return saved
+
+
+def built_differently(rank: int) -> tuple[str, float]:
+    """What this rank was told, and after how many seconds."""
+    begin = time.monotonic()
+    try:
+        fsdp.fully_shard(Net(width=8 + rank))
+    except fsdp.ShardingError as refusal:
+        return str(refusal), time.monotonic() - begin
+    return "nothing was said", 0.0
+
+
+def recovers(rank: int) -> Trained:
+    """A forward that fails on every rank leaves the group usable."""
+    case = CASES["net"]
+    model = wrap(case)
+    try:
+        model(torch.ones(2, 5))
+    except RuntimeError as failure:
+        assert "shapes cannot be multiplied" in str(failure)
+    else:
+        raise AssertionError("a batch of the wrong shape was taken")
+    return train(model, own_batches(case, rank), SGD)
+
+
+BF16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+TRAININGS: Final[dict[str, Callable[[int], Trained]]] = {
+    "twenty steps in float64": lambda rank: trained("net in float64", rank, steps=20),
+    "in place": lambda rank: trained("net", rank, in_place=True),
+    "SHARD_GRAD_OP": lambda rank: trained("net", rank, sharding_strategy="SHARD_GRAD_OP"),
+    "reshard": lambda rank: trained("net in layers", rank, reshard_after_forward=True),
+    "no prefetch": lambda rank: trained("net", rank, prefetch=0),
+    "deep prefetch": lambda rank: trained("net in layers", rank, prefetch=4),
+    "tied": lambda rank: trained("tied", rank),
+    "recurrent": lambda rank: trained("recurrent", rank),
+    "odd": lambda rank: trained("odd", rank),
+    "no_sync": lambda rank: trained("net", rank, micro=3, no_sync=True),
+    "recovers": recovers,
+}
+OTHERS: Final[dict[str, Callable[[int], Any]]] = {
+    "twenty steps": lambda rank: trained("net", rank, steps=20),
+    "bf16": lambda rank: trained("net", rank, mp_policy=BF16),
+    "clipped": clipped,
+    "state": state,
+    "built differently": built_differently,
+}
+
+
+def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
+    """These programs (or all) in turn, over one group; the results go to a file."""
+    programs = {**TRAININGS, **OTHERS}
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT))
+    torch.save({name: programs[name](rank) for name in names or programs}, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

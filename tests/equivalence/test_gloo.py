@@ -1,0 +1,158 @@
+"""Real processes over gloo: the gradients and weights of one process, and bitwise those of the simulated world.
+
+One start of W processes runs every program; the tests look at what came out.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, assert_close, assert_trained_alike, joined, reference
+from programs import BF16, LIMIT, OTHERS, SGD, TRAININGS
+
+import fsdp
+
+pytestmark = pytest.mark.gloo
+
+HERE = Path(__file__).resolve().parent
+CASE_OF = {
+    "twenty steps in float64": "net in float64",
+    "reshard": "net in layers",
+    "deep prefetch": "net in layers",
+    "tied": "tied",
+    "recurrent": "recurrent",
+    "odd": "odd",
+}
+STEPS = {"twenty steps in float64": 20}
+MICRO = {"no_sync": 3}
+
+
+def start(rank: int, size: int, folder: Path, *names: str) -> subprocess.Popen[bytes]:
+    """One rank, as a process of its own; what it prints goes to a file."""
+    path = os.pathsep.join([str(HERE.parent.parent), str(HERE.parent / "fsdp")])
+    with open(folder / f"{rank}.txt", "wb") as output:
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "programs.py"), str(rank), str(size), str(folder), *names],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def run(size: int, folder: Path, *names: str) -> list[dict[str, Any]]:
+    """The results of every rank. If one fails the others are ended, and what all of them printed is shown."""
+    ranks = [start(rank, size, folder, *names) for rank in range(size)]
+    try:
+        for one in _ended(ranks):
+            if one.returncode:
+                break
+    finally:
+        for one in ranks:
+            one.kill()  # nothing, to one that has ended
+            one.wait()
+    if any(one.returncode for one in ranks):
+        printed = [f"rank {rank}:\n{(folder / f'{rank}.txt').read_text()}" for rank in range(size)]
+        raise AssertionError("\n".join(["a rank failed, or did not end in time", *printed]))
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _ended(ranks: list[subprocess.Popen[bytes]]) -> Iterator[subprocess.Popen[bytes]]:
+    """Each process as it ends. They end themselves after LIMIT seconds, and print their stacks."""
+    waiting = list(ranks)
+    for turn in range(LIMIT * 10):
+        one = waiting[turn % len(waiting)]
+        try:
+            one.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            continue
+        waiting.remove(one)
+        yield one
+        if not waiting:
+            return
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """As in the processes: threads sum in an order of their own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 processes", "3 processes"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_training_is_that_of_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
+    case = CASES[CASE_OF.get(name, "net")]
+    found = joined([one[name] for one in ranks], case.model())
+    wanted = reference(case, len(ranks), STEPS.get(name, 3), MICRO.get(name, 1), optimizer=SGD)
+    assert_trained_alike(found, wanted, within=1e-13 if case.dtype is torch.float64 else 1e-6)
+
+
+def test_twenty_steps_in_fp32_end_at_the_same_weights(ranks: list[dict[str, Any]]) -> None:
+    """Gradients are compared in float64, where rounding cannot grow to 1e-6 on the way."""
+    case = CASES["net"]
+    found = joined([one["twenty steps"] for one in ranks], case.model())
+    wanted = reference(case, len(ranks), 20, optimizer=SGD)
+    assert_close({**found.weights}, {**wanted.weights}, within=1e-6)
+
+
+@pytest.mark.parametrize("name", ["twenty steps in float64", "odd", "no_sync"])
+def test_the_simulated_world_computes_the_same_bits(name: str, ranks: list[dict[str, Any]]) -> None:
+    simulated = fsdp.simulate(len(ranks), TRAININGS[name])
+    for one, other in zip(ranks, simulated, strict=True):
+        assert_trained_alike(one[name], other, within=0)
+
+
+def test_bf16_computes_the_same_bits_too_and_stays_near_fp32(ranks: list[dict[str, Any]]) -> None:
+    """Near: 40 roundings of 2^-9, as derived in test_precision."""
+    simulated = fsdp.simulate(len(ranks), OTHERS["bf16"])
+    for one, other in zip(ranks, simulated, strict=True):
+        assert_trained_alike(one["bf16"], other, within=0)
+    plain = reference(CASES["net"], len(ranks), optimizer=SGD)
+    found = joined([one["bf16"] for one in ranks], CASES["net"].model())
+    assert_close(found.gradients[0], plain.gradients[0], within=40 * 2**-9)
+    assert BF16.reduce_dtype is torch.float32
+
+
+def test_the_norm_is_global_and_the_same_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    case, size = CASES["net"], len(ranks)
+    plain = case.model()
+    for name, gradient in reference(case, size, 1, optimizer=SGD).gradients[0].items():
+        plain.get_parameter(name).grad = gradient
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert {one["clipped"][0] for one in ranks} == {ranks[0]["clipped"][0]}
+    assert ranks[0]["clipped"][0] == pytest.approx(float(norm), rel=1e-6)
+    found = joined([one["clipped"][1] for one in ranks], plain)
+    assert_close(found.gradients[0], {name: p.grad for name, p in plain.named_parameters()}, within=2e-6)
+
+
+def test_the_full_state_is_the_plain_one_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    plain = reference(CASES["tied"], len(ranks), optimizer=SGD)
+    for one in ranks:
+        assert list(one["state"]) == list(CASES["tied"].model().state_dict())
+        assert_close({name: one["state"][name] for name in plain.weights}, {**plain.weights})
+
+
+def test_a_model_built_differently_is_refused_on_every_rank_within_seconds(ranks: list[dict[str, Any]]) -> None:
+    for one in ranks:
+        message, seconds = one["built differently"]
+        assert (
+            "rank 0 has parameter 'enter.weight' (8, 6) torch.float32, but rank 1 has parameter 'enter.weight' (9, 6)" in message
+        )
+        assert seconds < 10
+
+
+def test_a_rank_that_fails_ends_the_others_and_shows_what_it_printed(tmp_path: Path) -> None:
+    (tmp_path / "1.pt").mkdir()
+    with pytest.raises(AssertionError, match=r"(?s)a rank failed.*rank 1:.*Is a directory"):
+        run(2, tmp_path, "built differently")

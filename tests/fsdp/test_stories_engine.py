@@ -1,0 +1,40 @@
+"""What the engine once got wrong, each as short as it can be told."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp
+from fsdp.simulated import simulate
+from tests.fsdp.models import assert_close, gradients_of, join
+
+
+class UsedInTwoCheckpoints(nn.Module):
+    """Its only parameter is used in a checkpoint that is replayed, then in one that runs a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def mix(y: Tensor) -> Tensor:
+            return torch.tanh(y @ self.weight)
+
+        first = checkpoint(mix, x, use_reentrant=False)
+        return checkpoint(mix, first, use_reentrant=True)
+
+
+def test_a_gradient_from_a_reentrant_checkpoint_inside_the_unit_is_not_the_last_one() -> None:
+    """It came in a backward of the checkpoint's own; freeing then took the weight away under the other checkpoint."""
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    plain = UsedInTwoCheckpoints()
+    plain(x).sum().backward()
+
+    def one_rank(rank: int) -> Tensor | None:
+        model = fsdp.fully_shard(UsedInTwoCheckpoints())
+        model(x).sum().backward()
+        return gradients_of(model)["weight"]
+
+    found = join(simulate(2, one_rank), plain.weight.shape)
+    assert_close({"weight": found}, gradients_of(plain))
