@@ -5,6 +5,7 @@ Rule 2: every rank of a channel calls the same methods in the same order.
 Rule 3: world size 1 runs the same lines.
 """
 
+import weakref
 from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 
 import torch
@@ -92,9 +93,19 @@ class ProcessGroupCollectives:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        # torch owns the group: a strong reference would keep its threads alive beyond destroy_process_group()
+        self._reference = weakref.ref(group)
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._reference()
+        if group is None:
+            raise ShardingError(
+                "the process group this model was wrapped over has been destroyed; wrap a new model after making a new one."
+            )
+        return group
 
     @property
     def rank(self) -> int:
@@ -161,7 +172,7 @@ class Channels(NamedTuple):
     reductions: Collectives
 
 
-_channels: dict[dist.ProcessGroup, Channels] = {}
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channels] = weakref.WeakKeyDictionary()
 
 
 def open_channels(process_group: Any, mesh: Any) -> Channels:

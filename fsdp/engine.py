@@ -188,6 +188,7 @@ class Engine:
         self.reducer.begin()
         self.forget_arrivals()
         Variable._execution_engine.queue_callback(_RootCallback(self, self.backward_number))
+        self._streams.pass_begins()
         # what this backward needs first may be gathered while the root's own layers compute
         for ahead in self._backward_schedule.begin():
             self._ask(ahead, Ask.WANT)

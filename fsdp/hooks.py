@@ -12,6 +12,7 @@ view outside gives the view a new node, and a hook on the old one would never fi
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn, cast
@@ -141,7 +142,8 @@ class Listener:
             frozen = not whole.requires_grad
             if whole.is_floating_point() or whole.is_complex():
                 whole.requires_grad_(True)
-                self._handles.append(whole.register_post_accumulate_grad_hook(partial(self._gradient_arrives, number)))  # type: ignore[no-untyped-call]
+                hook = partial(_gradient_arrives, weakref.ref(self), number)
+                self._handles.append(whole.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
                 whole.requires_grad_(not frozen)
 
     # a copy or a pickle of the module comes here first, by way of the hooks it carries
@@ -253,7 +255,8 @@ class Listener:
         self._reached_in = graph_task()
         if inputs and way.backward != self._backward:
             way.backward = self._backward
-            way.pending = sum(map(torch._C._will_engine_execute_node, inputs))
+            # autograd.grad does not say whether it comes to a leaf: wait for it, at worst until the backward ends
+            way.pending = sum(not node.next_functions or torch._C._will_engine_execute_node(node) for node in inputs)
             if way.pending:
                 self._open_calls += 1
 
@@ -268,7 +271,8 @@ class Listener:
             else:
                 self._tell_if_complete()
 
-    def _gradient_arrives(self, number: int, whole: Tensor) -> None:
+    def gradient_arrives(self, number: int) -> None:
+        """A gradient of one parameter has been accumulated."""
         arrived = self._arrived
         if not arrived:
             self._engine.hear(self._index, Event.GRADIENT_ARRIVES)
@@ -285,6 +289,12 @@ class Listener:
             self._arrived.clear()
             synchronises = self._engine.backward_synchronises
             self._engine.hear(self._index, Event.GRADIENTS_READY if synchronises else Event.GRADIENTS_KEPT)
+
+
+def _gradient_arrives(listener: "weakref.ref[Listener]", number: int, whole: Tensor) -> None:
+    # weakly: the collector of garbage does not see hooks of this kind, and the listener leads back to the tensor
+    if (hearer := listener()) is not None:
+        hearer.gradient_arrives(number)
 
 
 def _node_behind(tensor: Tensor) -> Node | None:

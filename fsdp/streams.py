@@ -4,13 +4,14 @@
 Whole buffers are allocated on the gather stream and read by the compute stream. Releasing one
 records an event on the compute stream; the next allocation makes the gather stream wait for it,
 so memory is reused only after its last reader. Shards are written by the compute stream (the
-optimizer): a pass begins by making the gather stream wait for it once, which leaves prefetch free
-to run ahead for the rest of the pass. Buckets are allocated and filled on the compute stream and
+optimizer): a pass, forward or backward, begins by making the gather stream wait for it once, which
+leaves prefetch free to run ahead for the rest of the pass. Buckets are allocated and filled on the compute stream and
 released only after it has waited for their reduction. Reduced gradients are allocated on the
 reduction stream, which waits for the compute stream before each of them. So nothing needs
 `record_stream`, and memory is reused in a fixed pattern.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -25,6 +26,9 @@ class Streams(Protocol):
 
     def gathering(self) -> AbstractContextManager[Any]:
         """Work inside runs on the gather stream, after the last reader of released memory."""
+
+    def gathered(self) -> Sequence[Any]:
+        """Work to wait for: what has run in `gathering` so far, beside the collectives, which are waited for themselves."""
 
     def released(self) -> None:
         """The compute stream has made its last use of a whole buffer."""
@@ -47,6 +51,9 @@ class HostStreams:
 
     def gathering(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def gathered(self) -> Sequence[Any]:
+        return ()
 
     def released(self) -> None:
         return
@@ -76,6 +83,12 @@ class CudaStreams:
     def gathering(self) -> AbstractContextManager[Any]:
         self._gather.wait_event(self._last_reader)
         return torch.cuda.stream(self._gather)
+
+    def gathered(self) -> Sequence[Any]:
+        # one rank alone communicates with nobody, and its copy is all there is to wait for
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._gather)
+        return (event,)
 
     def released(self) -> None:
         self._last_reader.record(torch.cuda.current_stream(self._device))

@@ -6,6 +6,7 @@ Rule 2: the modules show the whole face only between SHOW and HIDE; whoever look
         time sees living shards, never freed memory.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -19,14 +20,14 @@ from fsdp.layout import Part, make_layout
 from fsdp.storage import Ledger, allocate, release, size_of, storage_key
 from fsdp.streams import Streams
 
-# which unit each shard parameter belongs to
+# which unit each shard parameter belongs to; a unit refers to its parameters, so only weakly
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def owner_of(parameter: Tensor) -> "Unit | None":
     """The unit that owns `parameter`, if it is sharded already."""
-    owner: Unit | None = _owners.get(parameter)  # type: ignore[no-untyped-call]
-    return owner
+    owner: weakref.ref[Unit] | None = _owners.get(parameter)  # type: ignore[no-untyped-call]
+    return None if owner is None else owner()
 
 
 class Place:
@@ -184,7 +185,7 @@ class Unit:
         faces: dict[int, _ModuleFace] = {}
         for flat in self.flats:
             for place, whole in zip(flat.places, flat.whole_parameters, strict=True):
-                _owners[place.parameter] = self
+                _owners[place.parameter] = weakref.ref(self)
                 for owner, slot in place.slots:
                     face = faces.setdefault(id(owner), _ModuleFace(owner))
                     face.shards[slot] = place.parameter
@@ -238,6 +239,7 @@ class Unit:
                 allocate(flat.whole, self._ledger, "whole")
                 flat.own_whole.copy_(flat.shard)
                 self._works.append(self.collectives.all_gather(flat.whole_bytes, self.name))
+            self._works += self._streams.gathered()
 
     def await_gather(self) -> None:
         """Wait until the whole parameters may be read."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from gloo_programs import BF16, LIMIT, OTHERS, SGD, TRAININGS
 from models import CASES, assert_close, assert_trained_alike, joined, reference
-from programs import BF16, LIMIT, OTHERS, SGD, TRAININGS
 
 import fsdp
 
@@ -37,7 +37,7 @@ def start(rank: int, size: int, folder: Path, *names: str) -> subprocess.Popen[b
     path = os.pathsep.join([str(HERE.parent.parent), str(HERE.parent / "fsdp")])
     with open(folder / f"{rank}.txt", "wb") as output:
         return subprocess.Popen(
-            [sys.executable, str(HERE / "programs.py"), str(rank), str(size), str(folder), *names],
+            [sys.executable, str(HERE / "gloo_programs.py"), str(rank), str(size), str(folder), *names],
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -2,7 +2,21 @@
 
 from hypothesis import strategies as st
 
-from tests.fsdp.programs import Backward, Clip, Drop, Evaluate, Fault, Forward, Program, Reload, Statement, Step, Summon, Toggle, Zero
+from tests.fsdp.programs import (
+    Backward,
+    Clip,
+    Drop,
+    Evaluate,
+    Fault,
+    Forward,
+    Program,
+    Reload,
+    Statement,
+    Step,
+    Summon,
+    Toggle,
+    Zero,
+)
 from tests.fsdp.trees import KINDS, RETURNS, CallSpec, GroupSpec, LeafSpec, TreeSpec, walk
 
 world_sizes = st.sampled_from((2, 1, 2, 3, 2, 4, 3, 8))
@@ -10,13 +24,13 @@ world_sizes = st.sampled_from((2, 1, 2, 3, 2, 4, 3, 8))
 
 @st.composite
 def leaves(draw: st.DrawFn, branching: bool) -> LeafSpec:
-    kind = draw(st.sampled_from(tuple(KINDS)))
+    kind = draw(st.sampled_from(("branch", *KINDS, *["branch"] * 5) if branching else tuple(KINDS)))
     names = tuple(KINDS[kind].shapes(1))
     frozen = draw(st.sampled_from(((), (), (), names, names[:1], names[1:])))
     if kind == "branch" and frozen:
         # the ranks must agree on whether the unit has anything to train
         frozen = names
-    ranks = draw(st.sampled_from(((), (0,), (1,), (0, 2), (1, 2, 3)))) if branching and kind == "branch" else ()
+    ranks = draw(st.sampled_from(((0,), (1,), (0, 2), (1, 2, 3), ()))) if branching and kind == "branch" else ()
     return LeafSpec(kind, ranks, draw(st.sampled_from(("", "out", "in"))), frozen)
 
 
@@ -49,7 +63,13 @@ def trees(draw: st.DrawFn) -> TreeSpec:
     modules = dict(walk(root))
     inner = [path for path in modules if path]
     several_roots = not branching and draw(st.integers(0, 7)) == 7
-    units = [path for path in inner if draw(st.booleans()) or (several_roots and path.count(".") == 1)]
+    chosen = draw(st.sampled_from(("all", "some", "some", "leaves")))
+    units = [
+        path
+        for path in inner
+        if (several_roots and path.count(".") == 1)
+        or (draw(st.booleans()) if chosen == "some" else chosen == "all" or isinstance(modules[path], LeafSpec))
+    ]
     by_hand = several_roots or draw(st.booleans())
     strategy = draw(st.sampled_from(("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP")))
     reshard = draw(st.sampled_from((None, None, False) if strategy == "SHARD_GRAD_OP" else (None, True, False)))
@@ -84,65 +104,70 @@ def _unit_of(path: str, units: list[str]) -> str:
 
 @st.composite
 def programs(draw: st.DrawFn, tree: TreeSpec) -> Program:
-    """Weights and what is trainable change only while no graph waits for its backward, as plain torch demands."""
+    """Rounds of some forwards and their backwards, in any order, with everything else in between.
+
+    Weights and what is trainable change only while no graph waits for its backward, as plain torch demands.
+    """
     modules = dict(walk(tree.root))
+    leaves_of_tree = [path for path, one in modules.items() if isinstance(one, LeafSpec)]
     program: list[Statement] = []
     live: list[int] = []
     kept = False
 
-    def fault(places: tuple[str, ...], rarity: int) -> Fault | None:
-        if draw(st.integers(0, rarity)) < rarity:
-            return None
-        where = draw(st.sampled_from(places))
-        paths = [path for path, one in modules.items() if where == "forward" or one.trap]
-        return (where, draw(st.sampled_from(paths)), draw(st.integers(0, 2))) if paths else None
+    def one_in(number: int) -> bool:
+        return draw(st.integers(1, number)) == number
 
-    for _ in range(draw(st.integers(2, 12))):
-        choices = ["forward", "evaluate", "zero", "clip"]
-        choices += ["backward"] * 4 + ["drop"] if live else ["forward"] * 3
-        if not live and not kept:
-            choices += ["step"] * 2 + ["toggle"]
-        if not live:
-            choices += ["summon", "reload"]
-        match draw(st.sampled_from(choices)):
-            case "forward":
-                slot = len(program)
-                statement = Forward(
-                    slot, draw(st.sampled_from(("both", "main", "aux"))), draw(st.integers(0, 4)) < 4, draw(st.booleans()), fault(("forward",), 6)
-                )
-                program.append(statement)
-                if statement.fault is None:
-                    live.append(slot)
-            case "backward":
-                order = draw(st.permutations(live))
-                slots = tuple(order[: draw(st.integers(1, len(order)))])
-                sync = tree.several_roots or draw(st.integers(0, 3)) < 3
-                statement_b = Backward(
-                    slots, draw(st.integers(0, 4)) == 4, sync, draw(st.integers(0, 5)) == 5, fault(("backward", "forward"), 4)
-                )
-                program.append(statement_b)
-                # after a failure the graph may be gone: nothing of it is used again
-                if not statement_b.retain or statement_b.fault is not None:
-                    live = [slot for slot in live if slot not in slots]
-                kept = not sync or (kept and statement_b.fault is not None)
-            case "evaluate":
-                program.append(Evaluate(draw(st.sampled_from(("no_grad", "eval", "inference")))))
-            case "drop":
-                program.append(Drop(live.pop(draw(st.integers(0, len(live) - 1)))))
-            case "zero":
-                # what a rank keeps of a branch that only its peers took cannot be seen there as zeros
-                program.append(Zero(True if kept and tree.branching else draw(st.booleans())))
-                kept = False
-            case "step":
-                program.append(Step())
-            case "clip":
-                if not kept:
-                    program.append(Clip(draw(st.sampled_from((0.1, 10.0))), draw(st.sampled_from((2.0, float("inf"), 1.0)))))
-            case "toggle":
-                paths = [path for path, one in modules.items() if isinstance(one, LeafSpec)]
-                program.append(Toggle(draw(st.sampled_from(paths)), draw(st.booleans())))
+    def fault(*places: str) -> Fault:
+        where = draw(st.sampled_from(places))
+        paths = [path for path, one in modules.items() if where == "forward" or one.trap] or [""]
+        return where, draw(st.sampled_from(paths)), draw(st.integers(0, 2))
+
+    def forward(broken: Fault | None = None) -> Forward:
+        use = draw(st.sampled_from(("both", "main", "aux")))
+        return Forward(len(program), use, not one_in(5), draw(st.booleans()), broken)
+
+    for _ in range(draw(st.integers(1, 4))):
+        match draw(st.sampled_from(("", "", "toggle", "summon", "reload", "zero"))):
+            case "toggle" if not kept:
+                program.append(Toggle(draw(st.sampled_from(leaves_of_tree)), draw(st.booleans())))
             case "summon":
                 program.append(Summon(draw(st.booleans())))
             case "reload":
                 program.append(Reload())
+            case "zero":
+                # what a rank keeps of a branch that only its peers took cannot be seen there as zeros
+                program.append(Zero(True if kept and tree.branching else draw(st.booleans())))
+                kept = False
+        for _ in range(draw(st.integers(1, 3))):
+            live.append(len(program))
+            program.append(forward())
+        while live:
+            match draw(st.sampled_from(("backward", "backward", "backward", "drop", "evaluate", "fail", "zero"))):
+                case "backward":
+                    order = draw(st.permutations(live))
+                    slots = tuple(order[: draw(st.integers(1, len(order)))])
+                    sync = tree.several_roots or not one_in(3)
+                    only = draw(st.sampled_from(("", "", "", "", "", "inputs", "grad")))
+                    retain = one_in(5)
+                    broken = fault("backward", "forward") if one_in(5) else None
+                    program.append(Backward(slots, retain, sync, only, broken))
+                    # after a failure the graph may be gone: nothing of it is used again
+                    if not retain or broken is not None:
+                        live = [slot for slot in live if slot not in slots]
+                    kept = not sync or (kept and broken is not None)
+                case "drop":
+                    program.append(Drop(live.pop(draw(st.integers(0, len(live) - 1)))))
+                case "evaluate":
+                    program.append(Evaluate(draw(st.sampled_from(("no_grad", "eval", "inference")))))
+                case "fail":
+                    program.append(forward(fault("forward")))
+                    if draw(st.booleans()):
+                        live.clear()
+                case "zero":
+                    program.append(Zero(True if kept and tree.branching else draw(st.booleans())))
+                    kept = False
+        if not kept and draw(st.booleans()):
+            program.append(Clip(draw(st.sampled_from((0.1, 10.0))), draw(st.sampled_from((2.0, float("inf"), 1.0)))))
+        if not kept and not one_in(3):
+            program.append(Step())
     return tuple(program)

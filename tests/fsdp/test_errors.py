@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Block, Net, Tied, is_at_rest, loss_of, make_net, weights_of
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
 from fsdp.simulated import SimulatedCollectives
@@ -126,6 +128,16 @@ class TestWrapping:
             fsdp.fully_shard(net)
 
         refused_everywhere(1, fn, "parameter 'blocks.0.extra' is new in unit 'Block', which was wrapped before")
+
+    def test_units_of_one_model_share_one_group(self) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        try:
+            net = make_net()
+            fsdp.fully_shard(net.blocks[0], dist.new_group([0]))
+            with pytest.raises(fsdp.ShardingError, match=r"unit 'blocks.0' was wrapped over another process group"):
+                fsdp.fully_shard(net)
+        finally:
+            dist.destroy_process_group()
 
 
 class TestRanksThatDiffer:

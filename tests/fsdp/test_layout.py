@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp.layout import ALIGNMENT, PADDING_BUDGET, Layout, Part, Slot, make_layout
+from fsdp.layout import Layout, Part, Slot, make_layout
 
 Shape = tuple[int, ...]
+
+ALIGNMENT = 16
+PADDING_BUDGET = 0.03
 
 SMALL: list[Shape] = [(), (0,), (1,), (5,), (0, 3), (3, 0), (1, 1), (2, 3), (3, 2), (7, 5), (2, 3, 2), (1, 9)]
 SETS: list[tuple[Shape, ...]] = [

@@ -1,9 +1,4 @@
-"""What a rank holds, to the byte: derived here from the layout, and measured from outside at the allocator.
-
-With K equal blocks, prefetch d, and a backward that goes through them from the last to the first:
-while block i computes, it and d ahead of it are whole, the bucket of the one before is in flight,
-and one reduced shard is there for each that is done.
-"""
+"""What a rank holds, to the byte: derived from the layout, and measured from outside at the allocator."""
 
 import gc
 import weakref
@@ -14,56 +9,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from models import Block, Net, is_at_rest, loss_of, units_of
+from floors import BLOCKS, all_sizes, expected_peak, floor, make, root_and_block, shards_of
+from models import Block, is_at_rest, loss_of
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
-from fsdp.layout import make_layout
 
-BLOCKS = 5
 X = torch.linspace(-1, 1, 6).view(1, 6)
-
-
-class Sizes(NamedTuple):
-    """Bytes, in fp32."""
-
-    shard: int
-    whole: int
-
-
-def sizes(parameters: list[Tensor], world_size: int) -> Sizes:
-    layout = make_layout(tuple(tuple(p.shape) for p in parameters), 4, world_size)
-    return Sizes(4 * layout.chunk, 4 * layout.numel)
-
-
-def make(width: int) -> Net:
-    torch.manual_seed(0)
-    return Net(BLOCKS, width)
-
-
-def root_and_block(world_size: int, width: int) -> tuple[Sizes, Sizes]:
-    net = make(width)
-    return sizes([*net.enter.parameters(), *net.leave.parameters()], world_size), sizes([*net.blocks[0].parameters()], world_size)
-
-
-def expected_peak(world_size: int, width: int, prefetch: int, buffers: int = 1) -> int:
-    """The most that is held at once; `buffers` a reduction: 1, or 2 where what peers send needs a place."""
-    root, block = root_and_block(world_size, width)
-    moments = []
-    for i in range(BLOCKS):
-        done = BLOCKS - 1 - i
-        computing = block.whole * min(prefetch + 1, i + 1) + block.whole * buffers * bool(done) + block.shard * done
-        reducing = block.whole * min(prefetch, i) + block.whole * buffers + block.shard * (done + 1)
-        moments += [computing, reducing]
-    return root.shard + BLOCKS * block.shard + root.whole + max(moments)
-
-
-def floor(world_size: int, width: int, prefetch: int) -> int:
-    """Shards, gradient shards, prefetch + 1 whole units, the root's own, and two units of gradients."""
-    root, block = root_and_block(world_size, width)
-    return 2 * (root.shard + BLOCKS * block.shard) + (prefetch + 1) * block.whole + root.whole + 2 * block.whole
 
 
 def step(model: nn.Module) -> None:
@@ -150,10 +104,6 @@ def test_memory_comes_back_without_the_garbage_collector(work: str) -> None:
     assert is_at_rest(model)
 
 
-def shards_of(model: nn.Module) -> int:
-    return sum(flat.shard.nbytes for unit in units_of(model) for flat in unit.flats)
-
-
 class Stop(Exception):
     """Raised by a test inside a pass."""
 
@@ -199,15 +149,10 @@ def test_at_rest_the_shards_are_all_there_is(options: dict[str, Any]) -> None:
                 model(X)
             assert fsdp.memory_bytes(model) == shards
         with fsdp.summon_full_params(model):
-            assert fsdp.memory_bytes(model) == shards + sum(s.whole for s in _all_sizes(2, 8))
+            assert fsdp.memory_bytes(model) == shards + sum(s.whole for s in all_sizes(2, 8))
         assert fsdp.memory_bytes(model) == shards
 
     fsdp.simulate(2, fn)
-
-
-def _all_sizes(world_size: int, width: int) -> list[Sizes]:
-    root, block = root_and_block(world_size, width)
-    return [root, *[block] * BLOCKS]
 
 
 def test_evaluation_holds_the_root_and_the_units_asked_for() -> None:
@@ -236,23 +181,46 @@ class Tag(torch.autograd.Function):
         return gradient, None
 
 
+class Residual(Block):
+    """Returns its input as well."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+class Watched(nn.Module):
+    """Two units in a row, and a tag between them."""
+
+    def __init__(self, block: type[Block]) -> None:
+        super().__init__()
+        self.first, self.second = block(6), block(6)
+        self.watched: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _sum(self.first(x))
+        return _sum(self.second(Tag.apply(x, self.watched)))
+
+
+def _sum(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else sum(output)
+
+
+@pytest.mark.parametrize("block", [Block, Residual])
 @pytest.mark.parametrize("backward", [False, True])
-def test_the_graph_dies_with_its_last_output(backward: bool) -> None:
+def test_the_graph_dies_with_its_last_output(backward: bool, block: type[Block]) -> None:
     """No cycle through our hooks may keep activations alive until the garbage collector comes."""
 
     def fn(rank: int) -> None:
-        model = fsdp.fully_shard(make(8), auto_wrap_policy={Block})
-        watched: list[Any] = []
-        model.blocks[1].register_forward_pre_hook(lambda module, args: Tag.apply(args[0], watched))
+        model = fsdp.fully_shard(Watched(block), auto_wrap_policy={Block})
         gc.collect()
         gc.disable()
         try:
             output = model(X)
-            assert watched[0]() is not None
+            assert model.watched[0]() is not None
             if backward:
                 loss_of(output).backward()
             del output
-            assert watched[0]() is None
+            assert model.watched[0]() is None
         finally:
             gc.enable()
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fsdp.simulated import current_rank, simulate
 from tests.fsdp.models import join
-from tests.fsdp.programs import Backward, PlainRun, Program, Seen, ShardedRun, Statement, Zero
+from tests.fsdp.programs import Backward, Program, Seen, Statement, Zero
+from tests.fsdp.runs import PlainRun, ShardedRun
 from tests.fsdp.strategies import programs, trees, world_sizes
 from tests.fsdp.trees import TreeSpec
 
@@ -16,7 +17,7 @@ ROUNDING = 2.0**-24
 PROMISED = 1e-6
 
 
-@settings(max_examples=5 * settings.default.max_examples)
+@settings(max_examples=8 * settings.default.max_examples)
 @given(st.data(), world_sizes, st.integers(0, 2**16))
 def test_any_program_on_any_tree_trains_like_the_plain_model(data: st.DataObject, world_size: int, seed: int) -> None:
     tree = data.draw(trees(), label="tree")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, Block, Case, assert_close, is_at_rest, join, loss_of, make_net, wrap, world_log
+from models import CASES, Block, Case, assert_close, is_at_rest, join, loss_of, make_net, world_log, wrap
 from torch import Tensor, nn
 
 import fsdp

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp.simulated import simulate
-from tests.fsdp.models import assert_close, gradients_of, join
+from tests.fsdp.models import assert_close, gradients_of, is_at_rest, join
 
 
 class UsedInTwoCheckpoints(nn.Module):
@@ -38,3 +38,26 @@ def test_a_gradient_from_a_reentrant_checkpoint_inside_the_unit_is_not_the_last_
 
     found = join(simulate(2, one_rank), plain.weight.shape)
     assert_close({"weight": found}, gradients_of(plain))
+
+
+def test_autograd_grad_of_an_input_that_is_a_leaf() -> None:
+    """Autograd refuses to say whether it comes to a leaf when it was asked for some gradients only."""
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+
+    def gradient_of_input(model: nn.Module) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(model(leaf).sum(), leaf)[0]
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def one_rank(rank: int) -> Tensor:
+        model = fsdp.fully_shard(make(), auto_wrap_policy={nn.Linear})
+        found = gradient_of_input(model)
+        assert is_at_rest(model) and all(parameter.grad is None for parameter in model.parameters())
+        return found
+
+    wanted = gradient_of_input(make())
+    for found in simulate(2, one_rank):
+        torch.testing.assert_close(found, wanted)

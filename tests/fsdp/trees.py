@@ -87,7 +87,8 @@ class TreeSpec:
     @property
     def reentrant(self) -> bool:
         """Whether some checkpoint runs a backward of its own."""
-        return any(call.checkpoint == "reentrant" for _, one in walk(self.root) if isinstance(one, GroupSpec) for call in one.calls)
+        groups = (one for _, one in walk(self.root) if isinstance(one, GroupSpec))
+        return any(call.checkpoint == "reentrant" for one in groups for call in one.calls)
 
     @property
     def branching(self) -> bool:
@@ -100,7 +101,12 @@ def walk(spec: LeafSpec | GroupSpec, path: str = "") -> Iterator[tuple[str, Leaf
     yield path, spec
     if isinstance(spec, GroupSpec):
         for number, part in enumerate(spec.parts):
-            yield from walk(part, f"{path}.parts.{number}" if path else f"parts.{number}")
+            yield from walk(part, _below(path, number))
+
+
+def _below(path: str, number: int) -> str:
+    """The path of a part."""
+    return f"{path}.parts.{number}" if path else f"parts.{number}"
 
 
 class Broken(Exception):
@@ -238,7 +244,8 @@ class Group(nn.Module):
     def __init__(self, spec: GroupSpec, path: str, width: int, faults: Faults) -> None:
         super().__init__()
         self.spec, self.path, self.faults = spec, path, faults
-        self.parts = nn.ModuleList(make(part, f"{path}.parts.{i}" if path else f"parts.{i}", width, faults) for i, part in enumerate(spec.parts))
+        paths = (_below(path, number) for number in range(len(spec.parts)))
+        self.parts = nn.ModuleList(make(part, below, width, faults) for part, below in zip(spec.parts, paths, strict=True))
         if spec.own:
             self.own = nn.Parameter(torch.zeros(width))
 
@@ -313,5 +320,3 @@ def wrap(tree: TreeSpec, model: nn.Module) -> nn.Module:
     if tree.several_roots:
         return model
     return fsdp.FullyShardedDataParallel(model, **options) if tree.root_wrapper else fsdp.fully_shard(model, **options)
-
-

@@ -1,6 +1,6 @@
 """What every rank of a real group does, and may do in a simulated world as well. Run as a script, it is one rank.
 
-python programs.py RANK WORLD_SIZE FOLDER [PROGRAM ...]
+python gloo_programs.py RANK WORLD_SIZE FOLDER [PROGRAM ...]
 """
 
 import faulthandler

@@ -1,0 +1,220 @@
+"""How a sharded model runs a training program, and how a plain one does.
+
+Every rank runs the same statements on its own data. The plain model runs each on the data of all
+ranks, and is compared after every statement.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+import fsdp
+from fsdp.engine import Engine
+from fsdp.sharded import sharded_of
+from fsdp.simulated import current_rank
+from tests.fsdp.programs import (
+    Backward,
+    Clip,
+    Drop,
+    Evaluate,
+    Forward,
+    Learner,
+    Program,
+    Reload,
+    Seen,
+    Statement,
+    Step,
+    Summon,
+    Toggle,
+    Zero,
+    learn,
+    toggle,
+)
+from tests.fsdp.trees import Broken, TreeSpec
+
+
+class ShardedRun:
+    """One rank runs a program, and checks after every statement what must hold without knowing the right numbers."""
+
+    def __init__(self, tree: TreeSpec, rank: int) -> None:
+        self.learner = learn(tree, rank, sharded=True)
+        self.model = self.learner.model
+        self.engines: list[Engine] = []
+        for module in self.model.modules():
+            one = sharded_of(module)
+            if one is not None and one.engine not in self.engines:
+                self.engines.append(one.engine)
+        self.parameters = list(self.model.parameters())
+        self.may_keep = False
+        """A forward whose backward may come: the root, and what is not resharded after a forward, stays whole."""
+
+    def run(self, program: Program) -> list[Seen]:
+        seen = [self.see(Seen())]
+        for number, statement in enumerate(program):
+            seen.append(self.see(self.execute(number, statement)))
+            self.check_rest()
+        return seen
+
+    def execute(self, number: int, statement: Statement) -> Seen:
+        learner, model = self.learner, self.model
+        seen = Seen()
+        match statement:
+            case Forward() | Backward():
+                before = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+                learner.arm(statement.fault)
+                forward = isinstance(statement, Forward)
+                try:
+                    seen.value = [learner.forward(number, statement)] if forward else self.backward(statement)
+                except Broken:
+                    seen.raised = True
+                    self.check_untouched(before)
+                learner.arm(None)
+                self.may_keep |= forward and not seen.raised
+            case Evaluate():
+                seen.value = [learner.evaluate(number, statement)]
+                self.may_keep |= statement.mode == "eval"
+            case Drop():
+                del learner.losses[statement.slot]
+            case Zero():
+                learner.optimizer.zero_grad(set_to_none=statement.set_to_none)
+            case Step():
+                learner.optimizer.step()
+            case Clip():
+                seen.value = [fsdp.clip_grad_norm_(model, statement.max_norm, statement.norm_type)]
+            case Toggle():
+                toggle(model, statement)
+            case Summon():
+                with fsdp.summon_full_params(model, writeback=statement.writeback), torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(0.5)
+            case Reload():
+                full = fsdp.full_state_dict(model)
+                fsdp.load_full_state_dict(model, {name: value * 2 for name, value in full.items()})
+        return seen
+
+    def backward(self, statement: Backward) -> list[Tensor]:
+        rank = current_rank()
+        assert rank is not None
+        backwards, called = {engine: engine.backward_number for engine in self.engines}, len(rank.log)
+        try:
+            with nullcontext() if statement.sync else fsdp.no_sync(self.model):
+                found = self.learner.backward(statement)
+        finally:
+            joined = [engine for engine, number in backwards.items() if engine.backward_number != number]
+            self.may_keep &= len(joined) < len(self.engines)
+        assert all(engine.backward_number == backwards[engine] + 1 for engine in joined)
+        reduced = [call.label for call in rank.log[called:] if call.kind == "reduce_scatter"]
+        buckets = [unit.name for engine in joined for unit in engine.units for flat in unit.flats if any(flat.trainable)]
+        if not statement.sync:
+            assert not reduced
+        elif self.learner.tree.reentrant:
+            # each checkpoint is a backward of its own: a unit used in several of them may be complete twice
+            assert set(reduced) == set(buckets)
+        else:
+            assert sorted(reduced) == sorted(buckets)
+        return found
+
+    def check_untouched(self, before: dict[str, Tensor | None]) -> None:
+        for name, parameter in self.model.named_parameters():
+            then, now = before[name], parameter.grad
+            assert (then is None) == (now is None), f"{name} has another .grad after a failed step"
+            assert then is None or now is None or torch.equal(then, now), f"{name} has another .grad after a failed step"
+
+    def check_rest(self) -> None:
+        now = list(self.model.parameters())
+        assert len(now) == len(self.parameters) and all(one is other for one, other in zip(now, self.parameters, strict=True))
+        for engine in self.engines:
+            assert engine.root.at_rest
+            held = {kind: count for kind, count in engine.ledger.held.items() if count and kind != "shards"}
+            if self.may_keep:
+                held.pop("whole", None)
+            assert not held, f"at rest, {engine.units[0].name} holds {held}"
+            assert not any(engine.whole(index) for index in range(len(engine.units)))
+
+    def see(self, seen: Seen) -> Seen:
+        for name, parameter in self.model.named_parameters():
+            seen.gradients[name] = None if parameter.grad is None else parameter.grad.detach().clone()
+            seen.weights[name] = parameter.detach().clone()
+        return seen
+
+
+class PlainRun:
+    """The plain model runs a program on the data of all ranks.
+
+    `gradients` are averages over the ranks; `sizes` are the sums of the absolute values they were summed from.
+    """
+
+    def __init__(self, tree: TreeSpec, world_size: int) -> None:
+        first = learn(tree, 0, sharded=False)
+        self.learners = [Learner(tree, rank, first.model, first.faults, first.optimizer) for rank in range(world_size)]
+        self.model = first.model
+        self.parameters = dict(self.model.named_parameters())
+        self.sizes = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+
+    def execute(self, number: int, statement: Statement) -> list[Seen]:
+        """What it leaves, seen by each rank: only `raised` and `value` differ."""
+        seen = [Seen() for _ in self.learners]
+        first = self.learners[0]
+        match statement:
+            case Forward() | Evaluate() | Backward():
+                self._pass(number, statement, seen)
+            case Drop():
+                for learner in self.learners:
+                    del learner.losses[statement.slot]
+            case Zero():
+                first.optimizer.zero_grad(set_to_none=statement.set_to_none)
+                for size in self.sizes.values():
+                    size.zero_()
+            case Step():
+                first.optimizer.step()
+            case Clip():
+                # torch knows no inf norm of a tensor without elements
+                filled = [parameter for parameter in self.parameters.values() if parameter.numel()]
+                norm = torch.nn.utils.clip_grad_norm_(filled, statement.max_norm, statement.norm_type)
+                factor = float(min(statement.max_norm / (norm + 1e-6), 1.0))
+                for size in self.sizes.values():
+                    size.mul_(factor)
+                for one in seen:
+                    one.value = [norm]
+            case Toggle():
+                toggle(self.model, statement)
+            case Summon() | Reload():
+                factor = 2.0 if isinstance(statement, Reload) else 0.5 if statement.writeback else 1.0
+                with torch.no_grad():
+                    for parameter in self.parameters.values():
+                        parameter.mul_(factor)
+        return seen
+
+    def _pass(self, number: int, statement: Forward | Evaluate | Backward, seen: list[Seen]) -> None:
+        """One rank after the other; if it fails, it leaves the gradients as they were."""
+        before = {name: p.grad for name, p in self.parameters.items()}
+        sums: dict[str, Tensor] = {}
+        sizes = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        for learner, one in zip(self.learners, seen, strict=True):
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            learner.arm(None if isinstance(statement, Evaluate) else statement.fault)
+            try:
+                match statement:
+                    case Forward():
+                        one.value = [learner.forward(number, statement)]
+                    case Evaluate():
+                        one.value = [learner.evaluate(number, statement)]
+                    case Backward():
+                        one.value = learner.backward(statement)
+            except Broken:
+                one.raised = True
+            learner.arm(None)
+            for name, parameter in self.parameters.items():
+                if parameter.grad is not None:
+                    share = parameter.grad / len(self.learners)
+                    sums[name] = sums[name] + share if name in sums else share
+                    sizes[name] += share.abs()
+        failed = any(one.raised for one in seen)
+        for name, parameter in self.parameters.items():
+            then = before[name]
+            parameter.grad = then
+            if name in sums and not failed:
+                parameter.grad = sums[name] if then is None else then + sums[name]
+                self.sizes[name] += sizes[name]

@@ -1,0 +1,106 @@
+"""When a backward reaches a unit and when it leaves it: nothing is freed that autograd still reads, nothing is held longer."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import Block, assert_close, is_at_rest, join, loss_of, units_of
+from torch import Tensor, nn
+
+import fsdp
+
+X = torch.linspace(-1, 1, 12).view(2, 6)
+
+
+class FrozenFirst(nn.Module):
+    """In the backward the trainable gradients are complete before the frozen weight is read. May return its input, too."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.trained = nn.Linear(6, 6)
+        self.returns = returns
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.trained(torch.tanh(self.frozen(x)))
+        if self.returns == "output":
+            return out, out
+        return out, {"the input": x, "a view of the input": x.view(-1).view(2, 6)}[self.returns]
+
+
+class Chain(nn.Module):
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(6, 6)
+        self.links = nn.ModuleList(FrozenFirst(returns) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for link in self.links:
+            x, residual = link(x)
+            x = x + residual
+        return x
+
+
+@pytest.mark.parametrize("returns", ["output", "the input", "a view of the input"])
+def test_a_frozen_weight_stays_whole_until_the_backward_has_left_its_unit(returns: str) -> None:
+    def fn(rank: int) -> dict[str, Tensor | None]:
+        model = fsdp.fully_shard(Chain(returns), auto_wrap_policy={FrozenFirst})
+        loss_of(model(X)).backward()
+        assert is_at_rest(model)
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    by_rank, plain = fsdp.simulate(2, fn), Chain(returns)
+    loss_of(plain(X)).backward()
+    found = {name: join([one[name] for one in by_rank], p.shape) for name, p in plain.named_parameters()}
+    assert_close(found, {name: p.grad for name, p in plain.named_parameters()})
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(Block(6) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_unit_is_left_before_the_next_one_is_reached(prefetch: int) -> None:
+    """At every gather no more units are whole than the one that computes and those asked for ahead."""
+
+    def fn(rank: int) -> int:
+        model = fsdp.fully_shard(Stack(), auto_wrap_policy={Block}, prefetch=prefetch)
+        blocks = units_of(model)[1:]
+        most = []
+
+        def count(*_: Any) -> None:
+            most.append(sum(unit.flats[0].whole.untyped_storage().size() > 0 for unit in blocks))
+
+        for block in model.blocks:
+            block.register_full_backward_pre_hook(count)
+            block.register_full_backward_hook(count)
+        for _ in range(2):
+            loss_of(model(X.clone().requires_grad_())).backward()
+        return max(most)
+
+    assert max(fsdp.simulate(2, fn)) <= prefetch + 1
+
+
+def test_an_output_that_is_used_twice_is_reduced_once() -> None:
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(Stack(), auto_wrap_policy={Block})
+        output = model(X)
+        (loss_of(output) + loss_of(output * 2)).backward()
+        assert is_at_rest(model)
+        plain = Stack()
+        output = plain(X)
+        (loss_of(output) + loss_of(output * 2)).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-7)
+
+    fsdp.simulate(1, fn)

@@ -1,0 +1,60 @@
+"""What is let go of is freed: models, graphs, process groups."""
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+import fsdp
+
+AFTER_THE_GROUP = """
+import torch, torch.distributed as dist, fsdp
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+model = fsdp.fully_shard(torch.nn.Linear(2, 2))
+model(torch.ones(1, 2)).sum().backward()
+dist.destroy_process_group()
+try:
+    model(torch.ones(1, 2))
+except fsdp.ShardingError as error:
+    print(error)
+"""
+
+
+def test_a_model_is_freed_with_its_last_reference() -> None:
+    def one_rank(rank: int) -> list[bool]:
+        def train() -> list[weakref.ref[nn.Module]]:
+            model = fsdp.FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})
+            model(torch.ones(1, 2)).sum().backward()
+            return [weakref.ref(one) for one in model.modules()]
+
+        references = train()
+        gc.collect()
+        return [reference() is None for reference in references]
+
+    assert fsdp.simulate(2, one_rank) == [[True] * 4] * 2
+
+
+def test_a_graph_is_freed_with_its_loss() -> None:
+    def one_rank(rank: int) -> bool:
+        model = fsdp.FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})
+        seen: list[weakref.ref[Tensor]] = []
+        model.module[1].register_forward_pre_hook(lambda module, inputs: seen.append(weakref.ref(inputs[0].untyped_storage())))
+        loss = model(torch.ones(1, 2)).sum()
+        del loss
+        return seen[0]() is None
+
+    assert all(fsdp.simulate(2, one_rank))
+
+
+def test_a_destroyed_process_group_is_named() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", AFTER_THE_GROUP], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "has been destroyed" in ran.stdout
