@@ -126,8 +126,8 @@ class Listener:
         self._innermost = not engine.descendants[index]
         self._calls: list[_Call] = []
         self._backward = 0
-        self._arrived: set[int] = set()
-        self._open_calls = 0
+        self.arrived: set[int] = set()
+        self.open_calls = 0
         self._reached_in = -1
         """The graph task that reached the unit last."""
         module = self._unit.module
@@ -142,7 +142,7 @@ class Listener:
             frozen = not whole.requires_grad
             if whole.is_floating_point() or whole.is_complex():
                 whole.requires_grad_(True)
-                hook = partial(_gradient_arrives, weakref.ref(self), number)
+                hook = _hear_arrivals(weakref.ref(self), number)
                 self._handles.append(whole.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
                 whole.requires_grad_(not frozen)
 
@@ -167,8 +167,8 @@ class Listener:
     def backward_begins(self) -> None:
         """Nothing has arrived and nothing is open."""
         self._backward += 1
-        self._arrived.clear()
-        self._open_calls = 0
+        self.arrived.clear()
+        self.open_calls = 0
 
     # state dicts --------------------------------------------------------------------------
 
@@ -258,14 +258,14 @@ class Listener:
             # autograd.grad does not say whether it comes to a leaf: wait for it, at worst until the backward ends
             way.pending = sum(not node.next_functions or torch._C._will_engine_execute_node(node) for node in inputs)
             if way.pending:
-                self._open_calls += 1
+                self.open_calls += 1
 
     def _input_left(self, way: _Way) -> None:
         if way.backward != self._backward or not way.pending:
             return
         way.pending -= 1
         if not way.pending:
-            self._open_calls -= 1
+            self.open_calls -= 1
             if not self._unit.trainable_count:
                 self._engine.hear(self._index, Event.BACKWARD_LEFT)
             else:
@@ -273,28 +273,36 @@ class Listener:
 
     def gradient_arrives(self, number: int) -> None:
         """A gradient of one parameter has been accumulated."""
-        arrived = self._arrived
+        arrived = self.arrived
         if not arrived:
             self._engine.hear(self._index, Event.GRADIENT_ARRIVES)
         arrived.add(number)
-        if not self._open_calls and graph_task() != self._reached_in:
+        if not self.open_calls and graph_task() != self._reached_in:
             # a checkpoint inside the unit had a use of its own for it, there may be others, and nothing tells when
             # autograd leaves: open until the backward ends
-            self._open_calls += 1
-        if len(arrived) == self._unit.trainable_count:
-            self._tell_if_complete()
+            self.open_calls += 1
+        self._tell_if_complete()
 
     def _tell_if_complete(self) -> None:
-        if len(self._arrived) == self._unit.trainable_count and not self._open_calls and self._innermost:
-            self._arrived.clear()
+        if len(self.arrived) == self._unit.trainable_count and not self.open_calls and self._innermost:
+            self.arrived.clear()
             synchronises = self._engine.backward_synchronises
             self._engine.hear(self._index, Event.GRADIENTS_READY if synchronises else Event.GRADIENTS_KEPT)
 
 
-def _gradient_arrives(listener: "weakref.ref[Listener]", number: int, whole: Tensor) -> None:
-    # weakly: the collector of garbage does not see hooks of this kind, and the listener leads back to the tensor
-    if (hearer := listener()) is not None:
-        hearer.gradient_arrives(number)
+def _hear_arrivals(listener: "weakref.ref[Listener]", number: int) -> Callable[[Tensor], None]:
+    """The hook of one whole parameter, which runs once a parameter and backward, so it is short."""
+
+    def arrives(whole: Tensor) -> None:
+        # weakly: the collector of garbage does not see hooks of this kind, and the listener leads back to the tensor
+        hearer = listener()
+        if hearer is not None:
+            if hearer.arrived and hearer.open_calls:
+                hearer.arrived.add(number)  # neither the first nor possibly the last: nobody else needs to know
+            else:
+                hearer.gradient_arrives(number)
+
+    return arrives
 
 
 def _node_behind(tensor: Tensor) -> Node | None:

@@ -57,7 +57,7 @@ def groups(draw: st.DrawFn, depth: int, branching: bool, outermost: bool = False
 @st.composite
 def trees(draw: st.DrawFn) -> TreeSpec:
     # ranks that use different parameters cannot agree on when a unit is done inside a reentrant checkpoint, nor on
-    # how the reductions of two roots follow each other
+    # how the reductions of two roots, or a reduction and a later gather, follow each other
     branching = draw(st.booleans())
     root = draw(groups(3, branching, outermost=True))
     modules = dict(walk(root))
@@ -70,6 +70,8 @@ def trees(draw: st.DrawFn) -> TreeSpec:
         if (several_roots and path.count(".") == 1)
         or (draw(st.booleans()) if chosen == "some" else chosen == "all" or isinstance(modules[path], LeafSpec))
     ]
+    if branching:
+        units = units[:1]
     by_hand = several_roots or draw(st.booleans())
     strategy = draw(st.sampled_from(("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP")))
     reshard = draw(st.sampled_from((None, None, False) if strategy == "SHARD_GRAD_OP" else (None, True, False)))
