@@ -13,7 +13,7 @@ view outside gives the view a new node, and a hook on the old one would never fi
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -313,7 +313,10 @@ def _node_behind(tensor: Tensor) -> Node | None:
 
 def _input_nodes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Node]:
     """The distinct nodes behind the inputs that require grad: of a leaf, the one that accumulates its gradient."""
-    found = [*tensors_in(args), *tensors_in(kwargs)] if kwargs else tensors_in(args)
+    if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
+        found: Iterable[Tensor] = args
+    else:
+        found = [*tensors_in(args), *tensors_in(kwargs)]
     nodes: dict[Node, None] = {}
     for tensor in found:
         if tensor.requires_grad:

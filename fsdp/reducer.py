@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fsdp.collectives import Collectives, Work
 from fsdp.errors import ShardingError
-from fsdp.storage import Ledger, allocate, release, size_of
+from fsdp.storage import Ledger, Memory, size_of
 from fsdp.streams import Streams
 from fsdp.unit import FlatBuffer, Unit
 
@@ -60,17 +60,17 @@ class _Kept:
 class _Bucket:
     """How one flat buffer is reduced: its bucket, views into it, and what has been reduced."""
 
-    __slots__ = ("all_used", "buffer", "came", "complete", "flat", "pending", "predivide", "stash", "views")
+    __slots__ = ("all_used", "buffer", "came", "complete", "flat", "memory", "pending", "predivide", "scratch", "stash", "views")
 
-    def __init__(self, flat: FlatBuffer, reduce_dtype: torch.dtype | None, ledger: Ledger) -> None:
+    def __init__(self, flat: FlatBuffer, reduce_dtype: torch.dtype | None, collectives: Collectives) -> None:
         self.flat = flat
         dtype = reduce_dtype if reduce_dtype is not None and flat.whole.is_floating_point() else flat.whole.dtype
         self.predivide = dtype is torch.float16
         """Half precision would overflow in the sum; every other dtype is divided after it, on the shard alone."""
         self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
         self.views = [self.buffer[slot.start : slot.end].view(slot.shape) for slot in flat.layout.slots]
-        ledger.add("bucket", size_of(self.buffer))
-        release(self.buffer, ledger, "bucket")
+        self.scratch = collectives.scratch_bytes(self.buffer)
+        self.memory = Memory(self.buffer, "bucket")
         self.pending: Tensor | None = None
         self.stash: dict[int, _Kept] = {}
         self.all_used = [True] * len(self.views)
@@ -166,7 +166,7 @@ class Reducer:
         self._streams = streams
         self._ledger = ledger
         self._buckets = tuple(
-            tuple(_Bucket(flat, unit.config.mp_policy.reduce_dtype, ledger) for flat in unit.flats) for unit in units
+            tuple(_Bucket(flat, unit.config.mp_policy.reduce_dtype, collectives) for flat in unit.flats) for unit in units
         )
         counts = [[len(bucket.views) for bucket in of_unit] for of_unit in self._buckets]
         ends = accumulate((count for of_unit in counts for count in of_unit), initial=0)
@@ -294,18 +294,17 @@ class Reducer:
         Shapes:  bucket (W * C,) on each of W ranks  ->  mean of chunk `rank` (C,)
         Memory:  W * C elements until landed, C until committed
         """
-        allocate(bucket.buffer, self._ledger, "bucket")
+        bucket.memory.allocate(self._ledger)
         bucket.fill()
         if bucket.predivide:
             bucket.buffer.div_(self._collectives.size)
         with self._streams.reducing():
             into = bucket.buffer.new_empty(bucket.flat.layout.chunk)
             self._ledger.add("reduced", size_of(into))
-            self._ledger.add("scratch", self._collectives.scratch_bytes(bucket.buffer))
+            self._ledger.add("scratch", bucket.scratch)
             work = self._collectives.reduce_scatter(_as_real(bucket.buffer), _as_real(into), name)
         self._flight = _Flight(bucket, into, work)
 
-    @torch.no_grad()
     def _land(self) -> None:
         """Await the reduction in flight, so that at most one bucket is in memory."""
         if self._flight is None:
@@ -329,8 +328,8 @@ class Reducer:
         self._give_back(bucket)
 
     def _give_back(self, bucket: _Bucket) -> None:
-        self._ledger.add("scratch", -self._collectives.scratch_bytes(bucket.buffer))
-        release(bucket.buffer, self._ledger, "bucket")
+        self._ledger.add("scratch", -bucket.scratch)
+        bucket.memory.release(self._ledger)
 
     def _settle(self) -> None:
         """Await everything in flight and learn which gradients no rank had. All that can fail is over after this."""

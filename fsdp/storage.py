@@ -26,22 +26,34 @@ class Ledger:
             self.peak = self.now
 
 
-def allocate(buffer: Tensor, ledger: Ledger, kind: str) -> None:
-    """Give `buffer` its memory; the content is undefined. Idempotent."""
-    storage = buffer.untyped_storage()
-    size = buffer.numel() * buffer.element_size()
-    if storage.size() != size:
-        storage.resize_(size)
-        ledger.add(kind, size)
+class Memory:
+    """The memory of one permanent buffer, which comes and goes while the buffer and every view of it stay.
 
+    Released from the beginning.
+    """
 
-def release(buffer: Tensor, ledger: Ledger, kind: str) -> None:
-    """Give the memory of `buffer` back. Idempotent."""
-    storage = buffer.untyped_storage()
-    size = storage.size()
-    if size:
-        storage.resize_(0)
-        ledger.add(kind, -size)
+    __slots__ = ("_held", "_kind", "_size", "_storage")
+
+    def __init__(self, buffer: Tensor, kind: str) -> None:
+        self._storage = buffer.untyped_storage()
+        self._size = size_of(buffer)
+        self._kind = kind
+        self._storage.resize_(0)
+        self._held = False
+
+    def allocate(self, ledger: Ledger) -> None:
+        """Have memory; its content is undefined. Idempotent."""
+        if not self._held:
+            self._storage.resize_(self._size)
+            self._held = True
+            ledger.add(self._kind, self._size)
+
+    def release(self, ledger: Ledger) -> None:
+        """Give the memory back. Idempotent."""
+        if self._held:
+            self._storage.resize_(0)
+            self._held = False
+            ledger.add(self._kind, -self._size)
 
 
 def size_of(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ def sum_over_ranks(parts: Tensor, into: Tensor) -> None:
     left = len(parts)
     while left > 2:
         folded = left // 2
-        parts[:folded] += parts[left - folded : left]
+        parts.narrow(0, 0, folded).add_(parts.narrow(0, left - folded, folded))
         left -= folded
     if left == 2 and parts.dtype == into.dtype:
         torch.add(parts[0], parts[1], out=into)

@@ -17,7 +17,7 @@ from fsdp.collectives import Collectives, Work
 from fsdp.config import Config
 from fsdp.errors import ShardingError
 from fsdp.layout import Part, make_layout
-from fsdp.storage import Ledger, allocate, release, size_of, storage_key
+from fsdp.storage import Ledger, Memory, size_of, storage_key
 from fsdp.streams import Streams
 
 # which unit each shard parameter belongs to; a unit refers to its parameters, so only weakly
@@ -68,7 +68,7 @@ class FlatBuffer:
             self.key = storage_key(self.whole)
             self.own_whole = self.own_chunk(self.whole)
             self.whole_bytes = self.whole.view(torch.uint8)
-            release(self.whole, Ledger(), "whole")
+            self.memory = Memory(self.whole, "whole")
             for place, part in zip(places, self.parts, strict=True):
                 self._take_shard(place.parameter, part)
         self.shard_parameters: tuple[nn.Parameter, ...] = tuple(originals)
@@ -236,7 +236,7 @@ class Unit:
         """
         with self._streams.gathering():
             for flat in self.flats:
-                allocate(flat.whole, self._ledger, "whole")
+                flat.memory.allocate(self._ledger)
                 flat.own_whole.copy_(flat.shard)
                 self._works.append(self.collectives.all_gather(flat.whole_bytes, self.name))
             self._works += self._streams.gathered()
@@ -261,7 +261,7 @@ class Unit:
         """Give the memory of the whole parameters back. The shards are untouched. Idempotent."""
         self._streams.released()
         for flat in self.flats:
-            release(flat.whole, self._ledger, "whole")
+            flat.memory.release(self._ledger)
 
     # the loan to the user -----------------------------------------------------------------
 

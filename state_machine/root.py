@@ -29,11 +29,13 @@ class Root:
     instructions exactly once per backward.
     """
 
-    __slots__ = ("_backward", "lifecycles")
+    __slots__ = ("_backward", "_spelled", "lifecycles")
 
     def __init__(self, lifecycles: Sequence[Lifecycle]) -> None:
         self.lifecycles = tuple(lifecycles)
         self._backward = BackwardState.RESTING
+        # the same few answers come over and over
+        self._spelled: dict[tuple[int, tuple[Action, ...]], tuple[Instruction, ...]] = {}
 
     @property
     def backward(self) -> BackwardState:
@@ -56,7 +58,7 @@ class Root:
             self._backward = step.to
             if not step.queue_callback:
                 actions = tuple(action for action in actions if action is not Action.JOIN_BACKWARD)
-        return tuple(Instruction(unit, action) for action in actions)
+        return self._spell(unit, actions)
 
     def close(self, event: Event, order: Sequence[int]) -> tuple[Instruction, ...]:
         """End the backward for every unit, in the agreed order.
@@ -82,4 +84,10 @@ class Root:
         return self._tell_all(Event.STEP_ABANDONED, order)
 
     def _tell_all(self, event: Event, order: Sequence[int]) -> tuple[Instruction, ...]:
-        return tuple(Instruction(unit, action) for unit in order for action in self.lifecycles[unit].on(event))
+        return tuple(one for unit in order for one in self._spell(unit, self.lifecycles[unit].on(event)))
+
+    def _spell(self, unit: int, actions: tuple[Action, ...]) -> tuple[Instruction, ...]:
+        found = self._spelled.get((unit, actions))
+        if found is None:
+            found = self._spelled[unit, actions] = tuple(Instruction(unit, action) for action in actions)
+        return found
