@@ -126,7 +126,8 @@ class Listener:
         self._innermost = not engine.descendants[index]
         self._calls: list[_Call] = []
         self._backward = 0
-        self.arrived: set[int] = set()
+        self.arrived: dict[int, int] = {}
+        """Of each parameter whose gradient came: the graph task it came in last."""
         self.open_calls = 0
         self._reached_in = -1
         """The graph task that reached the unit last."""
@@ -276,12 +277,10 @@ class Listener:
         arrived = self.arrived
         if not arrived:
             self._engine.hear(self._index, Event.GRADIENT_ARRIVES)
-        arrived.add(number)
-        if not self.open_calls and graph_task() != self._reached_in:
-            # a checkpoint inside the unit had a use of its own for it, there may be others, and nothing tells when
-            # autograd leaves: open until the backward ends
-            self.open_calls += 1
-        self._tell_if_complete()
+        arrived[number] = graph_task()
+        # one that came from a checkpoint inside the unit may not be the last: then only leaving, or the end, tells
+        if len(arrived) == self._unit.trainable_count and all(task == self._reached_in for task in arrived.values()):
+            self._tell_if_complete()
 
     def _tell_if_complete(self) -> None:
         if len(self.arrived) == self._unit.trainable_count and not self.open_calls and self._innermost:
@@ -298,7 +297,7 @@ def _hear_arrivals(listener: "weakref.ref[Listener]", number: int) -> Callable[[
         hearer = listener()
         if hearer is not None:
             if hearer.arrived and hearer.open_calls:
-                hearer.arrived.add(number)  # neither the first nor possibly the last: nobody else needs to know
+                hearer.arrived[number] = graph_task()  # neither the first nor possibly the last: nobody else needs to know
             else:
                 hearer.gradient_arrives(number)
 

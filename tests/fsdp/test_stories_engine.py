@@ -40,6 +40,44 @@ def test_a_gradient_from_a_reentrant_checkpoint_inside_the_unit_is_not_the_last_
     assert_close({"weight": found}, gradients_of(plain))
 
 
+class CheckpointsWhatNeedsGrad(nn.Module):
+    """A parameter that is used inside a reentrant checkpoint or plainly, and one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.gain = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def mix(y: Tensor) -> Tensor:
+            return torch.tanh(y @ self.weight) @ self.weight
+
+        return (checkpoint(mix, x, use_reentrant=True) if x.requires_grad else mix(x)) * self.gain
+
+
+def test_gradients_from_a_checkpoint_of_one_forward_do_not_complete_another_forward() -> None:
+    """In one backward: the last of two forwards was left with one gradient in; the next one freed the first one's weight."""
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+
+    def train(model: nn.Module) -> None:
+        loss = model(x).sum()
+        (loss + model(x.clone().requires_grad_()).sum()).backward()
+
+    plain = CheckpointsWhatNeedsGrad()
+    train(plain)
+
+    def one_rank(rank: int) -> list[Tensor | None]:
+        model = fsdp.fully_shard(CheckpointsWhatNeedsGrad(), reshard_after_forward=True)
+        train(model)
+        return list(gradients_of(model).values())
+
+    ranks = simulate(2, one_rank)
+    for number, parameter in enumerate(plain.parameters()):
+        found = join([one[number] for one in ranks], parameter.shape)
+        assert_close({"it": found}, {"it": parameter.grad})
+
+
 def test_autograd_grad_of_an_input_that_is_a_leaf() -> None:
     """Autograd refuses to say whether it comes to a leaf when it was asked for some gradients only."""
     x = torch.linspace(-1, 1, 6).view(2, 3)
