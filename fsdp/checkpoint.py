@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.plan import TRANSPARENT
-from fsdp.sharded import sharded_of
+from fsdp.sharded import Sharded, units_in
 from state_machine import Event
 
 
@@ -25,17 +24,17 @@ def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[Non
     Raises:
         IllegalTransition: inside a forward, a backward, or another summon.
     """
-    lent: list[tuple[Engine, int]] = []
+    lent: list[Sharded] = []
     kept = False
     try:
-        for engine, index in _units_in(model):
-            engine.hear(index, Event.SUMMONED)
-            lent.append((engine, index))
+        for sharded in units_in(model, "summon_full_params"):
+            sharded.hear(Event.SUMMONED)
+            lent.append(sharded)
         yield
         kept = writeback
     finally:
-        for engine, index in lent:
-            engine.hear(index, Event.RETURNED if kept else Event.DISCARDED)
+        for sharded in lent:
+            sharded.hear(Event.RETURNED if kept else Event.DISCARDED)
 
 
 @torch.no_grad()
@@ -46,13 +45,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         IllegalTransition: inside a forward, a backward, or a summon.
     """
     full: dict[int, Tensor] = {}
-    for engine, index in _units_in(model):
-        engine.hear(index, Event.SUMMONED)
+    for sharded in units_in(model, "full_state_dict"):
+        sharded.hear(Event.SUMMONED)
         try:
-            for place, parameter in engine.units[index].full_parameters():
+            for place, parameter in sharded.unit.full_parameters():
                 full[id(place.parameter)] = parameter.detach().to("cpu", copy=True)
         finally:
-            engine.hear(index, Event.DISCARDED)
+            sharded.hear(Event.DISCARDED)
     return {
         name: full[id(value)] if id(value) in full else value.detach().to("cpu", copy=True) for name, value in _entries(model)
     }
@@ -65,6 +64,10 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
     Raises:
         ShardingError: names are missing, unexpected, or of another shape. Nothing was loaded.
     """
+    units = units_in(model, "load_full_state_dict")
+    for sharded in units:
+        if not sharded.engine.root.at_rest:
+            raise ShardingError("load_full_state_dict: call it outside any forward, backward and summon_full_params.")
     entries = list(_entries(model))
     missing = [name for name, _ in entries if name not in state_dict]
     unexpected = sorted(set(state_dict) - {name for name, _ in entries})
@@ -73,11 +76,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
             f"load_full_state_dict: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}; "
             "give the state dict of the same plain module."
         )
-    units = _units_in(model)
-    for engine, _ in units:
-        if not engine.root.at_rest:
-            raise ShardingError("load_full_state_dict: call it outside any forward, backward and summon_full_params.")
-    flats = [flat for engine, index in units for flat in engine.units[index].flats]
+    flats = [flat for sharded in units for flat in sharded.unit.flats]
     shapes = {id(p): slot.shape for flat in flats for p, slot in zip(flat.shard_parameters, flat.layout.slots, strict=True)}
     for name, value in entries:
         wanted = shapes.get(id(value), tuple(value.shape))
@@ -102,12 +101,3 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in (*module._parameters.items(), *saved.items()):
             if tensor is not None:
                 yield prefix + name, tensor
-
-
-def _units_in(model: nn.Module) -> list[tuple[Engine, int]]:
-    found = [(sharded.engine, sharded.index) for module in model.modules() if (sharded := sharded_of(module)) is not None]
-    if not found:
-        raise ShardingError(
-            f"{type(model).__name__} contains no unit; wrap it with FullyShardedDataParallel or fully_shard first."
-        )
-    return found

@@ -119,6 +119,11 @@ class Engine:
         self.hear(index, Event.FORWARD_BEGINS)
         self._path.append(index)
 
+    def notice_a_dead_pass(self) -> None:
+        """Clean up after a forward that Ctrl-C ended: no hook hears that."""
+        if self._path and not _is_running(self.units[self._path[0]].module):
+            self.abandon()
+
     def forward_ends(self, index: int, event: Event) -> None:
         """A forward outside any backward ended, in one of its three ways."""
         if index in self._path:

@@ -6,6 +6,14 @@ use, is read by backward nodes no gradient of ours depends on. So a unit also wa
 leaves it, which is when it is about to enter the nodes that made the inputs of each call. A unit
 with inner units can be left through any of them, so it waits for the end of the backward.
 
+[Note: what other ranks know]
+A reduction may be launched early only at a moment every rank comes to, or a rank that waits for it
+starves a peer that waits for a gather first. Which gradients arrive differs between ranks (a
+parameter unused on one of them); the way autograd takes through the calls does not. When every call
+of a unit has been left through nodes inside the graph, all its gradients have arrived, because
+autograd runs later nodes first and accumulates at once: then the unit is ready, with zeros for what
+did not come. A unit that is complete by counting alone keeps its gradients for the end of the backward.
+
 [Note: views]
 A pre-backward hook is put on the node of the *base* of a returned view: an in-place edit of the
 view outside gives the view a new node, and a hook on the old one would never fire.
@@ -59,11 +67,17 @@ class Hooks:
 
 
 class _Way:
-    """A backward's way through one call of one unit."""
+    """A backward's way through one call of one unit. Lives as long as the graph of the call."""
 
-    __slots__ = ("backward", "pending")
+    __slots__ = ("__weakref__", "backward", "left_in", "pending", "through_graph", "versions")
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: Sequence[Node], versions: int) -> None:
+        self.versions = versions
+        """Of the shards in the forward."""
+        self.through_graph = bool(inputs) and all(node.next_functions for node in inputs)
+        """Every input was made by a node; the gradient of a leaf is accumulated out of turn."""
+        self.left_in = 0
+        """The backward that left last."""
         self.backward = 0
         """The backward in which `pending` counts."""
         self.pending = 0
@@ -73,7 +87,7 @@ class _Way:
 class _Call:
     """One forward of one unit."""
 
-    __slots__ = ("handled", "inputs", "outputs", "refused", "replay", "way")
+    __slots__ = ("handled", "inputs", "outputs", "refused", "replay")
 
     def __init__(self, replay: bool, inputs: Sequence[Node]) -> None:
         self.replay = replay
@@ -82,7 +96,6 @@ class _Call:
         # an exception that was being handled before the call is not one that passes through it
         self.handled = sys.exc_info()[1]
         self.refused = False
-        self.way = _Way()
 
 
 class _Crossing:
@@ -126,6 +139,8 @@ class Listener:
         self._innermost = not engine.descendants[index]
         self._calls: list[_Call] = []
         self._backward = 0
+        self._ways: list[weakref.ref[_Way]] = []
+        """Of the calls whose graph was alive at the last call."""
         self.arrived: dict[int, int] = {}
         """Of each parameter whose gradient came: the graph task it came in last."""
         self.open_calls = 0
@@ -242,16 +257,19 @@ class Listener:
         call = self._calls[-1]
         nodes = {node: None for tensor in call.outputs if (node := _node_behind(tensor)) is not None}
         call.outputs = []
+        way = _Way(call.inputs, self._unit.versions)
+        self._ways = [*(one for one in self._ways if one() is not None), weakref.ref(way)]
         for node in nodes:
             # an input that is returned as it is has nothing of the unit behind it
             if node not in call.inputs:
-                _Crossing.of(node).reaches.append(partial(self._backward_reaches, call.way, call.inputs))
+                _Crossing.of(node).reaches.append(partial(self._backward_reaches, way, call.inputs))
         for node in call.inputs:
-            _Crossing.of(node).leaves.append(partial(self._input_left, call.way))
+            _Crossing.of(node).leaves.append(partial(self._input_left, way))
 
     # backward -----------------------------------------------------------------------------
 
     def _backward_reaches(self, way: _Way, inputs: Sequence[Node]) -> None:
+        self._refuse_what_would_be_wrong(way)
         self._engine.hear(self._index, Event.BACKWARD_REACHES)
         self._reached_in = graph_task()
         if inputs and way.backward != self._backward:
@@ -261,14 +279,29 @@ class Listener:
             if way.pending:
                 self.open_calls += 1
 
+    def _refuse_what_would_be_wrong(self, way: _Way) -> None:
+        if torch.is_grad_enabled():
+            raise ShardingError(
+                f"a backward with create_graph=True goes through unit {self._unit.name!r}, whose parameters are given back "
+                "before a second backward could read them; compute such gradients on the module before wrapping it."
+            )
+        if way.versions != self._unit.versions:
+            raise ShardingError(
+                f"parameters of unit {self._unit.name!r} were changed in place between its forward and its backward; "
+                "step the optimizer after the backward of every forward that used them."
+            )
+
     def _input_left(self, way: _Way) -> None:
         if way.backward != self._backward or not way.pending:
             return
         way.pending -= 1
         if not way.pending:
             self.open_calls -= 1
+            way.left_in = self._backward
             if not self._unit.trainable_count:
                 self._engine.hear(self._index, Event.BACKWARD_LEFT)
+            elif not self.open_calls and all(self._left(one) and one.through_graph for one in self._living_ways()):
+                self._tell(Event.GRADIENTS_READY)
             else:
                 self._tell_if_complete()
 
@@ -284,9 +317,18 @@ class Listener:
 
     def _tell_if_complete(self) -> None:
         if len(self.arrived) == self._unit.trainable_count and not self.open_calls and self._innermost:
-            self.arrived.clear()
-            synchronises = self._engine.backward_synchronises
-            self._engine.hear(self._index, Event.GRADIENTS_READY if synchronises else Event.GRADIENTS_KEPT)
+            left = any(map(self._left, self._living_ways()))
+            self._tell(Event.GRADIENTS_READY if left else Event.GRADIENTS_KEPT)
+
+    def _left(self, way: _Way) -> bool:
+        return way.left_in == self._backward
+
+    def _living_ways(self) -> list[_Way]:
+        return [way for reference in self._ways if (way := reference()) is not None]
+
+    def _tell(self, complete: Event) -> None:
+        self.arrived.clear()
+        self._engine.hear(self._index, complete if self._engine.backward_synchronises else Event.GRADIENTS_KEPT)
 
 
 def _hear_arrivals(listener: "weakref.ref[Listener]", number: int) -> Callable[[Tensor], None]:

@@ -7,6 +7,8 @@ from torch import nn
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.hooks import Hooks
+from fsdp.unit import Unit
+from state_machine import Event
 
 
 class Sharded:
@@ -21,10 +23,35 @@ class Sharded:
         self.hooks = hooks
         self.index = index
 
+    @property
+    def unit(self) -> Unit:
+        """The unit itself."""
+        return self.engine.units[self.index]
+
+    def hear(self, event: Event) -> None:
+        """Tell the engine of an event of this unit."""
+        self.engine.hear(self.index, event)
+
 
 def sharded_of(module: nn.Module) -> Sharded | None:
     """What `module` carries if it is a unit."""
     found: Sharded | None = module.__dict__.get(Sharded.ATTRIBUTE)
+    return found
+
+
+def units_in(model: nn.Module, asker: str) -> list[Sharded]:
+    """What the units in `model` carry, in the order of the modules; a forward that died unnoticed is cleaned up first.
+
+    Raises:
+        ShardingError: there is none.
+    """
+    found = [sharded for module in model.modules() if (sharded := sharded_of(module)) is not None]
+    if not found:
+        raise ShardingError(
+            f"{asker}: {type(model).__name__} contains no unit; wrap it with FullyShardedDataParallel or fully_shard first."
+        )
+    for engine in {sharded.engine: None for sharded in found}:
+        engine.notice_a_dead_pass()
     return found
 
 
@@ -34,18 +61,12 @@ def engines_in(model: nn.Module, asker: str) -> tuple[Engine, ...]:
     Raises:
         ShardingError: there is none, or `model` is only a part of a root.
     """
-    engines: dict[Engine, bool] = {}
-    for module in model.modules():
-        sharded = sharded_of(module)
-        if sharded is not None:
-            engines[sharded.engine] = engines.get(sharded.engine, False) or sharded.index == 0
-    if not engines:
-        raise ShardingError(
-            f"{asker}: {type(model).__name__} contains no unit; wrap it with FullyShardedDataParallel or fully_shard first."
-        )
-    for engine, complete in engines.items():
-        if not complete:
+    complete: dict[Engine, bool] = {}
+    for sharded in units_in(model, asker):
+        complete[sharded.engine] = complete.get(sharded.engine, False) or sharded.index == 0
+    for engine, whole in complete.items():
+        if not whole:
             raise ShardingError(
                 f"{asker}: {type(model).__name__} is a part of root {engine.units[0].name!r}; call it on the root."
             )
-    return tuple(engines)
+    return tuple(complete)

@@ -217,6 +217,11 @@ class Unit:
     def shard_parameters(self) -> tuple[nn.Parameter, ...]:
         return tuple(p for flat in self.flats for p in flat.shard_parameters)
 
+    @property
+    def versions(self) -> int:
+        """Grows with every in-place change of a shard from outside."""
+        return sum([p._version for flat in self.flats for p in flat.shard_parameters])
+
     def take_over_changes(self) -> None:
         """Carry to the whole face what the user did to the shards from outside: re-pointed data, toggled `requires_grad`."""
         changed = False

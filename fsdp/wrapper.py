@@ -194,7 +194,7 @@ def _broadcast_states(module: nn.Module, plan: list[Planned], channels: Channels
 
 def _unit_of(module: nn.Module) -> Unit | None:
     sharded = sharded_of(module)
-    return None if sharded is None else sharded.engine.units[sharded.index]
+    return None if sharded is None else sharded.unit
 
 
 ELSEWHERE = {

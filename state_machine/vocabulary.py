@@ -47,9 +47,9 @@ class Event(Word):
     GRADIENT_ARRIVES = auto()
     """The first gradient of one of its parameters in this backward."""
     GRADIENTS_READY = auto()
-    """The last gradient it waits for, in a backward that synchronises."""
+    """Its gradients are complete, at a moment every rank comes to, in a backward that synchronises."""
     GRADIENTS_KEPT = auto()
-    """The same in a backward under `no_sync`."""
+    """They are complete, and stay here: under `no_sync`, or because other ranks may not have come to this moment."""
     BACKWARD_LEFT = auto()
     """The gradients of its inputs are computed; how a frozen unit learns that it is done."""
     BACKWARD_ENDS = auto()

@@ -40,7 +40,7 @@ ORDER = (
     "summation",
     "errors",
 )
-STATE_MACHINE_USERS = {"engine", "hooks", "checkpoint", "config", "errors"}
+STATE_MACHINE_USERS = {"sharded", "engine", "hooks", "checkpoint", "config", "errors"}
 LONGEST = 400
 LONGER = {"simulated": 600}
 

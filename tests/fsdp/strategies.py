@@ -56,13 +56,12 @@ def groups(draw: st.DrawFn, depth: int, branching: bool, outermost: bool = False
 
 @st.composite
 def trees(draw: st.DrawFn) -> TreeSpec:
-    # ranks that use different parameters cannot agree on when a unit is done inside a reentrant checkpoint, nor on
-    # how the reductions of two roots, or a reduction and a later gather, follow each other
+    # ranks that use different parameters cannot agree on when a unit is done inside a reentrant checkpoint
     branching = draw(st.booleans())
     root = draw(groups(3, branching, outermost=True))
     modules = dict(walk(root))
     inner = [path for path in modules if path]
-    several_roots = not branching and draw(st.integers(0, 7)) == 7
+    several_roots = draw(st.integers(0, 7)) == 7
     chosen = draw(st.sampled_from(("all", "some", "some", "leaves")))
     units = [
         path
@@ -70,8 +69,6 @@ def trees(draw: st.DrawFn) -> TreeSpec:
         if (several_roots and path.count(".") == 1)
         or (draw(st.booleans()) if chosen == "some" else chosen == "all" or isinstance(modules[path], LeafSpec))
     ]
-    if branching:
-        units = units[:1]
     by_hand = several_roots or draw(st.booleans())
     strategy = draw(st.sampled_from(("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP")))
     reshard = draw(st.sampled_from((None, None, False) if strategy == "SHARD_GRAD_OP" else (None, True, False)))

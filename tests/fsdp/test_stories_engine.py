@@ -1,5 +1,8 @@
 """What the engine once got wrong, each as short as it can be told."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -99,3 +102,92 @@ def test_autograd_grad_of_an_input_that_is_a_leaf() -> None:
     wanted = gradient_of_input(make())
     for found in simulate(2, one_rank):
         torch.testing.assert_close(found, wanted)
+
+
+class OnlyWhenTold(nn.Module):
+    """Uses its second parameter only when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Parameter(torch.ones(4))
+        self.sometimes = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, told: bool) -> Tensor:
+        return x * self.always + (self.sometimes if told else 0)
+
+
+class EndsWithIt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), OnlyWhenTold()
+
+    def forward(self, x: Tensor, told: bool) -> Tensor:
+        result: Tensor = self.last(torch.tanh(self.second(torch.tanh(self.first(x)))), told)
+        return result
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_use_different_parameters_of_a_unit_do_not_wait_for_each_other_for_ever(seed: int) -> None:
+    """One waited for the reduction of the last unit, the other, which never counted it complete, for the gather of the first."""
+    x = torch.ones(2, 4)
+    plain = EndsWithIt()
+    ((plain(x, True).sum() + plain(x, False).sum()) / 2).backward()
+
+    def one_rank(rank: int) -> Tensor | None:
+        model = fsdp.fully_shard(EndsWithIt(), auto_wrap_policy={nn.Linear, OnlyWhenTold})
+        model(x, rank == 0).sum().backward()
+        return gradients_of(model)["last.sometimes"]
+
+    found = join(simulate(2, one_rank, seed=seed), plain.last.sometimes.shape)
+    assert_close({"last.sometimes": found}, {"last.sometimes": plain.last.sometimes.grad})
+
+
+def test_a_second_backward_through_the_first_is_refused_by_name() -> None:
+    def one_rank(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Linear(2, 2))
+        x = torch.ones(1, 2, requires_grad=True)
+        with pytest.raises(fsdp.ShardingError, match="create_graph=True goes through unit 'Linear'"):
+            torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        model(x).sum().backward()
+        assert is_at_rest(model)
+
+    simulate(2, one_rank)
+
+
+def test_a_step_between_forward_and_backward_is_refused_by_name() -> None:
+    """Plain torch refuses it as well; gathering the new weights for the backward would go unnoticed."""
+
+    def one_rank(rank: int) -> None:
+        model = fsdp.FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        loss = model(torch.ones(1, 2)).sum()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(fsdp.ShardingError, match="changed in place between its forward and its backward"):
+            loss.backward()
+        assert is_at_rest(model) and all(parameter.grad is None for parameter in model.parameters())
+
+    simulate(2, one_rank)
+
+
+@pytest.mark.parametrize("wrap", [fsdp.fully_shard, fsdp.FullyShardedDataParallel])
+def test_ctrl_c_inside_a_forward_is_noticed_by_whatever_comes_next(wrap: Callable[..., nn.Module]) -> None:
+    def one_rank(rank: int) -> None:
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model = wrap(module, auto_wrap_policy={nn.Linear})
+        interrupts = iter((True, False))
+
+        def interrupt(module: nn.Module, inputs: object) -> None:
+            if next(interrupts, False):
+                raise KeyboardInterrupt
+
+        module[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(1, 2))
+        assert set(fsdp.full_state_dict(model)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+        assert is_at_rest(model)
+        model(torch.ones(1, 2)).sum().backward()
+
+    simulate(2, one_rank)
