@@ -6,7 +6,7 @@ NPROC ?= 2
 DATA ?=
 ARGS ?=
 
-.PHONY: train test lint gpu-test mutants bench clean
+.PHONY: train test wander mutants bench clean
 
 train: $(VENV)/.made
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) examples/train.py $(DATA) $(ARGS)

@@ -20,8 +20,9 @@ def agree(collectives: Collectives, prepare: Callable[[], Prepared]) -> Prepared
     """
     try:
         prepared = prepare()
-    except ShardingError as refusal:
-        collectives.gather_objects(f"refused: {refusal}", "agreement")
+    except Exception as refusal:  # a user's policy may raise anything, and the peers must hear of it
+        reason = str(refusal) if isinstance(refusal, ShardingError) else repr(refusal)
+        collectives.gather_objects(f"refused: {reason}", "agreement")
         raise
     lines = _describe(*prepared)
     digest = sha256("\n".join(lines).encode()).hexdigest()
@@ -36,11 +37,14 @@ def agree(collectives: Collectives, prepare: Callable[[], Prepared]) -> Prepared
 
 def _describe(config: Config, plan: Sequence[Planned]) -> list[str]:
     lines = [f"options: {config}"]
+    if config.sync_module_states:
+        lines += [f"buffer {name!r} {tuple(b.shape)} {b.dtype}" for name, b in plan[0].module.named_buffers()]
     for one in plan:
         lines.append(f"unit {one.name!r}")
         for place in one.places:
             p: Any = place.parameter
-            lines.append(f"parameter {place.names[0]!r} {tuple(p.shape)} {p.dtype}" + ("" if p.requires_grad else " frozen"))
+            names = " = ".join(place.names)
+            lines.append(f"parameter {names!r} {tuple(p.shape)} {p.dtype}" + ("" if p.requires_grad else " frozen"))
     return lines
 
 

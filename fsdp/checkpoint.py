@@ -39,7 +39,9 @@ def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[Non
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the plain module, in full, on the CPU of every rank. Communicates, one unit at a time.
+    """Parameters and persistent buffers of the plain module, in full, on the CPU of every rank.
+
+    Communicates, one unit at a time. Extra state of modules (`get_extra_state`) is not part of it.
 
     Raises:
         IllegalTransition: inside a forward, a backward, or a summon.
@@ -87,7 +89,8 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
     given = {id(value): state_dict[name] for name, value in entries}
     for flat in flats:
         for parameter, part in zip(flat.shard_parameters, flat.parts, strict=True):
-            flat.shard_view(part).copy_(given[id(parameter)].reshape(-1)[part.first : part.first + part.numel].view(part.shape))
+            # through the parameter, so that autograd sees that it changed
+            parameter.copy_(given[id(parameter)].reshape(-1)[part.first : part.first + part.numel].view(part.shape))
     for _, value in entries:
         if id(value) not in shapes:
             value.copy_(given[id(value)])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fsdp.collectives import Collectives
 from fsdp.errors import ShardingError
 from fsdp.sharded import engines_in
+from fsdp.unit import owner_of
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -18,13 +19,23 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     |g| for p = inf. Missing gradients count as zero. Communicates once.
 
     Raises:
-        ShardingError: `norm_type` is not a positive number, or gradients are kept under `no_sync` and not reduced.
+        ShardingError: `norm_type` is not a positive number, a parameter is not sharded, a forward, backward or summon is going
+            on, or gradients are kept under `no_sync` and not reduced.
     """
     power = float(norm_type)
     if not power > 0:
         raise ShardingError(f"norm_type must be a positive number or inf, not {norm_type!r}.")
     engines = engines_in(model, "clip_grad_norm_")
+    channels = engines[0].channels
+    unsharded = [name for name, p in model.named_parameters() if owner_of(p) is None]
+    if unsharded or any(engine.channels != channels for engine in engines):
+        raise ShardingError(
+            f"clip_grad_norm_: {f'{unsharded[0]!r} is not sharded' if unsharded else 'the roots have different process groups'}, "
+            "so the norm over all of them is not defined here; wrap the whole model over one group."
+        )
     for engine in engines:
+        if not engine.root.at_rest:
+            raise ShardingError("clip_grad_norm_: call it outside any forward, backward and summon_full_params.")
         if engine.reducer.keeps_gradients:
             raise ShardingError("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.")
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -36,7 +47,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         if norms
         else torch.zeros((), device=device)
     )
-    total = _combine(engines[0].channels.reductions, local, power)
+    total = _combine(channels.reductions, local, power)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if gradients:
         torch._foreach_mul_(gradients, factor)
@@ -62,11 +73,14 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     def __init__(self, model: nn.Module, device: str | None = None, **options: Any) -> None:
         engine = engines_in(model, "ShardedGradScaler")[0]
-        super().__init__(device or engine.units[0].device.type, **options)
+        self._found_on = engine.units[0].device
+        super().__init__(device or self._found_on.type, **options)
         self._collectives = engine.channels.reductions
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(*args, **kwargs)
+        if not found:  # this rank holds nothing of what this optimizer steps, and its peers still ask
+            found = {self._found_on: torch.zeros((), device=self._found_on)}
         for flag in found.values():
             self._collectives.all_reduce(flag, "max", "found inf").wait()
         return found

@@ -1,16 +1,12 @@
 """How a unit is to be sharded: frozen, validated once, given once."""
 
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from fsdp.errors import ShardingError
 from state_machine import Strategy
-
-WrapPolicy = Collection[type[nn.Module]] | Callable[..., Any]
 
 STRATEGIES: Final[dict[str, Strategy]] = {
     "FULL_SHARD": Strategy.FREE_AFTER_FORWARD,
@@ -51,6 +47,7 @@ class Config:
     mp_policy: MixedPrecisionPolicy
     prefetch: int
     """How many units may be gathered ahead of the one that computes."""
+    sync_module_states: bool
 
     @property
     def root_strategy(self) -> Strategy:
@@ -63,6 +60,7 @@ def make_config(
     reshard_after_forward: bool | None = None,
     mp_policy: Any = None,
     prefetch: int = 1,
+    sync_module_states: bool = False,
 ) -> Config:
     """Check the options against each other.
 
@@ -70,10 +68,10 @@ def make_config(
         ShardingError: an unknown strategy, or two options that contradict each other.
     """
     name = getattr(sharding_strategy, "name", sharding_strategy)
-    if name not in STRATEGIES:
+    if not isinstance(name, str) or name not in STRATEGIES:
         raise ShardingError(f"sharding_strategy {sharding_strategy!r} is not known; choose one of {', '.join(STRATEGIES)}.")
     strategy = STRATEGIES[name]
-    if reshard_after_forward not in (None, True, False):
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
         raise ShardingError(f"reshard_after_forward must be True, False or None, not {reshard_after_forward!r}.")
     if reshard_after_forward is True and strategy is Strategy.KEEP_AFTER_FORWARD:
         raise ShardingError(
@@ -84,7 +82,8 @@ def make_config(
         strategy = Strategy.KEEP_AFTER_FORWARD
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise ShardingError(f"prefetch must be a number of units, 0 or more, not {prefetch!r}.")
-    return Config(strategy, keep_root=reshard_after_forward is not True, mp_policy=_precision(mp_policy), prefetch=prefetch)
+    keep_root = reshard_after_forward is not True
+    return Config(strategy, keep_root, _precision(mp_policy), prefetch, bool(sync_module_states))
 
 
 def _precision(policy: Any) -> MixedPrecisionPolicy:

@@ -11,7 +11,7 @@ while the exception is on its way to the user; `_RootCallback.__del__` hears tha
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 
 from torch import nn
@@ -39,6 +39,9 @@ class Engine:
         self.synchronises = True
         """Whether a backward that begins now reduces its gradients (`no_sync`)."""
         self.descendants = tuple(descendants)
+        inner = {id(unit.module) for unit in units}
+        self.own_modules = tuple(tuple(_within(unit.module, inner - {id(unit.module)})) for unit in units)
+        """The modules of each unit, without those of its inner units."""
         self._streams = streams
         strategies = [unit.config.strategy for unit in units]
         strategies[0] = units[0].config.root_strategy
@@ -55,7 +58,8 @@ class Engine:
         self._path: list[int] = []
         """The units whose forward is running, outermost first."""
         self._pass_number = 0
-        self._backward_synchronises = True
+        self.backward_synchronises = True
+        """Whether the backward that runs does."""
         self.backward_number = 0
         self.watch_outputs: Callable[[int], None] = _nobody
         """Set by the hooks: puts pre-backward hooks on what the unit's forward has just returned."""
@@ -71,7 +75,7 @@ class Engine:
             Action.REDUCE: self.reducer.reduce,
             Action.FLUSH: self.reducer.flush,
             Action.COMMIT: self.reducer.commit,
-            Action.STASH: self.reducer.keep,
+            Action.STASH: self.reducer.stash,
             Action.DRAIN: lambda index: self.reducer.drain(),
             Action.DROP: self.reducer.drop,
             Action.LEND: lambda index: self.units[index].lend(),
@@ -156,11 +160,6 @@ class Engine:
         self._path.clear()
         self._carry_out_all(self.root.abandon(self.reducer.order))
 
-    @property
-    def backward_synchronises(self) -> bool:
-        """Whether the backward that runs reduces its gradients."""
-        return self._backward_synchronises
-
     def whole(self, index: int) -> bool:
         """Whether the unit computes with its whole face."""
         return self._residencies[index].state is ResidencyState.WHOLE
@@ -187,7 +186,7 @@ class Engine:
             self._effects[index][effect]()
 
     def _join_backward(self, index: int) -> None:
-        self._backward_synchronises = self.synchronises
+        self.backward_synchronises = self.synchronises
         self.backward_number += 1
         self._schedule = self._backward_schedule
         self.reducer.begin()
@@ -230,6 +229,14 @@ class _RootCallback:
         # it may have been closed from elsewhere: by an abandoned step, or by the next forward
         if self._engine.backward_number == self._number and self._engine.root.backward is BackwardState.RUNNING:
             self._engine.close_backward(event)
+
+
+def _within(module: nn.Module, others: set[int]) -> Iterator[nn.Module]:
+    """`module` and the modules below it, but for `others` and what is below them."""
+    yield module
+    for child in module.children():
+        if id(child) not in others:
+            yield from _within(child, others)
 
 
 def _is_running(module: nn.Module) -> bool:

@@ -66,24 +66,6 @@ class Hooks:
             listener.backward_begins()
 
 
-class _Way:
-    """A backward's way through one call of one unit. Lives as long as the graph of the call."""
-
-    __slots__ = ("__weakref__", "backward", "left_in", "pending", "through_graph", "versions")
-
-    def __init__(self, inputs: Sequence[Node], versions: int) -> None:
-        self.versions = versions
-        """Of the shards in the forward."""
-        self.through_graph = bool(inputs) and all(node.next_functions for node in inputs)
-        """Every input was made by a node; the gradient of a leaf is accumulated out of turn."""
-        self.left_in = 0
-        """The backward that left last."""
-        self.backward = 0
-        """The backward in which `pending` counts."""
-        self.pending = 0
-        """Nodes behind the inputs that this backward has not come to yet."""
-
-
 class _Call:
     """One forward of one unit."""
 
@@ -98,6 +80,25 @@ class _Call:
         self.refused = False
 
 
+class _Way:
+    """A backward's way through one call of one unit. Lives as long as the graph of the call."""
+
+    __slots__ = ("__weakref__", "backward", "left_in", "pending", "replay", "through_graph", "versions")
+
+    def __init__(self, call: _Call, versions: int) -> None:
+        self.versions = versions
+        """Of the shards in the forward."""
+        self.replay = call.replay
+        self.through_graph = bool(call.inputs) and all(node.next_functions for node in call.inputs)
+        """Every input was made by a node; the gradient of a leaf is accumulated out of turn."""
+        self.left_in = 0
+        """The backward that left last."""
+        self.backward = 0
+        """The backward in which `pending` counts."""
+        self.pending = 0
+        """Nodes behind the inputs that this backward has not come to yet."""
+
+
 class _Crossing:
     """Autograd is about to enter one node: calls it leaves that way, and calls it reaches.
 
@@ -108,9 +109,11 @@ class _Crossing:
 
     KEY: ClassVar = "fsdp"
 
-    __slots__ = ("leaves", "reaches")
+    __slots__ = ("leaves", "reaches", "watched_by")
 
     def __init__(self) -> None:
+        self.watched_by: set[int] = set()
+        """The units that are reached this way."""
         self.leaves: list[Callable[[], None]] = []
         self.reaches: list[Callable[[], None]] = []
 
@@ -147,6 +150,7 @@ class Listener:
         self._reached_in = -1
         """The graph task that reached the unit last."""
         module = self._unit.module
+        self._attributes = [vars(one) for one in self._engine.own_modules[index]]
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._forward_ends, always_call=True),
@@ -215,6 +219,8 @@ class Listener:
         return cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
 
     def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._calls:
+            return None  # a pre-hook that came before ours has failed
         call = self._calls[-1]
         if call.refused:
             self._calls.pop()
@@ -239,7 +245,7 @@ class Listener:
     def _find_outputs(self, call: _Call, output: Any) -> None:
         """Note every output a backward can come back through; refuse the unit's own parameters among them."""
         keys = self._unit.keys
-        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+        for tensor in (*((output,) if isinstance(output, Tensor) else tensors_in(output)), *self._stowed()):
             if storage_key(tensor) in keys:
                 if not call.replay:
                     self._engine.forward_ends(self._index, Event.FORWARD_FAILS)
@@ -252,17 +258,24 @@ class Listener:
             if tensor.requires_grad:
                 call.outputs.append(tensor)
 
+    def _stowed(self) -> list[Tensor]:
+        """Tensors this forward left behind as attributes: a balancing loss, for example. A backward can come through them too."""
+        found = [value for attributes in self._attributes for value in attributes.values() if isinstance(value, Tensor)]
+        return [one for one in found if (node := _node_behind(one)) is None or self._index not in _Crossing.of(node).watched_by]
+
     def watch(self) -> None:
         """Put a pre-backward hook on every node behind the outputs of the call that just returned."""
         call = self._calls[-1]
         nodes = {node: None for tensor in call.outputs if (node := _node_behind(tensor)) is not None}
         call.outputs = []
-        way = _Way(call.inputs, self._unit.versions)
+        way = _Way(call, self._unit.versions)
         self._ways = [*(one for one in self._ways if one() is not None), weakref.ref(way)]
         for node in nodes:
             # an input that is returned as it is has nothing of the unit behind it
             if node not in call.inputs:
-                _Crossing.of(node).reaches.append(partial(self._backward_reaches, way, call.inputs))
+                crossing = _Crossing.of(node)
+                crossing.watched_by.add(self._index)
+                crossing.reaches.append(partial(self._backward_reaches, way, call.inputs))
         for node in call.inputs:
             _Crossing.of(node).leaves.append(partial(self._input_left, way))
 
@@ -317,8 +330,10 @@ class Listener:
 
     def _tell_if_complete(self) -> None:
         if len(self.arrived) == self._unit.trainable_count and not self.open_calls and self._innermost:
-            left = any(map(self._left, self._living_ways()))
-            self._tell(Event.GRADIENTS_READY if left else Event.GRADIENTS_KEPT)
+            # the inputs of a replay are leaves for autograd, and not for the user
+            taken = [way for way in self._living_ways() if way.backward == self._backward]
+            early = taken and all(self._left(way) and (way.through_graph or way.replay) for way in taken)
+            self._tell(Event.GRADIENTS_READY if early else Event.GRADIENTS_KEPT)
 
     def _left(self, way: _Way) -> bool:
         return way.left_in == self._backward

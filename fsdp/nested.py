@@ -1,12 +1,13 @@
 """Tensors inside whatever a forward takes and returns."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 DEPTH: Final = 8
 """How deep containers in containers are searched."""
@@ -41,6 +42,17 @@ def _in_attributes(thing: Any, depth: int) -> Iterator[Tensor]:
 
 def cast_floating(thing: Any, dtype: torch.dtype) -> Any:
     """The same structure with its floating-point tensors in `dtype`; plain objects are left as they are."""
-    if isinstance(thing, Tensor):
-        return thing.to(dtype) if thing.is_floating_point() and thing.dtype != dtype else thing
-    return tree_map_only(Tensor, lambda tensor: cast_floating(tensor, dtype), thing)
+    return tree_map(partial(_cast_leaf, dtype), thing, is_leaf=_is_dataclass_object)
+
+
+def _cast_leaf(dtype: torch.dtype, leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype != dtype else leaf
+    if _is_dataclass_object(leaf):
+        return replace(leaf, **{one.name: cast_floating(getattr(leaf, one.name), dtype) for one in fields(leaf) if one.init})
+    return leaf
+
+
+def _is_dataclass_object(thing: Any) -> bool:
+    # one that is a mapping too (a model output, for example) has its own way of being rebuilt
+    return is_dataclass(thing) and not isinstance(thing, type | Mapping)

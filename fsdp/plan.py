@@ -131,8 +131,8 @@ class _Walk:
         if owner is not None and all(self._unit_of(self._modules[index]) is not owner for index in chain):
             raise ShardingError(
                 f"parameter {name!r} is already owned by unit {owner.name!r}, but is used outside it as well. "
-                "Tied parameters must live in one unit: wrap the module that contains both uses instead, or let "
-                "auto_wrap_policy choose."
+                "Wrap inner units before outer ones. Tied parameters must live in one unit: wrap the module that contains "
+                "both uses instead, or let auto_wrap_policy choose."
             )
         if parameter.is_meta:
             raise ShardingError(
@@ -166,6 +166,8 @@ def _chooser(policy: Any) -> Callable[[str, nn.Module], bool]:
                 else "auto_wrap_policy is empty; leave it out to make the whole module one unit."
             )
         return lambda name, module: isinstance(module, members)
+    if isinstance(policy, type):
+        raise ShardingError(f"auto_wrap_policy is the class {policy.__name__}; put it in a set: {{{policy.__name__}}}.")
     if callable(policy):
         try:
             inspect.signature(policy).bind("", None)

@@ -60,10 +60,24 @@ class _Kept:
 class _Bucket:
     """How one flat buffer is reduced: its bucket, views into it, and what has been reduced."""
 
-    __slots__ = ("all_used", "buffer", "came", "complete", "flat", "memory", "pending", "predivide", "scratch", "stash", "views")
+    __slots__ = (
+        "_ledger",
+        "all_used",
+        "buffer",
+        "came",
+        "complete",
+        "flat",
+        "memory",
+        "pending",
+        "predivide",
+        "scratch",
+        "stash",
+        "views",
+    )
 
-    def __init__(self, flat: FlatBuffer, reduce_dtype: torch.dtype | None, collectives: Collectives) -> None:
+    def __init__(self, flat: FlatBuffer, reduce_dtype: torch.dtype | None, collectives: Collectives, ledger: Ledger) -> None:
         self.flat = flat
+        self._ledger = ledger
         dtype = reduce_dtype if reduce_dtype is not None and flat.whole.is_floating_point() else flat.whole.dtype
         self.predivide = dtype is torch.float16
         """Half precision would overflow in the sum; every other dtype is divided after it, on the shard alone."""
@@ -84,7 +98,25 @@ class _Bucket:
         flat = self.flat
         dead = [i for i, kept in self.stash.items() if not kept.alive(flat.shard_parameters[i], flat.places[i].names[0])]
         for i in dead:
-            del self.stash[i]
+            self.forget(i)
+
+    def keep(self, i: int, gradient: Tensor) -> None:
+        """Add a whole gradient to what is kept under `no_sync`."""
+        kept = self.stash.get(i)
+        if kept is not None:
+            kept.whole.add_(gradient)
+            return
+        shard, part = self.flat.shard_parameters[i], self.flat.parts[i]
+        own = gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
+        self.stash[i] = _Kept(gradient, shard, own.to(shard.dtype, copy=True))
+        self._ledger.add("kept", size_of(gradient))
+
+    def forget(self, i: int) -> _Kept | None:
+        """Let go of what is kept of one parameter, if anything is."""
+        kept = self.stash.pop(i, None)
+        if kept is not None:
+            self._ledger.add("kept", -size_of(kept.whole))
+        return kept
 
     def fill(self) -> None:
         """Copy the whole gradients, and those kept under `no_sync`, into the bucket, and drop the former."""
@@ -126,7 +158,7 @@ class _Bucket:
                 continue
             gradient = parts[segment].view(shape)
             before = parameter.grad
-            kept = self.stash.pop(i, None)
+            kept = self.forget(i)
             if before is None or (kept is not None and kept.shown_is_ours):
                 parameter.grad = gradient
             else:
@@ -134,9 +166,11 @@ class _Bucket:
                 sums.append(gradient)
         if targets:
             torch._foreach_add_(targets, sums)
-        for i in self.stash:
-            flat.shard_parameters[i].grad = None
-        self.stash.clear()
+        for i in list(self.stash):
+            # what is left was shown for parameters this rank holds nothing of, or that were frozen since
+            kept = self.forget(i)
+            if kept is not None and kept.shown_is_ours:
+                flat.shard_parameters[i].grad = None
 
 
 class _Usage(NamedTuple):
@@ -166,7 +200,7 @@ class Reducer:
         self._streams = streams
         self._ledger = ledger
         self._buckets = tuple(
-            tuple(_Bucket(flat, unit.config.mp_policy.reduce_dtype, collectives) for flat in unit.flats) for unit in units
+            tuple(_Bucket(flat, unit.config.mp_policy.reduce_dtype, collectives, ledger) for flat in unit.flats) for unit in units
         )
         counts = [[len(bucket.views) for bucket in of_unit] for of_unit in self._buckets]
         ends = accumulate((count for of_unit in counts for count in of_unit), initial=0)
@@ -230,21 +264,13 @@ class Reducer:
                 self._ledger.add("reduced", -size_of(reduced))
                 bucket.put(reduced, self._used[offset:] if self._used else bucket.all_used)
 
-    def keep(self, index: int) -> None:
+    def stash(self, index: int) -> None:
         """End of a backward under `no_sync`: add the whole gradients of a unit to the stash."""
         for bucket in self._buckets[index]:
-            flat = bucket.flat
-            for i, whole in enumerate(flat.whole_parameters):
-                if whole.grad is None:
-                    continue
-                gradient, whole.grad = whole.grad.to(bucket.buffer.dtype), None
-                shard, part = flat.shard_parameters[i], flat.parts[i]
-                kept = bucket.stash.get(i)
-                if kept is not None:
-                    kept.whole.add_(gradient)
-                    continue
-                own = gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
-                bucket.stash[i] = _Kept(gradient, shard, own.to(shard.dtype, copy=True))
+            for i, whole in enumerate(bucket.flat.whole_parameters):
+                if whole.grad is not None:
+                    gradient, whole.grad = whole.grad, None
+                    bucket.keep(i, gradient.to(bucket.buffer.dtype))
 
     def drain(self) -> None:
         """Wait until nothing is in flight. Idempotent; raises what the collective raises."""
@@ -273,7 +299,8 @@ class Reducer:
     # helpers ------------------------------------------------------------------------------
 
     def _stashing(self) -> list[_Bucket]:
-        return [bucket for of_unit in self._buckets for bucket in of_unit if bucket.stash]
+        # lent parameters show nothing: their gradients are set aside
+        return [b for unit, buckets in zip(self._units, self._buckets, strict=True) if not unit.lent for b in buckets if b.stash]
 
     def _note(self, index: int) -> None:
         if not self._ready[index]:

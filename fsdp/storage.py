@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Ledger:
-    """Bytes the engine holds on this rank, by kind: shards, whole, bucket, scratch, reduced, lent."""
+    """Bytes the engine holds on this rank, by kind: shards, whole, bucket, scratch, reduced, kept, lent."""
 
     held: dict[str, int] = field(default_factory=dict)
     peak: int = 0

@@ -103,10 +103,9 @@ class FlatBuffer:
                 at = part.offset + part.numel
         return [*lengths, self.layout.chunk - at], held
 
-    def shard_view(self, part: Part, flat: Tensor | None = None) -> Tensor:
-        """The elements of `part` in `flat` (C,), or in the shard itself."""
-        flat = self.shard if flat is None else flat
-        return flat[part.offset : part.offset + part.numel].view(part.shape)
+    def shard_view(self, part: Part) -> Tensor:
+        """The elements of `part` in the shard."""
+        return self.shard[part.offset : part.offset + part.numel].view(part.shape)
 
     def own_chunk(self, flat: Tensor) -> Tensor:
         """This rank's chunk of a whole flat tensor: (W * C,) -> (C,)."""
@@ -224,6 +223,8 @@ class Unit:
 
     def take_over_changes(self) -> None:
         """Carry to the whole face what the user did to the shards from outside: re-pointed data, toggled `requires_grad`."""
+        for face in self._faces:
+            face.check(self.name)
         changed = False
         for flat in self.flats:
             flat.check_shards(self.name)
@@ -290,8 +291,23 @@ class Unit:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copy this rank's part of the lent parameters into the shards."""
-        for flat, full in zip(self.flats, self.lent, strict=False):
+        """Copy this rank's part of the lent parameters into the shards.
+
+        Raises:
+            ShardingError: a parameter was pointed at a tensor of another shape or dtype. Nothing was copied.
+        """
+        lent = list(self.full_parameters())
+        for place, view in lent:
+            given = place.parameter
+            if given.shape != view.shape or given.dtype != view.dtype:
+                raise ShardingError(
+                    f"parameter {place.names[0]!r} became {tuple(given.shape)}, {given.dtype} inside summon_full_params; "
+                    f"it is {tuple(view.shape)}, {view.dtype}. Copy into it instead."
+                )
+        for place, view in lent:
+            if place.parameter.data_ptr() != view.data_ptr():
+                view.copy_(place.parameter.detach())
+        for flat, full in zip(self.flats, self.lent, strict=True):
             flat.shard.copy_(flat.own_chunk(full))
 
     @torch.no_grad()
@@ -317,14 +333,29 @@ class Unit:
 class _ModuleFace:
     """What one module shows, in either face."""
 
-    __slots__ = ("shards", "show", "wholes")
+    __slots__ = ("_module", "shards", "show", "wholes")
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self.shards: dict[str, nn.Parameter] = {}
         self.wholes: dict[str, nn.Parameter] = {}
         # modules that keep a second book of their parameters (nn.LSTM) are told through their own __setattr__
         plain = type(module).__setattr__ is nn.Module.__setattr__
         self.show: Callable[[dict[str, nn.Parameter]], None] = module._parameters.update if plain else _teller(module)
+
+    def check(self, unit: str) -> None:
+        """Outside a forward the module must show the shards.
+
+        Raises:
+            ShardingError: the user has put another parameter in a slot.
+        """
+        shown = self._module._parameters
+        for slot, shard in self.shards.items():
+            if shown[slot] is not shard and shown[slot] is not self.wholes[slot]:
+                raise ShardingError(
+                    f"{type(self._module).__name__}.{slot} in unit {unit!r} was replaced by another parameter after wrapping; "
+                    "copy into the one that is there, or replace it before wrapping."
+                )
 
 
 def _teller(module: nn.Module) -> Callable[[dict[str, nn.Parameter]], None]:

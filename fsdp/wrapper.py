@@ -108,28 +108,28 @@ def fully_shard(
             backward; None follows the strategy, and keeps the root's own unit, which the backward needs first.
         mp_policy: `fsdp.MixedPrecisionPolicy` or torch's.
         sync_module_states: overwrite parameters and buffers with rank 0's before sharding.
-        prefetch: how many units may be gathered ahead of the one that computes.
+        prefetch: how many units may be gathered ahead of the one that computes; that of the outermost unit counts.
 
     Raises:
         ShardingError: an option, the module or the ranks are not as they must be. Nothing was sharded.
     """
-    if unknown:
-        _refuse(unknown)
-    if not isinstance(module, nn.Module):
-        raise ShardingError(f"fully_shard takes an nn.Module, not {type(module).__name__}.")
     channels = open_channels(process_group, mesh)
-    config, plan = agree(
-        channels.gathers,
-        lambda: _prepare(module, auto_wrap_policy, channels, sharding_strategy, reshard_after_forward, mp_policy, prefetch),
-    )
+    options = (sharding_strategy, reshard_after_forward, mp_policy, prefetch, sync_module_states)
+    config, plan = agree(channels.gathers, lambda: _prepare(module, auto_wrap_policy, channels, options, unknown))
     if sync_module_states:
         _broadcast_states(module, plan, channels)
     _build(plan, config, channels)
     return module
 
 
-def _prepare(module: nn.Module, policy: Any, channels: Channels, *options: Any) -> tuple[Config, list[Planned]]:
+def _prepare(
+    module: nn.Module, policy: Any, channels: Channels, options: tuple[Any, ...], unknown: dict[str, Any]
+) -> tuple[Config, list[Planned]]:
     """Everything that can be refused, before anything moves."""
+    if unknown:
+        _refuse(unknown)
+    if not isinstance(module, nn.Module):
+        raise ShardingError(f"fully_shard takes an nn.Module, not {type(module).__name__}.")
     config = make_config(*options)
     if sharded_of(module) is not None:
         raise ShardingError(f"{type(module).__name__} is a unit already; wrap a module once.")
@@ -187,7 +187,8 @@ def _broadcast_states(module: nn.Module, plan: list[Planned], channels: Channels
     with torch.no_grad():
         for name, state in states:
             carrier = state.contiguous()
-            channels.gathers.broadcast(carrier, 0, name).wait()
+            # as bytes: not every backend knows every dtype
+            channels.gathers.broadcast(carrier.view(-1).view(torch.uint8), 0, name).wait()
             if carrier is not state:
                 state.copy_(carrier)
 
@@ -238,7 +239,8 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
 
 
 def memory_bytes(model: nn.Module, peak: bool = False) -> int:
-    """Bytes the engine holds on this rank for `model`: shards, whole parameters, buckets, gradients not yet in `.grad`.
+    """Bytes the engine holds on this rank for `model`: shards, whole parameters, buckets, gradients reduced but not yet in
+    `.grad`, gradients kept under `no_sync`. What is in `.grad` is the user's, and not counted.
 
     With `peak`, the most it ever held at once.
     """

@@ -72,7 +72,7 @@ class Action(Word):
     """What the engine must do, in the order the table gives."""
 
     REFRESH = auto()
-    """Forget a kept copy if the shards changed since it was gathered."""
+    """Take over what the user changed in the shards, and forget a copy gathered in an earlier pass."""
     NEED = auto()
     """Have the whole parameters now, and show them."""
     KEEP = auto()
@@ -92,7 +92,7 @@ class Action(Word):
     STASH = auto()
     """Add this backward's whole gradients to those kept under `no_sync`."""
     DRAIN = auto()
-    """Wait until no collective of this unit is in flight."""
+    """Wait until no reduction is in flight."""
     DROP = auto()
     """Forget the gradients of this backward, reduced or not."""
     LEND = auto()

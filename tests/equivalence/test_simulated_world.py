@@ -55,7 +55,7 @@ def test_no_interleaving_of_the_ranks_changes_a_bit(seed: int) -> None:
     assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_twenty_steps_drift_no_further_than_rounding(world_size: int) -> None:
     case = CASES["net in float64"]
     found, wanted = sharded(case, world_size, steps=20), reference(case, world_size, steps=20, optimizer=SGD)

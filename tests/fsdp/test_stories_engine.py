@@ -1,6 +1,7 @@
 """What the engine once got wrong, each as short as it can be told."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -191,3 +192,49 @@ def test_ctrl_c_inside_a_forward_is_noticed_by_whatever_comes_next(wrap: Callabl
         model(torch.ones(1, 2)).sum().backward()
 
     simulate(2, one_rank)
+
+
+class KeepsAnAuxiliaryLoss(nn.Module):
+    """Leaves a second loss behind as an attribute, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.router, self.expert = nn.Linear(4, 2), nn.Linear(4, 4)
+        self.balance: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.balance = self.router(x).softmax(-1).square().sum()
+        result: Tensor = self.expert(x).tanh()
+        return result
+
+
+def test_a_backward_through_a_loss_kept_as_an_attribute() -> None:
+    """Only what a unit returned was watched: the way in through the attribute met freed memory."""
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 4), KeepsAnAuxiliaryLoss())
+
+    def train(model: nn.Module, stage: Any, both: bool) -> None:
+        for _ in range(2):
+            loss = model(x).sum() if both else model(x).sum() * 0
+            (loss + stage.balance).backward()
+
+    for both in (True, False):
+        plain = make()
+        train(plain, plain[1], both)
+
+        def one_rank(rank: int, both: bool = both) -> dict[str, Tensor | None]:
+            module = make()
+            model = fsdp.FullyShardedDataParallel(module, auto_wrap_policy={nn.Linear, KeepsAnAuxiliaryLoss})
+            train(model, module[1], both)
+            with torch.no_grad():
+                model(x)
+            assert is_at_rest(model)
+            return gradients_of(model)
+
+        found = simulate(2, one_rank)
+        for name, parameter in plain.named_parameters():
+            assert_close({name: join([one[name] for one in found], parameter.shape)}, {name: parameter.grad})
