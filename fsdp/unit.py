@@ -8,6 +8,7 @@ Rule 2: the modules show the whole face only between SHOW and HIDE; whoever look
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_not
 
 import torch
 from torch import Tensor, nn
@@ -349,9 +350,11 @@ class _ModuleFace:
         Raises:
             ShardingError: the user has put another parameter in a slot.
         """
-        shown = self._module._parameters
-        for slot, shard in self.shards.items():
-            if shown[slot] is not shard and shown[slot] is not self.wholes[slot]:
+        shown = list(map(self._module._parameters.get, self.shards))
+        if not any(map(is_not, shown, self.shards.values())):
+            return
+        for slot, there, shard in zip(self.shards, shown, self.shards.values(), strict=True):
+            if there is not shard and there is not self.wholes[slot]:
                 raise ShardingError(
                     f"{type(self._module).__name__}.{slot} in unit {unit!r} was replaced by another parameter after wrapping; "
                     "copy into the one that is there, or replace it before wrapping."
