@@ -126,7 +126,10 @@ class ShardedRun:
         assert len(now) == len(self.parameters) and all(one is other for one, other in zip(now, self.parameters, strict=True))
         for engine in self.engines:
             assert engine.root.at_rest
-            held = {kind: count for kind, count in engine.ledger.held.items() if count and kind != "shards"}
+            held = {kind: count for kind, count in engine.ledger.held.items() if count and kind not in ("shards", "kept")}
+            assert engine.ledger.held.get("kept", 0) == sum(
+                kept.whole.nbytes for buckets in engine.reducer._buckets for bucket in buckets for kept in bucket.stash.values()
+            )
             if self.may_keep:
                 held.pop("whole", None)
             assert not held, f"at rest, {engine.units[0].name} holds {held}"
