@@ -168,7 +168,7 @@ class Engine:
 
     def _refresh(self, index: int) -> None:
         unit = self.units[index]
-        unit.take_over_changes()
+        unit.sync_requires_grad()
         if unit.gathered_in_pass != self._pass_number:
             self._ask(index, Ask.FREE)
 

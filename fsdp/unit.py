@@ -222,16 +222,17 @@ class Unit:
         """Grows with every in-place change of a shard from outside."""
         return sum([p._version for flat in self.flats for p in flat.shard_parameters])
 
-    def take_over_changes(self) -> None:
-        """Carry to the whole face what the user did to the shards from outside: re-pointed data, toggled `requires_grad`."""
+    def sync_requires_grad(self) -> None:
+        """Carry to the whole face what the user has frozen or thawed."""
+        if any([flat.sync_requires_grad() for flat in self.flats]):
+            self.trainable_count = sum(map(sum, (flat.trainable for flat in self.flats)))
+
+    def _check_shards(self) -> None:
+        """Take over what the user did to the shards from outside, or refuse it."""
         for face in self._faces:
             face.check(self.name)
-        changed = False
         for flat in self.flats:
             flat.check_shards(self.name)
-            changed |= flat.sync_requires_grad()
-        if changed:
-            self.trainable_count = sum(map(sum, (flat.trainable for flat in self.flats)))
 
     # effects of the residency -------------------------------------------------------------
 
@@ -240,7 +241,9 @@ class Unit:
 
         Shapes:   shard (C,) on each of W ranks  ->  whole (W * C,), in rank order, cast on the way
         Traffic:  this rank receives (W - 1) * C elements
+        Raises:   ShardingError if a shard was replaced by something that does not fit
         """
+        self._check_shards()
         with self._streams.gathering():
             for flat in self.flats:
                 flat.memory.allocate(self._ledger)

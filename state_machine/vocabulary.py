@@ -72,7 +72,7 @@ class Action(Word):
     """What the engine must do, in the order the table gives."""
 
     REFRESH = auto()
-    """Take over what the user changed in the shards, and forget a copy gathered in an earlier pass."""
+    """Take over what the user froze or thawed, and forget a copy gathered in an earlier pass."""
     NEED = auto()
     """Have the whole parameters now, and show them."""
     KEEP = auto()

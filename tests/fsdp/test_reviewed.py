@@ -166,3 +166,17 @@ def test_precision_reaches_into_dataclasses() -> None:
         return result
 
     assert [(one.value.dtype, one.name) for one in simulate(2, one_rank)] == [(torch.float32, "x")] * 2
+
+
+def test_data_assigned_outside_is_what_the_next_forward_gathers_also_ahead() -> None:
+    """The unit that is gathered ahead of its forward once was gathered before the new data was noticed."""
+
+    def one_rank(rank: int) -> float:
+        model = wrapped()
+        for _ in range(3):
+            model(torch.ones(1, 3)).sum().backward()
+        for parameter in model.parameters():
+            parameter.data = torch.zeros_like(parameter)
+        return float(model(torch.ones(1, 3)).abs().sum())
+
+    assert simulate(2, one_rank) == [0.0, 0.0]
