@@ -101,13 +101,7 @@ class Engine:
         Raises:
             IllegalTransition: nothing moved.
         """
-        instructions = self.root.hear(index, event)
-        try:
-            for unit, action in instructions:
-                self._deeds[action](unit)
-        except BaseException:
-            self.abandon()
-            raise
+        self._carry_out(self.root.hear(index, event))
 
     def forward_begins(self, index: int) -> None:
         """A forward outside any backward begins: keep the path, and clean up after a pass that died unnoticed."""
@@ -147,13 +141,8 @@ class Engine:
         instructions = self.root.close(event, self.reducer.order)
         if event is Event.BACKWARD_FAILS:
             self._carry_out_all(instructions)
-            return
-        try:
-            for unit, action in instructions:
-                self._deeds[action](unit)
-        except BaseException:
-            self.abandon()
-            raise
+        else:
+            self._carry_out(instructions)
 
     def abandon(self) -> None:
         """Give up whatever is going on; afterwards every unit is IDLE and sharded, nothing is in flight."""
@@ -196,6 +185,15 @@ class Engine:
         # what this backward needs first may be gathered while the root's own layers compute
         for ahead in self._backward_schedule.begin():
             self._ask(ahead, Ask.WANT)
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        """Carry out instructions in order; if one fails, give up the step before the error goes on."""
+        try:
+            for unit, action in instructions:
+                self._deeds[action](unit)
+        except BaseException:
+            self.abandon()
+            raise
 
     def _carry_out_all(self, instructions: Iterable[Instruction]) -> None:
         """Carry out every instruction even if some fail; then raise the first failure."""
