@@ -172,6 +172,8 @@ class Engine:
         for effect in self._residencies[index].on(ask):
             if effect is Effect.LAUNCH:
                 self.units[index].gathered_in_pass = self._pass_number
+                if self.root.backward is BackwardState.RESTING:
+                    self.units[index].check_shards()
             self._effects[index][effect]()
 
     def _join_backward(self, index: int) -> None:

@@ -12,7 +12,8 @@ gradient. If that is gone or zeroed when the stash is used next, the kept gradie
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
+from operator import is_
 from typing import NamedTuple, cast
 
 import torch
@@ -125,7 +126,7 @@ class _Bucket:
         for whole in flat.whole_parameters:
             whole.grad = None
         second = self.pending is not None
-        if not self.stash and not any(gradient is None for gradient in gradients):
+        if not self.stash and not any(map(is_, gradients, repeat(None))):
             self.came, self.complete = self.all_used, True
             torch._foreach_copy_(self.views, cast(list[Tensor], gradients))
             return
@@ -314,7 +315,6 @@ class Reducer:
                 self._land()
                 self._send(bucket, self._units[index].name)
 
-    @torch.no_grad()
     def _send(self, bucket: _Bucket, name: str) -> None:
         """Fill a bucket on the compute stream and reduce it on the reduction stream.
 

@@ -13,7 +13,7 @@ reduction stream, which waits for the compute stream before each of them. So not
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -43,6 +43,9 @@ class Streams(Protocol):
         """The compute stream waits for the reduction stream."""
 
 
+_NOTHING: Final = nullcontext()
+
+
 class HostStreams:
     """On CPU the `Work` handles alone give the order."""
 
@@ -50,7 +53,7 @@ class HostStreams:
         return
 
     def gathering(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return _NOTHING
 
     def gathered(self) -> Sequence[Any]:
         return ()
@@ -59,10 +62,10 @@ class HostStreams:
         return
 
     def reducing(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return _NOTHING
 
     def landing(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return _NOTHING
 
     def await_reductions(self) -> None:
         return

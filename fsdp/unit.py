@@ -180,6 +180,7 @@ class Unit:
         self.flats = tuple(
             FlatBuffer(members, _compute_dtype(dtype, config), collectives) for (dtype, _), members in groups.items()
         )
+        self.whole_parameters = tuple(p for flat in self.flats for p in flat.whole_parameters)
         self.trainable_count = sum(map(sum, (flat.trainable for flat in self.flats)))
         self.keys = frozenset(flat.key for flat in self.flats)
         faces: dict[int, _ModuleFace] = {}
@@ -210,10 +211,6 @@ class Unit:
         return tuple(place for flat in self.flats for place in flat.places)
 
     @property
-    def whole_parameters(self) -> tuple[nn.Parameter, ...]:
-        return tuple(p for flat in self.flats for p in flat.whole_parameters)
-
-    @property
     def shard_parameters(self) -> tuple[nn.Parameter, ...]:
         return tuple(p for flat in self.flats for p in flat.shard_parameters)
 
@@ -227,8 +224,12 @@ class Unit:
         if any([flat.sync_requires_grad() for flat in self.flats]):
             self.trainable_count = sum(map(sum, (flat.trainable for flat in self.flats)))
 
-    def _check_shards(self) -> None:
-        """Take over what the user did to the shards from outside, or refuse it."""
+    def check_shards(self) -> None:
+        """Take over what the user did to the shards from outside, or refuse it.
+
+        Raises:
+            ShardingError: a shard was replaced by something that does not fit.
+        """
         for face in self._faces:
             face.check(self.name)
         for flat in self.flats:
@@ -241,9 +242,7 @@ class Unit:
 
         Shapes:   shard (C,) on each of W ranks  ->  whole (W * C,), in rank order, cast on the way
         Traffic:  this rank receives (W - 1) * C elements
-        Raises:   ShardingError if a shard was replaced by something that does not fit
         """
-        self._check_shards()
         with self._streams.gathering():
             for flat in self.flats:
                 flat.memory.allocate(self._ledger)
