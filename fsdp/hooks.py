@@ -1,4 +1,4 @@
-"""Torch hooks -> events. The only file that registers a hook; it decides nothing.
+"""Torch hooks -> events. The only file that registers a hook, but for those on nodes (crossings.py); it decides nothing.
 
 [Note: when a unit is done with its parameters]
 All its gradients having arrived is not enough: a frozen weight beside trainable ones, or a detached
@@ -13,23 +13,20 @@ parameter unused on one of them); the way autograd takes through the calls does 
 of a unit has been left through nodes inside the graph, all its gradients have arrived, because
 autograd runs later nodes first and accumulates at once: then the unit is ready, with zeros for what
 did not come. A unit that is complete by counting alone keeps its gradients for the end of the backward.
-
-[Note: views]
-A pre-backward hook is put on the node of the *base* of a returned view: an in-place edit of the
-view outside gives the view a new node, and a hook on the old one would never fire.
 """
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from fsdp.crossings import Call, Crossing, Way, input_nodes, node_behind
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.nested import cast_floating, tensors_in
@@ -66,72 +63,6 @@ class Hooks:
             listener.backward_begins()
 
 
-class _Call:
-    """One forward of one unit."""
-
-    __slots__ = ("handled", "inputs", "outputs", "refused", "replay")
-
-    def __init__(self, replay: bool, inputs: Sequence[Node]) -> None:
-        self.replay = replay
-        self.inputs = inputs
-        self.outputs: list[Tensor] = []
-        # an exception that was being handled before the call is not one that passes through it
-        self.handled = sys.exc_info()[1]
-        self.refused = False
-
-
-class _Way:
-    """A backward's way through one call of one unit. Lives as long as the graph of the call."""
-
-    __slots__ = ("__weakref__", "backward", "left_in", "pending", "replay", "through_graph", "versions")
-
-    def __init__(self, call: _Call, versions: int) -> None:
-        self.versions = versions
-        """Of the shards in the forward."""
-        self.replay = call.replay
-        self.through_graph = bool(call.inputs) and all(node.next_functions for node in call.inputs)
-        """Every input was made by a node; the gradient of a leaf is accumulated out of turn."""
-        self.left_in = 0
-        """The backward that left last."""
-        self.backward = 0
-        """The backward in which `pending` counts."""
-        self.pending = 0
-        """Nodes behind the inputs that this backward has not come to yet."""
-
-
-class _Crossing:
-    """Autograd is about to enter one node: calls it leaves that way, and calls it reaches.
-
-    One hook a node, because the unit that is left gives its memory back before the next one takes
-    some. It lives as long as the node, and refers only to nodes further on in the backward: a cycle
-    through the graph would keep every activation alive.
-    """
-
-    KEY: ClassVar = "fsdp"
-
-    __slots__ = ("leaves", "reaches", "watched_by")
-
-    def __init__(self) -> None:
-        self.watched_by: set[int] = set()
-        """The units that are reached this way."""
-        self.leaves: list[Callable[[], None]] = []
-        self.reaches: list[Callable[[], None]] = []
-
-    def __call__(self, gradients: Any) -> None:
-        for tell in (*self.leaves, *self.reaches):
-            tell()
-
-    @classmethod
-    def of(cls, node: Node) -> "_Crossing":
-        """The crossing of `node`, put there if it has none."""
-        metadata = cast(dict[str, Any], node.metadata)
-        found: _Crossing | None = metadata.get(cls.KEY)
-        if found is None:
-            found = metadata[cls.KEY] = cls()
-            node.register_prehook(found)
-        return found
-
-
 class Listener:
     """Hears torch's hooks for one unit and tells the engine."""
 
@@ -140,9 +71,9 @@ class Listener:
         self._index = index
         self._unit: Unit = engine.units[index]
         self._innermost = not engine.descendants[index]
-        self._calls: list[_Call] = []
+        self._calls: list[Call] = []
         self._backward = 0
-        self._ways: list[weakref.ref[_Way]] = []
+        self._ways: list[weakref.ref[Way]] = []
         """Of the calls whose graph was alive at the last call."""
         self.arrived: dict[int, int] = {}
         """Of each parameter whose gradient came: the graph task it came in last."""
@@ -205,7 +136,7 @@ class Listener:
     # forward ------------------------------------------------------------------------------
 
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = _Call(in_backward(), _input_nodes(args, kwargs) if torch.is_grad_enabled() and self._innermost else ())
+        call = Call(in_backward(), input_nodes(args, kwargs) if torch.is_grad_enabled() and self._innermost else ())
         self._calls.append(call)
         call.refused = True
         if call.replay:
@@ -242,7 +173,7 @@ class Listener:
         policy = self._unit.config.mp_policy
         return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
 
-    def _find_outputs(self, call: _Call, output: Any) -> None:
+    def _find_outputs(self, call: Call, output: Any) -> None:
         """Note every output a backward can come back through; refuse the unit's own parameters among them."""
         keys = self._unit.keys
         for tensor in (*((output,) if isinstance(output, Tensor) else tensors_in(output)), *self._stowed()):
@@ -261,27 +192,27 @@ class Listener:
     def _stowed(self) -> list[Tensor]:
         """Tensors this forward left behind as attributes: a balancing loss, for example. A backward can come through them too."""
         found = [value for attributes in self._attributes for value in attributes.values() if isinstance(value, Tensor)]
-        return [one for one in found if (node := _node_behind(one)) is None or self._index not in _Crossing.of(node).watched_by]
+        return [one for one in found if (node := node_behind(one)) is None or self._index not in Crossing.of(node).watched_by]
 
     def watch(self) -> None:
         """Put a pre-backward hook on every node behind the outputs of the call that just returned."""
         call = self._calls[-1]
-        nodes = {node: None for tensor in call.outputs if (node := _node_behind(tensor)) is not None}
+        nodes = {node: None for tensor in call.outputs if (node := node_behind(tensor)) is not None}
         call.outputs = []
-        way = _Way(call, self._unit.versions)
+        way = Way(call, self._unit.versions)
         self._ways = [*(one for one in self._ways if one() is not None), weakref.ref(way)]
         for node in nodes:
             # an input that is returned as it is has nothing of the unit behind it
             if node not in call.inputs:
-                crossing = _Crossing.of(node)
+                crossing = Crossing.of(node)
                 crossing.watched_by.add(self._index)
                 crossing.reaches.append(partial(self._backward_reaches, way, call.inputs))
         for node in call.inputs:
-            _Crossing.of(node).leaves.append(partial(self._input_left, way))
+            Crossing.of(node).leaves.append(partial(self._input_left, way))
 
     # backward -----------------------------------------------------------------------------
 
-    def _backward_reaches(self, way: _Way, inputs: Sequence[Node]) -> None:
+    def _backward_reaches(self, way: Way, inputs: Sequence[Node]) -> None:
         self._refuse_what_would_be_wrong(way)
         self._engine.hear(self._index, Event.BACKWARD_REACHES)
         self._reached_in = graph_task()
@@ -292,7 +223,7 @@ class Listener:
             if way.pending:
                 self.open_calls += 1
 
-    def _refuse_what_would_be_wrong(self, way: _Way) -> None:
+    def _refuse_what_would_be_wrong(self, way: Way) -> None:
         if torch.is_grad_enabled():
             raise ShardingError(
                 f"a backward with create_graph=True goes through unit {self._unit.name!r}, whose parameters are given back "
@@ -304,7 +235,7 @@ class Listener:
                 "step the optimizer after the backward of every forward that used them."
             )
 
-    def _input_left(self, way: _Way) -> None:
+    def _input_left(self, way: Way) -> None:
         if way.backward != self._backward or not way.pending:
             return
         way.pending -= 1
@@ -335,10 +266,10 @@ class Listener:
             early = taken and all(self._left(way) and (way.through_graph or way.replay) for way in taken)
             self._tell(Event.GRADIENTS_READY if early else Event.GRADIENTS_KEPT)
 
-    def _left(self, way: _Way) -> bool:
+    def _left(self, way: Way) -> bool:
         return way.left_in == self._backward
 
-    def _living_ways(self) -> list[_Way]:
+    def _living_ways(self) -> list[Way]:
         return [way for reference in self._ways if (way := reference()) is not None]
 
     def _tell(self, complete: Event) -> None:
@@ -359,22 +290,3 @@ def _hear_arrivals(listener: "weakref.ref[Listener]", number: int) -> Callable[[
                 hearer.gradient_arrives(number)
 
     return arrives
-
-
-def _node_behind(tensor: Tensor) -> Node | None:
-    if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
-        return tensor._base.grad_fn
-    return tensor.grad_fn
-
-
-def _input_nodes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Node]:
-    """The distinct nodes behind the inputs that require grad: of a leaf, the one that accumulates its gradient."""
-    if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
-        found: Iterable[Tensor] = args
-    else:
-        found = [*tensors_in(args), *tensors_in(kwargs)]
-    nodes: dict[Node, None] = {}
-    for tensor in found:
-        if tensor.requires_grad:
-            nodes[tensor.grad_fn or get_gradient_edge(tensor).node] = None
-    return tuple(nodes)

@@ -1,0 +1,100 @@
+"""Where autograd enters and leaves the calls of units: nodes, and the one hook each of them carries.
+
+[Note: views]
+A pre-backward hook is put on the node of the *base* of a returned view: an in-place edit of the
+view outside gives the view a new node, and a hook on the old one would never fire.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, cast
+
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from fsdp.nested import tensors_in
+
+
+class Call:
+    """One forward of one unit."""
+
+    __slots__ = ("handled", "inputs", "outputs", "refused", "replay")
+
+    def __init__(self, replay: bool, inputs: Sequence[Node]) -> None:
+        self.replay = replay
+        self.inputs = inputs
+        self.outputs: list[Tensor] = []
+        # an exception that was being handled before the call is not one that passes through it
+        self.handled = sys.exc_info()[1]
+        self.refused = False
+
+
+class Way:
+    """A backward's way through one call of one unit. Lives as long as the graph of the call."""
+
+    __slots__ = ("__weakref__", "backward", "left_in", "pending", "replay", "through_graph", "versions")
+
+    def __init__(self, call: Call, versions: int) -> None:
+        self.versions = versions
+        """Of the shards in the forward."""
+        self.replay = call.replay
+        self.through_graph = bool(call.inputs) and all(node.next_functions for node in call.inputs)
+        """Every input was made by a node; the gradient of a leaf is accumulated out of turn."""
+        self.left_in = 0
+        """The backward that left last."""
+        self.backward = 0
+        """The backward in which `pending` counts."""
+        self.pending = 0
+        """Nodes behind the inputs that this backward has not come to yet."""
+
+
+class Crossing:
+    """Autograd is about to enter one node: calls it leaves that way, and calls it reaches.
+
+    One hook a node, because the unit that is left gives its memory back before the next one takes
+    some. It lives as long as the node, and refers only to nodes further on in the backward: a cycle
+    through the graph would keep every activation alive.
+    """
+
+    KEY: ClassVar = "fsdp"
+
+    __slots__ = ("leaves", "reaches", "watched_by")
+
+    def __init__(self) -> None:
+        self.watched_by: set[int] = set()
+        """The units that are reached this way."""
+        self.leaves: list[Callable[[], None]] = []
+        self.reaches: list[Callable[[], None]] = []
+
+    def __call__(self, gradients: Any) -> None:
+        for tell in (*self.leaves, *self.reaches):
+            tell()
+
+    @classmethod
+    def of(cls, node: Node) -> "Crossing":
+        """The crossing of `node`, put there if it has none."""
+        metadata = cast(dict[str, Any], node.metadata)
+        found: Crossing | None = metadata.get(cls.KEY)
+        if found is None:
+            found = metadata[cls.KEY] = cls()
+            node.register_prehook(found)
+        return found
+
+
+def node_behind(tensor: Tensor) -> Node | None:
+    if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
+        return tensor._base.grad_fn
+    return tensor.grad_fn
+
+
+def input_nodes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Node]:
+    """The distinct nodes behind the inputs that require grad: of a leaf, the one that accumulates its gradient."""
+    if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
+        found: Iterable[Tensor] = args
+    else:
+        found = [*tensors_in(args), *tensors_in(kwargs)]
+    nodes: dict[Node, None] = {}
+    for tensor in found:
+        if tensor.requires_grad:
+            nodes[tensor.grad_fn or get_gradient_edge(tensor).node] = None
+    return tuple(nodes)
