@@ -183,8 +183,7 @@ class Listener:
                 call.refused = True
                 raise ShardingError(
                     f"unit {self._unit.name!r} returns one of its own parameters (or a view of one), whose memory is "
-                    "given back after the "
-                    "forward; return a copy instead (`weight.clone()`), or compute with it inside the unit."
+                    "given back after the forward; return a copy instead (`weight.clone()`), or compute with it inside the unit."
                 )
             if tensor.requires_grad:
                 call.outputs.append(tensor)

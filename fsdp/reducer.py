@@ -314,6 +314,9 @@ class Reducer:
             if any(bucket.flat.trainable):
                 self._land()
                 self._send(bucket, self._units[index].name)
+            else:
+                # frozen since: what was missing in an earlier backward is no concern of this one
+                bucket.came, bucket.complete = bucket.all_used, True
 
     def _send(self, bucket: _Bucket, name: str) -> None:
         """Fill a bucket on the compute stream and reduce it on the reduction stream.

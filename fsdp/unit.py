@@ -125,8 +125,8 @@ class FlatBuffer:
             if parameter.shape != mine.shape or parameter.dtype != mine.dtype or parameter.device != mine.device:
                 raise ShardingError(
                     f"parameter {place.names[0]!r} of unit {unit!r} was replaced from outside by a tensor of shape "
-                    f"{tuple(parameter.shape)}, "
-                    f"{parameter.dtype} on {parameter.device}; its shard is {tuple(mine.shape)}, {mine.dtype} on {mine.device}. "
+                    f"{tuple(parameter.shape)}, {parameter.dtype} on {parameter.device}; "
+                    f"its shard is {tuple(mine.shape)}, {mine.dtype} on {mine.device}. "
                     "Convert or move the module before wrapping it; for another compute precision give mp_policy."
                 )
         for parameter, part in zip(self.shard_parameters, self.parts, strict=True):

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
+from fsdp.sharded import sharded_of
 from fsdp.simulated import simulate
+from state_machine import Event
 from tests.fsdp.models import assert_close, gradients_of, is_at_rest, join
 
 
@@ -238,3 +240,76 @@ def test_a_backward_through_a_loss_kept_as_an_attribute() -> None:
         found = simulate(2, one_rank)
         for name, parameter in plain.named_parameters():
             assert_close({name: join([one[name] for one in found], parameter.shape)}, {name: parameter.grad})
+
+
+class ReturnsAView(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(-1)
+
+
+class EditsWhatItGets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.last = nn.Linear(3, 3), ReturnsAView(3, 3), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(torch.tanh(self.first(x)))
+        y += 1
+        y *= 2
+        result: Tensor = self.last(y)
+        return result
+
+
+def test_a_unit_is_reached_through_a_returned_view_that_was_edited_in_place() -> None:
+    """The edit gives the view a new node; only the one behind its base is sure to be entered before the unit."""
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    plain = EditsWhatItGets()
+    plain(x).sum().backward()
+
+    def one_rank(rank: int) -> tuple[dict[str, Tensor | None], list[Event]]:
+        model = fsdp.fully_shard(EditsWhatItGets(), auto_wrap_policy={nn.Linear})
+        model(x).sum().backward()
+        sharded = sharded_of(model.second)
+        assert sharded is not None
+        return gradients_of(model), list(sharded.engine.root.lifecycles[sharded.index].story)
+
+    found = simulate(2, one_rank)
+    for name, parameter in plain.named_parameters():
+        assert_close({name: join([one[0][name] for one in found], parameter.shape)}, {name: parameter.grad})
+    for _, story in found:
+        assert story.index(Event.BACKWARD_REACHES) < story.index(Event.GRADIENT_ARRIVES)
+
+
+def test_freezing_and_thawing_between_steps_is_what_the_next_forward_trains() -> None:
+    x = torch.ones(2, 4)
+
+    def train(model: nn.Module, layer: nn.Module) -> None:
+        for trainable in (True, False, True):
+            layer.requires_grad_(trainable)
+            model.zero_grad()
+            model(x).sum().backward()
+            assert all((p.grad is not None) <= trainable for p in layer.parameters())
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+    plain = make()
+    train(plain, plain[1])
+
+    def one_rank(rank: int) -> tuple[dict[str, Tensor | None], list[bool]]:
+        module = make()
+        model = fsdp.FullyShardedDataParallel(module, auto_wrap_policy={nn.Linear})
+        train(model, module[1])
+        gradients = gradients_of(model)
+        module[1].requires_grad_(False)
+        model(x)
+        sharded = sharded_of(module[1])
+        assert sharded is not None
+        return gradients, [whole.requires_grad for whole in sharded.unit.whole_parameters]
+
+    found = simulate(2, one_rank)
+    for name, parameter in plain.named_parameters():
+        assert_close({name: join([one[0][name] for one in found], parameter.shape)}, {name: parameter.grad})
+    assert [frozen for _, frozen in found] == [[False, False]] * 2
