@@ -4,11 +4,6 @@ Rule 1: collectives are launched in the agreed order only; what is ready early w
 Rule 2: nothing reaches `.grad` before `commit`, and `commit` comes after everything that can fail.
 Rule 3: every unit with something to train is reduced exactly once in a backward that synchronises,
         with zeros for gradients that did not come: a peer may have them.
-
-[Note: gradients kept under no_sync]
-They are whole, and live in the stash. `zero_grad()` reaches shard parameters only, so at stash time
-each shard shows something to zero: its `.grad` as it was, or else this rank's part of the kept
-gradient. If that is gone or zeroed when the stash is used next, the kept gradient dies with it.
 """
 
 from collections.abc import Sequence
@@ -17,45 +12,13 @@ from operator import is_
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp.collectives import Collectives, Work
-from fsdp.errors import ShardingError
+from fsdp.stash import Kept
 from fsdp.storage import Ledger, Memory, size_of
 from fsdp.streams import Streams
 from fsdp.unit import FlatBuffer, Unit
-
-
-class _Kept:
-    """A whole gradient kept under `no_sync`, and what the shard showed when it was kept."""
-
-    __slots__ = ("shown", "shown_is_ours", "version", "whole")
-
-    def __init__(self, whole: Tensor, shard: nn.Parameter, own: Tensor) -> None:
-        self.whole = whole
-        self.shown_is_ours = shard.grad is None
-        if shard.grad is None:
-            shard.grad = own
-        assert shard.grad is not None
-        self.shown = shard.grad
-        self.version = self.shown._version
-
-    def alive(self, shard: nn.Parameter, name: str) -> bool:
-        """Whether the user has not zeroed the gradients since.
-
-        Raises:
-            ShardingError: they were edited in another way, which cannot reach the kept gradient.
-        """
-        if shard.grad is not self.shown:
-            return False
-        if self.shown._version == self.version:
-            return True
-        if self.shown.numel() and bool(self.shown.any()):
-            raise ShardingError(
-                f"the gradient of {name!r} was edited while gradients are kept under no_sync; scale or clip after "
-                "the backward that synchronises."
-            )
-        return False
 
 
 class _Bucket:
@@ -87,7 +50,7 @@ class _Bucket:
         self.scratch = collectives.scratch_bytes(self.buffer)
         self.memory = Memory(self.buffer, "bucket")
         self.pending: Tensor | None = None
-        self.stash: dict[int, _Kept] = {}
+        self.stash: dict[int, Kept] = {}
         self.all_used = [True] * len(self.views)
         self.complete = True
         """Every trainable parameter had a gradient on this rank in this backward."""
@@ -109,10 +72,10 @@ class _Bucket:
             return
         shard, part = self.flat.shard_parameters[i], self.flat.parts[i]
         own = gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
-        self.stash[i] = _Kept(gradient, shard, own.to(shard.dtype, copy=True))
+        self.stash[i] = Kept(gradient, shard, own.to(shard.dtype, copy=True))
         self._ledger.add("kept", size_of(gradient))
 
-    def forget(self, i: int) -> _Kept | None:
+    def forget(self, i: int) -> Kept | None:
         """Let go of what is kept of one parameter, if anything is."""
         kept = self.stash.pop(i, None)
         if kept is not None:

@@ -29,6 +29,7 @@ ORDER = (
     "engine",
     "schedule",
     "reducer",
+    "stash",
     "unit",
     "streams",
     "storage",
