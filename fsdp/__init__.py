@@ -4,6 +4,8 @@ from fsdp.checkpoint import full_state_dict, load_full_state_dict, summon_full_p
 from fsdp.clipping import ShardedGradScaler, clip_grad_norm_
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import IllegalTransition, ShardingError, WorldError
+from fsdp.methods import register_forward_method
+from fsdp.outside import full_tensor, to_local
 from fsdp.simulated import simulate
 from fsdp.wrapper import FullyShardedDataParallel, fully_shard, memory_bytes, no_sync, set_requires_gradient_sync
 
@@ -16,11 +18,14 @@ __all__ = [
     "WorldError",
     "clip_grad_norm_",
     "full_state_dict",
+    "full_tensor",
     "fully_shard",
     "load_full_state_dict",
     "memory_bytes",
     "no_sync",
+    "register_forward_method",
     "set_requires_gradient_sync",
     "simulate",
     "summon_full_params",
+    "to_local",
 ]

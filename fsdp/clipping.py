@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 from fsdp.collectives import Collectives
 from fsdp.errors import ShardingError
+from fsdp.face import owner_of
 from fsdp.sharded import engines_in
-from fsdp.unit import owner_of
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale the gradients of `model` so that their global norm is at most `max_norm`; return the norm before.
 
     The norm is that of all gradients of all ranks taken together: (sum |g|^p)^(1/p), or the largest
-    |g| for p = inf. Missing gradients count as zero. Communicates once.
+    |g| for p = inf. Missing gradients count as zero; those of `ignored_modules` are left out. Communicates once.
 
     Raises:
         ShardingError: `norm_type` is not a positive number, a parameter is not sharded, a forward, backward or summon is going
@@ -27,7 +27,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         raise ShardingError(f"norm_type must be a positive number or inf, not {norm_type!r}.")
     engines = engines_in(model, "clip_grad_norm_")
     channels = engines[0].channels
-    unsharded = [name for name, p in model.named_parameters() if owner_of(p) is None]
+    inside = {id(p) for engine in engines for p in engine.units[0].module.parameters()}
+    unsharded = [name for name, p in model.named_parameters() if id(p) not in inside]
     if unsharded or any(engine.channels != channels for engine in engines):
         raise ShardingError(
             f"clip_grad_norm_: {f'{unsharded[0]!r} is not sharded' if unsharded else 'the roots have different process groups'}, "
@@ -38,7 +39,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
             raise ShardingError("clip_grad_norm_: call it outside any forward, backward and summon_full_params.")
         if engine.reducer.keeps_gradients:
             raise ShardingError("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.")
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and owner_of(p) is not None]
     filled = [gradient for gradient in gradients if gradient.numel()]
     device = engines[0].units[0].device
     norms = torch._foreach_norm(filled, power) if filled else ()

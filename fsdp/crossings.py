@@ -6,7 +6,8 @@ view outside gives the view a new node, and a hook on the old one would never fi
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
 from torch import Tensor
@@ -18,25 +19,31 @@ from fsdp.nested import tensors_in
 class Call:
     """One forward of one unit."""
 
-    __slots__ = ("handled", "inputs", "outputs", "refused", "replay")
+    __slots__ = ("handled", "input_tensors", "inputs", "nested", "outputs", "refused", "replay", "versions")
 
-    def __init__(self, replay: bool, inputs: Sequence[Node]) -> None:
+    def __init__(self, replay: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
         self.replay = replay
-        self.inputs = inputs
+        self.versions = versions
+        """Of the shards it computes with."""
+        self.input_tensors = [weakref.ref(tensor) for tensor in inputs]
+        self.inputs = nodes_of(inputs) if innermost else ()
+        """The distinct nodes behind the inputs: of a leaf, the one that accumulates its gradient."""
         self.outputs: list[Tensor] = []
         # an exception that was being handled before the call is not one that passes through it
         self.handled = sys.exc_info()[1]
         self.refused = False
+        self.nested = False
+        """Called from inside its own forward: by a recursion, or by a method that is registered as a forward."""
 
 
 class Way:
     """A backward's way through one call of one unit. Lives as long as the graph of the call."""
 
-    __slots__ = ("__weakref__", "backward", "left_in", "pending", "replay", "through_graph", "versions")
+    __slots__ = ("__weakref__", "_inputs", "backward", "left_in", "pending", "replay", "through_graph", "versions")
 
-    def __init__(self, call: Call, versions: int) -> None:
-        self.versions = versions
-        """Of the shards in the forward."""
+    def __init__(self, call: Call) -> None:
+        self.versions = call.versions
+        self._inputs = call.input_tensors
         self.replay = call.replay
         self.through_graph = bool(call.inputs) and all(node.next_functions for node in call.inputs)
         """Every input was made by a node; the gradient of a leaf is accumulated out of turn."""
@@ -46,6 +53,10 @@ class Way:
         """The backward in which `pending` counts."""
         self.pending = 0
         """Nodes behind the inputs that this backward has not come to yet."""
+
+    def living_inputs(self) -> list[Tensor]:
+        """The input tensors that somebody still has."""
+        return [tensor for reference in self._inputs if (tensor := reference()) is not None]
 
 
 class Crossing:
@@ -63,12 +74,12 @@ class Crossing:
     def __init__(self) -> None:
         self.watched_by: set[int] = set()
         """The units that are reached this way."""
-        self.leaves: list[Callable[[], None]] = []
-        self.reaches: list[Callable[[], None]] = []
+        self.leaves: list[Callable[[Sequence[Tensor | None]], None]] = []
+        self.reaches: list[Callable[[Sequence[Tensor | None]], None]] = []
 
-    def __call__(self, gradients: Any) -> None:
+    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
         for tell in (*self.leaves, *self.reaches):
-            tell()
+            tell(gradients)
 
     @classmethod
     def of(cls, node: Node) -> "Crossing":
@@ -87,14 +98,13 @@ def node_behind(tensor: Tensor) -> Node | None:
     return tensor.grad_fn
 
 
-def input_nodes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Node]:
-    """The distinct nodes behind the inputs that require grad: of a leaf, the one that accumulates its gradient."""
+def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+    """The inputs that require grad."""
     if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
-        found: Iterable[Tensor] = args
-    else:
-        found = [*tensors_in(args), *tensors_in(kwargs)]
-    nodes: dict[Node, None] = {}
-    for tensor in found:
-        if tensor.requires_grad:
-            nodes[tensor.grad_fn or get_gradient_edge(tensor).node] = None
-    return tuple(nodes)
+        return args if args[0].requires_grad else ()
+    return [tensor for tensor in (*tensors_in(args), *tensors_in(kwargs)) if tensor.requires_grad]
+
+
+def nodes_of(tensors: Sequence[Tensor]) -> Sequence[Node]:
+    """The distinct nodes behind tensors that require grad."""
+    return tuple(dict.fromkeys(tensor.grad_fn or get_gradient_edge(tensor).node for tensor in tensors))

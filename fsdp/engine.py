@@ -10,16 +10,15 @@ around reentrant checkpoints. When the backward dies instead, torch drops the ca
 while the exception is on its way to the user; `_RootCallback.__del__` hears that.
 """
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterable, Sequence
 
-from torch import nn
 from torch.autograd import Variable
 
 from fsdp.collectives import Channels
+from fsdp.nested import modules_within
 from fsdp.reducer import Reducer
 from fsdp.schedule import Schedule
+from fsdp.stack import in_autograd_grad, is_running
 from fsdp.storage import Ledger
 from fsdp.streams import Streams
 from fsdp.unit import Unit
@@ -40,7 +39,7 @@ class Engine:
         """Whether a backward that begins now reduces its gradients (`no_sync`)."""
         self.descendants = tuple(descendants)
         inner = {id(unit.module) for unit in units}
-        self.own_modules = tuple(tuple(_within(unit.module, inner - {id(unit.module)})) for unit in units)
+        self.own_modules = tuple(tuple(modules_within(unit.module, inner)) for unit in units)
         """The modules of each unit, without those of its inner units."""
         self._streams = streams
         strategies = [unit.config.strategy for unit in units]
@@ -59,7 +58,7 @@ class Engine:
         """The units whose forward is running, outermost first."""
         self._pass_number = 0
         self.backward_synchronises = True
-        """Whether the backward that runs does."""
+        """Whether the backward that runs reduces its gradients."""
         self.backward_number = 0
         self.watch_outputs: Callable[[int], None] = _nobody
         """Set by the hooks: puts pre-backward hooks on what the unit's forward has just returned."""
@@ -71,6 +70,7 @@ class Engine:
             Action.KEEP: lambda index: self._ask(index, Ask.KEEP),
             Action.FREE: lambda index: self._ask(index, Ask.FREE),
             Action.WATCH_OUTPUTS: lambda index: self.watch_outputs(index),
+            Action.GUARD: lambda index: self.units[index].guard(),
             Action.JOIN_BACKWARD: self._join_backward,
             Action.REDUCE: self.reducer.reduce,
             Action.FLUSH: self.reducer.flush,
@@ -105,7 +105,7 @@ class Engine:
 
     def forward_begins(self, index: int) -> None:
         """A forward outside any backward begins: keep the path, and clean up after a pass that died unnoticed."""
-        if self._path and index not in self.descendants[self._path[-1]] and not _is_running(self.units[self._path[-1]].module):
+        if self._path and index not in self.descendants[self._path[-1]] and not is_running(self.units[self._path[-1]].module):
             self.abandon()
         if not self._path:
             if self.root.backward is BackwardState.RUNNING:
@@ -119,7 +119,12 @@ class Engine:
 
     def notice_a_dead_pass(self) -> None:
         """Clean up after a forward that Ctrl-C ended: no hook hears that."""
-        if self._path and not _is_running(self.units[self._path[0]].module):
+        if self._path and not is_running(self.units[self._path[0]].module):
+            self.abandon()
+
+    def abandon_forward_of(self, index: int) -> None:
+        """A forward of this unit has died unheard: clean up after it, unless that was done."""
+        if index in self._path:
             self.abandon()
 
     def forward_ends(self, index: int, event: Event) -> None:
@@ -143,6 +148,7 @@ class Engine:
             self._carry_out_all(instructions)
         else:
             self._carry_out(instructions)
+            self.reducer.run_hooks()
 
     def abandon(self) -> None:
         """Give up whatever is going on; afterwards every unit is IDLE and sharded, nothing is in flight."""
@@ -177,10 +183,13 @@ class Engine:
             self._effects[index][effect]()
 
     def _join_backward(self, index: int) -> None:
-        self.backward_synchronises = self.synchronises
+        # autograd.grad brings no gradient to a parameter, so there is nothing to reduce, on any rank
+        self.backward_synchronises = self.synchronises and not in_autograd_grad()
         self.backward_number += 1
         self._schedule = self._backward_schedule
         self.reducer.begin()
+        if not self.synchronises:
+            self.reducer.owe()
         self.forget_arrivals()
         Variable._execution_engine.queue_callback(_RootCallback(self, self.backward_number))
         self._streams.pass_begins()
@@ -229,24 +238,6 @@ class _RootCallback:
         # it may have been closed from elsewhere: by an abandoned step, or by the next forward
         if self._engine.backward_number == self._number and self._engine.root.backward is BackwardState.RUNNING:
             self._engine.close_backward(event)
-
-
-def _within(module: nn.Module, others: set[int]) -> Iterator[nn.Module]:
-    """`module` and the modules below it, but for `others` and what is below them."""
-    yield module
-    for child in module.children():
-        if id(child) not in others:
-            yield from _within(child, others)
-
-
-def _is_running(module: nn.Module) -> bool:
-    """Whether a forward of `module` is on the Python stack; Ctrl-C leaves one without any hook being called."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _nobody(*_: int) -> None:

@@ -1,23 +1,9 @@
-"""Torch hooks -> events. The only file that registers a hook, but for those on nodes (crossings.py); it decides nothing.
-
-[Note: when a unit is done with its parameters]
-All its gradients having arrived is not enough: a frozen weight beside trainable ones, or a detached
-use, is read by backward nodes no gradient of ours depends on. So a unit also waits until autograd
-leaves it, which is when it is about to enter the nodes that made the inputs of each call. A unit
-with inner units can be left through any of them, so it waits for the end of the backward.
-
-[Note: what other ranks know]
-A reduction may be launched early only at a moment every rank comes to, or a rank that waits for it
-starves a peer that waits for a gather first. Which gradients arrive differs between ranks (a
-parameter unused on one of them); the way autograd takes through the calls does not. When every call
-of a unit has been left through nodes inside the graph, all its gradients have arrived, because
-autograd runs later nodes first and accumulates at once: then the unit is ready, with zeros for what
-did not come. A unit that is complete by counting alone keeps its gradients for the end of the backward.
-"""
+"""Torch hooks -> events. The only file that registers a hook, but for those on nodes (crossings.py); it decides nothing."""
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -26,10 +12,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from fsdp.crossings import Call, Crossing, Way, input_nodes, node_behind
+from fsdp.crossings import Call, Crossing, Way, inputs_of, node_behind
+from fsdp.eager import uncompiled
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.nested import cast_floating, tensors_in
+from fsdp.outside import RefusedUse
+from fsdp.readiness import Readiness, graph_task
+from fsdp.stack import times_running
 from fsdp.storage import storage_key
 from fsdp.unit import Unit
 from state_machine import Event, State
@@ -40,16 +30,15 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
-def graph_task() -> int:
-    """The backward the calling thread is inside, as autograd counts: a reentrant checkpoint runs one of its own; or -1."""
-    return torch._C._current_graph_task_id()
-
-
 class Hooks:
     """Every hook of the units of one engine."""
 
     def __init__(self, engine: Engine) -> None:
-        self._listeners = [Listener(engine, index) for index in range(len(engine.units))]
+        self._listeners: list[Listener] = []
+        for index in range(len(engine.units)):
+            # outer units come first
+            around = [outer for outer, listener in enumerate(self._listeners) if index in engine.descendants[outer]]
+            self._listeners.append(Listener(engine, index, [self._listeners[outer] for outer in around]))
         engine.watch_outputs = lambda index: self._listeners[index].watch()
         engine.forget_arrivals = self._forget_arrivals
 
@@ -57,6 +46,10 @@ class Hooks:
         """Take every hook away again."""
         for listener in self._listeners:
             listener.remove()
+
+    def run_as_forward(self, index: int, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of a unit as if it were its forward."""
+        return self._listeners[index].run_as_forward(method, args, kwargs)
 
     def _forget_arrivals(self) -> None:
         for listener in self._listeners:
@@ -66,20 +59,16 @@ class Hooks:
 class Listener:
     """Hears torch's hooks for one unit and tells the engine."""
 
-    def __init__(self, engine: Engine, index: int) -> None:
+    def __init__(self, engine: Engine, index: int, around: "Sequence[Listener]") -> None:
         self._engine = engine
         self._index = index
         self._unit: Unit = engine.units[index]
         self._innermost = not engine.descendants[index]
         self._calls: list[Call] = []
-        self._backward = 0
-        self._ways: list[weakref.ref[Way]] = []
-        """Of the calls whose graph was alive at the last call."""
-        self.arrived: dict[int, int] = {}
-        """Of each parameter whose gradient came: the graph task it came in last."""
-        self.open_calls = 0
-        self._reached_in = -1
-        """The graph task that reached the unit last."""
+        self.readiness = Readiness(self._innermost)
+        self._unit.announce = self._outside_gradient_comes
+        self._around = around
+        self._handles_of_inputs: list[RemovableHandle] = []
         module = self._unit.module
         self._attributes = [vars(one) for one in self._engine.own_modules[index]]
         self._handles: list[RemovableHandle] = [
@@ -89,20 +78,20 @@ class Listener:
             module.register_load_state_dict_pre_hook(self._refuse_to_load_into_shards),  # type: ignore[no-untyped-call]
         ]
         for number, whole in enumerate(self._unit.whole_parameters):
-            # registered for frozen ones as well: they may be thawed later
-            frozen = not whole.requires_grad
-            if whole.is_floating_point() or whole.is_complex():
-                whole.requires_grad_(True)
-                hook = _hear_arrivals(weakref.ref(self), number)
-                self._handles.append(whole.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-                whole.requires_grad_(not frozen)
+            if _can_train(whole):
+                hear = _hear_arrivals(weakref.ref(self), number)
+                with _thawed(whole):
+                    self._handles.append(whole.register_post_accumulate_grad_hook(hear))  # type: ignore[no-untyped-call]
+        for place in self._unit.places:
+            if _can_train(place.parameter):
+                refuse = RefusedUse(place.names[0], self._unit.name)
+                with _thawed(place.parameter):
+                    self._handles.append(place.parameter.register_hook(refuse))  # type: ignore[no-untyped-call]
 
     # a copy or a pickle of the module comes here first, by way of the hooks it carries
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise ShardingError(
-            f"unit {self._unit.name!r} cannot be copied: copy the module before wrapping it, then wrap the copy."
-        )
+        raise ShardingError(f"unit {self._unit.name!r} cannot be copied: copy the module before wrapping it, then wrap the copy.")
 
     def __reduce__(self) -> NoReturn:
         raise ShardingError(
@@ -117,9 +106,10 @@ class Listener:
 
     def backward_begins(self) -> None:
         """Nothing has arrived and nothing is open."""
-        self._backward += 1
-        self.arrived.clear()
-        self.open_calls = 0
+        self.readiness.begin()
+        for handle in self._handles_of_inputs:
+            handle.remove()
+        self._handles_of_inputs.clear()
 
     # state dicts --------------------------------------------------------------------------
 
@@ -135,35 +125,64 @@ class Listener:
 
     # forward ------------------------------------------------------------------------------
 
+    def run_as_forward(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the unit between what its forward hooks hear."""
+        module = self._unit.module
+        args, kwargs = self._forward_begins(module, args, kwargs) or (args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except Exception:
+            self._forward_ends(module, args, None)
+            raise
+        except BaseException:
+            self._engine.abandon()
+            raise
+        changed = self._forward_ends(module, args, output)
+        return output if changed is None else changed
+
+    @uncompiled
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = Call(in_backward(), input_nodes(args, kwargs) if torch.is_grad_enabled() and self._innermost else ())
+        inputs = inputs_of(args, kwargs) if torch.is_grad_enabled() else ()
+        call = Call(in_backward(), inputs, self._innermost, self._unit.versions)
+        call.nested = bool(self._calls) and not call.replay and self._is_nested()
         self._calls.append(call)
         call.refused = True
-        if call.replay:
+        if call.nested:
+            pass  # a part of the call it is in
+        elif call.replay:
             self._engine.hear(self._index, Event.REPLAY_BEGINS)
         else:
             self._engine.forward_begins(self._index)
         call.refused = False
+        self._unit.versions_in_forward = call.versions
         policy = self._unit.config.mp_policy
         if policy.param_dtype is None or not policy.cast_forward_inputs or not self._engine.whole(self._index):
             return None
         return cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
 
+    @uncompiled
     def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._calls:
             return None  # a pre-hook that came before ours has failed
         call = self._calls[-1]
-        if call.refused:
+        if call.refused or call.nested:
             self._calls.pop()
             return None
         try:
             passing = sys.exc_info()[1]
             if passing is not None and passing is not call.handled:
                 # a replay may be stopped early by an exception of torch's own
+                self._unit.forget_edits()
                 if not call.replay:
                     self._engine.forward_ends(self._index, Event.FORWARD_FAILS)
                 return None
-            self._find_outputs(call, output)
+            try:
+                call.versions += self._unit.take_edits()
+                self._find_outputs(call, output)
+            except ShardingError:
+                if not call.replay:
+                    self._engine.forward_ends(self._index, Event.FORWARD_FAILS)
+                raise
             if call.replay:
                 self._engine.hear(self._index, Event.REPLAY_ENDS)
             else:
@@ -173,14 +192,19 @@ class Listener:
         policy = self._unit.config.mp_policy
         return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
 
+    def _is_nested(self) -> bool:
+        """Whether the unit is called from inside its own forward; if it only seems so, Ctrl-C has ended that one unheard."""
+        if times_running(self._unit.module, Listener.run_as_forward.__code__, self) > 1:
+            return True
+        self._calls.clear()
+        self._engine.abandon_forward_of(self._index)
+        return False
+
     def _find_outputs(self, call: Call, output: Any) -> None:
         """Note every output a backward can come back through; refuse the unit's own parameters among them."""
         keys = self._unit.keys
         for tensor in (*((output,) if isinstance(output, Tensor) else tensors_in(output)), *self._stowed()):
             if storage_key(tensor) in keys:
-                if not call.replay:
-                    self._engine.forward_ends(self._index, Event.FORWARD_FAILS)
-                call.refused = True
                 raise ShardingError(
                     f"unit {self._unit.name!r} returns one of its own parameters (or a view of one), whose memory is "
                     "given back after the forward; return a copy instead (`weight.clone()`), or compute with it inside the unit."
@@ -198,8 +222,8 @@ class Listener:
         call = self._calls[-1]
         nodes = {node: None for tensor in call.outputs if (node := node_behind(tensor)) is not None}
         call.outputs = []
-        way = Way(call, self._unit.versions)
-        self._ways = [*(one for one in self._ways if one() is not None), weakref.ref(way)]
+        way = Way(call)
+        self.readiness.watch(way)
         for node in nodes:
             # an input that is returned as it is has nothing of the unit behind it
             if node not in call.inputs:
@@ -211,69 +235,76 @@ class Listener:
 
     # backward -----------------------------------------------------------------------------
 
-    def _backward_reaches(self, way: Way, inputs: Sequence[Node]) -> None:
-        self._refuse_what_would_be_wrong(way)
+    def _backward_reaches(self, way: Way, inputs: Sequence[Node], gradients: Sequence[Tensor | None]) -> None:
+        self._refuse_changed_parameters(way.versions)
         self._engine.hear(self._index, Event.BACKWARD_REACHES)
-        self._reached_in = graph_task()
-        if inputs and way.backward != self._backward:
-            way.backward = self._backward
-            # autograd.grad does not say whether it comes to a leaf: wait for it, at worst until the backward ends
-            way.pending = sum(not node.next_functions or torch._C._will_engine_execute_node(node) for node in inputs)
-            if way.pending:
-                self.open_calls += 1
-
-    def _refuse_what_would_be_wrong(self, way: Way) -> None:
+        self.readiness.reach(way, inputs)
         if torch.is_grad_enabled():
-            raise ShardingError(
-                f"a backward with create_graph=True goes through unit {self._unit.name!r}, whose parameters are given back "
-                "before a second backward could read them; compute such gradients on the module before wrapping it."
-            )
-        if way.versions != self._unit.versions:
+            # what comes in was made by the units around this one
+            for listener in self._around:
+                listener.watch_gradients(gradients)
+            # an input that autograd.grad was asked for is captured, and its node never entered
+            for tensor in way.living_inputs():
+                hook = self._input_captured
+                self._handles_of_inputs.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _input_left(self, way: Way, gradients: Sequence[Tensor | None]) -> None:
+        if torch.is_grad_enabled():
+            self.watch_gradients(gradients)
+        event = self.readiness.leave(way, self._unit.trainable_count)
+        if event is not None:
+            self._tell(event)
+
+    def _input_captured(self, gradient: Tensor) -> None:
+        self.watch_gradients((gradient,))
+
+    def watch_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """In a backward with create_graph=True: what comes out of the unit is made by nodes a second backward may enter."""
+        for gradient in gradients:
+            node = None if gradient is None else node_behind(gradient)
+            if node is not None:
+                Crossing.of(node).reaches.append(partial(self._backward_reaches_again, self._unit.versions))
+
+    def _backward_reaches_again(self, versions: int, gradients: Sequence[Tensor | None]) -> None:
+        self._refuse_changed_parameters(versions)
+        self._engine.hear(self._index, Event.BACKWARD_REACHES)
+        self.readiness.reach_again()
+        if torch.is_grad_enabled():
+            self.watch_gradients(gradients)
+
+    def _refuse_changed_parameters(self, versions: int) -> None:
+        if versions != self._unit.versions:
             raise ShardingError(
                 f"parameters of unit {self._unit.name!r} were changed in place between its forward and its backward; "
                 "step the optimizer after the backward of every forward that used them."
             )
 
-    def _input_left(self, way: Way) -> None:
-        if way.backward != self._backward or not way.pending:
-            return
-        way.pending -= 1
-        if not way.pending:
-            self.open_calls -= 1
-            way.left_in = self._backward
-            if not self._unit.trainable_count:
-                self._engine.hear(self._index, Event.BACKWARD_LEFT)
-            elif not self.open_calls and all(self._left(one) and one.through_graph for one in self._living_ways()):
-                self._tell(Event.GRADIENTS_READY)
-            else:
-                self._tell_if_complete()
+    def _outside_gradient_comes(self, number: int) -> None:
+        self._engine.hear(self._index, Event.GRADIENT_FROM_OUTSIDE)
+        self.readiness.expect_from_outside(number)
 
     def gradient_arrives(self, number: int) -> None:
         """A gradient of one parameter has been accumulated."""
-        arrived = self.arrived
-        if not arrived:
+        if torch.is_grad_enabled():
+            raise ShardingError(
+                f"a backward with create_graph=True brings gradients to the parameters of unit {self._unit.name!r}, which are "
+                "reduced over the ranks and have no graph; ask for those of inputs only: "
+                "torch.autograd.grad(loss, inputs, create_graph=True)."
+            )
+        if self.readiness.came_from_outside(number):
+            return
+        if not self.readiness.arrived:
             self._engine.hear(self._index, Event.GRADIENT_ARRIVES)
-        arrived[number] = graph_task()
-        # one that came from a checkpoint inside the unit may not be the last: then only leaving, or the end, tells
-        if len(arrived) == self._unit.trainable_count and all(task == self._reached_in for task in arrived.values()):
-            self._tell_if_complete()
+        event = self.readiness.arrive(number, self._unit.trainable_count)
+        if event is not None:
+            self._tell(event)
 
-    def _tell_if_complete(self) -> None:
-        if len(self.arrived) == self._unit.trainable_count and not self.open_calls and self._innermost:
-            # the inputs of a replay are leaves for autograd, and not for the user
-            taken = [way for way in self._living_ways() if way.backward == self._backward]
-            early = taken and all(self._left(way) and (way.through_graph or way.replay) for way in taken)
-            self._tell(Event.GRADIENTS_READY if early else Event.GRADIENTS_KEPT)
-
-    def _left(self, way: Way) -> bool:
-        return way.left_in == self._backward
-
-    def _living_ways(self) -> list[Way]:
-        return [way for reference in self._ways if (way := reference()) is not None]
-
-    def _tell(self, complete: Event) -> None:
-        self.arrived.clear()
-        self._engine.hear(self._index, complete if self._engine.backward_synchronises else Event.GRADIENTS_KEPT)
+    def _tell(self, event: Event) -> None:
+        if event is not Event.BACKWARD_LEFT:
+            self.readiness.arrived.clear()
+            if not self._engine.backward_synchronises:
+                event = Event.GRADIENTS_KEPT
+        self._engine.hear(self._index, event)
 
 
 def _hear_arrivals(listener: "weakref.ref[Listener]", number: int) -> Callable[[Tensor], None]:
@@ -283,9 +314,24 @@ def _hear_arrivals(listener: "weakref.ref[Listener]", number: int) -> Callable[[
         # weakly: the collector of garbage does not see hooks of this kind, and the listener leads back to the tensor
         hearer = listener()
         if hearer is not None:
-            if hearer.arrived and hearer.open_calls:
-                hearer.arrived[number] = graph_task()  # neither the first nor possibly the last: nobody else needs to know
+            readiness = hearer.readiness
+            if readiness.arrived and readiness.open_calls:
+                # neither the first nor possibly the last: nobody else needs to know
+                readiness.arrived[number] = graph_task()
             else:
                 hearer.gradient_arrives(number)
 
     return arrives
+
+
+def _can_train(parameter: Tensor) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+@contextmanager
+def _thawed(parameter: Tensor) -> Iterator[None]:
+    """Hooks are put on frozen parameters as well, which may be thawed later."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    yield
+    parameter.requires_grad_(not frozen)

@@ -1,6 +1,6 @@
-"""Tensors inside whatever a forward takes and returns."""
+"""Tensors inside whatever a forward takes and returns, and modules inside modules."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -29,6 +29,14 @@ def tensors_in(thing: Any, depth: int = DEPTH) -> Iterator[Tensor]:
             yield from tensors_in(value, depth - 1)
     elif not callable(thing):
         yield from _in_attributes(thing, depth)
+
+
+def modules_within(module: nn.Module, others: Collection[int]) -> Iterator[nn.Module]:
+    """`module` and the modules below it, but for those whose ids are in `others` and what is below them."""
+    yield module
+    for child in module.children():
+        if id(child) not in others:
+            yield from modules_within(child, others)
 
 
 def _in_attributes(thing: Any, depth: int) -> Iterator[Tensor]:

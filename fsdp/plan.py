@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fsdp.errors import ShardingError
-from fsdp.unit import Place, Unit, owner_of
+from fsdp.face import owner_of
+from fsdp.flat import Place
+from fsdp.nested import modules_within
+from fsdp.unit import Unit
 
 # Wrappers whose name is no part of a plain parameter name.
 TRANSPARENT = frozenset({"_checkpoint_wrapped_module"})
@@ -29,10 +32,16 @@ class Planned(NamedTuple):
     """What a new unit will own."""
     ancestors: frozenset[int]
     """Indices of the units around it."""
+    own_modules: list[nn.Module]
+    """The modules in it, without those of its inner units and those that are ignored."""
 
 
 def make_plan(
-    root: nn.Module, policy: Any, unit_of: Callable[[nn.Module], Unit | None], is_wrapper: Callable[[nn.Module], bool]
+    root: nn.Module,
+    policy: Any,
+    unit_of: Callable[[nn.Module], Unit | None],
+    is_wrapper: Callable[[nn.Module], bool],
+    ignored: Any = None,
 ) -> list[Planned]:
     """The units of `root`, outermost first, in the order of the modules.
 
@@ -45,7 +54,7 @@ def make_plan(
             "module that contains it."
         )
     chosen = _chooser(policy)
-    walk = _Walk(root, chosen, unit_of, is_wrapper)
+    walk = _Walk(root, chosen, unit_of, is_wrapper, _modules_to_ignore(root, ignored, unit_of))
     walk.visit(root, "", ())
     return walk.planned()
 
@@ -59,8 +68,11 @@ class _Walk:
         chosen: Callable[[str, nn.Module], bool],
         unit_of: Callable[[nn.Module], Unit | None],
         is_wrapper: Callable[[nn.Module], bool],
+        ignored: Collection[int],
     ) -> None:
         self._root = root
+        self._ignored = ignored
+        self._ignored_parameters: dict[int, str] = {}
         self._chosen = chosen
         self._unit_of = unit_of
         self._is_wrapper = is_wrapper
@@ -73,6 +85,9 @@ class _Walk:
 
     def visit(self, module: nn.Module, path: str, chain: tuple[int, ...]) -> None:
         """One module at one path, inside the units of `chain`. A shared module is visited once a path."""
+        if id(module) in self._ignored:
+            self._ignored_parameters.update({id(p): _join(path, name) for name, p in module.named_parameters()})
+            return
         if self._is_unit(module, path):
             index = self._index.get(id(module))
             if index is None:
@@ -82,10 +97,6 @@ class _Walk:
                 self._ancestors.append(set())
             self._ancestors[index].update(chain)
             chain = (*chain, index)
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ShardingError(
-                f"{path or type(module).__name__!r} gives sparse gradients, which cannot be reduced yet; set sparse=False."
-            )
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 self._note(module, name, parameter, _join(path, name), chain)
@@ -95,7 +106,18 @@ class _Walk:
                 self.visit(child, path if transparent else _join(path, name), chain)
 
     def planned(self) -> list[Planned]:
-        """What was found, outermost first."""
+        """What was found, outermost first.
+
+        Raises:
+            ShardingError: a parameter is new in an old unit, or ignored in one place and used in another.
+        """
+        for key, place in self._places.items():
+            if key in self._ignored_parameters:
+                raise ShardingError(
+                    f"parameter {place.names[0]!r} is also {self._ignored_parameters[key]!r}, in a module of ignored_modules; "
+                    "ignore every module that uses it, or none."
+                )
+        others = {*map(id, self._modules), *self._ignored}
         places: list[list[Place]] = [[] for _ in self._modules]
         for key, place in self._places.items():
             owner = self._chains[key][-1]
@@ -109,7 +131,12 @@ class _Walk:
                 )
         return [
             Planned(
-                module, self._names[i] or type(module).__name__, self._unit_of(module), places[i], frozenset(self._ancestors[i])
+                module,
+                self._names[i] or type(module).__name__,
+                self._unit_of(module),
+                places[i],
+                frozenset(self._ancestors[i]),
+                list(modules_within(module, others)),
             )
             for i, module in enumerate(self._modules)
         ]
@@ -134,17 +161,29 @@ class _Walk:
                 "Wrap inner units before outer ones. Tied parameters must live in one unit: wrap the module that contains "
                 "both uses instead, or let auto_wrap_policy choose."
             )
-        if parameter.is_meta:
-            raise ShardingError(
-                f"parameter {name!r} is on the meta device; give it memory (`module.to_empty(device=...)` and an "
-                "init) before wrapping."
-            )
         place = self._places.setdefault(key, Place(parameter))
         place.names.append(name)
         place.slots.append((module, slot))
         known = self._chains.setdefault(key, chain)
         common = [a for a, b in zip(known, chain, strict=False) if a == b]
         self._chains[key] = tuple(common)
+
+
+def _modules_to_ignore(root: nn.Module, ignored: Any, unit_of: Callable[[nn.Module], Unit | None]) -> set[int]:
+    """The ids of the modules in `ignored`, checked."""
+    if ignored is None:
+        return set()
+    if not isinstance(ignored, Collection) or isinstance(ignored, str | nn.Module):
+        raise ShardingError(f"ignored_modules must be a collection of modules, not {ignored!r}.")
+    inside = set(map(id, root.modules()))
+    for module in ignored:
+        if not isinstance(module, nn.Module):
+            raise ShardingError(f"ignored_modules must name modules; this is not one: {module!r}.")
+        if id(module) not in inside or module is root:
+            raise ShardingError(f"ignored_modules: this {type(module).__name__} is not a part of the module that is wrapped.")
+        if any(unit_of(one) is not None for one in module.modules()):
+            raise ShardingError(f"ignored_modules: this {type(module).__name__} contains a unit already.")
+    return set(map(id, ignored))
 
 
 def _join(path: str, name: str) -> str:

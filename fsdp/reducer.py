@@ -7,134 +7,17 @@ Rule 3: every unit with something to train is reduced exactly once in a backward
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, repeat
-from operator import is_
-from typing import NamedTuple, cast
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fsdp.bucket import Bucket, dense
 from fsdp.collectives import Collectives, Work
-from fsdp.stash import Kept
-from fsdp.storage import Ledger, Memory, size_of
+from fsdp.storage import Ledger, size_of
 from fsdp.streams import Streams
-from fsdp.unit import FlatBuffer, Unit
-
-
-class _Bucket:
-    """How one flat buffer is reduced: its bucket, views into it, and what has been reduced."""
-
-    __slots__ = (
-        "_ledger",
-        "all_used",
-        "buffer",
-        "came",
-        "complete",
-        "flat",
-        "memory",
-        "pending",
-        "predivide",
-        "scratch",
-        "stash",
-        "views",
-    )
-
-    def __init__(self, flat: FlatBuffer, reduce_dtype: torch.dtype | None, collectives: Collectives, ledger: Ledger) -> None:
-        self.flat = flat
-        self._ledger = ledger
-        dtype = reduce_dtype if reduce_dtype is not None and flat.whole.is_floating_point() else flat.whole.dtype
-        self.predivide = dtype is torch.float16
-        """Half precision would overflow in the sum; every other dtype is divided after it, on the shard alone."""
-        self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
-        self.views = [self.buffer[slot.start : slot.end].view(slot.shape) for slot in flat.layout.slots]
-        self.scratch = collectives.scratch_bytes(self.buffer)
-        self.memory = Memory(self.buffer, "bucket")
-        self.pending: Tensor | None = None
-        self.stash: dict[int, Kept] = {}
-        self.all_used = [True] * len(self.views)
-        self.complete = True
-        """Every trainable parameter had a gradient on this rank in this backward."""
-        self.came = self.all_used
-        """Which had one."""
-
-    def forget_zeroed(self) -> None:
-        """Drop gradients kept under `no_sync` that the user has zeroed since."""
-        flat = self.flat
-        dead = [i for i, kept in self.stash.items() if not kept.alive(flat.shard_parameters[i], flat.places[i].names[0])]
-        for i in dead:
-            self.forget(i)
-
-    def keep(self, i: int, gradient: Tensor) -> None:
-        """Add a whole gradient to what is kept under `no_sync`."""
-        kept = self.stash.get(i)
-        if kept is not None:
-            kept.whole.add_(gradient)
-            return
-        shard, part = self.flat.shard_parameters[i], self.flat.parts[i]
-        own = gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
-        self.stash[i] = Kept(gradient, shard, own.to(shard.dtype, copy=True))
-        self._ledger.add("kept", size_of(gradient))
-
-    def forget(self, i: int) -> Kept | None:
-        """Let go of what is kept of one parameter, if anything is."""
-        kept = self.stash.pop(i, None)
-        if kept is not None:
-            self._ledger.add("kept", -size_of(kept.whole))
-        return kept
-
-    def fill(self) -> None:
-        """Copy the whole gradients, and those kept under `no_sync`, into the bucket, and drop the former."""
-        flat = self.flat
-        gradients = [whole.grad for whole in flat.whole_parameters]
-        for whole in flat.whole_parameters:
-            whole.grad = None
-        second = self.pending is not None
-        if not self.stash and not any(map(is_, gradients, repeat(None))):
-            self.came, self.complete = self.all_used, True
-            torch._foreach_copy_(self.views, cast(list[Tensor], gradients))
-            return
-        came_before = self.came if second else [False] * len(self.views)
-        self.came = []
-        for i, (view, gradient) in enumerate(zip(self.views, gradients, strict=True)):
-            # what was kept went with the first portion
-            kept = None if second else self.stash.get(i)
-            parts = [part for part in (gradient, None if kept is None else kept.whole) if part is not None]
-            self.came.append(came_before[i] or bool(parts))
-            if parts:
-                view.copy_(parts[0])
-            else:
-                view.zero_()
-            for part in parts[1:]:
-                view.add_(part)
-        self.complete = all(came or not trainable for came, trainable in zip(self.came, flat.trainable, strict=True))
-
-    def put(self, reduced: Tensor, used: Sequence[bool]) -> None:
-        """Set or accumulate one reduced shard (C,) into `.grad` of the shard parameters.
-
-        A parameter of which this rank holds nothing keeps `.grad` None: optimizers pass it by.
-        """
-        flat = self.flat
-        parts = torch.split_with_sizes(reduced, flat.segments)
-        targets, sums = [], []
-        for i, segment, shape in flat.held:
-            parameter = flat.shard_parameters[i]
-            if not used[i] or not parameter.requires_grad:
-                continue
-            gradient = parts[segment].view(shape)
-            before = parameter.grad
-            kept = self.forget(i)
-            if before is None or (kept is not None and kept.shown_is_ours):
-                parameter.grad = gradient
-            else:
-                targets.append(before)
-                sums.append(gradient)
-        if targets:
-            torch._foreach_add_(targets, sums)
-        for i in list(self.stash):
-            # what is left was shown for parameters this rank holds nothing of, or that were frozen since
-            kept = self.forget(i)
-            if kept is not None and kept.shown_is_ours:
-                flat.shard_parameters[i].grad = None
+from fsdp.unit import Unit
 
 
 class _Usage(NamedTuple):
@@ -148,7 +31,7 @@ class _Usage(NamedTuple):
 class _Flight(NamedTuple):
     """A reduction in flight."""
 
-    bucket: _Bucket
+    bucket: Bucket
     into: Tensor
     work: Work
 
@@ -164,7 +47,7 @@ class Reducer:
         self._streams = streams
         self._ledger = ledger
         self._buckets = tuple(
-            tuple(_Bucket(flat, unit.config.mp_policy.reduce_dtype, collectives, ledger) for flat in unit.flats) for unit in units
+            tuple(Bucket(flat, unit.config.mp_policy.reduce_dtype, collectives, ledger) for flat in unit.flats) for unit in units
         )
         counts = [[len(bucket.views) for bucket in of_unit] for of_unit in self._buckets]
         ends = accumulate((count for of_unit in counts for count in of_unit), initial=0)
@@ -201,6 +84,13 @@ class Reducer:
         self._arrivals: list[int] = []
         self._settled = False
         self._used: list[bool] = []
+        self._hooked: list[nn.Parameter] = []
+
+    def owe(self) -> None:
+        """A backward under `no_sync` begins: every rank will take part in reducing what any of them keeps."""
+        for buckets in self._buckets:
+            for bucket in buckets:
+                bucket.owed = bucket.owed or any(bucket.flat.trainable)
 
     def reduce(self, index: int) -> None:
         """The gradients of a unit are complete: launch what the agreed order allows."""
@@ -226,7 +116,14 @@ class Reducer:
             if bucket.pending is not None:
                 reduced, bucket.pending = bucket.pending, None
                 self._ledger.add("reduced", -size_of(reduced))
-                bucket.put(reduced, self._used[offset:] if self._used else bucket.all_used)
+                self._hooked += bucket.put(reduced, self._used[offset:] if self._used else bucket.all_used)
+
+    def run_hooks(self) -> None:
+        """After the last commit: run the post-accumulate hooks of the user, who may step an optimizer in them."""
+        hooked, self._hooked = self._hooked, []
+        for parameter in hooked:
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)
 
     def stash(self, index: int) -> None:
         """End of a backward under `no_sync`: add the whole gradients of a unit to the stash."""
@@ -234,7 +131,7 @@ class Reducer:
             for i, whole in enumerate(bucket.flat.whole_parameters):
                 if whole.grad is not None:
                     gradient, whole.grad = whole.grad, None
-                    bucket.keep(i, gradient.to(bucket.buffer.dtype))
+                    bucket.keep(i, dense(gradient).to(bucket.buffer.dtype))
 
     def drain(self) -> None:
         """Wait until nothing is in flight. Idempotent; raises what the collective raises."""
@@ -262,7 +159,7 @@ class Reducer:
 
     # helpers ------------------------------------------------------------------------------
 
-    def _stashing(self) -> list[_Bucket]:
+    def _stashing(self) -> list[Bucket]:
         # lent parameters show nothing: their gradients are set aside
         return [b for unit, buckets in zip(self._units, self._buckets, strict=True) if not unit.lent for b in buckets if b.stash]
 
@@ -274,14 +171,14 @@ class Reducer:
     def _launch(self, index: int) -> None:
         self._launched[index] = True
         for bucket in self._buckets[index]:
-            if any(bucket.flat.trainable):
+            if bucket.owed or any(bucket.flat.trainable):
                 self._land()
                 self._send(bucket, self._units[index].name)
             else:
                 # frozen since: what was missing in an earlier backward is no concern of this one
                 bucket.came, bucket.complete = bucket.all_used, True
 
-    def _send(self, bucket: _Bucket, name: str) -> None:
+    def _send(self, bucket: Bucket, name: str) -> None:
         """Fill a bucket on the compute stream and reduce it on the reduction stream.
 
         Shapes:  bucket (W * C,) on each of W ranks  ->  mean of chunk `rank` (C,)
@@ -320,7 +217,7 @@ class Reducer:
         self._streams.await_reductions()
         self._give_back(bucket)
 
-    def _give_back(self, bucket: _Bucket) -> None:
+    def _give_back(self, bucket: Bucket) -> None:
         self._ledger.add("scratch", -bucket.scratch)
         bucket.memory.release(self._ledger)
 
@@ -339,6 +236,9 @@ class Reducer:
             self._used = [bool(flag) for flag in usage.flags.tolist()]
         if not self._learned:
             self._learn_order()
+        for buckets, offsets in zip(self._buckets, self._offsets, strict=True):
+            for bucket, offset in zip(buckets, offsets, strict=True):
+                bucket.show_to_hooks(self._used[offset:] if self._used else bucket.all_used)
 
     def _share_usage(self) -> None:
         """Tell the ranks which parameters had a gradient here: one small collective in a backward."""

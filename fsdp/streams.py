@@ -11,7 +11,7 @@ reduction stream, which waits for the compute stream before each of them. So not
 `record_stream`, and memory is reused in a fixed pattern.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol
 
@@ -105,6 +105,12 @@ class CudaStreams:
 
     def await_reductions(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._reduce)
+
+
+def default_device(can_carry: Callable[[torch.device], bool]) -> torch.device:
+    """Where a rank's new parameters go: its current CUDA device if the group can communicate there, else the host."""
+    cuda = torch.cuda.is_available() and can_carry(torch.device("cuda"))
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def make_streams(device: torch.device) -> Streams:

@@ -6,150 +6,20 @@ Rule 2: the modules show the whole face only between SHOW and HIDE; whoever look
         time sees living shards, never freed memory.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from operator import is_not
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp.collectives import Collectives, Work
 from fsdp.config import Config
 from fsdp.errors import ShardingError
-from fsdp.layout import Part, make_layout
-from fsdp.storage import Ledger, Memory, size_of, storage_key
+from fsdp.face import ModuleFace, own
+from fsdp.flat import FlatBuffer, Place
+from fsdp.outside import FullUse, LocalUse
+from fsdp.storage import Ledger, size_of
 from fsdp.streams import Streams
-
-# which unit each shard parameter belongs to; a unit refers to its parameters, so only weakly
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def owner_of(parameter: Tensor) -> "Unit | None":
-    """The unit that owns `parameter`, if it is sharded already."""
-    owner: weakref.ref[Unit] | None = _owners.get(parameter)  # type: ignore[no-untyped-call]
-    return None if owner is None else owner()
-
-
-class Place:
-    """One parameter of a unit and every slot of every module that shows it."""
-
-    __slots__ = ("names", "parameter", "slots")
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self.parameter = parameter
-        self.names: list[str] = []
-        """Plain names below the unit's root, the first being the canonical one."""
-        self.slots: list[tuple[nn.Module, str]] = []
-
-
-class FlatBuffer:
-    """The parameters of a unit that share a dtype and are trainable alike, laid end to end.
-
-    Shapes: `shard` (C,) in the parameters' own dtype, always in memory; `whole` (W * C,) in the
-    dtype they compute in, with memory only between LAUNCH and RELEASE.
-    """
-
-    def __init__(self, places: Sequence[Place], dtype: torch.dtype, collectives: Collectives) -> None:
-        self.places = tuple(places)
-        self.rank = collectives.rank
-        self.world_size = collectives.size
-        originals = [place.parameter for place in places]
-        self.device = originals[0].device
-        shapes = tuple(tuple(p.shape) for p in originals)
-        self.layout = make_layout(shapes, min(originals[0].element_size(), dtype.itemsize), self.world_size)
-        self.parts: tuple[Part, ...] = tuple(self.layout.part(i, self.rank) for i in range(len(shapes)))
-        with torch.no_grad():
-            self.shard = torch.zeros(self.layout.chunk, dtype=originals[0].dtype, device=self.device)
-            self.whole = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
-            self.whole_parameters = tuple(
-                _like(place.parameter, self.whole[slot.start : slot.end].view(slot.shape))
-                for slot, place in zip(self.layout.slots, places, strict=True)
-            )
-            self.key = storage_key(self.whole)
-            self.own_whole = self.own_chunk(self.whole)
-            self.whole_bytes = self.whole.view(torch.uint8)
-            self.memory = Memory(self.whole, "whole")
-            for place, part in zip(places, self.parts, strict=True):
-                self._take_shard(place.parameter, part)
-        self.shard_parameters: tuple[nn.Parameter, ...] = tuple(originals)
-        self.segments, self.held = self._segments()
-        self._shard_pointers = [p.data_ptr() for p in originals]
-        self._trainable = [p.requires_grad for p in originals]
-
-    def _take_shard(self, parameter: nn.Parameter, part: Part) -> None:
-        """Copy this rank's part of a full parameter into the shard and point the parameter at it."""
-        gradient = parameter.grad
-        parameter.grad = None
-        mine = self.shard_view(part)
-        mine.copy_(parameter.detach().reshape(-1)[part.first : part.first + part.numel].view(part.shape))
-        if gradient is not None:
-            sharded = gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape).clone()
-        parameter.data = mine.data
-        if gradient is not None:
-            parameter.grad = sharded
-
-    def _segments(self) -> tuple[list[int], list[tuple[int, int, tuple[int, ...]]]]:
-        """Lengths that cut a chunk (C,) into parts and padding with one split; and for each parameter of which this
-        rank holds something: its number, its segment, its shape here."""
-        lengths: list[int] = []
-        held = []
-        at = 0
-        for number, part in enumerate(self.parts):
-            if part.numel:
-                if part.offset > at:
-                    lengths.append(part.offset - at)
-                held.append((number, len(lengths), part.shape))
-                lengths.append(part.numel)
-                at = part.offset + part.numel
-        return [*lengths, self.layout.chunk - at], held
-
-    def shard_view(self, part: Part) -> Tensor:
-        """The elements of `part` in the shard."""
-        return self.shard[part.offset : part.offset + part.numel].view(part.shape)
-
-    def own_chunk(self, flat: Tensor) -> Tensor:
-        """This rank's chunk of a whole flat tensor: (W * C,) -> (C,)."""
-        return flat.narrow(0, self.rank * self.layout.chunk, self.layout.chunk)
-
-    def check_shards(self, unit: str) -> None:
-        """Take over parameters that were re-pointed from outside since the last forward (`p.data = x`, `model.to(...)`).
-
-        Raises:
-            ShardingError: the new data has another shape, dtype or device.
-        """
-        if [p.data_ptr() for p in self.shard_parameters] == self._shard_pointers:
-            return
-        for place, parameter, part in zip(self.places, self.shard_parameters, self.parts, strict=True):
-            mine = self.shard_view(part)
-            if parameter.shape != mine.shape or parameter.dtype != mine.dtype or parameter.device != mine.device:
-                raise ShardingError(
-                    f"parameter {place.names[0]!r} of unit {unit!r} was replaced from outside by a tensor of shape "
-                    f"{tuple(parameter.shape)}, {parameter.dtype} on {parameter.device}; "
-                    f"its shard is {tuple(mine.shape)}, {mine.dtype} on {mine.device}. "
-                    "Convert or move the module before wrapping it; for another compute precision give mp_policy."
-                )
-        for parameter, part in zip(self.shard_parameters, self.parts, strict=True):
-            mine = self.shard_view(part)
-            if parameter.data_ptr() != mine.data_ptr():
-                mine.copy_(parameter.detach())
-                parameter.data = mine.data
-        self._shard_pointers = [p.data_ptr() for p in self.shard_parameters]
-
-    def sync_requires_grad(self) -> bool:
-        """Carry `requires_grad` from the shards to the whole parameters; return whether any changed."""
-        now = [p.requires_grad for p in self.shard_parameters]
-        if now == self._trainable:
-            return False
-        for whole, wanted in zip(self.whole_parameters, now, strict=True):
-            whole.requires_grad_(wanted)
-        self._trainable = now
-        return True
-
-    @property
-    def trainable(self) -> list[bool]:
-        """Of each parameter, as of the last forward."""
-        return self._trainable
 
 
 class Unit:
@@ -174,6 +44,12 @@ class Unit:
         self.lent: list[Tensor] = []
         self._works: list[Work] = []
         self._set_aside: list[Tensor | None] = []
+        self.versions_in_forward = 0
+        """Of the shards, when the last forward began: what the whole parameters hold."""
+        self.announce: Callable[[int], None]
+        """Set by the hooks: a gradient of one parameter is about to come from a use outside the unit."""
+        self._copies: dict[int, tuple[Tensor, int]] = {}
+        """Stand-ins for the copies that were read in forwards: their version counters, without their memory."""
         groups: dict[tuple[torch.dtype, bool], list[Place]] = {}
         for place in places:
             groups.setdefault((place.parameter.dtype, place.parameter.requires_grad), []).append(place)
@@ -183,12 +59,16 @@ class Unit:
         self.whole_parameters = tuple(p for flat in self.flats for p in flat.whole_parameters)
         self.trainable_count = sum(map(sum, (flat.trainable for flat in self.flats)))
         self.keys = frozenset(flat.key for flat in self.flats)
-        faces: dict[int, _ModuleFace] = {}
+        faces: dict[int, ModuleFace] = {}
+        self._numbers: dict[int, int] = {}
+        """Of each parameter, by the id of its shard and of its whole."""
         for flat in self.flats:
             for place, whole in zip(flat.places, flat.whole_parameters, strict=True):
-                _owners[place.parameter] = weakref.ref(self)
+                self._numbers[id(place.parameter)] = self._numbers[id(whole)] = len(self._numbers) // 2
+                own(place.parameter, self)
+                own(whole, self)
                 for owner, slot in place.slots:
-                    face = faces.setdefault(id(owner), _ModuleFace(owner))
+                    face = faces.get(id(owner)) or faces.setdefault(id(owner), ModuleFace(owner))
                     face.shards[slot] = place.parameter
                     face.wholes[slot] = whole
         self._faces = tuple(faces.values())
@@ -219,6 +99,24 @@ class Unit:
         """Grows with every in-place change of a shard from outside."""
         return sum([p._version for flat in self.flats for p in flat.shard_parameters])
 
+    def guard(self) -> None:
+        """From now on, look at each read of the whole parameters whether an optimizer has stepped."""
+        for face in self._faces:
+            face.guard()
+
+    def take_edits(self) -> int:
+        """Keep what its forward changed in the whole parameters in place; return by how much `versions` grew.
+
+        Raises:
+            ShardingError: they are in another precision than the shards.
+        """
+        return sum([flat.take_edits(self.name) for flat in self.flats])
+
+    def forget_edits(self) -> None:
+        """A forward failed: what it changed will be gathered anew."""
+        for flat in self.flats:
+            flat.edits = flat.count_edits()
+
     def sync_requires_grad(self) -> None:
         """Carry to the whole face what the user has frozen or thawed."""
         if any([flat.sync_requires_grad() for flat in self.flats]):
@@ -228,12 +126,83 @@ class Unit:
         """Take over what the user did to the shards from outside, or refuse it.
 
         Raises:
-            ShardingError: a shard was replaced by something that does not fit.
+            ShardingError: a shard was replaced by something that does not fit, or a copy was edited instead of it.
         """
+        self._check_copies()
         for face in self._faces:
             face.check(self.name)
         for flat in self.flats:
             flat.check_shards(self.name)
+
+    # uses outside the unit ----------------------------------------------------------------
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        """The full value of `parameter`, to compute with in a forward: the whole parameter where it is up to date, or a copy.
+
+        A copy has the dtype the unit computes in.
+        """
+        number = self._numbers[id(parameter)]
+        whole = self.whole_parameters[number]
+        if self.lent or (parameter is whole and self.versions == self.versions_in_forward):
+            return parameter
+        copy = self._use_in_full(number, whole.dtype)
+        if not copy.is_inference():
+            self._check_copies()
+            stand_in = copy.detach()
+            stand_in.data = copy.new_empty(0)
+            self._copies[number] = (stand_in, copy._version)
+        return copy
+
+    def full_value(self, parameter: nn.Parameter) -> Tensor:
+        """See `fsdp.full_tensor`."""
+        number = self._numbers[id(parameter)]
+        return parameter if self.lent else self._use_in_full(number, self.shard_parameters[number].dtype)
+
+    def local_value(self, parameter: nn.Parameter) -> Tensor:
+        """See `fsdp.to_local`."""
+        number = self._numbers[id(parameter)]
+        flat, i = self._find(number)
+        self.check_shards()
+        self.sync_requires_grad()
+        shard, announce = flat.shard_parameters[i].detach(), partial(self._announce, number)
+        value: Tensor = LocalUse.apply(flat.whole_parameters[i], shard, flat.parts[i], flat.world_size, announce)  # type: ignore[no-untyped-call]
+        return value
+
+    def _use_in_full(self, number: int, dtype: torch.dtype) -> Tensor:
+        flat, i = self._find(number)
+        self.check_shards()
+        self.sync_requires_grad()
+
+        def gather() -> Tensor:
+            full = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
+            flat.own_chunk(full).copy_(flat.shard)
+            self.collectives.all_gather(full.view(torch.uint8), self.name).wait()
+            slot = flat.layout.slots[i]
+            return full[slot.start : slot.end].view(slot.shape).clone()
+
+        value: Tensor = FullUse.apply(flat.whole_parameters[i], gather, partial(self._announce, number))  # type: ignore[no-untyped-call]
+        return value
+
+    def _announce(self, number: int) -> None:
+        self.announce(number)
+
+    def _find(self, number: int) -> tuple[FlatBuffer, int]:
+        """The buffer of a parameter of this unit, and its number there."""
+        for flat in self.flats:
+            if number < len(flat.places):
+                return flat, number
+            number -= len(flat.places)
+        raise IndexError(number)
+
+    def _check_copies(self) -> None:
+        copies, self._copies = self._copies, {}
+        for number, (stand_in, version) in copies.items():
+            if stand_in._version != version:
+                raise ShardingError(
+                    f"parameter {self.places[number].names[0]!r} was read in a forward outside its unit {self.name!r} and "
+                    "changed there in place, which reaches a copy only; change it in the forward of its unit, or between "
+                    "forwards."
+                )
 
     # effects of the residency -------------------------------------------------------------
 
@@ -259,12 +228,12 @@ class Unit:
     def show(self) -> None:
         """Let the modules show the whole parameters."""
         for face in self._faces:
-            face.show(face.wholes)
+            face.show_wholes()
 
     def hide(self) -> None:
         """Let the modules show the shards again."""
         for face in self._faces:
-            face.show(face.shards)
+            face.show_shards()
 
     def release(self) -> None:
         """Give the memory of the whole parameters back. The shards are untouched. Idempotent."""
@@ -331,51 +300,6 @@ class Unit:
         for flat, full in zip(self.flats, self.lent, strict=True):
             for place, slot in zip(flat.places, flat.layout.slots, strict=True):
                 yield place, full[slot.start : slot.end].view(slot.shape)
-
-
-class _ModuleFace:
-    """What one module shows, in either face."""
-
-    __slots__ = ("_module", "shards", "show", "wholes")
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self.shards: dict[str, nn.Parameter] = {}
-        self.wholes: dict[str, nn.Parameter] = {}
-        # modules that keep a second book of their parameters (nn.LSTM) are told through their own __setattr__
-        plain = type(module).__setattr__ is nn.Module.__setattr__
-        self.show: Callable[[dict[str, nn.Parameter]], None] = module._parameters.update if plain else _teller(module)
-
-    def check(self, unit: str) -> None:
-        """Outside a forward the module must show the shards.
-
-        Raises:
-            ShardingError: the user has put another parameter in a slot.
-        """
-        shown = list(map(self._module._parameters.get, self.shards))
-        if not any(map(is_not, shown, self.shards.values())):
-            return
-        for slot, there, shard in zip(self.shards, shown, self.shards.values(), strict=True):
-            if there is not shard and there is not self.wholes[slot]:
-                raise ShardingError(
-                    f"{type(self._module).__name__}.{slot} in unit {unit!r} was replaced by another parameter after wrapping; "
-                    "copy into the one that is there, or replace it before wrapping."
-                )
-
-
-def _teller(module: nn.Module) -> Callable[[dict[str, nn.Parameter]], None]:
-    def tell(face: dict[str, nn.Parameter]) -> None:
-        for name, parameter in face.items():
-            setattr(module, name, parameter)
-
-    return tell
-
-
-def _like(original: nn.Parameter, view: Tensor) -> nn.Parameter:
-    """A permanent whole parameter. Through `.data`, so that it does not share the buffer's version counter."""
-    whole = nn.Parameter(view.data, requires_grad=original.requires_grad)
-    whole.__dict__.update(original.__dict__)
-    return whole
 
 
 def _compute_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:

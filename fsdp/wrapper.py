@@ -10,15 +10,12 @@ from torch import Tensor, nn
 
 from fsdp import clipping
 from fsdp.agreement import agree
+from fsdp.building import build, check_initialisation
 from fsdp.collectives import Channels, open_channels
 from fsdp.config import Config, make_config
-from fsdp.engine import Engine
 from fsdp.errors import ShardingError
-from fsdp.hooks import Hooks
 from fsdp.plan import Planned, make_plan
-from fsdp.sharded import Sharded, engines_in, sharded_of
-from fsdp.storage import Ledger
-from fsdp.streams import make_streams
+from fsdp.sharded import engines_in, sharded_of
 from fsdp.unit import Unit
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -48,6 +45,15 @@ class FullyShardedDataParallel(nn.Module):
             assert sharded is not None, "the constructor made it a unit"
             sharded.engine.abandon()
             raise
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods and attributes of the wrapped module, where the wrapper has none of that name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -89,6 +95,8 @@ def fully_shard(
     reshard_after_forward: bool | None = None,
     mp_policy: Any = None,
     sync_module_states: bool = False,
+    param_init_fn: Any = None,
+    ignored_modules: Any = None,
     prefetch: int = 1,
     **unknown: Any,
 ) -> Module:
@@ -108,6 +116,10 @@ def fully_shard(
             backward; None follows the strategy, and keeps the root's own unit, which the backward needs first.
         mp_policy: `fsdp.MixedPrecisionPolicy` or torch's.
         sync_module_states: overwrite parameters and buffers with rank 0's before sharding.
+        param_init_fn: initialises one module that is on the meta device, after it has been given memory; None means its
+            `reset_parameters`. The model comes to memory unit by unit, never whole. If it raises, build the model anew.
+        ignored_modules: modules (with everything below them) whose parameters stay as they are: whole, on every rank, their
+            gradients neither averaged nor clipped.
         prefetch: how many units may be gathered ahead of the one that computes; that of the outermost unit counts.
 
     Raises:
@@ -115,15 +127,19 @@ def fully_shard(
     """
     channels = open_channels(process_group, mesh)
     options = (sharding_strategy, reshard_after_forward, mp_policy, prefetch, sync_module_states)
-    config, plan = agree(channels.gathers, lambda: _prepare(module, auto_wrap_policy, channels, options, unknown))
-    if sync_module_states:
-        _broadcast_states(module, plan, channels)
-    _build(plan, config, channels)
+
+    def prepare() -> tuple[Config, list[Planned]]:
+        config, plan = _prepare(module, auto_wrap_policy, ignored_modules, channels, options, unknown)
+        check_initialisation(plan, param_init_fn)
+        return config, plan
+
+    config, plan = agree(channels.gathers, prepare)
+    build(plan, config, channels, param_init_fn)
     return module
 
 
 def _prepare(
-    module: nn.Module, policy: Any, channels: Channels, options: tuple[Any, ...], unknown: dict[str, Any]
+    module: nn.Module, policy: Any, ignored: Any, channels: Channels, options: tuple[Any, ...], unknown: dict[str, Any]
 ) -> tuple[Config, list[Planned]]:
     """Everything that can be refused, before anything moves."""
     if unknown:
@@ -135,7 +151,7 @@ def _prepare(
         raise ShardingError(f"{type(module).__name__} is a unit already; wrap a module once.")
     if isinstance(module, FullyShardedDataParallel):
         raise ShardingError("the module is a FullyShardedDataParallel already; wrap a module once.")
-    plan = make_plan(module, policy, _unit_of, lambda one: isinstance(one, FullyShardedDataParallel))
+    plan = make_plan(module, policy, _unit_of, lambda one: isinstance(one, FullyShardedDataParallel), ignored)
     for one in plan:
         inner = sharded_of(one.module)
         if inner is not None and inner.engine.channels != channels:
@@ -143,7 +159,7 @@ def _prepare(
                 f"unit {one.name!r} was wrapped over another process group; wrap all units of a model over the same one."
             )
     devices: dict[torch.device, str] = {}
-    for place in (place for one in plan for place in one.places):
+    for place in (place for one in plan for place in one.places if not place.parameter.is_meta):
         devices.setdefault(place.parameter.device, place.names[0])
     if len(devices) > 1:
         (a, first), (b, second) = list(devices.items())[:2]
@@ -157,40 +173,6 @@ def _prepare(
                 "move the module to the group's device before wrapping it."
             )
     return config, plan
-
-
-def _build(plan: list[Planned], config: Config, channels: Channels) -> None:
-    """Shard, unit by unit, and put one engine over all units."""
-    inner = [sharded for one in plan if (sharded := sharded_of(one.module)) is not None]
-    for old in {id(sharded.engine): sharded for sharded in inner}.values():
-        old.engine.abandon()
-        old.hooks.remove()
-    units = []
-    for one in plan:
-        unit = one.unit or Unit(one.module, one.name, one.places, config, channels.gathers)
-        unit.name = one.name
-        units.append(unit)
-    streams = make_streams(next((unit.device for unit in units if unit.flats), torch.device("cpu")))
-    ledger = Ledger()
-    for unit in units:
-        unit.join(streams, ledger)
-    descendants = [frozenset(j for j, other in enumerate(plan) if i in other.ancestors) for i in range(len(plan))]
-    engine = Engine(units, descendants, channels, streams, ledger)
-    hooks = Hooks(engine)
-    for index, one in enumerate(plan):
-        one.module.__dict__[Sharded.ATTRIBUTE] = Sharded(engine, hooks, index)
-
-
-def _broadcast_states(module: nn.Module, plan: list[Planned], channels: Channels) -> None:
-    states = [(place.names[0], place.parameter.detach()) for one in plan for place in one.places]
-    states += [(name, buffer.detach()) for name, buffer in module.named_buffers()]
-    with torch.no_grad():
-        for name, state in states:
-            carrier = state.contiguous()
-            # as bytes: not every backend knows every dtype
-            channels.gathers.broadcast(carrier.view(-1).view(torch.uint8), 0, name).wait()
-            if carrier is not state:
-                state.copy_(carrier)
 
 
 def _unit_of(module: nn.Module) -> Unit | None:

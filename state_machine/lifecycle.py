@@ -32,6 +32,7 @@ REMEDIES: Final[dict[tuple[State, Event], str]] = {
     (State.SUMMONED, Event.BACKWARD_REACHES): _LEAVE_FIRST,
     (State.SUMMONED, Event.REPLAY_BEGINS): _LEAVE_FIRST,
     (State.SUMMONED, Event.GRADIENT_ARRIVES): _LEAVE_FIRST,
+    (State.SUMMONED, Event.GRADIENT_FROM_OUTSIDE): _LEAVE_FIRST,
     (State.IDLE, Event.FORWARD_ENDS): _STEP_IS_OVER,
     (State.IDLE, Event.INFERENCE_ENDS): _STEP_IS_OVER,
 }

@@ -13,6 +13,7 @@ here holds there. The world (world.py) does it. The permissions:
   never do, a replay may come at any time, and a unit may be entered again after it was done (several checkpoints).
 * A replay blocks autograd's thread, so nothing but replays and prefetch can come between its begin and its end, and
   both leave the lifecycle where the begin put it: it is one move, with its end or (stopped early) without.
+* A gradient from a use of a parameter outside its unit may come in any backward, also when no graph reaches the unit.
 * A frozen unit has no gradients; its inputs' gradients (BACKWARD_LEFT) come also when its own output is unused.
 * An optimizer step makes every copy stale, and autograd refuses the graphs from before it: both in one move, at rest.
 * Prefetch may want any unit that is not lent, at any moment, with a bound on the gathers in flight.
@@ -157,6 +158,9 @@ class Model:
 
     def _backward_moves(self, seen: Bystander, live: int, sync: Sync) -> Iterator[Move]:
         for unit, facts in enumerate(seen.facts):
+            if not facts.arrived and not self.units[unit].frozen:
+                outside = Event.GRADIENT_FROM_OUTSIDE
+                yield Move(What.REFUSED, unit, outside) if facts.lent else Move(What.BACKWARD, unit, outside, sync)
             if not live >> unit & 1:
                 continue
             frozen = self.units[unit].frozen

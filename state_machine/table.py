@@ -44,6 +44,7 @@ FREE_AFTER_FORWARD: Final[Table] = {
         E.REPLAY_BEGINS: Step(S.BACKWARD_PRE, (A.JOIN_BACKWARD, A.NEED)),
         # a gradient came by a path no hook could see, such as a bias that needs no input
         E.GRADIENT_ARRIVES: Step(S.BACKWARD_PRE, (A.JOIN_BACKWARD, A.NEED)),
+        E.GRADIENT_FROM_OUTSIDE: Step(S.BACKWARD_POST, (A.JOIN_BACKWARD,)),
         # this backward never came here: a kept copy goes, and peers that did come need our zeros
         E.BACKWARD_ENDS: Step(S.IDLE, (A.FREE, A.FLUSH, A.COMMIT)),
         E.BACKWARD_ENDS_UNSYNCED: Step(S.IDLE, (A.FREE,)),
@@ -68,11 +69,12 @@ FREE_AFTER_FORWARD: Final[Table] = {
         E.REPLAY_BEGINS: Step(S.FORWARD, (A.JOIN_BACKWARD,)),
         E.REPLAY_ENDS: Step(S.FORWARD, (A.WATCH_OUTPUTS,)),
         E.GRADIENT_ARRIVES: Step(S.FORWARD, (A.JOIN_BACKWARD,)),
+        E.GRADIENT_FROM_OUTSIDE: Step(S.FORWARD, (A.JOIN_BACKWARD,)),
         E.GRADIENTS_READY: Step(S.FORWARD, (A.REDUCE,)),
         E.GRADIENTS_KEPT: Step(S.FORWARD),
         E.BACKWARD_LEFT: Step(S.FORWARD),
-        E.BACKWARD_ENDS: Step(S.FORWARD, (A.FLUSH, A.COMMIT)),
-        E.BACKWARD_ENDS_UNSYNCED: Step(S.FORWARD, (A.STASH,)),
+        E.BACKWARD_ENDS: Step(S.FORWARD, (A.GUARD, A.FLUSH, A.COMMIT)),
+        E.BACKWARD_ENDS_UNSYNCED: Step(S.FORWARD, (A.GUARD, A.STASH)),
         # the forward around it may catch the exception and go on
         E.BACKWARD_FAILS: Step(S.FORWARD, (A.DRAIN, A.DROP)),
         E.STEP_ABANDONED: Step(S.IDLE, _GIVE_UP),
@@ -82,6 +84,7 @@ FREE_AFTER_FORWARD: Final[Table] = {
         E.GRADIENTS_KEPT: Step(S.BACKWARD_POST, (A.FREE,)),
         E.BACKWARD_LEFT: Step(S.BACKWARD_POST, (A.FREE,)),
         E.GRADIENT_ARRIVES: Step(S.BACKWARD_PRE),
+        E.GRADIENT_FROM_OUTSIDE: Step(S.BACKWARD_PRE),
         # one announcement per output; costs nothing when already whole
         E.BACKWARD_REACHES: Step(S.BACKWARD_PRE, (A.NEED,)),
         E.REPLAY_BEGINS: Step(S.BACKWARD_PRE, (A.NEED,)),
@@ -97,6 +100,7 @@ FREE_AFTER_FORWARD: Final[Table] = {
         E.BACKWARD_REACHES: Step(S.BACKWARD_PRE, (A.NEED,)),
         E.REPLAY_BEGINS: Step(S.BACKWARD_PRE, (A.NEED,)),
         E.GRADIENT_ARRIVES: Step(S.BACKWARD_POST),
+        E.GRADIENT_FROM_OUTSIDE: Step(S.BACKWARD_POST),
         E.GRADIENTS_READY: Step(S.BACKWARD_POST, (A.REDUCE,)),
         E.GRADIENTS_KEPT: Step(S.BACKWARD_POST),
         # a frozen unit called several times is left several times

@@ -22,7 +22,7 @@ class State(Word):
     BACKWARD_PRE = auto()
     """A backward has reached it; its gradients are not complete."""
     BACKWARD_POST = auto()
-    """Its gradients are complete; the backward goes on elsewhere."""
+    """Its gradients are complete, or come from outside it; the backward goes on elsewhere."""
     SUMMONED = auto()
     """Its full parameters are lent to the user."""
 
@@ -46,6 +46,8 @@ class Event(Word):
     """Autograd is about to enter the unit through one of its outputs."""
     GRADIENT_ARRIVES = auto()
     """The first gradient of one of its parameters in this backward."""
+    GRADIENT_FROM_OUTSIDE = auto()
+    """A gradient comes from a use of a parameter outside the unit, which needs none of the unit's own memory."""
     GRADIENTS_READY = auto()
     """Its gradients are complete, at a moment every rank comes to, in a backward that synchronises."""
     GRADIENTS_KEPT = auto()
@@ -81,6 +83,8 @@ class Action(Word):
     """Show the shards and give the memory of the whole parameters back."""
     WATCH_OUTPUTS = auto()
     """Put a pre-backward hook on everything the forward returned."""
+    GUARD = auto()
+    """An optimizer may step inside the forward: from now on, look at each read of a parameter whether it is up to date."""
     JOIN_BACKWARD = auto()
     """Be part of the running backward; the first unit to join queues the root callback."""
     REDUCE = auto()

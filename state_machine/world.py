@@ -149,6 +149,8 @@ class World:
             # late entry: who knows what else of the unit will compute without announcing itself
             facts.open = facts.open or facts.reduction == NONE
             facts.arrived = True
+        elif event is Event.GRADIENT_FROM_OUTSIDE:
+            facts.arrived = True
         elif event is Event.BACKWARD_LEFT or event is Event.GRADIENTS_KEPT:
             facts.open = False
         elif event is Event.GRADIENTS_READY:

@@ -21,16 +21,24 @@ ORDER = (
     "wrapper",
     "checkpoint",
     "clipping",
+    "building",
     "agreement",
+    "methods",
     "plan",
     "sharded",
     "hooks",
+    "readiness",
     "crossings",
     "engine",
     "schedule",
     "reducer",
+    "bucket",
     "stash",
     "unit",
+    "flat",
+    "outside",
+    "face",
+    "stack",
     "streams",
     "storage",
     "layout",
@@ -40,9 +48,10 @@ ORDER = (
     "simulated",
     "simulated_data",
     "summation",
+    "eager",
     "errors",
 )
-STATE_MACHINE_USERS = {"sharded", "engine", "hooks", "checkpoint", "config", "errors"}
+STATE_MACHINE_USERS = {"readiness", "sharded", "engine", "hooks", "checkpoint", "config", "errors"}
 LONGEST = 400
 LONGER = {"simulated": 600}
 

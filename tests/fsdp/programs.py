@@ -147,13 +147,19 @@ class Learner:
         with torch.no_grad() if statement.mode == "no_grad" else torch.inference_mode():
             return self.forward(number, statement).clone()
 
+    def only_asks(self, statement: Backward) -> bool:
+        """Whether a backward is `torch.autograd.grad`, which leaves no gradient in a parameter."""
+        some = any(self.losses[slot][0].requires_grad for slot in statement.slots)
+        return statement.only == "grad" and some and not self.tree.reentrant
+
     def backward(self, statement: Backward) -> list[Tensor]:
         """The gradients of the inputs."""
+        only_asks = self.only_asks(statement)
         taken = [self.losses[slot] if statement.retain else self.losses.pop(slot) for slot in statement.slots]
         inputs = [x for x, _ in taken if x.requires_grad]
         loss = torch.stack([loss for _, loss in taken]).sum()
         found: Sequence[Tensor | None]
-        if statement.only == "grad" and inputs and not self.tree.reentrant:
+        if only_asks:
             found = torch.autograd.grad(loss, inputs, retain_graph=statement.retain, allow_unused=True)
         else:
             some = {"inputs": inputs} if statement.only and inputs and not self.tree.reentrant else {}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Block, Net, Tied, is_at_rest, loss_of, make_net, weights_of
+from models import Block, Net, Odd, Tied, is_at_rest, loss_of, make_net, weights_of
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -99,13 +99,13 @@ class TestWrapping:
         text = "the module is a FullyShardedDataParallel already; wrap a module once"
         refused_everywhere(2, twice(fsdp.FullyShardedDataParallel), text)
 
-    def test_the_meta_device_has_no_memory_to_shard(self) -> None:
+    def test_a_module_on_the_meta_device_that_cannot_initialise_itself(self) -> None:
         def fn(rank: int) -> None:
             with torch.device("meta"):
-                net = Net()
+                net = nn.Sequential(nn.Linear(2, 2), Odd())
             fsdp.fully_shard(net)
 
-        refused_everywhere(2, fn, "parameter 'enter.weight' is on the meta device; give it memory (`module.to_empty(device=...)`")
+        refused_everywhere(2, fn, "Odd.gain in unit 'Sequential' is on the meta device, and the module has no reset_parameters()")
 
     def test_a_device_the_group_cannot_reach_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(SimulatedCollectives, "can_carry", lambda self, device: False)
@@ -230,18 +230,6 @@ class TestUse:
                 assert is_at_rest(model)
 
         refused_everywhere(2, fn, "unit '0' returns one of its own parameters (or a view of one)")
-
-    def test_a_unit_called_from_inside_its_own_forward(self) -> None:
-        class Recursive(nn.Linear):
-            def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-                return self(super().forward(x), depth - 1) if depth else super().forward(x)
-
-        refused_everywhere(
-            2,
-            lambda rank: fsdp.fully_shard(Recursive(6, 6))(X),
-            "A unit cannot be called from inside its own forward",
-            fsdp.IllegalTransition,
-        )
 
     def test_a_summon_inside_a_forward(self) -> None:
         def use(model: nn.Module) -> None:

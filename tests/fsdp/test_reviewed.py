@@ -92,7 +92,7 @@ def test_a_parameter_put_in_a_slot_after_wrapping_is_refused() -> None:
     simulate(2, one_rank)
 
 
-def test_freezing_after_no_sync_leaves_the_gradient_that_was_there() -> None:
+def test_what_no_sync_kept_is_reduced_though_it_was_frozen_since() -> None:
     def one_rank(rank: int) -> Tensor:
         model = fsdp.fully_shard(nn.Linear(1, 8))
         model(torch.ones(1, 1)).sum().backward()
@@ -102,7 +102,7 @@ def test_freezing_after_no_sync_leaves_the_gradient_that_was_there() -> None:
         model(torch.ones(1, 1)).sum().backward()
         return torch.empty(0) if model.weight.grad is None else model.weight.grad.flatten()
 
-    assert torch.cat(simulate(2, one_rank)).tolist() == [1.0] * 8
+    assert torch.cat(simulate(2, one_rank)).tolist() == [2.0] * 8
 
 
 def test_gradients_kept_under_no_sync_are_in_the_books() -> None:

@@ -146,12 +146,12 @@ def test_ranks_that_use_different_parameters_of_a_unit_do_not_wait_for_each_othe
     assert_close({"last.sometimes": found}, {"last.sometimes": plain.last.sometimes.grad})
 
 
-def test_a_second_backward_through_the_first_is_refused_by_name() -> None:
+def test_create_graph_with_gradients_of_parameters_is_refused_by_name() -> None:
     def one_rank(rank: int) -> None:
         model = fsdp.fully_shard(nn.Linear(2, 2))
         x = torch.ones(1, 2, requires_grad=True)
-        with pytest.raises(fsdp.ShardingError, match="create_graph=True goes through unit 'Linear'"):
-            torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        with pytest.raises(fsdp.ShardingError, match="create_graph=True brings gradients to the parameters of unit 'Linear'"):
+            model(x).sum().backward(create_graph=True)
         model(x).sum().backward()
         assert is_at_rest(model)
 

@@ -263,10 +263,10 @@ def test_reading_a_module_between_passes_sees_living_shards(trained: bool) -> No
         model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
         if trained:
             loss_of(model(torch.ones(2, 6))).backward()
-        penalty = sum(block.up.weight.square().sum() for block in model.blocks)
+        penalty = sum(fsdp.to_local(block.up.weight).square().sum() for block in model.blocks)
         penalty.backward()
         for block in model.blocks:
             assert block.up.weight.untyped_storage().size() > 0
-            assert block.up.weight.grad is not None
+            assert block.up.weight.grad is not None or not block.up.weight.numel()
 
     fsdp.simulate(2, fn)

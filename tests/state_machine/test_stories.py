@@ -287,7 +287,7 @@ STORIES = (
         BACKWARD_REACHES -> FORWARD: JOIN_BACKWARD
         GRADIENT_ARRIVES -> FORWARD: JOIN_BACKWARD
         GRADIENTS_READY -> FORWARD: REDUCE
-        BACKWARD_ENDS -> FORWARD: FLUSH, COMMIT
+        BACKWARD_ENDS -> FORWARD: GUARD, FLUSH, COMMIT
         INFERENCE_ENDS -> IDLE: FREE
         """,
     ),
@@ -299,7 +299,7 @@ STORIES = (
         REPLAY_ENDS -> FORWARD: WATCH_OUTPUTS
         GRADIENTS_KEPT -> FORWARD:
         BACKWARD_LEFT -> FORWARD:
-        BACKWARD_ENDS_UNSYNCED -> FORWARD: STASH
+        BACKWARD_ENDS_UNSYNCED -> FORWARD: GUARD, STASH
         INFERENCE_ENDS -> IDLE: FREE
         """,
     ),
@@ -320,6 +320,36 @@ STORIES = (
         GRADIENTS_READY -> FORWARD: REDUCE
         FORWARD_FAILS -> IDLE: FREE
         BACKWARD_FAILS -> IDLE: DRAIN, FREE, DROP
+        """,
+    ),
+    Story(
+        "a penalty on its weights, computed outside, before and after the backward comes here",
+        """
+        GRADIENT_FROM_OUTSIDE -> BACKWARD_POST: JOIN_BACKWARD
+        GRADIENT_FROM_OUTSIDE -> BACKWARD_POST:
+        BACKWARD_REACHES -> BACKWARD_PRE: NEED
+        GRADIENT_FROM_OUTSIDE -> BACKWARD_PRE:
+        GRADIENTS_READY -> BACKWARD_POST: FREE, REDUCE
+        GRADIENT_FROM_OUTSIDE -> BACKWARD_POST:
+        BACKWARD_ENDS -> IDLE: FREE, FLUSH, COMMIT
+        """,
+    ),
+    Story(
+        "the penalty alone, under no_sync: nothing is gathered",
+        """
+        GRADIENT_FROM_OUTSIDE -> BACKWARD_POST: JOIN_BACKWARD
+        BACKWARD_ENDS_UNSYNCED -> IDLE: FREE, STASH
+        """,
+    ),
+    Story(
+        "the penalty inside a forward, and no gradient for lent parameters",
+        """
+        FORWARD_BEGINS -> FORWARD: REFRESH, NEED
+        GRADIENT_FROM_OUTSIDE -> FORWARD: JOIN_BACKWARD
+        BACKWARD_ENDS -> FORWARD: GUARD, FLUSH, COMMIT
+        INFERENCE_ENDS -> IDLE: FREE
+        SUMMONED -> SUMMONED: FREE, LEND
+        GRADIENT_FROM_OUTSIDE: refused
         """,
     ),
     Story(

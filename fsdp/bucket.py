@@ -1,0 +1,173 @@
+"""One bucket: the whole gradients of a flat buffer on their way to `.grad` of its shards."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.collectives import Collectives
+from fsdp.errors import ShardingError
+from fsdp.flat import FlatBuffer
+from fsdp.outside import RefusedUse
+from fsdp.stash import Kept
+from fsdp.storage import Ledger, Memory, size_of
+
+
+class Bucket:
+    """How one flat buffer is reduced: its bucket, views into it, and what has been reduced."""
+
+    __slots__ = (
+        "_ledger",
+        "all_used",
+        "buffer",
+        "came",
+        "complete",
+        "flat",
+        "memory",
+        "owed",
+        "pending",
+        "predivide",
+        "scratch",
+        "stash",
+        "views",
+    )
+
+    def __init__(self, flat: FlatBuffer, reduce_dtype: torch.dtype | None, collectives: Collectives, ledger: Ledger) -> None:
+        self.flat = flat
+        self._ledger = ledger
+        dtype = reduce_dtype if reduce_dtype is not None and flat.whole.is_floating_point() else flat.whole.dtype
+        self.predivide = dtype is torch.float16
+        """Half precision would overflow in the sum; every other dtype is divided after it, on the shard alone."""
+        self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
+        self.views = [self.buffer[slot.start : slot.end].view(slot.shape) for slot in flat.layout.slots]
+        self.scratch = collectives.scratch_bytes(self.buffer)
+        self.memory = Memory(self.buffer, "bucket")
+        self.pending: Tensor | None = None
+        self.stash: dict[int, Kept] = {}
+        self.owed = False
+        """Some rank may have gradients of it in the stash, also where it was frozen since."""
+        self.all_used = [True] * len(self.views)
+        self.complete = True
+        """Every trainable parameter had a gradient on this rank in this backward."""
+        self.came = self.all_used
+        """Which had one."""
+
+    def forget_zeroed(self) -> None:
+        """Drop gradients kept under `no_sync` that the user has zeroed since."""
+        flat = self.flat
+        dead = [i for i, kept in self.stash.items() if not kept.alive(flat.shard_parameters[i], flat.places[i].names[0])]
+        for i in dead:
+            self.forget(i)
+
+    def keep(self, i: int, gradient: Tensor) -> None:
+        """Add a whole gradient to what is kept under `no_sync`."""
+        kept = self.stash.get(i)
+        if kept is not None:
+            kept.whole.add_(gradient)
+            return
+        shard, part = self.flat.shard_parameters[i], self.flat.parts[i]
+        own = gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
+        self.stash[i] = Kept(gradient, shard, own.to(shard.dtype, copy=True))
+        self._ledger.add("kept", size_of(gradient))
+
+    def forget(self, i: int) -> Kept | None:
+        """Let go of what is kept of one parameter, if anything is."""
+        kept = self.stash.pop(i, None)
+        if kept is not None:
+            self._ledger.add("kept", -size_of(kept.whole))
+        return kept
+
+    def fill(self) -> None:
+        """Copy the whole gradients, and those kept under `no_sync`, into the bucket, and drop the former."""
+        flat = self.flat
+        gradients = [whole.grad for whole in flat.whole_parameters]
+        for whole in flat.whole_parameters:
+            whole.grad = None
+        second = self.pending is not None
+        if not self.stash and not self.owed and not any([gradient is None or gradient.is_sparse for gradient in gradients]):
+            self.came, self.complete = self.all_used, True
+            torch._foreach_copy_(self.views, cast(list[Tensor], gradients))
+            return
+        came_before = self.came if second else [False] * len(self.views)
+        self.came = []
+        for i, (view, gradient) in enumerate(zip(self.views, gradients, strict=True)):
+            # what was kept went with the first portion
+            kept = None if second else self.stash.get(i)
+            parts = [dense(part) for part in (gradient, None if kept is None else kept.whole) if part is not None]
+            self.came.append(came_before[i] or bool(parts))
+            if parts:
+                view.copy_(parts[0])
+            else:
+                view.zero_()
+            for part in parts[1:]:
+                view.add_(part)
+        settled = all(flat.trainable) or not self.owed
+        self.complete = settled and all(came or not trains for came, trains in zip(self.came, flat.trainable, strict=True))
+
+    def show_to_hooks(self, used: Sequence[bool]) -> None:
+        """Run the hooks that the user has set on shard parameters (`p.register_hook`) on their reduced gradients.
+
+        Raises:
+            ShardingError: a hook returned something that cannot take the place of the gradient.
+        """
+        if self.pending is None:
+            return
+        flat = self.flat
+        for i, _, shape in flat.held:
+            hooks = flat.shard_parameters[i]._backward_hooks
+            # one is ours
+            if hooks is None or len(hooks) < 2 or not used[i]:
+                continue
+            part = flat.parts[i]
+            view = self.pending[part.offset : part.offset + part.numel].view(shape)
+            for hook in list(hooks.values()):
+                changed = None if isinstance(hook, RefusedUse) else hook(view)
+                if changed is None:
+                    continue
+                if not isinstance(changed, Tensor) or changed.shape != view.shape:
+                    raise ShardingError(
+                        f"a hook on parameter {flat.places[i].names[0]!r} must return None or a tensor of shape "
+                        f"{tuple(view.shape)}, this rank's part of the gradient; it returned "
+                        f"{tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__}."
+                    )
+                view.copy_(changed)
+
+    def put(self, reduced: Tensor, used: Sequence[bool]) -> list[nn.Parameter]:
+        """Set or accumulate one reduced shard (C,) into `.grad` of the shard parameters.
+
+        A parameter of which this rank holds nothing keeps `.grad` None: optimizers pass it by. Returns those whose
+        post-accumulate hooks are to be run.
+        """
+        hooked = []
+        flat = self.flat
+        parts = torch.split_with_sizes(reduced, flat.segments)
+        targets, sums = [], []
+        for i, segment, shape in flat.held:
+            parameter = flat.shard_parameters[i]
+            if not used[i] or not (parameter.requires_grad or self.owed):
+                continue
+            if parameter._post_accumulate_grad_hooks:
+                hooked.append(parameter)
+            gradient = parts[segment].view(shape)
+            before = parameter.grad
+            kept = self.forget(i)
+            if before is None or (kept is not None and kept.shown_is_ours):
+                parameter.grad = gradient
+            else:
+                targets.append(before)
+                sums.append(gradient)
+        if targets:
+            torch._foreach_add_(targets, sums)
+        for i in list(self.stash):
+            # what is left was shown for parameters this rank holds nothing of
+            kept = self.forget(i)
+            if kept is not None and kept.shown_is_ours:
+                flat.shard_parameters[i].grad = None
+        self.owed = False
+        return hooked
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Embeddings with sparse=True give sparse gradients; buckets and shards are dense."""
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -1,0 +1,134 @@
+"""Plan -> units, one at a time: give memory, broadcast, shard. Then one engine over all of them.
+
+A model on the meta device gets its memory here, in the order of its modules, and each unit is sharded
+as soon as it is whole; so no rank ever holds more than one unit and the layers around it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.collectives import Channels
+from fsdp.config import Config
+from fsdp.engine import Engine
+from fsdp.errors import ShardingError
+from fsdp.hooks import Hooks
+from fsdp.plan import Planned
+from fsdp.sharded import Sharded, sharded_of
+from fsdp.storage import Ledger
+from fsdp.streams import default_device, make_streams
+from fsdp.unit import Unit
+
+Initialise = Callable[[nn.Module], object]
+
+
+def check_initialisation(plan: Sequence[Planned], initialise: Any) -> None:
+    """Everything on the meta device must come by memory and values.
+
+    Raises:
+        ShardingError: `initialise` is no function, or a module with tensors on the meta device cannot initialise itself.
+    """
+    if initialise is not None and not callable(initialise):
+        raise ShardingError(f"param_init_fn must be a callable that takes a module, not {initialise!r}.")
+    for one in plan:
+        for module in one.own_modules:
+            names = [name for name, tensor in _own_tensors(module) if tensor.is_meta]
+            if names and initialise is None and not callable(getattr(module, "reset_parameters", None)):
+                raise ShardingError(
+                    f"{type(module).__name__}.{names[0]} in unit {one.name!r} is on the meta device, and the module has no "
+                    "reset_parameters() to give it values; give param_init_fn, a function that initialises one module."
+                )
+
+
+def build(plan: Sequence[Planned], config: Config, channels: Channels, initialise: Initialise | None) -> None:
+    """Shard what the plan says, and put one engine over all units."""
+    units = _Builder(plan, config, channels, initialise).build()
+    inner = [sharded for one in plan if (sharded := sharded_of(one.module)) is not None]
+    for old in {id(sharded.engine): sharded for sharded in inner}.values():
+        old.engine.abandon()
+        old.hooks.remove()
+    if config.sync_module_states:
+        _broadcast(((name, buffer.detach()) for name, buffer in plan[0].module.named_buffers()), channels)
+    streams = make_streams(next((unit.device for unit in units if unit.flats), torch.device("cpu")))
+    ledger = Ledger()
+    for unit in units:
+        unit.join(streams, ledger)
+    descendants = [frozenset(j for j, other in enumerate(plan) if i in other.ancestors) for i in range(len(plan))]
+    engine = Engine(units, descendants, channels, streams, ledger)
+    hooks = Hooks(engine)
+    for index, one in enumerate(plan):
+        one.module.__dict__[Sharded.ATTRIBUTE] = Sharded(engine, hooks, index)
+
+
+class _Builder:
+    """Makes the units in the order in which they become whole."""
+
+    def __init__(self, plan: Sequence[Planned], config: Config, channels: Channels, initialise: Initialise | None) -> None:
+        self._plan = plan
+        self._config = config
+        self._channels = channels
+        self._initialise = initialise or _reset
+        self._index = {id(one.module): index for index, one in enumerate(plan)}
+        self._own = [{id(module) for module in one.own_modules} for one in plan]
+        self._units: list[Unit | None] = [None for _ in plan]
+        self._device = default_device(channels.gathers.can_carry)
+
+    def build(self) -> list[Unit]:
+        """Every unit, outermost first."""
+        self._build(0)
+        return [unit for unit in self._units if unit is not None]
+
+    def _build(self, index: int) -> None:
+        one = self._plan[index]
+        self._prepare(one.module, index)
+        if one.unit is None and self._config.sync_module_states:
+            _broadcast(((place.names[0], place.parameter.detach()) for place in one.places), self._channels)
+        unit = one.unit or Unit(one.module, one.name, one.places, self._config, self._channels.gathers)
+        unit.name = one.name
+        self._units[index] = unit
+
+    def _prepare(self, module: nn.Module, index: int) -> None:
+        """Give memory to `module` and what is below it, and build the units below it."""
+        self._own[index].discard(id(module))
+        if any(tensor.is_meta for _, tensor in _own_tensors(module)):
+            _give_memory(module, self._device)
+            self._initialise(module)
+        for child in module.children():
+            inner = self._index.get(id(child))
+            if inner is None and id(child) in self._own[index]:
+                self._prepare(child, index)
+            elif inner is not None and self._units[inner] is None:
+                self._build(inner)
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    found = (*module._parameters.items(), *module._buffers.items())
+    return [(name, tensor) for name, tensor in found if tensor is not None]
+
+
+def _give_memory(module: nn.Module, device: torch.device) -> None:
+    """Memory on `device` for what is on the meta device; the objects stay the same, and so do ties."""
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.is_meta:
+            fresh = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            fresh.__dict__.update(parameter.__dict__)
+            torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _reset(module: nn.Module) -> None:
+    module.reset_parameters()  # type: ignore[operator]  # checked before anything moved
+
+
+def _broadcast(states: Iterator[tuple[str, Tensor]], channels: Channels) -> None:
+    with torch.no_grad():
+        for name, state in states:
+            carrier = state.contiguous()
+            # as bytes: not every backend knows every dtype
+            channels.gathers.broadcast(carrier.view(-1).view(torch.uint8), 0, name).wait()
+            if carrier is not state:
+                state.copy_(carrier)

@@ -1,0 +1,23 @@
+"""What torch.compile must leave alone."""
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_FRAMES: Final = torch._C._dynamo.eval_frame
+_SKIP: Final = _FRAMES._FrameExecStrategy(_FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.SKIP)
+
+
+def uncompiled(function: Function) -> Function:
+    """Run `function`, and whatever it calls, as written: a compiled model breaks its graph here.
+
+    What `torch.compiler.disable` does, at no cost for those who don't compile: that one imports the compiler, and adds
+    a layer to each call.
+    """
+    function.__dict__["_torchdynamo_disable"] = True
+    function.__dict__["_torchdynamo_disable_msg"] = "fsdp gathers and gives back parameters here"
+    _FRAMES.set_code_exec_strategy(function.__code__, _SKIP)
+    return function

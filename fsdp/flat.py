@@ -1,0 +1,175 @@
+"""One flat buffer of a unit: parameters of one dtype, trainable alike, laid end to end and cut over the ranks."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from fsdp.collectives import Collectives
+from fsdp.errors import ShardingError
+from fsdp.layout import Part, make_layout
+from fsdp.storage import Memory, storage_key
+
+
+class Place:
+    """One parameter of a unit and every slot of every module that shows it."""
+
+    __slots__ = ("names", "parameter", "slots")
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.names: list[str] = []
+        """Plain names below the unit's root, the first being the canonical one."""
+        self.slots: list[tuple[nn.Module, str]] = []
+
+
+class FlatBuffer:
+    """The parameters of a unit that share a dtype and are trainable alike, laid end to end.
+
+    Shapes: `shard` (C,) in the parameters' own dtype, always in memory; `whole` (W * C,) in the
+    dtype they compute in, with memory only between LAUNCH and RELEASE.
+    """
+
+    def __init__(self, places: Sequence[Place], dtype: torch.dtype, collectives: Collectives) -> None:
+        self.places = tuple(places)
+        self.rank = collectives.rank
+        self.world_size = collectives.size
+        originals = [place.parameter for place in places]
+        self.device = originals[0].device
+        shapes = tuple(tuple(p.shape) for p in originals)
+        self.layout = make_layout(shapes, min(originals[0].element_size(), dtype.itemsize), self.world_size)
+        self.parts: tuple[Part, ...] = tuple(self.layout.part(i, self.rank) for i in range(len(shapes)))
+        with torch.no_grad():
+            self.shard = torch.zeros(self.layout.chunk, dtype=originals[0].dtype, device=self.device)
+            self.whole = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
+            self.whole_parameters = tuple(
+                _like(place.parameter, self.whole[slot.start : slot.end].view(slot.shape))
+                for slot, place in zip(self.layout.slots, places, strict=True)
+            )
+            self.key = storage_key(self.whole)
+            self.own_whole = self.own_chunk(self.whole)
+            self.whole_bytes = self.whole.view(torch.uint8)
+            self.memory = Memory(self.whole, "whole")
+            for place, part in zip(places, self.parts, strict=True):
+                self._take_shard(place.parameter, part)
+        self.shard_parameters: tuple[nn.Parameter, ...] = tuple(originals)
+        self.segments, self.held = self._segments()
+        self._shard_pointers = [p.data_ptr() for p in originals]
+        self._trainable = [p.requires_grad for p in originals]
+        self.edits = self.count_edits()
+        """As of the last forward."""
+
+    def _take_shard(self, parameter: nn.Parameter, part: Part) -> None:
+        """Copy this rank's part of a full parameter into the shard and point the parameter at it."""
+        gradient = parameter.grad
+        parameter.grad = None
+        mine = self.shard_view(part)
+        mine.copy_(parameter.detach().reshape(-1)[part.first : part.first + part.numel].view(part.shape))
+        if gradient is not None:
+            sharded = gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape).clone()
+        parameter.data = mine.data
+        if gradient is not None:
+            parameter.grad = sharded
+
+    def _segments(self) -> tuple[list[int], list[tuple[int, int, tuple[int, ...]]]]:
+        """Lengths that cut a chunk (C,) into parts and padding with one split; and for each parameter of which this
+        rank holds something: its number, its segment, its shape here."""
+        lengths: list[int] = []
+        held = []
+        at = 0
+        for number, part in enumerate(self.parts):
+            if part.numel:
+                if part.offset > at:
+                    lengths.append(part.offset - at)
+                held.append((number, len(lengths), part.shape))
+                lengths.append(part.numel)
+                at = part.offset + part.numel
+        return [*lengths, self.layout.chunk - at], held
+
+    def shard_view(self, part: Part) -> Tensor:
+        """The elements of `part` in the shard."""
+        return self.shard[part.offset : part.offset + part.numel].view(part.shape)
+
+    def own_chunk(self, flat: Tensor) -> Tensor:
+        """This rank's chunk of a whole flat tensor: (W * C,) -> (C,)."""
+        return flat.narrow(0, self.rank * self.layout.chunk, self.layout.chunk)
+
+    def check_shards(self, unit: str) -> None:
+        """Take over parameters that were re-pointed from outside since the last forward (`p.data = x`, `model.to(...)`).
+
+        Raises:
+            ShardingError: the new data has another shape, dtype or device.
+        """
+        if [p.data_ptr() for p in self.shard_parameters] == self._shard_pointers:
+            return
+        for place, parameter, part in zip(self.places, self.shard_parameters, self.parts, strict=True):
+            mine = self.shard_view(part)
+            if parameter.shape != mine.shape or parameter.dtype != mine.dtype or parameter.device != mine.device:
+                raise ShardingError(
+                    f"parameter {place.names[0]!r} of unit {unit!r} was replaced from outside by a tensor of shape "
+                    f"{tuple(parameter.shape)}, {parameter.dtype} on {parameter.device}; "
+                    f"its shard is {tuple(mine.shape)}, {mine.dtype} on {mine.device}. "
+                    "Convert or move the module before wrapping it; for another compute precision give mp_policy."
+                )
+        for parameter, part in zip(self.shard_parameters, self.parts, strict=True):
+            mine = self.shard_view(part)
+            if parameter.data_ptr() != mine.data_ptr():
+                mine.copy_(parameter.detach())
+                parameter.data = mine.data
+        self._shard_pointers = [p.data_ptr() for p in self.shard_parameters]
+
+    def sync_requires_grad(self) -> bool:
+        """Carry `requires_grad` from the shards to the whole parameters; return whether any changed."""
+        now = [p.requires_grad for p in self.shard_parameters]
+        if now == self._trainable:
+            return False
+        for whole, wanted in zip(self.whole_parameters, now, strict=True):
+            whole.requires_grad_(wanted)
+        self._trainable = now
+        return True
+
+    def count_edits(self) -> list[int]:
+        """Of each whole parameter, how often it was changed in place."""
+        return [p._version for p in self.whole_parameters]
+
+    @torch.no_grad()
+    def take_edits(self, unit: str) -> int:
+        """Copy this rank's part of whole parameters that were changed in place to their shards; return how many were.
+
+        Raises:
+            ShardingError: they are in another precision than the shards.
+        """
+        before, self.edits = self.edits, self.count_edits()
+        if before == self.edits:
+            return 0
+        taken = 0
+        for i, parameter in enumerate(self.shard_parameters):
+            if before[i] == self.edits[i]:
+                continue
+            if self.whole.dtype != self.shard.dtype:
+                raise ShardingError(
+                    f"parameter {self.places[i].names[0]!r} was changed in place in the forward of unit {unit!r}, where it is "
+                    f"{self.whole.dtype}; its shard is {self.shard.dtype} and would lose precision. Change it between forwards."
+                )
+            part = self.parts[i]
+            mine = self.whole_parameters[i].detach().view(-1)[part.first : part.first + part.numel]
+            self.shard_view(part).copy_(mine.view(part.shape))
+            increment_version(parameter)
+            taken += 1
+        return taken
+
+    @property
+    def trainable(self) -> list[bool]:
+        """Of each parameter, as of the last forward."""
+        return self._trainable
+
+
+def _like(original: nn.Parameter, view: Tensor) -> nn.Parameter:
+    """A permanent whole parameter. Through `.data`, so that it does not share the buffer's version counter."""
+    whole = nn.Parameter(view.data, requires_grad=original.requires_grad)
+    whole.__dict__.update(original.__dict__)
+    if original._backward_hooks:
+        # set before wrapping: they see the full gradient; the user's handles refer to this very dict
+        whole._backward_hooks, original._backward_hooks = original._backward_hooks, None
+    return whole

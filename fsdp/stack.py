@@ -1,0 +1,59 @@
+"""What is on the Python stack. Asked where torch tells nobody."""
+
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Final
+
+import torch
+from torch import nn
+
+_CALL: Final = nn.Module._call_impl.__code__
+_GRAD: Final = torch.autograd.grad.__code__
+_BACKWARD: Final = torch.autograd.backward.__code__
+
+
+def in_a_forward() -> bool:
+    """Whether the forward of any module is running."""
+    return any(frame.f_code is _CALL for frame in _frames())
+
+
+def is_running(module: nn.Module) -> bool:
+    """Whether a forward of `module` is running; Ctrl-C ends one without any hook being called."""
+    return any(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in _frames())
+
+
+def times_running(module: nn.Module, method: CodeType, runner: object) -> int:
+    """How many calls of `module` are running, and of `method` of `runner`."""
+    calls = ((frame.f_code, frame.f_locals.get("self")) for frame in _frames() if frame.f_code in (_CALL, method))
+    return sum(called is module or called is runner for _, called in calls)
+
+
+def in_autograd_grad() -> bool:
+    """Whether the backward that runs is `torch.autograd.grad`, which brings no gradient to any parameter of ours.
+
+    Where it runs in a thread of autograd's own (CUDA), the stacks of all others are asked; when in doubt, no.
+    """
+    asks = False
+    for frame in _frames():
+        if frame.f_code is _BACKWARD:
+            return False
+        asks = asks or frame.f_code is _GRAD
+    if asks:
+        return True
+    found = {code for frame in sys._current_frames().values() for code in _codes(frame) if code in (_GRAD, _BACKWARD)}
+    return found == {_GRAD}
+
+
+def _frames() -> Iterator[FrameType]:
+    """From the innermost to the outermost, of the calling thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _codes(frame: FrameType | None) -> Iterator[CodeType]:
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
