@@ -6,6 +6,7 @@ Rule 3: world size 1 runs the same lines.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from fsdp import simulated
 from fsdp.errors import ShardingError
 from fsdp.summation import sum_over_ranks
+from fsdp.trail import Trail, Watch, WatchedWork
 
 ReduceOp = Literal["sum", "max"]
 
@@ -102,11 +104,20 @@ class ProcessGroupCollectives:
     all-reduce in disguise, which moves twice the bytes.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, channel: str, watch: Watch | None) -> None:
         # torch owns the group: a strong reference would keep its threads alive beyond destroy_process_group()
         self._reference = weakref.ref(group)
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
+        self._watch = watch
+        self._trail = None if watch is None else Trail(watch, channel)
+
+    def _launch(self, kind: str, label: str, size: int, host: bool, launch: Callable[[], Any]) -> Work:
+        """Launch a collective that every rank is about to call. On a device `wait` makes a stream wait, not the host."""
+        if self._trail is None or self._watch is None:
+            return cast(Work, launch())
+        note = self._trail.before(kind, label, size)
+        return WatchedWork(launch(), self._watch, note) if host else cast(Work, launch())
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -133,16 +144,22 @@ class ProcessGroupCollectives:
             return _Done()
         chunk = whole.numel() // self._size
         own = whole.narrow(0, self._rank * chunk, chunk)
-        return cast(Work, self._group._allgather_base(whole, own, _GATHER))
+        host = whole.device.type == "cpu"
+        return self._launch("all_gather", label, whole.numel(), host, lambda: self._group._allgather_base(whole, own, _GATHER))
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> Work:
         if self._size == 1:
             into.copy_(bucket)
             return _Done()
+        size = bucket.numel() * bucket.element_size()
         if bucket.device.type != "cpu":
-            return cast(Work, self._group._reduce_scatter_base(into, bucket, _REDUCE))
+            return self._launch(
+                "reduce_scatter", label, size, False, lambda: self._group._reduce_scatter_base(into, bucket, _REDUCE)
+            )
         received = torch.empty_like(bucket)
-        work = cast(Work, self._group.alltoall_base(received, bucket, [], [], _EXCHANGE))
+        work = self._launch(
+            "reduce_scatter", label, size, True, lambda: self._group.alltoall_base(received, bucket, [], [], _EXCHANGE)
+        )
         return _ExchangedSum(work, received, into)
 
     def scratch_bytes(self, bucket: Tensor) -> int:
@@ -152,13 +169,25 @@ class ProcessGroupCollectives:
         if self._size == 1:
             return _Done()
         how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        return cast(Work, dist.all_reduce(tensor, op=how, group=self._group, async_op=True))
+        return self._launch(
+            "all_reduce",
+            label,
+            tensor.numel() * tensor.element_size(),
+            tensor.device.type == "cpu",
+            lambda: dist.all_reduce(tensor, op=how, group=self._group, async_op=True),
+        )
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         if self._size == 1:
             return _Done()
         origin = dist.get_global_rank(self._group, source)
-        return cast(Work, dist.broadcast(tensor, src=origin, group=self._group, async_op=True))
+        return self._launch(
+            "broadcast",
+            label,
+            tensor.numel() * tensor.element_size(),
+            tensor.device.type == "cpu",
+            lambda: dist.broadcast(tensor, src=origin, group=self._group, async_op=True),
+        )
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         if self._size == 1:
@@ -210,5 +239,17 @@ def open_channels(process_group: Any, mesh: Any) -> Channels:
     if process_group not in _channels:
         ranks = dist.get_process_group_ranks(process_group)
         second = dist.new_group(ranks, use_local_synchronization=True)
-        _channels[process_group] = Channels(ProcessGroupCollectives(process_group), ProcessGroupCollectives(second))
+        _channels[process_group] = Channels(
+            ProcessGroupCollectives(process_group, "gathers", watch := _watch(process_group)),
+            ProcessGroupCollectives(second, "reductions", watch),
+        )
     return _channels[process_group]
+
+
+def _watch(group: dist.ProcessGroup) -> Watch | None:
+    """What the channels of a real group with more than one rank share."""
+    size = dist.get_world_size(group)
+    if size == 1 or dist.get_backend(group) == "fake":
+        return None
+    store = c10d.PrefixStore(f"fsdp/{group.group_name}", c10d._get_default_store())
+    return Watch(store, dist.get_rank(group), size)

@@ -63,7 +63,7 @@ class Engine:
         self.watch_outputs: Callable[[int], None] = _nobody
         """Set by the hooks: puts pre-backward hooks on what the unit's forward has just returned."""
         self.forget_arrivals: Callable[[], None] = _nobody
-        """Set by the hooks: a backward begins, no gradient has come yet."""
+        """Set by the hooks: a backward is over, and what arrived in it is no concern of the next."""
         self._deeds: dict[Action, Callable[[int], None]] = {
             Action.REFRESH: self._refresh,
             Action.NEED: self._need,
@@ -144,6 +144,7 @@ class Engine:
     def close_backward(self, event: Event) -> None:
         """Tell every unit how the backward ended, in the agreed order."""
         instructions = self.root.close(event, self.reducer.order)
+        self.forget_arrivals()
         if event is Event.BACKWARD_FAILS:
             self._carry_out_all(instructions)
         else:
@@ -153,6 +154,7 @@ class Engine:
     def abandon(self) -> None:
         """Give up whatever is going on; afterwards every unit is IDLE and sharded, nothing is in flight."""
         self._path.clear()
+        self.forget_arrivals()
         self._carry_out_all(self.root.abandon(self.reducer.order))
 
     def whole(self, index: int) -> bool:
@@ -190,7 +192,6 @@ class Engine:
         self.reducer.begin()
         if not self.synchronises:
             self.reducer.owe()
-        self.forget_arrivals()
         Variable._execution_engine.queue_callback(_RootCallback(self, self.backward_number))
         self._streams.pass_begins()
         # what this backward needs first may be gathered while the root's own layers compute

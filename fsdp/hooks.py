@@ -53,7 +53,7 @@ class Hooks:
 
     def _forget_arrivals(self) -> None:
         for listener in self._listeners:
-            listener.backward_begins()
+            listener.backward_is_over()
 
 
 class Listener:
@@ -104,9 +104,9 @@ class Listener:
         for handle in self._handles:
             handle.remove()
 
-    def backward_begins(self) -> None:
-        """Nothing has arrived and nothing is open."""
-        self.readiness.begin()
+    def backward_is_over(self) -> None:
+        """For the next one nothing has arrived and nothing is open."""
+        self.readiness.reset()
         for handle in self._handles_of_inputs:
             handle.remove()
         self._handles_of_inputs.clear()

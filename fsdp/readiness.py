@@ -42,7 +42,7 @@ class Readiness:
 
     def __init__(self, innermost: bool) -> None:
         self._innermost = innermost
-        self._backward = 0
+        self._backward = 1
         self._ways: list[weakref.ref[Way]] = []
         """Of the calls whose graph was alive at the last call."""
         self._reached_in = -1
@@ -55,8 +55,8 @@ class Readiness:
         """Of each parameter whose gradient came: the graph task it came in last."""
         self.open_calls = 0
 
-    def begin(self) -> None:
-        """A backward begins: nothing has arrived and nothing is open."""
+    def reset(self) -> None:
+        """A backward is over: for the next one nothing has arrived and nothing is open."""
         self._backward += 1
         self._from_outside.clear()
         self._again = False

@@ -48,6 +48,7 @@ ORDER = (
     "simulated",
     "simulated_data",
     "summation",
+    "trail",
     "eager",
     "errors",
 )
