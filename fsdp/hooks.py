@@ -16,7 +16,7 @@ from fsdp.crossings import Call, Crossing, Way, inputs_of, node_behind
 from fsdp.eager import uncompiled
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
-from fsdp.nested import cast_floating, tensors_in
+from fsdp.nested import Attributes, cast_floating, tensors_in
 from fsdp.outside import RefusedUse
 from fsdp.readiness import Readiness, graph_task
 from fsdp.stack import times_running
@@ -70,7 +70,12 @@ class Listener:
         self._around = around
         self._handles_of_inputs: list[RemovableHandle] = []
         module = self._unit.module
-        self._attributes = [vars(one) for one in self._engine.own_modules[index]]
+        own = engine.own_modules[index]
+        self._attributes = [Attributes(one) for one in own]
+        self._inner = [one for one in own if one is not module]
+        self._hooks_inside = [one._forward_hooks for one in self._inner]
+        self._heard_inside: set[int] = set()
+        """Modules inside whose outputs the user's hooks may carry off."""
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._forward_ends, always_call=True),
@@ -146,6 +151,8 @@ class Listener:
         call = Call(in_backward(), inputs, self._innermost, self._unit.versions)
         call.nested = bool(self._calls) and not call.replay and self._is_nested()
         self._calls.append(call)
+        if any(self._hooks_inside):
+            self._hear_inside()
         call.refused = True
         if call.nested:
             pass  # a part of the call it is in
@@ -214,8 +221,25 @@ class Listener:
 
     def _stowed(self) -> list[Tensor]:
         """Tensors this forward left behind as attributes: a balancing loss, for example. A backward can come through them too."""
-        found = [value for attributes in self._attributes for value in attributes.values() if isinstance(value, Tensor)]
+        values = [value for attributes in self._attributes for value in attributes.values()]
+        found = [value for value in values if isinstance(value, Tensor)]
+        for value in values:
+            if value.__class__ is list or value.__class__ is dict:
+                found += [one for one in tensors_in(value) if not isinstance(one, nn.Parameter)]
+        if not found:
+            return found
         return [one for one in found if (node := node_behind(one)) is None or self._index not in Crossing.of(node).watched_by]
+
+    def _hear_inside(self) -> None:
+        """The user has forward hooks on modules inside: what those modules return may be carried off, so watch it as well."""
+        for module, hooks in zip(self._inner, self._hooks_inside, strict=True):
+            if hooks and id(module) not in self._heard_inside:
+                self._heard_inside.add(id(module))
+                self._handles.append(module.register_forward_hook(self._inner_module_ends))
+
+    def _inner_module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._calls:
+            self._calls[-1].outputs += [tensor for tensor in tensors_in(output) if tensor.requires_grad]
 
     def watch(self) -> None:
         """Put a pre-backward hook on every node behind the outputs of the call that just returned."""

@@ -39,6 +39,27 @@ def modules_within(module: nn.Module, others: Collection[int]) -> Iterator[nn.Mo
             yield from modules_within(child, others)
 
 
+class Attributes:
+    """What a module's author or user keeps on it, beside parameters, buffers, modules and torch's own."""
+
+    __slots__ = ("_all", "_count", "_names")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._all = vars(module)
+        self._count = -1
+        self._names: list[str] = []
+
+    def values(self) -> list[Any]:
+        """The values now. As fast as can be: it is asked in every forward."""
+        if len(self._all) != self._count:
+            self._count = len(self._all)
+            self._names = [name for name in self._all if name not in _OWN_TO_TORCH]
+        return list(map(self._all.get, self._names))
+
+
+_OWN_TO_TORCH: Final = frozenset(vars(nn.Module()))
+
+
 def _in_attributes(thing: Any, depth: int) -> Iterator[Tensor]:
     for value in list(getattr(thing, "__dict__", {}).values()):
         yield from tensors_in(value, depth - 1)
