@@ -1,0 +1,159 @@
+"""The short examples: as scripts, in one process and in two, and their numbers in the simulated world."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 120
+SAYS = {
+    "checkpointing": "the gradients are the same, bit for bit",
+    "gan": "8 of 8 centres are hit",
+    "generate": "losses and weights are the same as without generation, bit for bit",
+    "hugging_face": "the same with its cache and without",
+    "lora": "the base is untouched, bit for bit",
+}
+
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """An example as a module, by name."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    return importlib.import_module
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", SAYS)
+def test_the_script_runs_in_one_process_and_in_two(name: str, tmp_path: Path) -> None:
+    # both at once: most of the time goes by while one core imports torch
+    with started(name, 1, tmp_path / "one") as one, started(name, 2, tmp_path / "two") as two:
+        for process, world in ((one, "1 process (cpu, gloo)"), (two, "2 processes (cpu, gloo)")):
+            output = finish(process)
+            assert process.returncode == 0, output
+            assert world in output
+            assert SAYS[name] in output
+            assert "NOT" not in output
+
+
+def test_checkpointing_keeps_a_fraction_of_the_activations_and_the_same_gradients(load: Load) -> None:
+    for result in fsdp.simulate(2, load("checkpointing").run):
+        assert result.same_gradients
+        assert any(gradient is not None and gradient.any() for gradient in result.plain.gradients)
+        assert result.checkpointed.activation_bytes < result.plain.activation_bytes / 10
+        assert result.checkpointed.engine_peak_bytes <= result.plain.engine_peak_bytes * 1.1
+
+
+def test_the_generator_learns_every_centre(load: Load) -> None:
+    first, second = fsdp.simulate(2, load("gan").train)
+    assert first == second
+    assert first.distance < first.distance_before / 4
+    assert first.centres_hit == 8
+
+
+def test_the_gradient_penalty_moves_the_weights_as_it_does_in_one_process(load: Load) -> None:
+    gan = load("gan")
+    torch.manual_seed(0)
+    points = [[torch.randn(6, 2), torch.randn(6, 2), torch.rand(6, 1)] for _ in range(2)]
+
+    def updated(rank: int | None) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        critic = gan.make_perceptron(2, 1)
+        if rank is not None:
+            fsdp.fully_shard(critic, auto_wrap_policy={nn.Linear})
+        mine = points if rank is None else [points[rank]]
+        torch.stack([gan.gradient_penalty(critic, *some) for some in mine]).mean().backward()
+        torch.optim.SGD(critic.parameters(), lr=1.0).step()
+        return critic.state_dict() if rank is None else fsdp.full_state_dict(critic)
+
+    expected = updated(None)
+    for weights in fsdp.simulate(2, updated):
+        torch.testing.assert_close(weights, dict(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_learn_on_a_base_that_stays_as_it_is(load: Load) -> None:
+    lora = load("lora")
+    for result in fsdp.simulate(2, lora.train):
+        assert result.loss < 0.65 * result.loss_before
+        assert result.loss_reloaded == pytest.approx(result.loss, rel=1e-3)
+        assert result.base_untouched
+        assert result.held_bytes < 0.55 * result.model_bytes
+        assert len(result.adapters) == 2 * (2 * 4 + 1), "two for each linear layer of two blocks, and for the head"
+        assert {value.dtype for value in result.adapters.values()} == {torch.float32}
+
+
+def test_the_look_alike_learns_its_source_by_heart(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    example = load("hugging_face")
+    for result in fsdp.simulate(2, example.train):
+        assert result.model == "LookAlike"
+        assert result.losses[-1] < result.losses[0] / 10
+        assert result.text == Path(example.__file__).read_bytes()[: example.LENGTH]
+        assert result.text_without_cache == result.text
+
+
+def test_generation_leaves_training_as_it_was(load: Load) -> None:
+    example = load("generate")
+    first, second = fsdp.simulate(2, example.run)
+    assert first.same
+    assert second.same
+    assert first.speaking.said == second.speaking.said
+    assert first.speaking.said[0] != example.TEXT
+    assert first.speaking.said[-1] == example.TEXT
+    assert first.silent.losses != second.silent.losses, "each rank has its own dropout"
+
+
+@contextmanager
+def started(name: str, processes: int, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """An example running in a new folder; ended at the end, workers included."""
+    starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(ROOT)]))
+    folder.mkdir()
+    with subprocess.Popen(
+        [sys.executable, *starter, str(ROOT / "examples" / f"{name}.py")],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            end(process)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Everything a process printed, when it is done, within SECONDS."""
+    try:
+        return process.communicate(timeout=SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"not done after {SECONDS} s:\n{end(process)}")
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """End a process that may still run; what it printed."""
+    if process.poll() is not None:
+        return ""
+    process.send_signal(signal.SIGTERM)  # torchrun ends its workers, which a SIGKILL would leave behind
+    try:
+        return process.communicate(timeout=40)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0]
