@@ -1,6 +1,7 @@
 """One bucket: the whole gradients of a flat buffer on their way to `.grad` of its shards."""
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import cast
 
 import torch
@@ -78,6 +79,22 @@ class Bucket:
             self._ledger.add("kept", -size_of(kept.whole))
         return kept
 
+    def take_stock(self, launched: bool) -> bool:
+        """Note which gradients came, also after the bucket was launched; return whether any is here that was not launched."""
+        flat = self.flat
+        here = [whole.grad is not None for whole in flat.whole_parameters]
+        if launched and True not in here:
+            return False
+        before = self.came if launched else [i in self.stash for i in range(len(here))] if self.stash else repeat(False)
+        self._note_came([one or other for one, other in zip(here, before, strict=False)])
+        return True in self.came
+
+    def _note_came(self, came: list[bool]) -> None:
+        self.came = came
+        trainable = self.flat.trainable
+        settled = not self.owed or all(trainable)
+        self.complete = settled and all([came or not trains for came, trains in zip(came, trainable, strict=True)])
+
     def fill(self) -> None:
         """Copy the whole gradients, and those kept under `no_sync`, into the bucket, and drop the former."""
         flat = self.flat
@@ -90,20 +107,19 @@ class Bucket:
             torch._foreach_copy_(self.views, cast(list[Tensor], gradients))
             return
         came_before = self.came if second else [False] * len(self.views)
-        self.came = []
+        came = []
         for i, (view, gradient) in enumerate(zip(self.views, gradients, strict=True)):
             # what was kept went with the first portion
             kept = None if second else self.stash.get(i)
             parts = [dense(part) for part in (gradient, None if kept is None else kept.whole) if part is not None]
-            self.came.append(came_before[i] or bool(parts))
+            came.append(came_before[i] or bool(parts))
             if parts:
                 view.copy_(parts[0])
             else:
                 view.zero_()
             for part in parts[1:]:
                 view.add_(part)
-        settled = all(flat.trainable) or not self.owed
-        self.complete = settled and all(came or not trains for came, trains in zip(self.came, flat.trainable, strict=True))
+        self._note_came(came)
 
     def show_to_hooks(self, used: Sequence[bool]) -> None:
         """Run the hooks that the user has set on shard parameters (`p.register_hook`) on their reduced gradients.

@@ -4,7 +4,8 @@ A model on the meta device gets its memory here, in the order of its modules, an
 as soon as it is whole; so no rank ever holds more than one unit and the layers around it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import is_not
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from fsdp.config import Config
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.hooks import Hooks
-from fsdp.plan import Planned
+from fsdp.plan import IGNORED, Planned
 from fsdp.sharded import Sharded, sharded_of
 from fsdp.storage import Ledger
 from fsdp.streams import default_device, make_streams
@@ -42,7 +43,13 @@ def check_initialisation(plan: Sequence[Planned], initialise: Any) -> None:
                 )
 
 
-def build(plan: Sequence[Planned], config: Config, channels: Channels, initialise: Initialise | None) -> None:
+def build(
+    plan: Sequence[Planned],
+    config: Config,
+    channels: Channels,
+    initialise: Initialise | None,
+    ignored: Collection[nn.Module],
+) -> None:
     """Shard what the plan says, and put one engine over all units."""
     units = _Builder(plan, config, channels, initialise).build()
     inner = [sharded for one in plan if (sharded := sharded_of(one.module)) is not None]
@@ -60,6 +67,8 @@ def build(plan: Sequence[Planned], config: Config, channels: Channels, initialis
     hooks = Hooks(engine)
     for index, one in enumerate(plan):
         one.module.__dict__[Sharded.ATTRIBUTE] = Sharded(engine, hooks, index)
+    for module in ignored:
+        module.__dict__[IGNORED] = True
 
 
 class _Builder:
@@ -94,7 +103,12 @@ class _Builder:
         self._own[index].discard(id(module))
         if any(tensor.is_meta for _, tensor in _own_tensors(module)):
             _give_memory(module, self._device)
+            before = list(module._parameters.values())
             self._initialise(module)
+            if any(map(is_not, before, module._parameters.values())):
+                raise ShardingError(
+                    f"param_init_fn replaced a parameter of a {type(module).__name__}; it has memory already: copy into it."
+                )
         for child in module.children():
             inner = self._index.get(id(child))
             if inner is None and id(child) in self._own[index]:

@@ -15,6 +15,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from fsdp.nested import tensors_in
 
+Ends = Sequence[weakref.ref[Tensor]]
+
 
 class Call:
     """One forward of one unit."""
@@ -39,11 +41,14 @@ class Call:
 class Way:
     """A backward's way through one call of one unit. Lives as long as the graph of the call."""
 
-    __slots__ = ("__weakref__", "_inputs", "backward", "left_in", "pending", "replay", "through_graph", "versions")
+    __slots__ = ("__weakref__", "around", "backward", "ends", "left_in", "pending", "replay", "through_graph", "versions")
 
     def __init__(self, call: Call) -> None:
         self.versions = call.versions
-        self._inputs = call.input_tensors
+        self.ends: Ends = [*call.input_tensors, *map(weakref.ref, call.outputs)]
+        """The inputs and outputs: a gradient may be asked of them while somebody still has them."""
+        self.around: Sequence[tuple[Any, Ends]] = ()
+        """The listeners of the units in whose calls this one was made, and the inputs of these calls."""
         self.replay = call.replay
         self.through_graph = bool(call.inputs) and all(node.next_functions for node in call.inputs)
         """Every input was made by a node; the gradient of a leaf is accumulated out of turn."""
@@ -53,10 +58,6 @@ class Way:
         """The backward in which `pending` counts."""
         self.pending = 0
         """Nodes behind the inputs that this backward has not come to yet."""
-
-    def living_inputs(self) -> list[Tensor]:
-        """The input tensors that somebody still has."""
-        return [tensor for reference in self._inputs if (tensor := reference()) is not None]
 
 
 class Crossing:
@@ -73,13 +74,22 @@ class Crossing:
 
     def __init__(self) -> None:
         self.watched_by: set[int] = set()
-        """The units that are reached this way."""
-        self.leaves: list[Callable[[Sequence[Tensor | None]], None]] = []
+        """The ids of the listeners whose units are reached this way."""
+        self.leaves: list[tuple[weakref.ref[Way], Callable[[Way, Sequence[Tensor | None]], None]]] = []
         self.reaches: list[Callable[[Sequence[Tensor | None]], None]] = []
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        for tell in (*self.leaves, *self.reaches):
-            tell(gradients)
+        for reference, leave in tuple(self.leaves):
+            way = reference()
+            if way is not None:
+                leave(way, gradients)
+        for reach in tuple(self.reaches):
+            reach(gradients)
+
+    def leave(self, way: Way, tell: Callable[[Way, Sequence[Tensor | None]], None]) -> None:
+        """This is the way out of a call. A leaf outlives the graphs it is in, so ways are forgotten when they are dead."""
+        self.leaves = [one for one in self.leaves if one[0]() is not None]
+        self.leaves.append((weakref.ref(way), tell))
 
     @classmethod
     def of(cls, node: Node) -> "Crossing":

@@ -59,6 +59,8 @@ class Engine:
         self._pass_number = 0
         self.backward_synchronises = True
         """Whether the backward that runs reduces its gradients."""
+        self._synchronises_gradients = True
+        """Whether it does if there are any."""
         self.backward_number = 0
         self.watch_outputs: Callable[[int], None] = _nobody
         """Set by the hooks: puts pre-backward hooks on what the unit's forward has just returned."""
@@ -141,6 +143,10 @@ class Engine:
                 if residency.state in leftovers:
                     self._ask(other, Ask.FREE)
 
+    def gradients_come(self) -> None:
+        """They do, by a backward inside what looked like autograd.grad alone."""
+        self.backward_synchronises = self._synchronises_gradients
+
     def close_backward(self, event: Event) -> None:
         """Tell every unit how the backward ended, in the agreed order."""
         instructions = self.root.close(event, self.reducer.order)
@@ -166,7 +172,7 @@ class Engine:
     def _refresh(self, index: int) -> None:
         unit = self.units[index]
         unit.sync_requires_grad()
-        if unit.gathered_in_pass != self._pass_number:
+        if unit.gathered_in_pass != self._pass_number or unit.gathered_versions != unit.versions_in_forward:
             self._ask(index, Ask.FREE)
 
     def _need(self, index: int) -> None:
@@ -179,13 +185,16 @@ class Engine:
     def _ask(self, index: int, ask: Ask) -> None:
         for effect in self._residencies[index].on(ask):
             if effect is Effect.LAUNCH:
-                self.units[index].gathered_in_pass = self._pass_number
+                unit = self.units[index]
+                unit.gathered_in_pass = self._pass_number
                 if self.root.backward is BackwardState.RESTING:
-                    self.units[index].check_shards()
+                    unit.check_shards()
+                    unit.gathered_versions = unit.versions
             self._effects[index][effect]()
 
     def _join_backward(self, index: int) -> None:
         # autograd.grad brings no gradient to a parameter, so there is nothing to reduce, on any rank
+        self._synchronises_gradients = self.synchronises
         self.backward_synchronises = self.synchronises and not in_autograd_grad()
         self.backward_number += 1
         self._schedule = self._backward_schedule

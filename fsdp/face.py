@@ -1,13 +1,15 @@
 """What a module shows of its unit: the shards or the whole parameters, and who owns each of them.
 
 [Note: reads in a forward]
-A parent that computes with `self.child.weight`, a layer called without its unit, a forward hook:
-each reads an attribute of a module while the shards are what it shows. Any module's forward being
-on the Python stack says that a value to compute with is wanted; then the read answers with the full
-value (outside.py). Otherwise (an optimizer, a print, a clamp between steps) it is the shard.
-Listings such as `parameters()` do not come by here and always give what is shown.
+A parent that computes with `self.child.weight`, a layer called without its unit, a forward hook, a
+function that a checkpoint replays: each reads an attribute of a module while the shards are what it
+shows. Any module's forward being on the Python stack, or a backward running, says that a value to
+compute with is wanted; then the read answers with the full value (outside.py). Otherwise (an
+optimizer, a print, a clamp between steps) it is the shard. Listings such as `parameters()` do not
+come by here and always give what is shown.
 """
 
+import sys
 import weakref
 from collections.abc import Callable
 from operator import is_not
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp.errors import ShardingError
-from fsdp.stack import in_a_forward
+from fsdp.stack import in_a_forward, in_backward
 
 
 class Owner(Protocol):
@@ -25,8 +27,8 @@ class Owner(Protocol):
 
     name: str
 
-    def read(self, parameter: nn.Parameter) -> Tensor:
-        """The full value of `parameter`, to compute with in a forward."""
+    def read(self, parameter: nn.Parameter, reader: object) -> Tensor:
+        """The full value of `parameter`, to compute with in a forward. `reader`: the object whose method reads it."""
 
     def full_value(self, parameter: nn.Parameter) -> Tensor:
         """The full value of `parameter`, in its own dtype, differentiable. Communicates."""
@@ -68,25 +70,27 @@ class OpenSlots(Slots):
 
 
 class GuardedSlots(Slots):
-    """Some may be shards, or whole ones from before an optimizer step: a read in a forward is answered by the unit."""
+    """Some may be shards, whole ones from before an optimizer step, or whole for a backward that frees them soon: a read in a
+    forward is answered by the unit."""
 
     __slots__ = ()
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         found = super().__getitem__(name)
         owner = None if found is None else owner_of(found)
-        if found is None or owner is None or not in_a_forward():
+        if found is None or owner is None or not (in_backward() or in_a_forward()):
             return found
-        return cast(nn.Parameter, owner.read(found))
+        # frames: this one, nn.Module.__getattr__, the reader
+        return cast(nn.Parameter, owner.read(found, sys._getframe(2).f_locals.get("self")))
 
 
 class ModuleFace:
     """What one module shows of one unit, in either face."""
 
-    __slots__ = ("_module", "_slots", "_teller", "shards", "wholes")
+    __slots__ = ("_slots", "_teller", "module", "shards", "wholes")
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self.shards: dict[str, nn.Parameter] = {}
         self.wholes: dict[str, nn.Parameter] = {}
         if isinstance(module._parameters, Slots):
@@ -99,15 +103,18 @@ class ModuleFace:
         self._teller: Callable[[dict[str, nn.Parameter]], None] = self._slots.update if plain else self._tell
 
     def show_wholes(self) -> None:
-        """Let the module show the whole parameters."""
-        if not self._slots.shared:
-            self._slots.__class__ = OpenSlots
+        """Let the module show the whole parameters. The unit still answers reads, until it opens."""
         self._teller(self.wholes)
 
     def show_shards(self) -> None:
         """Let the module show the shards."""
         self._teller(self.shards)
         self._slots.__class__ = GuardedSlots
+
+    def open(self) -> None:
+        """The unit's own forward or a replay of it begins: reads need no answer from now on."""
+        if not self._slots.shared:
+            self._slots.__class__ = OpenSlots
 
     def guard(self) -> None:
         """Let the unit answer reads of the whole parameters from now on."""
@@ -125,10 +132,13 @@ class ModuleFace:
         for slot, there, shard in zip(self.shards, shown, self.shards.values(), strict=True):
             if there is not shard and there is not self.wholes[slot]:
                 raise ShardingError(
-                    f"{type(self._module).__name__}.{slot} in unit {unit!r} was replaced by another parameter after wrapping; "
+                    f"{type(self.module).__name__}.{slot} in unit {unit!r} was replaced by another parameter after wrapping; "
                     "copy into the one that is there, or replace it before wrapping."
                 )
 
     def _tell(self, face: dict[str, nn.Parameter]) -> None:
+        # a module's __setattr__ looks at what is there, which is no read to answer
+        self._slots.__class__ = OpenSlots
         for name, parameter in face.items():
-            setattr(self._module, name, parameter)
+            setattr(self.module, name, parameter)
+        self._slots.__class__ = GuardedSlots

@@ -57,6 +57,9 @@ class FlatBuffer:
         self.segments, self.held = self._segments()
         self._shard_pointers = [p.data_ptr() for p in originals]
         self._trainable = [p.requires_grad for p in originals]
+        self._filled = [p for p in self.whole_parameters if p.numel()]
+        starts = (slot.start for slot in self.layout.slots if slot.numel)
+        self._byte_offsets = [start * self.whole.element_size() for start in starts]
         self.edits = self.count_edits()
         """As of the last forward."""
 
@@ -141,7 +144,11 @@ class FlatBuffer:
             ShardingError: they are in another precision than the shards.
         """
         before, self.edits = self.edits, self.count_edits()
-        if before == self.edits:
+        base = self.whole.data_ptr()
+        replaced = [p.data_ptr() for p in self._filled] != [base + offset for offset in self._byte_offsets]
+        if replaced:
+            self._take_replaced(unit, before)
+        elif before == self.edits:
             return 0
         taken = 0
         for i, parameter in enumerate(self.shard_parameters):
@@ -158,6 +165,21 @@ class FlatBuffer:
             increment_version(parameter)
             taken += 1
         return taken
+
+    def _take_replaced(self, unit: str, before: list[int]) -> None:
+        """A forward pointed whole parameters at other data (`p.data = x`): take the values over, and note them as edits."""
+        for i, (parameter, slot) in enumerate(zip(self.whole_parameters, self.layout.slots, strict=True)):
+            view = self.whole[slot.start : slot.end].view(slot.shape)
+            if parameter.data_ptr() == view.data_ptr():
+                continue
+            if parameter.shape != view.shape or parameter.dtype != view.dtype:
+                raise ShardingError(
+                    f"parameter {self.places[i].names[0]!r} was replaced in the forward of unit {unit!r} by a tensor of shape "
+                    f"{tuple(parameter.shape)}, {parameter.dtype}; it is {tuple(view.shape)}, {view.dtype}."
+                )
+            view.copy_(parameter.data)
+            parameter.data = view.data
+            before[i] -= 1
 
     @property
     def trainable(self) -> list[bool]:

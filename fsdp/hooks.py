@@ -12,22 +12,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from fsdp.crossings import Call, Crossing, Way, inputs_of, node_behind
+from fsdp.crossings import Call, Crossing, Ends, Way, inputs_of, node_behind
 from fsdp.eager import uncompiled
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.nested import Attributes, cast_floating, tensors_in
 from fsdp.outside import RefusedUse
-from fsdp.readiness import Readiness, graph_task
-from fsdp.stack import times_running
+from fsdp.readiness import Readiness
+from fsdp.stack import graph_task, in_backward, times_running
 from fsdp.storage import storage_key
 from fsdp.unit import Unit
 from state_machine import Event, State
-
-
-def in_backward() -> bool:
-    """Whether the calling thread is inside a backward. Asked here and nowhere else."""
-    return graph_task() != -1
 
 
 class Hooks:
@@ -37,8 +32,11 @@ class Hooks:
         self._listeners: list[Listener] = []
         for index in range(len(engine.units)):
             # outer units come first
-            around = [outer for outer, listener in enumerate(self._listeners) if index in engine.descendants[outer]]
-            self._listeners.append(Listener(engine, index, [self._listeners[outer] for outer in around]))
+            around = [listener for outer, listener in enumerate(self._listeners) if index in engine.descendants[outer]]
+            self._listeners.append(Listener(engine, index, around))
+        outer = [listener for index, listener in enumerate(self._listeners) if engine.descendants[index]]
+        for listener in self._listeners:
+            listener.outer = outer
         engine.watch_outputs = lambda index: self._listeners[index].watch()
         engine.forget_arrivals = self._forget_arrivals
 
@@ -67,8 +65,11 @@ class Listener:
         self._calls: list[Call] = []
         self.readiness = Readiness(self._innermost)
         self._unit.announce = self._outside_gradient_comes
+        self._unit.stay = self.readiness.reach_again
         self._around = around
-        self._handles_of_inputs: list[RemovableHandle] = []
+        self.outer: Sequence[Listener] = ()
+        """Those of all units with units inside, which autograd can leave by ways nobody watches."""
+        self._handles_of_ends: dict[int, RemovableHandle] = {}
         module = self._unit.module
         own = engine.own_modules[index]
         self._attributes = [Attributes(one) for one in own]
@@ -112,9 +113,9 @@ class Listener:
     def backward_is_over(self) -> None:
         """For the next one nothing has arrived and nothing is open."""
         self.readiness.reset()
-        for handle in self._handles_of_inputs:
+        for handle in self._handles_of_ends.values():
             handle.remove()
-        self._handles_of_inputs.clear()
+        self._handles_of_ends.clear()
 
     # state dicts --------------------------------------------------------------------------
 
@@ -154,6 +155,7 @@ class Listener:
         if any(self._hooks_inside):
             self._hear_inside()
         call.refused = True
+        self._unit.versions_in_forward = call.versions
         if call.nested:
             pass  # a part of the call it is in
         elif call.replay:
@@ -161,9 +163,11 @@ class Listener:
         else:
             self._engine.forward_begins(self._index)
         call.refused = False
-        self._unit.versions_in_forward = call.versions
+        whole = self._engine.whole(self._index)
+        if whole:
+            self._unit.open()
         policy = self._unit.config.mp_policy
-        if policy.param_dtype is None or not policy.cast_forward_inputs or not self._engine.whole(self._index):
+        if policy.param_dtype is None or not policy.cast_forward_inputs or not whole:
             return None
         return cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
 
@@ -196,6 +200,8 @@ class Listener:
                 self._engine.forward_ends(self._index, Event.FORWARD_ENDS if call.outputs else Event.INFERENCE_ENDS)
         finally:
             self._calls.pop()
+            if call.replay:
+                self._unit.guard()
         policy = self._unit.config.mp_policy
         return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
 
@@ -228,7 +234,7 @@ class Listener:
                 found += [one for one in tensors_in(value) if not isinstance(one, nn.Parameter)]
         if not found:
             return found
-        return [one for one in found if (node := node_behind(one)) is None or self._index not in Crossing.of(node).watched_by]
+        return [one for one in found if (node := node_behind(one)) is None or id(self) not in Crossing.of(node).watched_by]
 
     def _hear_inside(self) -> None:
         """The user has forward hooks on modules inside: what those modules return may be carried off, so watch it as well."""
@@ -245,32 +251,43 @@ class Listener:
         """Put a pre-backward hook on every node behind the outputs of the call that just returned."""
         call = self._calls[-1]
         nodes = {node: None for tensor in call.outputs if (node := node_behind(tensor)) is not None}
-        call.outputs = []
         way = Way(call)
+        way.around = [(listener, listener._calls[-1].input_tensors) for listener in self._around if listener._calls]
+        call.outputs = []
         self.readiness.watch(way)
         for node in nodes:
             # an input that is returned as it is has nothing of the unit behind it
             if node not in call.inputs:
                 crossing = Crossing.of(node)
-                crossing.watched_by.add(self._index)
+                crossing.watched_by.add(id(self))
                 crossing.reaches.append(partial(self._backward_reaches, way, call.inputs))
         for node in call.inputs:
-            Crossing.of(node).leaves.append(partial(self._input_left, way))
+            Crossing.of(node).leave(way, self._input_left)
 
     # backward -----------------------------------------------------------------------------
 
     def _backward_reaches(self, way: Way, inputs: Sequence[Node], gradients: Sequence[Tensor | None]) -> None:
+        for listener, _ in way.around:
+            if not listener.readiness.reached:
+                listener.reach_from_inside()
         self._refuse_changed_parameters(way.versions)
         self._engine.hear(self._index, Event.BACKWARD_REACHES)
         self.readiness.reach(way, inputs)
         if torch.is_grad_enabled():
-            # what comes in was made by the units around this one
-            for listener in self._around:
-                listener.watch_gradients(gradients)
-            # an input that autograd.grad was asked for is captured, and its node never entered
-            for tensor in way.living_inputs():
-                hook = self._input_captured
-                self._handles_of_inputs.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+            # what comes in may have been made by any of these
+            for listener in self.outer:
+                if listener.readiness.reached:
+                    listener.watch_gradients(gradients)
+            for listener, ends in way.around:
+                listener.watch_ends(ends)
+            self.watch_ends()
+
+    def reach_from_inside(self) -> None:
+        """A backward has come to an inner unit past this one, through a loss the inner one left behind; it goes on in here."""
+        for way in self.readiness.living_ways()[-1:]:
+            self._refuse_changed_parameters(way.versions)
+        self._engine.hear(self._index, Event.BACKWARD_REACHES)
+        self.readiness.reach_again()
 
     def _input_left(self, way: Way, gradients: Sequence[Tensor | None]) -> None:
         if torch.is_grad_enabled():
@@ -279,22 +296,37 @@ class Listener:
         if event is not None:
             self._tell(event)
 
-    def _input_captured(self, gradient: Tensor) -> None:
+    def watch_ends(self, more: Ends = ()) -> None:
+        """A tensor that autograd.grad was asked for is captured, and the node behind it never entered."""
+        for reference in (*more, *(end for way in self.readiness.living_ways() for end in way.ends)):
+            tensor = reference()
+            if tensor is not None and id(tensor) not in self._handles_of_ends:
+                self._handles_of_ends[id(tensor)] = tensor.register_hook(self._captured)  # type: ignore[no-untyped-call]
+
+    def _captured(self, gradient: Tensor) -> None:
         self.watch_gradients((gradient,))
 
     def watch_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """In a backward with create_graph=True: what comes out of the unit is made by nodes a second backward may enter."""
         for gradient in gradients:
+            if gradient is not None and _is_batched(gradient):
+                raise ShardingError(
+                    f"a backward with is_grads_batched=True and create_graph=True goes through unit {self._unit.name!r}, and its "
+                    "graph cannot be followed; take the gradients one by one."
+                )
             node = None if gradient is None else node_behind(gradient)
             if node is not None:
-                Crossing.of(node).reaches.append(partial(self._backward_reaches_again, self._unit.versions))
+                # the ways are kept: of the first graph, only what the second needs may be alive
+                ways = self.readiness.living_ways()
+                Crossing.of(node).reaches.append(partial(self._backward_reaches_again, ways, self._unit.versions))
 
-    def _backward_reaches_again(self, versions: int, gradients: Sequence[Tensor | None]) -> None:
+    def _backward_reaches_again(self, ways: Sequence[Way], versions: int, gradients: Sequence[Tensor | None]) -> None:
         self._refuse_changed_parameters(versions)
         self._engine.hear(self._index, Event.BACKWARD_REACHES)
         self.readiness.reach_again()
         if torch.is_grad_enabled():
             self.watch_gradients(gradients)
+            self.watch_ends()
 
     def _refuse_changed_parameters(self, versions: int) -> None:
         if versions != self._unit.versions:
@@ -315,6 +347,7 @@ class Listener:
                 "reduced over the ranks and have no graph; ask for those of inputs only: "
                 "torch.autograd.grad(loss, inputs, create_graph=True)."
             )
+        self._engine.gradients_come()
         if self.readiness.came_from_outside(number):
             return
         if not self.readiness.arrived:
@@ -346,6 +379,12 @@ def _hear_arrivals(listener: "weakref.ref[Listener]", number: int) -> Callable[[
                 hearer.gradient_arrives(number)
 
     return arrives
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    """Whether it stands for several, under `is_grads_batched=True`."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
 def _can_train(parameter: Tensor) -> bool:

@@ -1,12 +1,13 @@
 """Methods of a unit that compute, beside its `forward`."""
 
+import inspect
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from fsdp.errors import ShardingError
-from fsdp.sharded import Sharded, sharded_of
+from fsdp.sharded import sharded_of
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
@@ -34,6 +35,13 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         raise ShardingError(f"register_forward_method: {type(unit).__name__} has no method {method_name!r}.")
     if isinstance(getattr(method, "__func__", None), _ForwardMethod):
         return
+    if method_name in ("forward", "__call__"):
+        raise ShardingError(f"register_forward_method: {method_name!r} is a forward already.")
+    if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+        raise ShardingError(
+            f"register_forward_method: {method_name!r} goes on after it has returned, when the parameters are given back; "
+            "register what it calls instead."
+        )
     unit.__dict__[method_name] = MethodType(_ForwardMethod(method), unit)
 
 
@@ -45,5 +53,5 @@ class _ForwardMethod:
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         sharded = sharded_of(module)
-        assert isinstance(sharded, Sharded), "it was a unit when the method was registered"
+        assert sharded is not None, "it was a unit when the method was registered"
         return sharded.hooks.run_as_forward(sharded.index, self._method, args, kwargs)

@@ -18,6 +18,8 @@ from fsdp.unit import Unit
 
 # Wrappers whose name is no part of a plain parameter name.
 TRANSPARENT = frozenset({"_checkpoint_wrapped_module"})
+# Marks a module that an earlier wrapping was told to ignore.
+IGNORED = "_fsdp_ignored"
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -85,7 +87,7 @@ class _Walk:
 
     def visit(self, module: nn.Module, path: str, chain: tuple[int, ...]) -> None:
         """One module at one path, inside the units of `chain`. A shared module is visited once a path."""
-        if id(module) in self._ignored:
+        if id(module) in self._ignored or IGNORED in module.__dict__:
             self._ignored_parameters.update({id(p): _join(path, name) for name, p in module.named_parameters()})
             return
         if self._is_unit(module, path):

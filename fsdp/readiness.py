@@ -27,12 +27,8 @@ import torch
 from torch.autograd.graph import Node
 
 from fsdp.crossings import Way
+from fsdp.stack import graph_task
 from state_machine import Event
-
-
-def graph_task() -> int:
-    """The backward the calling thread is inside, as autograd counts: a reentrant checkpoint runs one of its own; or -1."""
-    return torch._C._current_graph_task_id()
 
 
 class Readiness:
@@ -58,6 +54,7 @@ class Readiness:
     def reset(self) -> None:
         """A backward is over: for the next one nothing has arrived and nothing is open."""
         self._backward += 1
+        self._reached_in = -1
         self._from_outside.clear()
         self._again = False
         self.arrived.clear()
@@ -77,8 +74,14 @@ class Readiness:
             if way.pending:
                 self.open_calls += 1
 
+    @property
+    def reached(self) -> bool:
+        """Whether this backward has come to the unit."""
+        return self._reached_in != -1
+
     def reach_again(self) -> None:
-        """Autograd is about to enter nodes that an earlier backward through the unit made."""
+        """Autograd is about to enter nodes that an earlier backward through the unit made, or that nothing leads to."""
+        self._reached_in = graph_task()
         self._again = True
 
     def leave(self, way: Way, trainable: int) -> Event | None:
@@ -94,7 +97,7 @@ class Readiness:
             return None
         if not trainable:
             return Event.BACKWARD_LEFT
-        if not self.open_calls and all(self._left(one) and one.through_graph for one in self._living_ways()):
+        if not self.open_calls and all(self._left(one) and one.through_graph for one in self.living_ways()):
             return Event.GRADIENTS_READY
         return self._complete(trainable)
 
@@ -122,12 +125,13 @@ class Readiness:
         if len(self.arrived) < trainable or self.open_calls or self._again or not self._innermost:
             return None
         # the inputs of a replay are leaves for autograd, and not for the user
-        taken = [way for way in self._living_ways() if way.backward == self._backward]
+        taken = [way for way in self.living_ways() if way.backward == self._backward]
         early = taken and all(self._left(way) and (way.through_graph or way.replay) for way in taken)
         return Event.GRADIENTS_READY if early else Event.GRADIENTS_KEPT
 
     def _left(self, way: Way) -> bool:
         return way.left_in == self._backward
 
-    def _living_ways(self) -> list[Way]:
+    def living_ways(self) -> list[Way]:
+        """The ways through calls whose graph is alive."""
         return [way for reference in self._ways if (way := reference()) is not None]

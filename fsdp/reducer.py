@@ -2,8 +2,8 @@
 
 Rule 1: collectives are launched in the agreed order only; what is ready early waits its turn.
 Rule 2: nothing reaches `.grad` before `commit`, and `commit` comes after everything that can fail.
-Rule 3: every unit with something to train is reduced exactly once in a backward that synchronises,
-        with zeros for gradients that did not come: a peer may have them.
+Rule 3: in a backward that synchronises, every unit that autograd has passed through, or of which some
+        rank has a gradient, is reduced, with zeros for gradients that did not come.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,10 @@ class Reducer:
         self._ready = [False] * len(self._units)
         self._launched = [False] * len(self._units)
         self._arrivals: list[int] = []
+        self._shared = False
         self._settled = False
+        self._has: list[bool] = []
+        """Which units have gradients here that are not launched, as of the end of the backward."""
         self._used: list[bool] = []
         self._hooked: list[nn.Parameter] = []
 
@@ -102,11 +105,14 @@ class Reducer:
             self._turn += 1
 
     def flush(self, index: int) -> None:
-        """At the end, in the agreed order: launch what was not launched, or came after it was."""
+        """At the end, in the agreed order: launch what was not launched, or came after it was, if any rank has it."""
+        if not self._shared:
+            self._share_usage()
         if not self._launched[index]:
             self._note(index)
-            self._launch(index)
-        elif any(whole.grad is not None for whole in self._units[index].whole_parameters):
+            if self._has[index] or self._some_rank_has(index):
+                self._launch(index)
+        elif self._has[index]:
             self._launch(index)
 
     def commit(self, index: int) -> None:
@@ -226,22 +232,40 @@ class Reducer:
         if self._settled:
             return
         self._settled = True
-        self._share_usage()
+        if not self._shared:
+            self._share_usage()
         self._land()
-        assert self._usage is not None
-        usage, self._usage = self._usage, None
-        usage.work.wait()
-        self._streams.await_reductions()
-        if not usage.complete:
-            self._used = [bool(flag) for flag in usage.flags.tolist()]
+        self._await_usage()
         if not self._learned:
             self._learn_order()
         for buckets, offsets in zip(self._buckets, self._offsets, strict=True):
             for bucket, offset in zip(buckets, offsets, strict=True):
                 bucket.show_to_hooks(self._used[offset:] if self._used else bucket.all_used)
 
+    def _some_rank_has(self, index: int) -> bool:
+        """Whether any rank has a gradient of a unit of which there is none here."""
+        self._await_usage(read=True)
+        return any(
+            any(self._used[offset : offset + len(bucket.views)])
+            for bucket, offset in zip(self._buckets[index], self._offsets[index], strict=True)
+        )
+
+    def _await_usage(self, read: bool = False) -> None:
+        """Learn which gradients no rank had, if this rank needs to know: on CUDA the host waits for it."""
+        usage, self._usage = self._usage, None
+        if usage is not None:
+            usage.work.wait()
+            self._streams.await_reductions()
+            if read or not usage.complete:
+                self._used = [bool(flag) for flag in usage.flags.tolist()]
+
     def _share_usage(self) -> None:
         """Tell the ranks which parameters had a gradient here: one small collective in a backward."""
+        self._shared = True
+        self._has = [
+            any([bucket.take_stock(launched) for bucket in of_unit])
+            for of_unit, launched in zip(self._buckets, self._launched, strict=True)
+        ]
         buckets = [bucket for of_unit in self._buckets for bucket in of_unit]
         complete = all(bucket.complete for bucket in buckets)
         with self._streams.reducing():

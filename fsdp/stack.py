@@ -1,6 +1,7 @@
 """What is on the Python stack. Asked where torch tells nobody."""
 
 import sys
+import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Final
@@ -8,9 +9,17 @@ from typing import Final
 import torch
 from torch import nn
 
+graph_task: Final = torch._C._current_graph_task_id
+"""The backward the calling thread is inside, as autograd counts: a reentrant checkpoint runs one of its own; or -1."""
+
 _CALL: Final = nn.Module._call_impl.__code__
 _GRAD: Final = torch.autograd.grad.__code__
 _BACKWARD: Final = torch.autograd.backward.__code__
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward."""
+    return graph_task() != -1
 
 
 def in_a_forward() -> bool:
@@ -32,15 +41,15 @@ def times_running(module: nn.Module, method: CodeType, runner: object) -> int:
 def in_autograd_grad() -> bool:
     """Whether the backward that runs is `torch.autograd.grad`, which brings no gradient to any parameter of ours.
 
-    Where it runs in a thread of autograd's own (CUDA), the stacks of all others are asked; when in doubt, no.
+    A thread of autograd's own (CUDA) does not show who began the backward, so there every thread is asked; when in doubt, no.
     """
     asks = False
     for frame in _frames():
         if frame.f_code is _BACKWARD:
             return False
         asks = asks or frame.f_code is _GRAD
-    if asks:
-        return True
+    if not isinstance(threading.current_thread(), threading._DummyThread):
+        return asks
     found = {code for frame in sys._current_frames().values() for code in _codes(frame) if code in (_GRAD, _BACKWARD)}
     return found == {_GRAD}
 

@@ -18,6 +18,7 @@ from fsdp.errors import ShardingError
 from fsdp.face import ModuleFace, own
 from fsdp.flat import FlatBuffer, Place
 from fsdp.outside import FullUse, LocalUse
+from fsdp.stack import in_backward
 from fsdp.storage import Ledger, size_of
 from fsdp.streams import Streams
 
@@ -45,9 +46,14 @@ class Unit:
         self._works: list[Work] = []
         self._set_aside: list[Tensor | None] = []
         self.versions_in_forward = 0
-        """Of the shards, when the last forward began: what the whole parameters hold."""
+        """Of the shards, when the last forward began."""
+        self.gathered_versions = 0
+        """Of the shards, when the copy in memory was gathered."""
+        self._open = False
         self.announce: Callable[[int], None]
         """Set by the hooks: a gradient of one parameter is about to come from a use outside the unit."""
+        self.stay: Callable[[], None]
+        """Set by the hooks: keep the whole parameters until the end of the backward."""
         self._copies: dict[int, tuple[Tensor, int]] = {}
         """Stand-ins for the copies that were read in forwards: their version counters, without their memory."""
         groups: dict[tuple[torch.dtype, bool], list[Place]] = {}
@@ -99,8 +105,15 @@ class Unit:
         """Grows with every in-place change of a shard from outside."""
         return sum([p._version for flat in self.flats for p in flat.shard_parameters])
 
+    def open(self) -> None:
+        """Its own forward, or a replay of it, runs on the whole parameters."""
+        self._open = True
+        for face in self._faces:
+            face.open()
+
     def guard(self) -> None:
-        """From now on, look at each read of the whole parameters whether an optimizer has stepped."""
+        """From now on, answer each read of the whole parameters with a fresh copy: an optimizer may step."""
+        self._open = False
         for face in self._faces:
             face.guard()
 
@@ -136,14 +149,20 @@ class Unit:
 
     # uses outside the unit ----------------------------------------------------------------
 
-    def read(self, parameter: nn.Parameter) -> Tensor:
-        """The full value of `parameter`, to compute with in a forward: the whole parameter where it is up to date, or a copy.
+    def read(self, parameter: nn.Parameter, reader: object) -> Tensor:
+        """The full value of `parameter`, to compute with in a forward: the whole parameter while it may be used, or a copy.
 
         A copy has the dtype the unit computes in.
         """
         number = self._numbers[id(parameter)]
         whole = self.whole_parameters[number]
-        if self.lent or (parameter is whole and self.versions == self.versions_in_forward):
+        # a choice that leads to a gather must not hang on what this rank holds, such as whether an optimizer changed it here
+        if self.lent or (parameter is whole and self._open):
+            return parameter
+        if parameter is whole and in_backward():
+            if not any(face.module is reader for face in self._faces):
+                # a replay around the unit computes with what the unit itself may be done with before
+                self.stay()
             return parameter
         copy = self._use_in_full(number, whole.dtype)
         if not copy.is_inference():
@@ -162,6 +181,8 @@ class Unit:
         """See `fsdp.to_local`."""
         number = self._numbers[id(parameter)]
         flat, i = self._find(number)
+        if self.lent:
+            raise ShardingError("to_local: lent parameters cannot be trained; leave summon_full_params first.")
         self.check_shards()
         self.sync_requires_grad()
         shard, announce = flat.shard_parameters[i].detach(), partial(self._announce, number)
@@ -232,6 +253,7 @@ class Unit:
 
     def hide(self) -> None:
         """Let the modules show the shards again."""
+        self._open = False
         for face in self._faces:
             face.show_shards()
 

@@ -134,7 +134,7 @@ def fully_shard(
         return config, plan
 
     config, plan = agree(channels.gathers, prepare)
-    build(plan, config, channels, param_init_fn)
+    build(plan, config, channels, param_init_fn, ignored_modules or ())
     return module
 
 
@@ -154,6 +154,10 @@ def _prepare(
     plan = make_plan(module, policy, _unit_of, lambda one: isinstance(one, FullyShardedDataParallel), ignored)
     for one in plan:
         inner = sharded_of(one.module)
+        if inner is not None and inner.engine.reducer.keeps_gradients:
+            raise ShardingError(
+                f"unit {one.name!r} keeps gradients under no_sync; run the backward that synchronises before wrapping around it."
+            )
         if inner is not None and inner.engine.channels != channels:
             raise ShardingError(
                 f"unit {one.name!r} was wrapped over another process group; wrap all units of a model over the same one."

@@ -74,7 +74,7 @@ FREE_AFTER_FORWARD: Final[Table] = {
         E.GRADIENTS_KEPT: Step(S.FORWARD),
         E.BACKWARD_LEFT: Step(S.FORWARD),
         E.BACKWARD_ENDS: Step(S.FORWARD, (A.GUARD, A.FLUSH, A.COMMIT)),
-        E.BACKWARD_ENDS_UNSYNCED: Step(S.FORWARD, (A.GUARD, A.STASH)),
+        E.BACKWARD_ENDS_UNSYNCED: Step(S.FORWARD, (A.STASH,)),
         # the forward around it may catch the exception and go on
         E.BACKWARD_FAILS: Step(S.FORWARD, (A.DRAIN, A.DROP)),
         E.STEP_ABANDONED: Step(S.IDLE, _GIVE_UP),

@@ -84,7 +84,7 @@ class Action(Word):
     WATCH_OUTPUTS = auto()
     """Put a pre-backward hook on everything the forward returned."""
     GUARD = auto()
-    """An optimizer may step inside the forward: from now on, look at each read of a parameter whether it is up to date."""
+    """An optimizer may step inside the forward: from now on, answer each read of a parameter with its value then."""
     JOIN_BACKWARD = auto()
     """Be part of the running backward; the first unit to join queues the root callback."""
     REDUCE = auto()

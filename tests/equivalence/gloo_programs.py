@@ -61,6 +61,32 @@ def built_differently(rank: int) -> tuple[str, float]:
     return "nothing was said", 0.0
 
 
+class Two(torch.nn.Module):
+    """Both outputs always, for a loss that takes one of them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(4, 4), torch.nn.Linear(4, width)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(x), self.other(x)
+
+
+def disagrees(rank: int, width: int) -> tuple[str, float]:
+    """After steps alike, each rank's loss comes through a unit of its own: what it was told, and after how many seconds."""
+    model = fsdp.fully_shard(Two(width), auto_wrap_policy={torch.nn.Linear}, prefetch=0)
+    for _ in range(3):
+        one, other = model(torch.ones(2, 4))
+        (one.sum() + other.sum()).backward()
+    outputs = model(torch.ones(2, 4))
+    begin = time.monotonic()
+    try:
+        outputs[rank % 2].sum().backward()
+    except fsdp.WorldError as told:
+        return str(told), time.monotonic() - begin
+    return "nothing was said", 0.0
+
+
 def recovers(rank: int) -> Trained:
     """A forward that fails on every rank leaves the group usable."""
     case = CASES["net"]
@@ -98,14 +124,22 @@ OTHERS: Final[dict[str, Callable[[int], Any]]] = {
 }
 
 
+# after these the group is of no use
+LAST: Final[dict[str, Callable[[int], Any]]] = {
+    "disagree, of one size": lambda rank: disagrees(rank, 4),
+    "disagree, of two sizes": lambda rank: disagrees(rank, 9),
+}
+
+
 def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     """These programs (or all) in turn, over one group; the results go to a file."""
-    programs = {**TRAININGS, **OTHERS}
+    usual = {**TRAININGS, **OTHERS}
+    programs = {**usual, **LAST}
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT))
-    torch.save({name: programs[name](rank) for name in names or programs}, folder / f"{rank}.pt")
+    torch.save({name: programs[name](rank) for name in names or usual}, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_programs import BF16, LIMIT, OTHERS, SGD, TRAININGS
+from gloo_programs import BF16, LAST, LIMIT, OTHERS, SGD, TRAININGS
 from models import CASES, assert_close, assert_trained_alike, joined, reference
 
 import fsdp
@@ -149,6 +149,17 @@ def test_a_model_built_differently_is_refused_on_every_rank_within_seconds(ranks
         assert (
             "rank 0 has parameter 'enter.weight' (8, 6) torch.float32, but rank 1 has parameter 'enter.weight' (9, 6)" in message
         )
+        assert seconds < 10
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("program", LAST)
+def test_ranks_that_disagree_are_told_within_seconds_and_nothing_is_mixed(program: str, size: int, tmp_path: Path) -> None:
+    """Over gloo the parameters of units of one size would be mixed without a word, and a process with two sizes would abort."""
+    for one in run(size, tmp_path, program):
+        message, seconds = one[program]
+        assert "The ranks disagree on operation" in message
+        assert "all_gather('one'" in message and "all_gather('other'" in message
         assert seconds < 10
 
 

@@ -182,7 +182,7 @@ def _(run: Run) -> Yields:
     "zero_grad in place between steps",
     "gradients that are zero are not gradients that are missing",
     gathers=5 + (2 + 1 + 2) + 5,
-    reductions=3 * 3,
+    reductions=3 + 2 + 3,
     cost="ordinary steps; one block left out of the second, for which it is gathered in vain, ahead of either pass",
 )
 def _(run: Run) -> Yields:
@@ -305,4 +305,21 @@ def _(run: Run) -> Yields:
     with run.no_sync(one):
         loss_of(other(one(run.data(0, 2, WIDTH)))).backward()
     loss_of(other(one(run.data(1, 2, WIDTH)))).backward()
+    yield
+
+
+@pattern(
+    "a unit that is wrapped again while it keeps gradients",
+    "what is kept belongs to an engine that is no more",
+    refused="keeps gradients under no_sync",
+    gathers=1 + 1,
+    reductions=1,
+    cost="a root of one unit, which is kept: 2 micro-batches, one of which synchronises",
+)
+def _(run: Run) -> Yields:
+    inner = run.shard(Block())
+    with run.no_sync(inner):
+        train(inner, run.data(0, 2, WIDTH))
+    run.refused(lambda: run.shard(nn.Sequential(inner, nn.Linear(WIDTH, 3))))
+    train(inner, run.data(1, 2, WIDTH))
     yield

@@ -1,5 +1,8 @@
 """Backwards of every kind, and several roots."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -59,8 +62,9 @@ class Tells(Net):
     "backward(inputs=...) of an activation",
     "no gradient of any parameter comes, and the units are gathered all the same",
     gathers=3 + 2 + 3 + 3,
-    reductions=3 * 3,
-    cost="forward 3; down to the node behind the second activation 2, then everything twice",
+    reductions=1 + 2 + 3,
+    cost="forward 3; down to the node behind the second activation 2, then everything twice. A unit that autograd passes through "
+    "is reduced, as its peers may have a gradient of it: one unit, two, three",
 )
 def _(run: Run) -> Yields:
     model = run.shard(Tells(), {Block})
@@ -139,7 +143,15 @@ def _penalty(model: nn.Module, x: Tensor) -> Tensor:
     return (slope.norm(dim=1) - 1).square().mean()
 
 
-@pattern("a gradient penalty over a leaf", "the second backward reads parameters that the first one gave back")
+# a step of one penalty alone on a Nonlinear of three units
+PENALTY: dict[str, Any] = {
+    "gathers": 2 * (3 + 2 + 3),
+    "reductions": 2 * 3,
+    "cost": "2 steps: 3 forward; 2 in the first backward, which finds the root's own and reduces nothing; 3 in the second",
+}
+
+
+@pattern("a gradient penalty over a leaf", "the second backward reads parameters that the first one gave back", **PENALTY)
 def _(run: Run) -> Yields:
     model = run.shard(Nonlinear(), {Block})
     for step in range(2):
@@ -150,7 +162,9 @@ def _(run: Run) -> Yields:
 
 
 @pattern(
-    "a gradient penalty over an interpolation", "as above; the input is no leaf, so the first backward ends inside the graph"
+    "a gradient penalty over an interpolation",
+    "as above; the input is no leaf, so the first backward ends inside the graph",
+    **PENALTY,
 )
 def _(run: Run) -> Yields:
     model = run.shard(Nonlinear(), {Block})
@@ -161,7 +175,13 @@ def _(run: Run) -> Yields:
         run.note("gradient of real", real.grad)
 
 
-@pattern("a gradient penalty in the step of a discriminator", "the graphs of D(real) and D(fake) are alive in all of it")
+@pattern(
+    "a gradient penalty in the step of a discriminator",
+    "the graphs of D(real) and D(fake) are alive in all of it",
+    gathers=3 * (3 * 3 + 2 + 3),
+    reductions=3 * 3,
+    cost="3 steps: 3 forwards of 3; 2 in the first backward, which finds the root's own and reduces nothing; 3 in the second",
+)
 def _(run: Run) -> Yields:
     model = run.shard(Nonlinear(), {Block})
     optimizer = sgd(model)
@@ -176,7 +196,7 @@ def _(run: Run) -> Yields:
         optimizer.step()
 
 
-@pattern("a gradient penalty with D(real) as its own forward", "R1: one forward is in the loss and in the penalty")
+@pattern("a gradient penalty with D(real) as its own forward", "R1: one forward is in the loss and in the penalty", **PENALTY)
 def _(run: Run) -> Yields:
     model = run.shard(Nonlinear(), {Block})
     for step in range(2):
@@ -187,7 +207,13 @@ def _(run: Run) -> Yields:
         yield
 
 
-@pattern("a gradient penalty every other step", "steps with and without a second backward take turns, also under no_sync")
+@pattern(
+    "a gradient penalty every other step",
+    "steps with and without a second backward take turns, also under no_sync",
+    gathers=4 * 2 * 5 + 2 * (3 + 2 + 3),
+    reductions=4 * 3,
+    cost="4 steps of 2 ordinary micro-batches, one of which synchronises; in 2 of them a penalty: 3 forward, 2 and 3 backward",
+)
 def _(run: Run) -> Yields:
     model = run.shard(Nonlinear(), {Block})
     optimizer = sgd(model)
@@ -202,6 +228,150 @@ def _(run: Run) -> Yields:
         optimizer.step()
 
 
+class Elementwise(nn.Module):
+    """No product of matrices; its parameters have one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = (nn.Parameter(torch.linspace(low, 1.5, WIDTH)) for low in (0.5, 0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.inside) * self.outside
+
+
+def _slope(of: Tensor, at: Tensor) -> Tensor:
+    return torch.autograd.grad(of.sum(), at, create_graph=True)[0]
+
+
+def _heat(model: nn.Module, x: Tensor) -> Tensor:
+    """A physics-informed loss: how far the model is from solving u_y = u_xx."""
+    slope = _slope(model(x), x)
+    return (slope[:, 1] - _slope(slope[:, 0], x)[:, 0]).square().mean()
+
+
+def _third(model: nn.Module, x: Tensor) -> Tensor:
+    """Its gradient is a third derivative also in the weights of the last layer."""
+    return _slope(_slope(model(x), x).square(), x).square().mean()
+
+
+Derivatives = Callable[[nn.Module, Tensor], Tensor]
+
+
+def _derives(name: str, loss: Derivatives, make: Callable[[], nn.Module], where: str, policy: Any, units: int) -> None:
+    @pattern(
+        f"{name}, {where}",
+        "a backward with a graph through the nodes of another one",
+        gathers=2 * (units + (units - 1) + 2 * units),
+        reductions=2 * units,
+        cost="2 steps: all units forward, but for the root's own in the first backward, in the second and in the third",
+        within=1e-5,
+    )
+    def _(run: Run) -> Yields:
+        model = run.shard(make(), policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            residual = loss(model, run.data(step, 3, WIDTH).requires_grad_())
+            residual.backward()
+            yield
+            run.note("loss", residual)
+            optimizer.step()
+
+
+for _name, _loss in {"a physics-informed loss": _heat, "third derivatives": _third}.items():
+    _derives(_name, _loss, Nonlinear, "in units", {Block}, 3)
+    _derives(_name, _loss, Nonlinear, "in one unit", None, 1)
+_derives("third derivatives", _third, Elementwise, "of elementwise parameters", None, 1)
+
+
+class Features(nn.Module):
+    """Returns a feature, or keeps it as an attribute."""
+
+    feature: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.mix = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.feature = torch.tanh(self.first(x))
+        return torch.tanh(self.last(torch.tanh(self.feature @ self.mix))), self.feature
+
+
+class KeepsFeature(Features):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+def _asks(where: str, make: Callable[[], Features]) -> None:
+    @pattern(
+        f"a penalty on the gradient of a feature that is {where}",
+        "the first backward ends inside the unit, at a node that is never entered",
+        gathers=2 * (3 + 1 + 3),
+        reductions=2 * 3,
+        cost="2 steps: 3 forward; the last layer in the first backward, which finds the root's own; 3 in the second",
+    )
+    def _(run: Run) -> Yields:
+        model = run.shard(make(), {nn.Linear})
+        for step in range(2):
+            found = model(run.data(step, 3, WIDTH))
+            output, feature = found if isinstance(found, tuple) else (found, model.feature)
+            slope = _slope(output, feature)
+            run.note("slope", slope)
+            (slope.square().sum() + loss_of(output)).backward()
+            yield
+
+
+_asks("returned", Features)
+_asks("kept as an attribute", KeepsFeature)
+
+
+class TrainsOnTheWay(torch.autograd.Function):
+    """In its backward, runs a forward and a backward of a model."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: nn.Module) -> Tensor:
+        ctx.model = model
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            loss_of(ctx.model(leaf)).backward()
+        return gradient + leaf.grad, None
+
+
+@pattern("a backward inside a backward of torch.autograd.grad", "the outer one reduces nothing, the inner one must")
+def _(run: Run) -> Yields:
+    model = run.shard(nn.Sequential(Block(), Block()), {Block})
+    for step in range(2):
+        x = run.data(step, 2, WIDTH).requires_grad_()
+        inner = model(TrainsOnTheWay.apply(x, model))
+        found = torch.autograd.grad(loss_of(TrainsOnTheWay.apply(inner, model)), x)[0]
+        yield
+        run.note("gradient of x", found)
+
+
+@pattern(
+    "is_grads_batched=True with create_graph=True",
+    "a graph of batched gradients cannot be followed",
+    refused="is_grads_batched=True",
+    reductions=3,
+    cost="the step after the refusal",
+)
+def _(run: Run) -> Yields:
+    model = run.shard(Nonlinear(), {Block})
+    x = run.data(0, 3, WIDTH).requires_grad_()
+    output = model(x).flatten()
+    run.refused(lambda: torch.autograd.grad(output, x, torch.eye(3), is_grads_batched=True, create_graph=True))
+    train(model, run.data(1, 3, WIDTH))
+    yield
+
+
 class TrainedForce(Force):
     """The force has a graph, because it is trained too."""
 
@@ -211,7 +381,13 @@ class TrainedForce(Force):
         return energy, torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
-@pattern("forces that are trained: create_graph inside a forward", "a backward with a graph inside the root's forward")
+@pattern(
+    "forces that are trained: create_graph inside a forward",
+    "a backward with a graph inside the root's forward",
+    gathers=2 * (3 + 3 + 3),
+    reductions=2 * 3,
+    cost="2 steps: 3 forward, 3 for the force, which reduces nothing, 3 backward; the root has no own",
+)
 def _(run: Run) -> Yields:
     model = run.shard(TrainedForce(), {Block, Net})
     for step in range(2):
@@ -221,7 +397,14 @@ def _(run: Run) -> Yields:
         yield
 
 
-@pattern("backward(create_graph=True)", "reduced gradients have no graph", refused="create_graph=True")
+@pattern(
+    "backward(create_graph=True)",
+    "reduced gradients have no graph",
+    refused="create_graph=True",
+    gathers=3 + 5,
+    reductions=3,
+    cost="a forward, whose backward is refused at the first gradient, one of the root's own; and an ordinary step",
+)
 def _(run: Run) -> Yields:
     model = run.shard(Nonlinear(), {Block})
     run.refused(lambda: loss_of(model(run.data(0, 3, WIDTH))).backward(create_graph=True))

@@ -222,6 +222,24 @@ def _(run: Run) -> Yields:
         optimizer.step()
 
 
+@pattern(
+    "an outer root around one with ignored modules",
+    "the outer wrapping is not told again what the inner one ignored",
+    gathers=2 * (4 + 3),
+    reductions=2 * 4,
+    cost="2 steps: 2 blocks and the own of either root forward, all but the outer root's own backward",
+)
+def _(run: Run) -> Yields:
+    net = Net()
+    model = run.shard(nn.Sequential(run.shard(net, {Block}, ignored_modules=[net.head]), nn.Linear(3, 3)))
+    optimizer = sgd(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        train(model, run.data(step, 2, WIDTH))
+        yield
+        optimizer.step()
+
+
 def _fill(module: nn.Module) -> None:
     """One module's own parameters, to values that depend on their shapes only."""
     with torch.no_grad():

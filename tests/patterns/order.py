@@ -170,10 +170,11 @@ def _block_or_head(name: str, module: nn.Module) -> bool:
 @pattern(
     "a loss in chunks through the head, after the root",
     "the head is a unit that is called and trained on its own, chunk by chunk",
-    gathers=2 * (3 + 3 * 2 + 3) + 3,
-    reductions=2 * 4 * 4,
-    cost="a step: 3 forward, the head 2 in each of 3 chunks, 3 backward; one in vain ahead of each of 3 backwards that is not "
-    "like the one before. Each of 4 backwards a step reduces all 4 units",
+    gathers=2 * (3 + 3 * 2 + 3 + 1),
+    reductions=2 * (3 * 1 + 3),
+    cost="a step: 3 forward, the head 2 in each of 3 chunks, 3 backward; one in vain ahead of the last backward, which is not "
+    "like the one before (ahead of the first chunk it is the root, which is kept). Each chunk reduces the head, the last "
+    "backward the 3 other units",
 )
 def _(run: Run) -> Yields:
     model = run.shard(Headless(), _block_or_head)
@@ -218,9 +219,9 @@ class Chunked(Net):
     "a loss in chunks inside the root's forward",
     "backwards of a unit while the forward of the root is running",
     gathers=2 * (3 + 3 * 2 + 2) + 3,
-    reductions=2 * 4 * 4,
-    cost="a step: 3 forward, the head 2 in each of 3 chunks, 2 backward; "
-    "one in vain ahead of each of 3 backwards that is not like the one before",
+    reductions=2 * (3 * 1 + 3),
+    cost="a step: 3 forward, the head 2 in each of 3 chunks, 2 backward; one in vain ahead of each of 3 backwards that is not "
+    "like the one before. Each chunk reduces the head, the last backward the 3 other units",
 )
 def _(run: Run) -> Yields:
     model = run.shard(Chunked(), _block_or_head)
@@ -332,3 +333,115 @@ def _(run: Run) -> Yields:
     run.note("dropped", loss_of(model(run.data(0, 2, WIDTH))))
     with torch.no_grad():
         run.note("evaluated", model(run.data(2, 2, WIDTH)))
+
+
+class Momentum(nn.Module):
+    """Its key follows its query in the forward, before the key runs (momentum contrast)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = Block(), Block()
+        self.key.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x)
+        with torch.no_grad():
+            for slow, fast in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+            key = self.key(x)
+        return query * key
+
+
+@pattern(
+    "a momentum update of another unit inside the root's forward",
+    "what was gathered ahead is from before the update",
+    gathers=(2 + 1) + 2 * (2 + 1 + 1),
+    reductions=3 * 1,
+    cost="3 steps: 2 forward, 1 backward; from the second step on one in vain, ahead of the update",
+)
+def _(run: Run) -> Yields:
+    model = run.shard(Momentum(), {Block})
+    optimizer = torch.optim.SGD(model.query.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        output = model(run.data(step, 2, WIDTH))
+        loss_of(output).backward()
+        yield
+        run.note("output", output)
+        optimizer.step()
+
+
+class CallsEditsCalls(nn.Module):
+    """Its block is edited between two calls of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        before = self.block(x).detach()
+        with torch.no_grad():
+            for parameter in self.block.parameters():
+                parameter.mul_(0.5)
+        return before, self.block(x)
+
+
+@pattern(
+    "a unit that is called, edited and called again in one forward",
+    "a copy that was kept for the backward is from before the edit",
+    gathers=2 * (2 + 1),
+    reductions=2 * 1,
+    cost="2 steps: 2 calls, 1 backward",
+)
+def _(run: Run) -> Yields:
+    model = run.shard(CallsEditsCalls(), {Block})
+    for step in range(2):
+        before, after = model(run.data(step, 2, WIDTH))
+        loss_of(after).backward()
+        yield
+        run.note("before", before)
+        run.note("after", after)
+
+
+class StepsAndReads(nn.Module):
+    """After an optimizer's step in its forward, computes with a parameter of its own that some ranks hold nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.scale = Block(), nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.optimizer: torch.optim.Optimizer
+
+    def begin(self, x: Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss_of(self.block(x) * self.scale).backward()
+
+    def end(self, x: Tensor) -> Tensor:
+        self.optimizer.step()
+        with torch.no_grad():
+            return self.block(x) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begin(x)
+        return self.end(x)
+
+
+@pattern(
+    "reads of own parameters after an optimizer's step inside the forward",
+    "a rank that holds nothing of the parameter does not see it change, and must gather it all the same",
+    gathers=2 * (2 + 1 + 2),
+    reductions=2 * 2,
+    cost="2 steps: 2 forward, 1 backward; then the block, and the root's own parameter for its read",
+)
+def _(run: Run) -> Yields:
+    model = run.shard(StepsAndReads(), {Block})
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        x = run.data(step, 2, WIDTH)
+        if run.sharded:
+            after = model(x)
+            yield
+        else:
+            model.begin(x)
+            yield
+            after = model.end(x)
+        run.note("after", after)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.patterns.harness import Run, Yields, pattern
-from tests.patterns.modules import WIDTH, Block, Net, loss_of, steps, steps_of_two, train
+from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, steps, steps_of_two, train
 
 
 class Pair(NamedTuple):
@@ -119,7 +119,7 @@ def _(run: Run) -> Yields:
     "a cache object whose contents are in the loss",
     "as above, and only so",
     gathers=3 + 1,
-    reductions=3,
+    reductions=1,
     cost="forward, and backward of the first block",
 )
 def _(run: Run) -> Yields:
@@ -211,7 +211,7 @@ class Identity(nn.Module):
     "a unit that returns its input unchanged",
     "the node behind its output belongs to the unit before it",
     gathers=2 * (4 + 2),
-    reductions=2 * 4,
+    reductions=2 * 2,
     cost="2 steps: 4 forward; nothing of an identity is in the backward",
 )
 def _(run: Run) -> Yields:
@@ -271,6 +271,34 @@ def _(run: Run) -> Yields:
         train(model, prompt * 1.5)
         run.note("gradient of the prompt", prompt.grad)
     yield
+
+
+class Queries(nn.Module):
+    """A parameter of the root is the input of a unit, as the queries of DETR are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.block = nn.Parameter(torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.queries) + x
+
+
+@pattern(
+    "a parameter that is the input of a unit",
+    "a unit is left through a leaf that outlives every graph",
+    gathers=3 * (2 + 1),
+    reductions=3 * 2,
+    cost="3 steps: 2 forward, 1 backward",
+)
+def _(run: Run) -> Yields:
+    model = run.shard(Queries(), {Block})
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        train(model, run.data(step, 3, WIDTH))
+        yield
+        optimizer.step()
 
 
 class Weighs(nn.Module):

@@ -122,8 +122,16 @@ def _toggles(first: bool) -> None:
             train(model, run.data(step, 2, WIDTH))
             yield
 
+    # one that is frozen at wrapping has a buffer of its own
+    buffers = 1 if first else 2
+
     @pattern(
-        f"one parameter that is {'frozen' if first else 'thawed'} midway", "as above, inside a unit, between accumulating steps"
+        f"one parameter that is {'frozen' if first else 'thawed'} midway",
+        "as above, inside a unit, between accumulating steps",
+        gathers=3 * (1 + 2 * (buffers + 1)),
+        reductions=3 + (2 + buffers),
+        cost="3 steps: the root's own once, the blocks twice, one of 2 buffers if the parameter was frozen at wrapping; 2 steps "
+        "reduce what is trainable or was kept",
     )
     def _(run: Run) -> Yields:
         net = Net()
@@ -255,7 +263,13 @@ class Reads(nn.Module):
         return self.block(nn.functional.linear(x, self.child.weight, self.child.bias))
 
 
-@pattern("a parent that reads the weight of a child that is a unit", "the child's forward never runs, so nobody gathers")
+@pattern(
+    "a parent that reads the weight of a child that is a unit",
+    "the child's forward never runs, so nobody gathers",
+    gathers=2 * (2 + 2 + 2),
+    reductions=2 * 3,
+    cost="2 steps: the child once for its weight and once for its bias; a block and its layer forward and backward",
+)
 def _(run: Run) -> Yields:
     model = run.shard(Reads(), {nn.Linear, Block})
     for step in range(2):
@@ -272,7 +286,13 @@ class Attends(nn.Module):
         return self.block(self.attention(x, x, x, need_weights=False)[0])
 
 
-@pattern("MultiheadAttention whose out_proj is a unit", "as above, in torch's own: out_proj is never called")
+@pattern(
+    "MultiheadAttention whose out_proj is a unit",
+    "as above, in torch's own: out_proj is never called",
+    gathers=2 * (1 + 2 + 1 + 1),
+    reductions=2 * 3,
+    cost="2 steps: the root's own, out_proj once for its weight and once for its bias, the block's layer forward and backward",
+)
 def _(run: Run) -> Yields:
     model = run.shard(Attends(), {nn.Linear})
     for step in range(2):

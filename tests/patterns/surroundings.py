@@ -217,7 +217,7 @@ class Branches(Net):
     "a branch on data, which every rank takes alike",
     "the units of a step are known only when they are called",
     gathers=(2 + 1) + (3 + 1) + (3 + 1) + (2 + 1) + 2 + 2,
-    reductions=4 * 3,
+    reductions=4 * 2,
     cost="every call forward, a block once backward; one in vain ahead of either pass of the two steps that turn",
 )
 def _(run: Run) -> Yields:

@@ -21,9 +21,9 @@ class Skips(Net):
     "a unit that is skipped in some steps",
     "engines wait for a gradient that never comes, or prefetch a unit that is never called",
     gathers=(3 + 2) + (2 + 1) + (3 + 2) + (1 + 0) + 4,
-    reductions=4 * 3,
+    reductions=3 + 2 + 3 + 1,
     cost="units called, and again but for the root's own; one in vain ahead of each forward and backward that leaves a unit "
-    "out; zeros are reduced for units that are not called",
+    "out; units that were called are reduced",
 )
 def _(run: Run) -> Yields:
     model = run.shard(Skips(), {Block})
@@ -39,8 +39,9 @@ def _(run: Run) -> Yields:
     "units in another order in every step",
     "prefetch follows a record that is no longer true",
     gathers=7 + 7 + (3 + 1) + (3 + 2) + 7 + 4,
-    reductions=5 * 4,
-    cost="units called, and again backward; one in vain ahead of each pass in which the next one recorded does not come",
+    reductions=4 + 4 + 2 + 3 + 4,
+    cost="units called, and again backward; one in vain ahead of each pass in which the next one recorded does not come; "
+    "units that were called are reduced, also twice called ones once",
 )
 def _(run: Run) -> Yields:
     model = run.shard(Skips(3), {Block})
@@ -108,7 +109,13 @@ class HasSpares(Net):
         self.spare, self.scale = Block(), nn.Parameter(torch.ones(WIDTH))
 
 
-@pattern("units and parameters that are never used", "left over from pretraining", gathers=5, reductions=4, cost="3 + 2; 4 units")
+@pattern(
+    "units and parameters that are never used",
+    "left over from pretraining",
+    gathers=3 + 2,
+    reductions=3,
+    cost="an ordinary step; the fourth unit is neither gathered nor reduced",
+)
 def _(run: Run) -> Yields:
     model = run.shard(HasSpares(), {Block})
     train(model, run.data(0, 2, WIDTH))
@@ -165,7 +172,7 @@ class Exits(Net):
     "early exits, all in the loss",
     "several outputs leave the root at different depths",
     gathers=2 * (10 + 10),
-    reductions=2 * 11,
+    reductions=2 * 10,
     cost="2 steps: 3 blocks, each with a layer that is a unit and an exit, and the first layer; a head is never called",
 )
 def _(run: Run) -> Yields:
@@ -179,8 +186,9 @@ def _(run: Run) -> Yields:
     "early exits, one in the loss",
     "units behind the exit have run, and have no backward",
     gathers=3 * 10 + (4 + 6 + 8) + 2,
-    reductions=3 * 11,
-    cost="3 forwards of all; backwards of one, two and three blocks; one in vain ahead of the second and third",
+    reductions=4 + 6 + 8,
+    cost="3 forwards of all; backwards of one, two and three blocks, each block 2 units, with the exit and the first layer; "
+    "one in vain ahead of the second and third",
 )
 def _(run: Run) -> Yields:
     model = run.shard(Exits(), {Block, nn.Linear})
@@ -193,8 +201,9 @@ def _(run: Run) -> Yields:
     "early exits, the forward ends there",
     "units behind the exit are not called",
     gathers=(4 + 4) + (10 + 8) + (7 + 6) + 3,
-    reductions=3 * 11,
-    cost="forward and backward until the exit; in vain, ahead of two backwards and of the end of the third forward",
+    reductions=4 + 8 + 6,
+    cost="forward and backward until the exit, the backward without the exits before it; in vain, ahead of two backwards and "
+    "of the end of the third forward",
 )
 def _(run: Run) -> Yields:
     model = run.shard(Exits(), {Block, nn.Linear})
@@ -259,7 +268,62 @@ def _(run: Run) -> Yields:
         yield
 
 
-@pattern("features that a forward hook puts in a list", "the way in is through nothing the unit returned or keeps")
+class Collects(Block):
+    """Appends an auxiliary loss to a list."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.losses.append(self.linear(x).softmax(-1).square().sum())
+        return super().forward(x)
+
+
+def _collects(alone: bool) -> None:
+    @pattern(
+        f"auxiliary losses appended to a list{', and nothing else' if alone else ''}",
+        "no attribute of the unit is set, so nobody sees that there is another way in",
+        **steps(2),
+    )
+    def _(run: Run) -> Yields:
+        model = run.shard(Net(block=Collects), {Collects})
+        for step in range(2):
+            loss = loss_of(model(run.data(step, 2, WIDTH)))
+            collected = torch.stack([block.losses.pop() for block in model.blocks]).sum()
+            (collected if alone else loss + collected).backward()
+            yield
+
+
+for _alone in (False, True):
+    _collects(_alone)
+
+
+@pattern(
+    "features that a forward hook puts in a list, beside the output",
+    "graphs of former steps are alive in the list, and the way in is through nothing the unit returned or keeps",
+    **steps(3),
+)
+def _(run: Run) -> Yields:
+    model = run.shard(Net(), {Block})
+    optimizer = sgd(model)
+    features: list[Tensor] = []
+    model.blocks[0].norm.register_forward_hook(lambda module, args, output: features.append(output))
+    for step in range(3):
+        optimizer.zero_grad()
+        output = model(run.data(step, 2, WIDTH))
+        (loss_of(output) + loss_of(features[-1])).backward()
+        yield
+        optimizer.step()
+
+
+@pattern(
+    "features that a forward hook puts in a list",
+    "the way in is through nothing the unit returned or keeps",
+    gathers=2 * (3 + 1),
+    reductions=2 * 2,
+    cost="2 steps: 3 forward, 1 backward; the root's own and one block are reduced",
+)
 def _(run: Run) -> Yields:
     model = run.shard(Net(), {Block})
     features: list[Tensor] = []
@@ -289,8 +353,8 @@ class Detaches(Net):
     "parts that are detached, or run under no_grad",
     "autograd leaves units early, or never enters them",
     gathers=2 * (4 + 2),
-    reductions=2 * 4,
-    cost="2 steps: 4 forward; backward of two blocks",
+    reductions=2 * 3,
+    cost="2 steps: 4 forward; backward of two blocks, and of the root's own, which is kept",
 )
 def _(run: Run) -> Yields:
     model = run.shard(Detaches(), {Block})

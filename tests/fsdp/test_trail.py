@@ -1,0 +1,193 @@
+"""Ranks of a real group agree on what is new, ask nobody about what is not, and name who disagrees."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import fsdp
+from fsdp import trail
+from fsdp.trail import Note, Trail, Watch, WatchedWork
+
+
+class MemoryStore:
+    """A store for threads. Counts what is asked of it."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Any] = {}
+        self.asked = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def _alone(self) -> Iterator[dict[str, Any]]:
+        with self._lock:
+            self.asked += 1
+            yield self.held
+
+    def add(self, key: str, amount: int) -> int:
+        with self._alone() as held:
+            held[key] = held.get(key, 0) + amount
+            return int(held[key])
+
+    def set(self, key: str, value: str) -> None:
+        with self._alone() as held:
+            held[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        with self._alone() as held:
+            found: bytes = held[key]
+            return found
+
+    def check(self, keys: list[str]) -> bool:
+        with self._alone() as held:
+            return all(key in held for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        with self._alone() as held:
+            return held.pop(key, None) is not None
+
+
+class Ranks:
+    """Threads with one store."""
+
+    def __init__(self, size: int) -> None:
+        self.store = MemoryStore()
+        self.watches = [Watch(self.store, rank, size) for rank in range(size)]
+        self.said: dict[int, str] = {}
+
+    def run(self, *programs: Callable[[Watch], None]) -> None:
+        def live(rank: int, program: Callable[[Watch], None]) -> None:
+            try:
+                program(self.watches[rank])
+            except fsdp.WorldError as error:
+                self.said[rank] = str(error)
+
+        threads = [threading.Thread(target=live, args=one, daemon=True) for one in enumerate(programs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=20)
+        assert not any(thread.is_alive() for thread in threads), "a rank waits for ever"
+
+
+class NeverDone:
+    """A collective that some rank never joins."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta) -> None:
+        threading.Event().wait(0.01)
+        raise RuntimeError("Operation timed out!")
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trail, "PATIENCE", 0.1)
+
+
+def step(gathers: Trail, reductions: Trail, units: list[str]) -> None:
+    for kind, channel in (("all_gather", gathers), ("reduce_scatter", reductions)):
+        for unit in units:
+            channel.before(kind, unit, 64)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_steady_loop_asks_nobody(size: int) -> None:
+    ranks = Ranks(size)
+    trails: dict[int, tuple[Trail, Trail]] = {}
+
+    def train(watch: Watch) -> None:
+        channels = trails.setdefault(watch.rank, (Trail(watch, "gathers"), Trail(watch, "reductions")))
+        for _ in range(3):
+            step(*channels, ["a", "b", "c"])
+
+    ranks.run(*[train] * size)
+    assert not ranks.said
+    asked = ranks.store.asked
+    ranks.run(*[train] * size)
+    assert ranks.store.asked == asked
+
+
+def test_a_new_order_that_all_take_is_agreed_on_and_forgotten_later() -> None:
+    ranks = Ranks(2)
+
+    def wander(watch: Watch) -> None:
+        gathers = Trail(watch, "gathers")
+        for number in range(3 * trail.LAG):
+            gathers.before("all_gather", f"unit {number}", 64)
+
+    ranks.run(wander, wander)
+    assert not ranks.said
+    assert len(ranks.store.held) <= trail.LAG
+
+
+def test_two_new_calls_in_one_place() -> None:
+    ranks = Ranks(2)
+
+    def call(unit: str) -> Callable[[Watch], None]:
+        return lambda watch: Trail(watch, "gathers").before("all_gather", unit, 64) and None
+
+    ranks.run(call("a"), call("b"))
+    for said in (ranks.said[0], ranks.said[1]):
+        assert "The ranks disagree on operation 1 of channel 'gathers'" in said
+        assert "all_gather('a', 64 bytes)" in said and "all_gather('b', 64 bytes)" in said
+
+
+def test_one_rank_goes_on_as_ever_and_the_other_does_not() -> None:
+    """The first has launched what was predicted, and waits; the second asks."""
+    ranks = Ranks(2)
+
+    def train(then: str) -> Callable[[Watch], None]:
+        def program(watch: Watch) -> None:
+            gathers = Trail(watch, "gathers")
+            for _ in range(4):
+                for unit in ("a", "b"):
+                    gathers.before("all_gather", unit, 64)
+            note = gathers.before("all_gather", then, 64)
+            WatchedWork(NeverDone(), watch, note).wait()
+
+        return program
+
+    ranks.run(train("a"), train("b"))
+    assert all("The ranks disagree on operation 9 of channel 'gathers'" in ranks.said[rank] for rank in (0, 1)), ranks.said
+
+
+def test_ranks_that_wait_on_different_channels_for_ever() -> None:
+    ranks = Ranks(3)
+
+    def train(last: str) -> Callable[[Watch], None]:
+        def program(watch: Watch) -> None:
+            channels = {name: Trail(watch, name) for name in ("gathers", "reductions")}
+            for _ in range(4):
+                for channel in channels.values():
+                    channel.before("call", "a", 64)
+            note = channels[last].before("call", "a", 64)
+            WatchedWork(NeverDone(), watch, note).wait()
+
+        return program
+
+    ranks.run(train("gathers"), train("reductions"), train("gathers"))
+    for rank in range(3):
+        assert ranks.said[rank].startswith("Deadlock: nobody can go on. Rank 0 waits for call('a', 64 bytes)")
+        assert "which rank 1 did not call" in ranks.said[rank]
+
+
+def test_all_waiting_for_one_slow_call_is_no_deadlock() -> None:
+    notes = {rank: Note("gathers", 5, "all_gather('a', 64 bytes)", "", {"gathers": 5, "reductions": 3}) for rank in range(2)}
+    assert not trail._nobody_can_go_on(notes, 2)
+    behind = {**notes, 1: Note("gathers", 4, "all_gather('b', 64 bytes)", "", {"gathers": 4, "reductions": 3})}
+    assert not trail._nobody_can_go_on(behind, 2), "the one behind will come"
+
+
+def test_after_a_disagreement_every_call_says_so() -> None:
+    watch = Watch(MemoryStore(), 0, 2)
+    gathers = Trail(watch, "gathers")
+    watch.trouble = "The ranks disagree."
+    with pytest.raises(fsdp.WorldError, match="The ranks disagree"):
+        gathers.before("all_gather", "a", 64)
+    with pytest.raises(fsdp.WorldError, match="The ranks disagree"):
+        WatchedWork(NeverDone(), watch, lambda: Note("gathers", 1, "a", "", {})).wait()

@@ -1,0 +1,12 @@
+"""The page is the table."""
+
+from pathlib import Path
+
+from tests.patterns.page import page
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "patterns.md"
+
+
+def test_the_page_shows_the_table() -> None:
+    shown = PAGE.read_text(encoding="utf-8").partition("## The patterns\n\n")[2]
+    assert shown == page() + "\n", "replace what follows '## The patterns' by the output of `python -m tests.patterns.page`"
