@@ -43,7 +43,6 @@ def check(tree: TreeSpec, program: Program, world_size: int, seed: int) -> None:
         assert all(log == ranks[0][1] for _, log in ranks), "the ranks called collectives in different orders"
 
     plain = PlainRun(tree, world_size)
-    elements = sum(p.numel() for p in plain.parameters.values())
     kept, terms = False, 0
     compare(plain, [seen[0] for seen, _ in ranks], kept, terms)
     for number, statement in enumerate(program):
@@ -51,10 +50,7 @@ def check(tree: TreeSpec, program: Program, world_size: int, seed: int) -> None:
         found = [seen[number + 1] for seen, _ in ranks]
         for one, other in zip(found, wanted, strict=True):
             assert one.raised == other.raised, f"statement {number}: raised is {one.raised}, in the plain model {other.raised}"
-            compare_values(one, other, elements)
-        if not kept and not (isinstance(statement, Backward) and not statement.sync):
-            for name, calls in ((name, calls) for one in found for name, calls in one.came.items()):
-                assert calls == wanted[0].came.get(name, 0), f"statement {number}: {calls} calls of the hook on {name}"
+            compare_values(one, other, sum(p.numel() for p in plain.parameters.values()))
         kept, terms = after(statement, wanted[0].raised, kept, terms, world_size)
         compare(plain, found, kept, terms, f"statement {number}, {statement}: ")
 
@@ -65,8 +61,7 @@ def after(statement: Statement, raised: bool, kept: bool, terms: int, world_size
         case Zero():
             return False, 0
         case Backward(sync=sync) if not raised:
-            # one that only asks for gradients of inputs reduces nothing
-            return not sync or (kept and bool(statement.only)), terms + world_size * statement.terms
+            return not sync, terms + world_size * len(statement.slots)
     return kept, terms
 
 
