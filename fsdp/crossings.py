@@ -41,7 +41,18 @@ class Call:
 class Way:
     """A backward's way through one call of one unit. Lives as long as the graph of the call."""
 
-    __slots__ = ("__weakref__", "around", "backward", "ends", "left_in", "pending", "replay", "through_graph", "versions")
+    __slots__ = (
+        "__weakref__",
+        "around",
+        "backward",
+        "ends",
+        "left_in",
+        "pending",
+        "replay",
+        "through_graph",
+        "unseen",
+        "versions",
+    )
 
     def __init__(self, call: Call) -> None:
         self.versions = call.versions
@@ -52,6 +63,8 @@ class Way:
         self.replay = call.replay
         self.through_graph = bool(call.inputs) and all(node.next_functions for node in call.inputs)
         """Every input was made by a node; the gradient of a leaf is accumulated out of turn."""
+        self.unseen = not call.inputs
+        """No input requires grad: autograd never leaves it for anywhere."""
         self.left_in = 0
         """The backward that left last."""
         self.backward = 0

@@ -125,8 +125,11 @@ class Readiness:
         if len(self.arrived) < trainable or self.open_calls or self._again or not self._innermost:
             return None
         # the inputs of a replay are leaves for autograd, and not for the user
-        taken = [way for way in self.living_ways() if way.backward == self._backward]
+        living = self.living_ways()
+        taken = [way for way in living if way.backward == self._backward]
         early = taken and all(self._left(way) and (way.through_graph or way.replay) for way in taken)
+        # a call that nobody can see being left is over at the same moment on every rank only at the end
+        early = early and not any(way.unseen and not way.replay for way in living)
         return Event.GRADIENTS_READY if early else Event.GRADIENTS_KEPT
 
     def _left(self, way: Way) -> bool:
