@@ -1,4 +1,4 @@
-"""Torch hooks -> events. The only file that registers a hook, but for those on nodes (crossings.py); it decides nothing."""
+"""Torch hooks -> events. Registers every hook, but for those on nodes (crossings) and inside units (escapes); decides nothing."""
 
 import sys
 import weakref
@@ -16,7 +16,8 @@ from fsdp.crossings import Call, Crossing, Ends, Way, inputs_of, node_behind
 from fsdp.eager import uncompiled
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
-from fsdp.nested import Attributes, cast_floating, tensors_in
+from fsdp.escapes import Escapes
+from fsdp.nested import cast_floating, tensors_in
 from fsdp.outside import RefusedUse
 from fsdp.readiness import Readiness
 from fsdp.stack import graph_task, in_backward, times_running
@@ -65,18 +66,13 @@ class Listener:
         self._calls: list[Call] = []
         self.readiness = Readiness(self._innermost)
         self._unit.announce = self._outside_gradient_comes
-        self._unit.stay = self.readiness.reach_again
+        self._unit.stay = self._stay
         self._around = around
         self.outer: Sequence[Listener] = ()
         """Those of all units with units inside, which autograd can leave by ways nobody watches."""
         self._handles_of_ends: dict[int, RemovableHandle] = {}
         module = self._unit.module
-        own = engine.own_modules[index]
-        self._attributes = [Attributes(one) for one in own]
-        self._inner = [one for one in own if one is not module]
-        self._hooks_inside = [one._forward_hooks for one in self._inner]
-        self._heard_inside: set[int] = set()
-        """Modules inside whose outputs the user's hooks may carry off."""
+        self._escapes = Escapes(module, engine.own_modules[index])
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._forward_ends, always_call=True),
@@ -107,6 +103,7 @@ class Listener:
 
     def remove(self) -> None:
         """Take the hooks away again."""
+        self._escapes.remove()
         for handle in self._handles:
             handle.remove()
 
@@ -152,8 +149,6 @@ class Listener:
         call = Call(in_backward(), inputs, self._innermost, self._unit.versions)
         call.nested = bool(self._calls) and not call.replay and self._is_nested()
         self._calls.append(call)
-        if any(self._hooks_inside):
-            self._hear_inside()
         call.refused = True
         self._unit.versions_in_forward = call.versions
         if call.nested:
@@ -161,6 +156,7 @@ class Listener:
         elif call.replay:
             self._engine.hear(self._index, Event.REPLAY_BEGINS)
         else:
+            self._escapes.begin()
             self._engine.forward_begins(self._index)
         call.refused = False
         whole = self._engine.whole(self._index)
@@ -183,12 +179,17 @@ class Listener:
             passing = sys.exc_info()[1]
             if passing is not None and passing is not call.handled:
                 # a replay may be stopped early by an exception of torch's own
-                self._unit.forget_edits()
-                if not call.replay:
+                if call.replay:
+                    self._unit.take_edits_of_replay()
+                else:
+                    self._unit.forget_edits()
                     self._engine.forward_ends(self._index, Event.FORWARD_FAILS)
                 return None
             try:
-                call.versions += self._unit.take_edits()
+                if call.replay:
+                    self._unit.take_edits_of_replay()
+                else:
+                    call.versions += self._unit.take_edits()
                 self._find_outputs(call, output)
             except ShardingError:
                 if not call.replay:
@@ -216,7 +217,8 @@ class Listener:
     def _find_outputs(self, call: Call, output: Any) -> None:
         """Note every output a backward can come back through; refuse the unit's own parameters among them."""
         keys = self._unit.keys
-        for tensor in (*((output,) if isinstance(output, Tensor) else tensors_in(output)), *self._stowed()):
+        returned = (output,) if isinstance(output, Tensor) else tensors_in(output)
+        for tensor in (*returned, *self._escapes.left_behind(self._watches)):
             if storage_key(tensor) in keys:
                 raise ShardingError(
                     f"unit {self._unit.name!r} returns one of its own parameters (or a view of one), whose memory is "
@@ -224,28 +226,10 @@ class Listener:
                 )
             if tensor.requires_grad:
                 call.outputs.append(tensor)
+        call.outputs += [tensor for tensor in self._escapes.carried_off() if tensor.requires_grad]
 
-    def _stowed(self) -> list[Tensor]:
-        """Tensors this forward left behind as attributes: a balancing loss, for example. A backward can come through them too."""
-        values = [value for attributes in self._attributes for value in attributes.values()]
-        found = [value for value in values if isinstance(value, Tensor)]
-        for value in values:
-            if value.__class__ is list or value.__class__ is dict:
-                found += [one for one in tensors_in(value) if not isinstance(one, nn.Parameter)]
-        if not found:
-            return found
-        return [one for one in found if (node := node_behind(one)) is None or id(self) not in Crossing.of(node).watched_by]
-
-    def _hear_inside(self) -> None:
-        """The user has forward hooks on modules inside: what those modules return may be carried off, so watch it as well."""
-        for module, hooks in zip(self._inner, self._hooks_inside, strict=True):
-            if hooks and id(module) not in self._heard_inside:
-                self._heard_inside.add(id(module))
-                self._handles.append(module.register_forward_hook(self._inner_module_ends))
-
-    def _inner_module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._calls:
-            self._calls[-1].outputs += [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    def _watches(self, tensor: Tensor) -> bool:
+        return (node := node_behind(tensor)) is not None and id(self) in Crossing.of(node).watched_by
 
     def watch(self) -> None:
         """Put a pre-backward hook on every node behind the outputs of the call that just returned."""
@@ -281,6 +265,12 @@ class Listener:
             for listener, ends in way.around:
                 listener.watch_ends(ends)
             self.watch_ends()
+
+    def _stay(self) -> bool:
+        # the graph of a backward with create_graph=True is gone through when the unit may be sharded again
+        if not self._engine.graph_is_made:
+            self.readiness.reach_again()
+        return not self._engine.graph_is_made
 
     def reach_from_inside(self) -> None:
         """A backward has come to an inner unit past this one, through a loss the inner one left behind; it goes on in here."""

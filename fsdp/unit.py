@@ -50,10 +50,13 @@ class Unit:
         self.gathered_versions = 0
         """Of the shards, when the copy in memory was gathered."""
         self._open = False
+        self._edits_of_replays = 0
+        self._read_by_replay = False
+        """A replay that is not one of the unit's whole forward has read whole parameters, and may have changed them."""
         self.announce: Callable[[int], None]
         """Set by the hooks: a gradient of one parameter is about to come from a use outside the unit."""
-        self.stay: Callable[[], None]
-        """Set by the hooks: keep the whole parameters until the end of the backward."""
+        self.stay: Callable[[], bool]
+        """Set by the hooks: keep the whole parameters until nothing reads them any more; return whether that will do."""
         self._copies: dict[int, tuple[Tensor, int]] = {}
         """Stand-ins for the copies that were read in forwards: their version counters, without their memory."""
         groups: dict[tuple[torch.dtype, bool], list[Place]] = {}
@@ -102,8 +105,8 @@ class Unit:
 
     @property
     def versions(self) -> int:
-        """Grows with every in-place change of a shard from outside."""
-        return sum([p._version for flat in self.flats for p in flat.shard_parameters])
+        """Grows with every in-place change of a shard, but for those a replay repeats."""
+        return sum([p._version for flat in self.flats for p in flat.shard_parameters]) - self._edits_of_replays
 
     def open(self) -> None:
         """Its own forward, or a replay of it, runs on the whole parameters."""
@@ -124,6 +127,11 @@ class Unit:
             ShardingError: they are in another precision than the shards.
         """
         return sum([flat.take_edits(self.name) for flat in self.flats])
+
+    def take_edits_of_replay(self) -> None:
+        """Keep what a replay changed in place: the same once more, which is no reason to refuse the backward it is for."""
+        self._read_by_replay = False
+        self._edits_of_replays += self.take_edits()
 
     def forget_edits(self) -> None:
         """A forward failed: what it changed will be gathered anew."""
@@ -159,10 +167,9 @@ class Unit:
         # a choice that leads to a gather must not hang on what this rank holds, such as whether an optimizer changed it here
         if self.lent or (parameter is whole and self._open):
             return parameter
-        if parameter is whole and in_backward():
-            if not any(face.module is reader for face in self._faces):
-                # a replay around the unit computes with what the unit itself may be done with before
-                self.stay()
+        # a replay around the unit computes with what the unit itself may be done with before
+        if parameter is whole and in_backward() and (any(face.module is reader for face in self._faces) or self.stay()):
+            self._read_by_replay = True
             return parameter
         copy = self._use_in_full(number, whole.dtype)
         if not copy.is_inference():
@@ -258,7 +265,9 @@ class Unit:
             face.show_shards()
 
     def release(self) -> None:
-        """Give the memory of the whole parameters back. The shards are untouched. Idempotent."""
+        """Give the memory of the whole parameters back. Idempotent."""
+        if self._read_by_replay:
+            self.take_edits_of_replay()
         self._streams.released()
         for flat in self.flats:
             flat.memory.release(self._ledger)

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tests.fsdp.trees import BATCH, Faults, How, TreeSpec, build, split, wrap
+import fsdp
+from tests.fsdp.trees import BATCH, Faults, Group, How, Leaf, TreeSpec, build, split, wrap
 
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
@@ -36,6 +37,17 @@ class Backward:
     sync: bool = True
     only: str = ""
     fault: Fault | None = None
+    of: str = "loss"
+    """What it begins at: the "loss" of each forward, the "features" a hook carried off, if there are any, or "both"."""
+    slope: bool = False
+    """Whether it goes through the gradients of the inputs too, which have a graph."""
+    penalties: tuple[tuple[str, str], ...] = ()
+    """On parameters outside any forward: a "norm", or the sum of "squares", and whose."""
+
+    @property
+    def terms(self) -> int:
+        """How many summands of a gradient it brings at most."""
+        return len(self.slots) * (1 + self.slope) * (1 + (self.of == "both")) + len(self.penalties)
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,8 @@ class Seen:
     """Losses, gradients of inputs, norms."""
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    came: dict[str, int] = field(default_factory=dict)
+    """How often the hooks that hear of gradients were called, by parameter; in the plain model, once for each that came."""
 
 
 def data(number: int, rank: int) -> Tensor:
@@ -117,25 +131,37 @@ def loss_of(output: Any, use: str) -> Tensor:
     return loss + aux.sum() * 0.3 if use == "both" and aux is not None else loss
 
 
+class Alive(NamedTuple):
+    """What a forward left that a backward may begin or end at."""
+
+    x: Tensor
+    loss: Tensor
+    features: tuple[Tensor, ...]
+
+
 @dataclass
 class Learner:
     """A model, sharded or plain, and the losses whose backward has not come."""
 
     tree: TreeSpec
     rank: int
+    sharded: bool
     model: nn.Module
     faults: Faults
     optimizer: torch.optim.Optimizer
-    losses: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By slot: the input, and the loss."""
+    features: list[Tensor]
+    """What the hook of the user has carried off; replays add to it."""
+    losses: dict[int, Alive] = field(default_factory=dict)
+    """By slot."""
 
     def forward(self, number: int, statement: Forward | Evaluate) -> Tensor:
         optional = statement.optional if isinstance(statement, Forward) else True
         needs = isinstance(statement, Forward) and (statement.input_grad or self.tree.several_roots)
         x = data(number, self.rank)[:, : self.tree.width].clone().requires_grad_(needs)
+        self.features.clear()
         loss = loss_of(self.model(x, How(self.rank, optional)), statement.use if isinstance(statement, Forward) else "both")
         if isinstance(statement, Forward):
-            self.losses[statement.slot] = (x, loss)
+            self.losses[statement.slot] = Alive(x, loss, tuple(one for one in self.features if one.requires_grad))
         return loss.detach()
 
     def evaluate(self, number: int, statement: Evaluate) -> Tensor:
@@ -149,15 +175,15 @@ class Learner:
 
     def only_asks(self, statement: Backward) -> bool:
         """Whether a backward is `torch.autograd.grad`, which leaves no gradient in a parameter."""
-        some = any(self.losses[slot][0].requires_grad for slot in statement.slots)
+        some = any(self.losses[slot].x.requires_grad for slot in statement.slots)
         return statement.only == "grad" and some and not self.tree.reentrant
 
     def backward(self, statement: Backward) -> list[Tensor]:
         """The gradients of the inputs."""
         only_asks = self.only_asks(statement)
         taken = [self.losses[slot] if statement.retain else self.losses.pop(slot) for slot in statement.slots]
-        inputs = [x for x, _ in taken if x.requires_grad]
-        loss = torch.stack([loss for _, loss in taken]).sum()
+        inputs = [one.x for one in taken if one.x.requires_grad]
+        loss = self._loss(statement, taken, inputs)
         found: Sequence[Tensor | None]
         if only_asks:
             found = torch.autograd.grad(loss, inputs, retain_graph=statement.retain, allow_unused=True)
@@ -170,17 +196,44 @@ class Learner:
             x.grad = None
         return gradients
 
+    def _loss(self, statement: Backward, taken: Sequence[Alive], inputs: Sequence[Tensor]) -> Tensor:
+        terms = [one.loss for one in taken if statement.of != "features" or not one.features]
+        if statement.of != "loss":
+            terms += [feature.square().mean() for one in taken for feature in one.features]
+        if statement.slope and inputs and not self.tree.reentrant:
+            slopes = torch.autograd.grad(torch.stack(terms).sum(), inputs, create_graph=True, allow_unused=True)
+            terms += [0.1 * slope.square().sum() for slope in slopes if slope is not None]
+        parameters = dict(self.model.named_parameters())
+        terms += [0.1 * self._penalty(kind, parameters[name]).float() for kind, name in statement.penalties]
+        return torch.stack(terms).sum()
+
+    def _penalty(self, kind: str, parameter: nn.Parameter) -> Tensor:
+        if kind == "norm":
+            return (fsdp.full_tensor(parameter) if self.sharded else parameter).norm()
+        return (fsdp.to_local(parameter) if self.sharded else parameter).square().sum()
+
     def arm(self, fault: Fault | None) -> None:
         self.faults.arm(fault and fault[:2], fault[2] if fault else 0)
 
 
 def learn(tree: TreeSpec, rank: int, sharded: bool) -> Learner:
-    faults = Faults()
+    faults, features = Faults(), list[Tensor]()
     model = build(tree, faults)
     optimizer = optimizer_of(model) if tree.early_optimizer else None
+    if not tree.late_feature:
+        carry_off(tree, model, features)
     if sharded:
         model = wrap(tree, model)
-    return Learner(tree, rank, model, faults, optimizer or optimizer_of(model))
+    if tree.late_feature:
+        carry_off(tree, model, features)
+    return Learner(tree, rank, sharded, model, faults, optimizer or optimizer_of(model), features)
+
+
+def carry_off(tree: TreeSpec, model: nn.Module, features: list[Tensor]) -> None:
+    """Set a forward hook on a module inside that puts what it returns in a list."""
+    for module in model.modules():
+        if tree.feature and isinstance(module, Leaf | Group) and module.path == tree.feature:
+            module.register_forward_hook(lambda module, args, output: features.append(split(output)[0]))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,5 +1,7 @@
 """Hypothesis strategies for unit trees and training programs. Only what plain torch allows is drawn."""
 
+from collections.abc import Iterator
+
 from hypothesis import strategies as st
 
 from tests.fsdp.programs import (
@@ -17,7 +19,19 @@ from tests.fsdp.programs import (
     Toggle,
     Zero,
 )
-from tests.fsdp.trees import KINDS, RETURNS, CallSpec, GroupSpec, LeafSpec, TreeSpec, walk
+from tests.fsdp.trees import (
+    EDITS,
+    KINDS,
+    RETURNS,
+    CallSpec,
+    GroupSpec,
+    LeafSpec,
+    TreeSpec,
+    below,
+    first_parameter,
+    parameters_of,
+    walk,
+)
 
 world_sizes = st.sampled_from((2, 1, 2, 3, 2, 4, 3, 8))
 
@@ -51,7 +65,10 @@ def groups(draw: st.DrawFn, depth: int, branching: bool, outermost: bool = False
         edit = not refused and draw(st.booleans())
         calls.append(CallSpec(chain, kind, edit, draw(st.booleans()), draw(st.integers(0, 4)) == 4))
     own = False if outermost else draw(st.booleans())
-    return GroupSpec(parts, tuple(calls), own, draw(st.sampled_from(tuple(RETURNS))), draw(st.sampled_from(("", "out", "in"))))
+    readable = [number for number, part in enumerate(parts) if first_parameter(part)]
+    reads = draw(st.sampled_from((None, None, None, *readable)))
+    returns = draw(st.sampled_from(tuple(RETURNS)))
+    return GroupSpec(parts, tuple(calls), own, reads, returns, draw(st.sampled_from(("", "out", "in"))))
 
 
 @st.composite
@@ -83,18 +100,44 @@ def trees(draw: st.DrawFn) -> TreeSpec:
         same = all(_unit_of(path, units) == _unit_of(alike[0], units) for path in alike[:2])
         if len(alike) > 1 and (same or not by_hand) and draw(st.booleans()):
             ties.append((alike[0], alike[1]))
+    tied = {path for tie in ties for path in tie}
+    leaf_paths = [path for path in inner if isinstance(modules[path], LeafSpec)]
+    edits = [(path, edit) for path, edit in _possible_edits(root) if path not in tied]
     return TreeSpec(
         root,
         tuple(units),
         by_hand,
-        draw(st.booleans()),
-        draw(st.booleans()),
-        several_roots,
-        tuple(ties),
-        options,
-        draw(st.sampled_from((3, 5, 1))),
-        draw(st.booleans()),
+        inner_wrapper=draw(st.booleans()),
+        root_wrapper=draw(st.booleans()),
+        several_roots=several_roots,
+        ties=tuple(ties),
+        options=options,
+        width=draw(st.sampled_from((3, 5, 1))),
+        early_optimizer=draw(st.booleans()),
+        feature=draw(st.sampled_from(("", "", *inner))),
+        late_feature=draw(st.booleans()),
+        hooked=draw(st.sampled_from(("", "", *leaf_paths))),
+        edit=draw(st.sampled_from((None, None, None, None, *edits))),
     )
+
+
+def _possible_edits(root: GroupSpec) -> Iterator[tuple[str, str]]:
+    """Edits of weights that nothing else in a forward uses before or after. Replays repeat them."""
+    paths = list(_uses(root, ""))
+    for path in paths:
+        if paths.count(path) == 1:
+            yield from ((path, edit) for edit in EDITS)
+
+
+def _uses(group: GroupSpec, path: str) -> Iterator[str]:
+    """Every use of a leaf in a forward."""
+    for call in group.calls:
+        for number in call.parts if group.reads is None else (group.reads, *call.parts):
+            part = group.parts[number]
+            if isinstance(part, LeafSpec):
+                yield below(path, number)
+            elif number != group.reads:
+                yield from _uses(part, below(path, number))
 
 
 def _unit_of(path: str, units: list[str]) -> str:
@@ -110,6 +153,9 @@ def programs(draw: st.DrawFn, tree: TreeSpec) -> Program:
     """
     modules = dict(walk(tree.root))
     leaves_of_tree = [path for path, one in modules.items() if isinstance(one, LeafSpec)]
+    trainable = parameters_of(tree)
+    several = not (tree.branching or tree.edit)
+    """Whether the graphs of several forwards may be alive."""
     program: list[Statement] = []
     live: list[int] = []
     kept = False
@@ -126,10 +172,38 @@ def programs(draw: st.DrawFn, tree: TreeSpec) -> Program:
         use = draw(st.sampled_from(("both", "main", "aux")))
         return Forward(len(program), use, not one_in(5), draw(st.booleans()), broken)
 
+    def penalties(names: list[str]) -> tuple[tuple[str, str], ...]:
+        one = st.tuples(st.sampled_from(("norm", "squares")), st.sampled_from(names))
+        return tuple(draw(st.lists(one, min_size=1, max_size=2)))
+
+    def backward(slots: tuple[int, ...]) -> Backward:
+        sync = tree.several_roots or not one_in(3)
+        only = draw(st.sampled_from(("", "", "", "", "", "inputs", "grad")))
+        retain = one_in(5)
+        # an edit that is repeated in the forward is not the same after it
+        broken = fault("backward", *(() if tree.edit else ("forward",))) if one_in(5) else None
+        of = draw(st.sampled_from(("loss", "loss", "both", "features"))) if tree.feature else "loss"
+        # the replays of two backwards would edit what the first has saved for the second
+        slope = not tree.reentrant and not (tree.edit and tree.checkpoints) and one_in(4)
+        return Backward(slots, retain, sync, only, broken, of, slope, penalties(list(trainable)) if one_in(4) else ())
+
+    def toggle() -> Toggle:
+        statement = Toggle(draw(st.sampled_from(leaves_of_tree)), draw(st.booleans()))
+        path = {other: one for one, other in tree.ties}.get(statement.path, statement.path)
+        trainable.update((name, statement.trainable) for name in trainable if name.startswith(f"{path}."))
+        return statement
+
     for _ in range(draw(st.integers(1, 4))):
-        match draw(st.sampled_from(("", "", "toggle", "summon", "reload", "zero"))):
+        match draw(st.sampled_from(("", "", "toggle", "summon", "reload", "zero", "penalise", "evaluate"))):
             case "toggle" if not kept:
-                program.append(Toggle(draw(st.sampled_from(leaves_of_tree)), draw(st.booleans())))
+                program.append(toggle())
+            case "penalise" if any(trainable.values()):
+                sync = tree.several_roots or not one_in(3)
+                names = [name for name, one in trainable.items() if one]
+                program.append(Backward((), sync=sync, penalties=penalties(names)))
+                kept = not sync
+            case "evaluate":
+                program.append(Evaluate(draw(st.sampled_from(("no_grad", "eval", "inference")))))
             case "summon":
                 program.append(Summon(draw(st.booleans())))
             case "reload":
@@ -139,28 +213,24 @@ def programs(draw: st.DrawFn, tree: TreeSpec) -> Program:
                 program.append(Zero(True if kept and tree.branching else draw(st.booleans())))
                 kept = False
         # with the graphs of several forwards alive, ranks must use the same parameters
-        for _ in range(1 if tree.branching else draw(st.integers(1, 3))):
+        for _ in range(draw(st.integers(1, 3)) if several else 1):
             live.append(len(program))
             program.append(forward())
         while live:
             match draw(st.sampled_from(("backward", "backward", "backward", "drop", "evaluate", "fail", "zero"))):
                 case "backward":
                     order = draw(st.permutations(live))
-                    slots = tuple(order[: draw(st.integers(1, len(order)))])
-                    sync = tree.several_roots or not one_in(3)
-                    only = draw(st.sampled_from(("", "", "", "", "", "inputs", "grad")))
-                    retain = one_in(5)
-                    broken = fault("backward", "forward") if one_in(5) else None
-                    program.append(Backward(slots, retain, sync, only, broken))
+                    statement = backward(tuple(order[: draw(st.integers(1, len(order)))]))
+                    program.append(statement)
                     # after a failure the graph may be gone: nothing of it is used again
-                    if not retain or broken is not None:
-                        live = [slot for slot in live if slot not in slots]
-                    kept = not sync or (kept and broken is not None)
+                    if not statement.retain or statement.fault is not None:
+                        live = [slot for slot in live if slot not in statement.slots]
+                    kept = not statement.sync or (kept and bool(statement.fault or statement.only))
                 case "drop":
                     program.append(Drop(live.pop(draw(st.integers(0, len(live) - 1)))))
-                case "evaluate":
+                case "evaluate" if not tree.edit:
                     program.append(Evaluate(draw(st.sampled_from(("no_grad", "eval", "inference")))))
-                case "fail":
+                case "fail" if not tree.edit:
                     program.append(forward(fault("forward")))
                     if draw(st.booleans()):
                         live.clear()

@@ -17,6 +17,8 @@ import fsdp
 BATCH = 3
 ROOT_OWN = "tail"
 """The root's own parameter that is always trainable, so that a loss can always be differentiated."""
+EDITS: dict[str, Callable[[Tensor], Any]] = {"clamp": lambda p: p.clamp_(-0.4, 0.4), "shrink": lambda p: p.mul_(0.9)}
+"""What a leaf may do to its first parameter at the beginning of its forward."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class GroupSpec:
     parts: tuple["LeafSpec | GroupSpec", ...]
     calls: tuple[CallSpec, ...]
     own: bool = False
+    reads: int | None = None
+    """The part whose first parameter it computes with before it calls its parts; inside its checkpoints too."""
     returns: str = "tensor"
     trap: str = "out"
 
@@ -83,12 +87,30 @@ class TreeSpec:
     width: int = 3
     early_optimizer: bool = False
     """Made before the model is wrapped."""
+    feature: str = ""
+    """The module whose outputs a forward hook of the user carries off, if any."""
+    late_feature: bool = False
+    """That hook is set after the model is wrapped."""
+    hooked: str = ""
+    """The leaf whose parameters have hooks of the user, if any: one doubles the gradient, one counts."""
+    edit: tuple[str, str] | None = None
+    """The leaf that edits its first parameter in its forward, and which of the `EDITS` it makes."""
+
+    @property
+    def checkpoints(self) -> set[str]:
+        """The kinds of checkpoints in it."""
+        groups = (one for _, one in walk(self.root) if isinstance(one, GroupSpec))
+        return {call.checkpoint for one in groups for call in one.calls if call.checkpoint}
 
     @property
     def reentrant(self) -> bool:
         """Whether some checkpoint runs a backward of its own."""
-        groups = (one for _, one in walk(self.root) if isinstance(one, GroupSpec))
-        return any(call.checkpoint == "reentrant" for one in groups for call in one.calls)
+        return "reentrant" in self.checkpoints
+
+    @property
+    def reading(self) -> bool:
+        """Whether some group computes with a parameter of a part."""
+        return any(isinstance(one, GroupSpec) and one.reads is not None for _, one in walk(self.root))
 
     @property
     def branching(self) -> bool:
@@ -101,12 +123,31 @@ def walk(spec: LeafSpec | GroupSpec, path: str = "") -> Iterator[tuple[str, Leaf
     yield path, spec
     if isinstance(spec, GroupSpec):
         for number, part in enumerate(spec.parts):
-            yield from walk(part, _below(path, number))
+            yield from walk(part, below(path, number))
 
 
-def _below(path: str, number: int) -> str:
+def below(path: str, number: int) -> str:
     """The path of a part."""
     return f"{path}.parts.{number}" if path else f"parts.{number}"
+
+
+def first_parameter(spec: LeafSpec | GroupSpec) -> str | None:
+    """The name of the first parameter of a module's own."""
+    if isinstance(spec, LeafSpec):
+        return next(iter(KINDS[spec.kind].shapes(1)))
+    return "own" if spec.own else None
+
+
+def parameters_of(tree: TreeSpec) -> dict[str, bool]:
+    """The name of every parameter, tied ones once, and whether it is trainable at first."""
+    found = {} if tree.several_roots else {ROOT_OWN: True}
+    again = {other for _, other in tree.ties}
+    for path, one in walk(tree.root):
+        if isinstance(one, LeafSpec) and path not in again:
+            found |= {f"{path}.{name}": name not in one.frozen for name in KINDS[one.kind].shapes(1)}
+        elif isinstance(one, GroupSpec) and one.own:
+            found[f"{path}.own"] = True
+    return found
 
 
 class Broken(Exception):
@@ -183,12 +224,16 @@ class Leaf(nn.Module):
     def __init__(self, spec: LeafSpec, path: str, width: int, faults: Faults) -> None:
         super().__init__()
         self.spec, self.path, self.faults = spec, path, faults
+        self.edit = ""
         for name, shape in KINDS[spec.kind].shapes(width).items():
             dtype = torch.float64 if name == "fine" else torch.float32
             self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=name not in spec.frozen))
 
     def forward(self, x: Tensor, how: How) -> Tensor:
         self.faults.passes("forward", self.path)
+        if self.edit:
+            with torch.no_grad():
+                EDITS[self.edit](getattr(self, str(first_parameter(self.spec))))
         if self.spec.trap == "in":
             x = _Trap.apply(x, self.faults, self.path)
         y = x + KINDS[self.spec.kind].add(self, x, how)
@@ -244,8 +289,7 @@ class Group(nn.Module):
     def __init__(self, spec: GroupSpec, path: str, width: int, faults: Faults) -> None:
         super().__init__()
         self.spec, self.path, self.faults = spec, path, faults
-        paths = (_below(path, number) for number in range(len(spec.parts)))
-        self.parts = nn.ModuleList(make(part, below, width, faults) for part, below in zip(spec.parts, paths, strict=True))
+        self.parts = nn.ModuleList(make(part, below(path, number), width, faults) for number, part in enumerate(spec.parts))
         if spec.own:
             self.own = nn.Parameter(torch.zeros(width))
 
@@ -253,6 +297,10 @@ class Group(nn.Module):
         main, aux = x, None
         if self.spec.own:
             main = main * self.own
+        if self.spec.reads is not None:
+            weight = getattr(self.parts[self.spec.reads], str(first_parameter(self.spec.parts[self.spec.reads])))
+            square = weight.shape == (main.shape[1],) * 2
+            main = main + torch.tanh(F.linear(main, weight)) if square else main * (1.0 + 0.1 * weight.sum())
         for part in parts:
             main, aux = split(self.parts[part](main, how))
         return main, aux
@@ -300,6 +348,12 @@ def build(tree: TreeSpec, faults: Faults) -> nn.Module:
         first, second = model.get_submodule(one), model.get_submodule(other)
         for name, parameter in first._parameters.items():
             second._parameters[name] = parameter
+    if tree.hooked:
+        for parameter in model.get_submodule(tree.hooked).parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient * 2)
+    if tree.edit:
+        model.get_submodule(tree.edit[0]).edit = tree.edit[1]
     return model
 
 

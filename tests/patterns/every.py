@@ -16,6 +16,7 @@ GROUPS: Final = (
     "weights",
     "kinds",
     "checkpointing",
+    "replays",
     "surroundings",
     "compiling",
 )

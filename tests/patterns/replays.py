@@ -1,0 +1,165 @@
+"""What a checkpointed region does beside computing: it edits weights, reads those of others, has hooks; its replay does again."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from tests.patterns.harness import Run, Yields, pattern
+from tests.patterns.modules import WIDTH, Block, loss_of, sgd
+
+
+class Edits(nn.Module):
+    """Edits its weight in its forward, or in a part of it that it checkpoints."""
+
+    def __init__(self, edit: Callable[[Tensor], Tensor], inside: bool, reentrant: bool) -> None:
+        super().__init__()
+        self.weight, self.edit = nn.Parameter(torch.linspace(-1, 1, WIDTH)), edit
+        self.inside, self.reentrant = inside, reentrant
+
+    def _edited(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.edit(self.weight)
+        return torch.tanh(x * self.weight) + x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._edited, x, use_reentrant=self.reentrant) if self.inside else self._edited(x)
+
+
+class Region(nn.Module):
+    """One layer before a checkpoint around the others."""
+
+    def __init__(self, parts: Sequence[nn.Module], checkpointed: bool, reentrant: bool) -> None:
+        super().__init__()
+        self.enter, self.parts = nn.Linear(WIDTH, WIDTH), nn.Sequential(*parts)
+        self.checkpointed, self.reentrant = checkpointed, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        return checkpoint(self.parts, x, use_reentrant=self.reentrant) if self.checkpointed else self.parts(x)
+
+
+def _edited_in(where: str, checkpointed: bool, inside: bool, reentrant: bool) -> None:
+    kind = "reentrant" if reentrant else "non-reentrant"
+
+    @pattern(
+        f"weights shrunk in place in {where}, {kind}",
+        "the edit is made again by the replay, of which only a part may be a forward of the unit",
+        gathers=2 * 5,
+        reductions=2 * 3,
+        cost="2 steps: 2 units twice, the root's own once",
+    )
+    def _(run: Run) -> Yields:
+        edits = Edits(lambda weight: weight.mul_(0.9), inside, reentrant)
+        model = run.shard(Region([Block(), edits, nn.Tanh()], checkpointed, reentrant), {Block, Edits})
+        optimizer = sgd(model)
+        for number in range(2):
+            optimizer.zero_grad()
+            loss_of(model(run.data(number, 2, WIDTH))).backward()
+            yield
+            optimizer.step()
+
+
+for _reentrant in (False, True):
+    _edited_in("a unit that a checkpoint replays", True, False, _reentrant)
+    _edited_in("a checkpoint inside a unit", False, True, _reentrant)
+    _edited_in("a checkpoint inside one around the unit", True, True, _reentrant)
+
+
+@pattern(
+    "weights clamped in a replayed unit, two backwards of one graph",
+    "each backward replays the edit, and both are for the same forward",
+    gathers=3 + 2 + 3,
+    reductions=2 * 3,
+    cost="3 forward; 2 for the first backward, until the end of which the root's own stay; 3 for the second",
+)
+def _(run: Run) -> Yields:
+    edits = Edits(lambda weight: weight.clamp_(-0.4, 0.4), False, False)
+    model = run.shard(Region([Block(), edits, nn.Tanh()], True, False), {Block, Edits})
+    loss = loss_of(model(run.data(0, 2, WIDTH)))
+    loss.backward(retain_graph=True)
+    yield
+    loss.backward()
+    yield
+
+
+class ReadsTwice(nn.Module):
+    """Two checkpointed regions, each of which computes with the weight of a unit and then calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child, self.head = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+    def _region(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(linear(x, self.child.weight))
+        return x + torch.tanh(self.child(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = torch.tanh(x + checkpoint(self._region, x, use_reentrant=False))
+        return x * self.head
+
+
+@pattern(
+    "a gradient penalty through replays that read another unit's weight",
+    "the graph of the gradients reads that weight when its unit has been released",
+)
+def _(run: Run) -> Yields:
+    model = run.shard(ReadsTwice(), {nn.Linear})
+    x = run.data(0, 2, WIDTH).requires_grad_()
+    loss = loss_of(model(x))
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + slope.square().sum()).backward()
+    run.note("the gradient of the input", x.grad)
+    yield
+
+
+@pattern(
+    "a hook that carries off what a reentrant checkpoint returns",
+    "it requires no gradient when the hook runs, and does afterwards",
+)
+def _(run: Run) -> Yields:
+    features: list[Tensor] = []
+    model = run.shard(Region([nn.Linear(WIDTH, WIDTH)], True, True))
+    for _ in range(2):
+        # the first forward has no hook yet
+        features.clear()
+        loss = loss_of(model(run.data(len(features), 2, WIDTH)))
+        if features:
+            features[0].square().mean().backward(retain_graph=True)
+        loss.backward()
+        yield
+        model.parts[0].register_forward_hook(lambda module, args, output: features.append(output))
+
+
+class SomeRanksUse(nn.Module):
+    """Of its two parameters only rank 0 uses both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.linspace(-1, 1, WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return x * self.weight + (self.other if rank == 0 else 0)
+
+
+class TwiceWithoutInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf, self.head = SomeRanksUse(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return self.head(self.leaf(self.leaf(x, rank), rank))
+
+
+@pattern(
+    "a unit called twice on an input without gradient, used differently by the ranks",
+    "nobody sees the first call being left, so ranks would find the unit complete at different times",
+)
+def _(run: Run) -> Yields:
+    model = run.shard(TwiceWithoutInput(), {SomeRanksUse}, prefetch=0)
+    for number in range(2):
+        loss_of(model(run.data(number, 2, WIDTH), run.rank)).backward()
+        yield
