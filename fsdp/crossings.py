@@ -46,11 +46,11 @@ class Way:
         "around",
         "backward",
         "ends",
+        "inputs",
         "left_in",
         "pending",
         "replay",
         "through_graph",
-        "unseen",
         "versions",
     )
 
@@ -61,10 +61,10 @@ class Way:
         self.around: Sequence[tuple[Any, Ends]] = ()
         """The listeners of the units in whose calls this one was made, and the inputs of these calls."""
         self.replay = call.replay
+        self.inputs = call.inputs
+        """The nodes by which autograd leaves it, if any input requires grad."""
         self.through_graph = bool(call.inputs) and all(node.next_functions for node in call.inputs)
-        """Every input was made by a node; the gradient of a leaf is accumulated out of turn."""
-        self.unseen = not call.inputs
-        """No input requires grad: autograd never leaves it for anywhere."""
+        """It is left, and every input was made by a node; the gradient of a leaf is accumulated out of turn."""
         self.left_in = 0
         """The backward that left last."""
         self.backward = 0

@@ -150,6 +150,10 @@ class Engine:
         """They do, by a backward inside what looked like autograd.grad alone."""
         self.backward_synchronises = self._synchronises_gradients
 
+    def at_the_end_of_this_task(self, callback: Callable[[], None]) -> None:
+        """Call back when the graph task that runs is done: the backward, or that of a reentrant checkpoint in it."""
+        Variable._execution_engine.queue_callback(callback)
+
     def close_backward(self, event: Event) -> None:
         """Tell every unit how the backward ended, in the agreed order."""
         instructions = self.root.close(event, self.reducer.order)

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from fsdp.crossings import Call, Crossing, Ends, Way, inputs_of, node_behind
@@ -64,7 +63,9 @@ class Listener:
         self._unit: Unit = engine.units[index]
         self._innermost = not engine.descendants[index]
         self._calls: list[Call] = []
-        self.readiness = Readiness(self._innermost)
+        self.readiness = Readiness()
+        self._tasks: set[int] = set()
+        """The graph tasks of reentrant checkpoints whose end is waited for."""
         self._unit.announce = self._outside_gradient_comes
         self._unit.stay = self._stay
         self._around = around
@@ -79,9 +80,9 @@ class Listener:
             module.register_state_dict_pre_hook(self._refuse_shards_in_a_state_dict),  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(self._refuse_to_load_into_shards),  # type: ignore[no-untyped-call]
         ]
-        for number, whole in enumerate(self._unit.whole_parameters):
+        hear = _hear_arrivals(weakref.ref(self))
+        for whole in self._unit.whole_parameters:
             if _can_train(whole):
-                hear = _hear_arrivals(weakref.ref(self), number)
                 with _thawed(whole):
                     self._handles.append(whole.register_post_accumulate_grad_hook(hear))  # type: ignore[no-untyped-call]
         for place in self._unit.places:
@@ -110,6 +111,7 @@ class Listener:
     def backward_is_over(self) -> None:
         """For the next one nothing has arrived and nothing is open."""
         self.readiness.reset()
+        self._tasks.clear()
         for handle in self._handles_of_ends.values():
             handle.remove()
         self._handles_of_ends.clear()
@@ -244,19 +246,19 @@ class Listener:
             if node not in call.inputs:
                 crossing = Crossing.of(node)
                 crossing.watched_by.add(id(self))
-                crossing.reaches.append(partial(self._backward_reaches, way, call.inputs))
+                crossing.reaches.append(partial(self._backward_reaches, way))
         for node in call.inputs:
             Crossing.of(node).leave(way, self._input_left)
 
     # backward -----------------------------------------------------------------------------
 
-    def _backward_reaches(self, way: Way, inputs: Sequence[Node], gradients: Sequence[Tensor | None]) -> None:
+    def _backward_reaches(self, way: Way, gradients: Sequence[Tensor | None]) -> None:
         for listener, _ in way.around:
             if not listener.readiness.reached:
                 listener.reach_from_inside()
         self._refuse_changed_parameters(way.versions)
         self._engine.hear(self._index, Event.BACKWARD_REACHES)
-        self.readiness.reach(way, inputs)
+        self.readiness.reach(way)
         if torch.is_grad_enabled():
             # what comes in may have been made by any of these
             for listener in self.outer:
@@ -282,9 +284,24 @@ class Listener:
     def _input_left(self, way: Way, gradients: Sequence[Tensor | None]) -> None:
         if torch.is_grad_enabled():
             self.watch_gradients(gradients)
-        event = self.readiness.leave(way, self._unit.trainable_count)
-        if event is not None:
-            self._tell(event)
+        if not self.readiness.leave(way):
+            return
+        if not self._unit.trains:
+            self._engine.hear(self._index, Event.BACKWARD_LEFT)
+        elif self.readiness.is_ready():
+            self._is_ready()
+        elif way.replay and not way.through_graph and graph_task() not in self._tasks:
+            self._tasks.add(graph_task())
+            self._engine.at_the_end_of_this_task(self._checkpoint_ends)
+
+    def _checkpoint_ends(self) -> None:
+        # the backward may be over with it
+        if graph_task() in self._tasks and self.readiness.is_ready_after_checkpoint():
+            self._is_ready()
+
+    def _is_ready(self) -> None:
+        self.readiness.arrived = False
+        self._engine.hear(self._index, Event.GRADIENTS_READY if self._engine.backward_synchronises else Event.GRADIENTS_KEPT)
 
     def watch_ends(self, more: Ends = ()) -> None:
         """A tensor that autograd.grad was asked for is captured, and the node behind it never entered."""
@@ -325,12 +342,11 @@ class Listener:
                 "step the optimizer after the backward of every forward that used them."
             )
 
-    def _outside_gradient_comes(self, number: int) -> None:
+    def _outside_gradient_comes(self) -> None:
         self._engine.hear(self._index, Event.GRADIENT_FROM_OUTSIDE)
-        self.readiness.expect_from_outside(number)
 
-    def gradient_arrives(self, number: int) -> None:
-        """A gradient of one parameter has been accumulated."""
+    def gradient_arrives(self) -> None:
+        """A gradient of one parameter has been accumulated, the first."""
         if torch.is_grad_enabled():
             raise ShardingError(
                 f"a backward with create_graph=True brings gradients to the parameters of unit {self._unit.name!r}, which are "
@@ -338,35 +354,18 @@ class Listener:
                 "torch.autograd.grad(loss, inputs, create_graph=True)."
             )
         self._engine.gradients_come()
-        if self.readiness.came_from_outside(number):
-            return
-        if not self.readiness.arrived:
-            self._engine.hear(self._index, Event.GRADIENT_ARRIVES)
-        event = self.readiness.arrive(number, self._unit.trainable_count)
-        if event is not None:
-            self._tell(event)
-
-    def _tell(self, event: Event) -> None:
-        if event is not Event.BACKWARD_LEFT:
-            self.readiness.arrived.clear()
-            if not self._engine.backward_synchronises:
-                event = Event.GRADIENTS_KEPT
-        self._engine.hear(self._index, event)
+        self.readiness.arrived = True
+        self._engine.hear(self._index, Event.GRADIENT_ARRIVES)
 
 
-def _hear_arrivals(listener: "weakref.ref[Listener]", number: int) -> Callable[[Tensor], None]:
+def _hear_arrivals(listener: "weakref.ref[Listener]") -> Callable[[Tensor], None]:
     """The hook of one whole parameter, which runs once a parameter and backward, so it is short."""
 
     def arrives(whole: Tensor) -> None:
         # weakly: the collector of garbage does not see hooks of this kind, and the listener leads back to the tensor
         hearer = listener()
-        if hearer is not None:
-            readiness = hearer.readiness
-            if readiness.arrived and readiness.open_calls:
-                # neither the first nor possibly the last: nobody else needs to know
-                readiness.arrived[number] = graph_task()
-            else:
-                hearer.gradient_arrives(number)
+        if hearer is not None and not hearer.readiness.arrived:
+            hearer.gradient_arrives()
 
     return arrives
 

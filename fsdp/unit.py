@@ -7,7 +7,6 @@ Rule 2: the modules show the whole face only between SHOW and HIDE; whoever look
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +52,7 @@ class Unit:
         self._edits_of_replays = 0
         self._read_by_replay = False
         """A replay that is not one of the unit's whole forward has read whole parameters, and may have changed them."""
-        self.announce: Callable[[int], None]
+        self.announce: Callable[[], None]
         """Set by the hooks: a gradient of one parameter is about to come from a use outside the unit."""
         self.stay: Callable[[], bool]
         """Set by the hooks: keep the whole parameters until nothing reads them any more; return whether that will do."""
@@ -66,7 +65,8 @@ class Unit:
             FlatBuffer(members, _compute_dtype(dtype, config), collectives) for (dtype, _), members in groups.items()
         )
         self.whole_parameters = tuple(p for flat in self.flats for p in flat.whole_parameters)
-        self.trainable_count = sum(map(sum, (flat.trainable for flat in self.flats)))
+        self.trains = any(map(any, (flat.trainable for flat in self.flats)))
+        """Whether any parameter is trainable."""
         self.keys = frozenset(flat.key for flat in self.flats)
         faces: dict[int, ModuleFace] = {}
         self._numbers: dict[int, int] = {}
@@ -141,7 +141,7 @@ class Unit:
     def sync_requires_grad(self) -> None:
         """Carry to the whole face what the user has frozen or thawed."""
         if any([flat.sync_requires_grad() for flat in self.flats]):
-            self.trainable_count = sum(map(sum, (flat.trainable for flat in self.flats)))
+            self.trains = any(map(any, (flat.trainable for flat in self.flats)))
 
     def check_shards(self) -> None:
         """Take over what the user did to the shards from outside, or refuse it.
@@ -192,7 +192,7 @@ class Unit:
             raise ShardingError("to_local: lent parameters cannot be trained; leave summon_full_params first.")
         self.check_shards()
         self.sync_requires_grad()
-        shard, announce = flat.shard_parameters[i].detach(), partial(self._announce, number)
+        shard, announce = flat.shard_parameters[i].detach(), self._announce
         value: Tensor = LocalUse.apply(flat.whole_parameters[i], shard, flat.parts[i], flat.world_size, announce)  # type: ignore[no-untyped-call]
         return value
 
@@ -208,11 +208,11 @@ class Unit:
             slot = flat.layout.slots[i]
             return full[slot.start : slot.end].view(slot.shape).clone()
 
-        value: Tensor = FullUse.apply(flat.whole_parameters[i], gather, partial(self._announce, number))  # type: ignore[no-untyped-call]
+        value: Tensor = FullUse.apply(flat.whole_parameters[i], gather, self._announce)  # type: ignore[no-untyped-call]
         return value
 
-    def _announce(self, number: int) -> None:
-        self.announce(number)
+    def _announce(self) -> None:
+        self.announce()
 
     def _find(self, number: int) -> tuple[FlatBuffer, int]:
         """The buffer of a parameter of this unit, and its number there."""

@@ -21,10 +21,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "state_machine")]
 
 import pytest  # noqa: E402 (the paths come first)
+import stories  # noqa: E402
 import test_properties  # noqa: E402
 import test_residency  # noqa: E402
 import test_root  # noqa: E402
-import test_stories  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.stateful import run_state_machine_as_test  # noqa: E402
 
@@ -129,8 +129,8 @@ def cases(module: Any) -> Iterator[Callable[[], None]]:
 
 
 def run_stories() -> None:
-    for story, strategy in test_stories.TOLD:
-        test_stories.tell(story, strategy)
+    for story, strategy in stories.TOLD:
+        stories.tell(story, strategy)
 
 
 def run_residency() -> None:

@@ -53,7 +53,7 @@ ORDER = (
     "eager",
     "errors",
 )
-STATE_MACHINE_USERS = {"readiness", "sharded", "engine", "hooks", "checkpoint", "config", "errors"}
+STATE_MACHINE_USERS = {"sharded", "engine", "hooks", "checkpoint", "config", "errors"}
 LONGEST = 400
 LONGER = {"simulated": 600}
 

@@ -57,7 +57,7 @@ def groups(draw: st.DrawFn, depth: int, branching: bool, outermost: bool = False
         first = draw(st.integers(0, len(parts) - 1))
         second = draw(st.sampled_from((None, None, *range(len(parts)))))
         chain = (first,) if second is None else (first, second)
-        kind = draw(st.sampled_from(("", "", "", "replayed", "replayed" if branching else "reentrant")))
+        kind = draw(st.sampled_from(("", "", "", "replayed", "reentrant")))
         # torch refuses in-place edits of views a custom function made, and of one of several views
         last = parts[chain[-1]]
         views = isinstance(last, GroupSpec) and last.returns in ("view", "reshaped", "chunks")
@@ -73,8 +73,7 @@ def groups(draw: st.DrawFn, depth: int, branching: bool, outermost: bool = False
 
 @st.composite
 def trees(draw: st.DrawFn) -> TreeSpec:
-    # ranks that use different parameters cannot agree on when a unit is done inside a reentrant checkpoint, nor always
-    # on how the reductions of two roots follow each other
+    # ranks that use different parameters cannot always agree on how the reductions of two roots follow each other
     branching = draw(st.booleans())
     root = draw(groups(3, branching, outermost=True))
     modules = dict(walk(root))
@@ -154,8 +153,6 @@ def programs(draw: st.DrawFn, tree: TreeSpec) -> Program:
     modules = dict(walk(tree.root))
     leaves_of_tree = [path for path, one in modules.items() if isinstance(one, LeafSpec)]
     trainable = parameters_of(tree)
-    several = not (tree.branching or tree.edit)
-    """Whether the graphs of several forwards may be alive."""
     program: list[Statement] = []
     live: list[int] = []
     kept = False
@@ -212,8 +209,8 @@ def programs(draw: st.DrawFn, tree: TreeSpec) -> Program:
                 # what a rank keeps of a branch that only its peers took cannot be seen there as zeros
                 program.append(Zero(True if kept and tree.branching else draw(st.booleans())))
                 kept = False
-        # with the graphs of several forwards alive, ranks must use the same parameters
-        for _ in range(draw(st.integers(1, 3)) if several else 1):
+        # the second forward would edit what the first has saved for its backward
+        for _ in range(1 if tree.edit else draw(st.integers(1, 3))):
             live.append(len(program))
             program.append(forward())
         while live:

@@ -1,6 +1,7 @@
 """Every pattern in the simulated world, with one rank, two and three."""
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 import fsdp
 from tests.patterns.every import PATTERNS
 from tests.patterns.harness import Outcome, attempt, compare, perform
+from tests.patterns.ways import Turn, recorded
+from tests.state_machine.stories import TOLD, tell
 
 WORLDS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "one rank": (1, 0, {}),
@@ -22,11 +25,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 
 
 @cache
-def outcomes(name: str, world: str) -> list[Outcome]:
+def simulated(name: str, world: str) -> tuple[list[Outcome], set[Turn]]:
+    """What the pattern left on every rank, and what the units went through."""
     size, seed, options = WORLDS[world]
     of = PATTERNS[name]
     run = attempt if of.disagrees else perform
-    return fsdp.simulate(size, lambda rank: run(of, rank, size, **options), seed)
+    with recorded() as turns:
+        return fsdp.simulate(size, lambda rank: run(of, rank, size, **options), seed), turns
 
 
 CASES = [(name, world) for name, of in PATTERNS.items() for world in (["two ranks"] if of.slow else WORLDS)]
@@ -34,14 +39,24 @@ CASES = [(name, world) for name, of in PATTERNS.items() for world in (["two rank
 
 @pytest.mark.parametrize(("name", "world"), CASES)
 def test_simulated(name: str, world: str) -> None:
-    compare(PATTERNS[name], outcomes(name, world))
+    compare(PATTERNS[name], simulated(name, world)[0])
 
 
 @pytest.mark.parametrize("name", [name for name, of in PATTERNS.items() if (of.gathers, of.reductions) != (None, None)])
 def test_cost(name: str) -> None:
     """Exactly as often as was reasoned, with the default options."""
-    of, calls = PATTERNS[name], outcomes(name, "two ranks")[0].calls
+    of, calls = PATTERNS[name], simulated(name, "two ranks")[0][0].calls
     found = {"gathers": calls["all_gather"], "reductions": calls["reduce_scatter"]}
     wanted = {"gathers": of.gathers, "reductions": of.reductions}
     for kind, number in wanted.items():
         assert number in (None, found[kind]), f"{found[kind]} {kind}, not {number} ({of.cost or 'no derivation'})"
+
+
+def test_stories_tell_every_way_a_unit_goes() -> None:
+    """Of the patterns there is a story at the level of the lifecycle for any two rows that follow each other."""
+    told = set()
+    for story, strategy in TOLD:
+        rows = [(state, event) for state, event, refused in tell(story, strategy) if not refused]
+        told |= {Turn(strategy, before, after) for before, after in pairwise(rows)}
+    missing = {str(turn): name for name, world in CASES for turn in simulated(name, world)[1] - told}
+    assert missing == {}, "no story tells of these, which one of the patterns goes through"

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.patterns.harness import Run, Yields, pattern
 from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, steps, train
@@ -81,6 +82,38 @@ def _(run: Run) -> Yields:
     model = run.shard(Chain(), {Block, Optional})
     for step in range(2):
         loss_of(model(run.data(step, 2, WIDTH), (run.rank + step) % 2 == 0)).backward()
+        yield
+
+
+@pattern(
+    "a parameter that only some ranks use, while the graphs of several forwards are alive",
+    "what a backward does not go through must not hold a unit back, nor may counting decide on some ranks only",
+    gathers=3 * 3 + 3 * 3,
+    reductions=3 * 3,
+    cost="3 forwards of 3 units; each backward gathers them again",
+)
+def _(run: Run) -> Yields:
+    model = run.shard(Chain(), {Block, Optional})
+    losses = [loss_of(model(run.data(number, 2, WIDTH), (run.rank + number) % 2 == 0)) for number in range(3)]
+    for number in (1, 2, 0):
+        losses[number].backward()
+        yield
+
+
+@pattern(
+    "a parameter that only some ranks use, in reentrant checkpoints",
+    "each checkpoint is a backward of its own, in which a gradient comes on some ranks only",
+    gathers=2 * 6,
+    reductions=2 * 3,
+    cost="2 steps: 3 units, twice each",
+)
+def _(run: Run) -> Yields:
+    model = run.shard(Chain(), {Block, Optional})
+    for step in range(2):
+        x, told = run.data(step, 2, WIDTH), (run.rank + step) % 2 == 0
+        x = checkpoint(model.first, x.requires_grad_(), use_reentrant=True)
+        x = checkpoint(lambda y, told=told: model.last(model.middle(y, told)), x, use_reentrant=True)
+        loss_of(x).backward()
         yield
 
 
