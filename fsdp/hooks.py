@@ -19,7 +19,7 @@ from fsdp.escapes import Escapes
 from fsdp.nested import cast_floating, tensors_in
 from fsdp.outside import RefusedUse
 from fsdp.readiness import Readiness
-from fsdp.stack import graph_task, in_backward, times_running
+from fsdp.stack import graph_is_made, graph_task, in_backward, times_running
 from fsdp.storage import storage_key
 from fsdp.unit import Unit
 from state_machine import Event, State
@@ -269,10 +269,11 @@ class Listener:
             self.watch_ends()
 
     def _stay(self) -> bool:
-        # the graph of a backward with create_graph=True is gone through when the unit may be sharded again
-        if not self._engine.graph_is_made:
-            self.readiness.reach_again()
-        return not self._engine.graph_is_made
+        if graph_is_made():
+            return False  # it is gone through when the unit may be sharded again
+        self._engine.hear(self._index, Event.BACKWARD_REACHES)
+        self.readiness.reach_again()
+        return True
 
     def reach_from_inside(self) -> None:
         """A backward has come to an inner unit past this one, through a loss the inner one left behind; it goes on in here."""
