@@ -163,3 +163,35 @@ def _(run: Run) -> Yields:
     for number in range(2):
         loss_of(model(run.data(number, 2, WIDTH), run.rank)).backward()
         yield
+
+
+class PartReplayed(nn.Module):
+    """Checkpoints a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.head = SomeRanksUse(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        def region(y: Tensor) -> Tensor:
+            return torch.tanh(self.part(torch.tanh(y), rank)).exp()
+
+        return self.head(checkpoint(region, x, use_reentrant=False))
+
+
+@pattern(
+    "a backward that begins inside a replayed part of the root, whose weights some ranks use",
+    "the part is replayed before anything says that the backward has come to the root",
+    gathers=1 + 1,
+    reductions=2,
+    cost="the root stays whole for the first backward, which reads every weight of it, and is gathered for the second",
+)
+def _(run: Run) -> Yields:
+    features: list[Tensor] = []
+    model = run.shard(PartReplayed())
+    model.part.register_forward_hook(lambda module, args, output: features.append(output))
+    loss = loss_of(model(run.data(0, 2, WIDTH).requires_grad_(), run.rank))
+    features[0].square().mean().backward(retain_graph=True)
+    yield
+    loss.backward()
+    yield
