@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch.autograd import Variable
 
-from fsdp.collectives import Channels
+from fsdp.groups import Channels
 from fsdp.nested import modules_within
 from fsdp.reducer import Reducer
 from fsdp.schedule import Schedule
@@ -49,7 +49,7 @@ class Engine:
         # a unit with inner units is complete late: it comes after all that have none
         backwards = range(len(units) - 1, -1, -1)
         order = [i for i in backwards if not descendants[i]] + [i for i in backwards if descendants[i]]
-        self.reducer = Reducer(units, order, channels.reductions, streams, ledger)
+        self.reducer = Reducer(units, order, channels, streams, ledger)
         depth = units[0].config.prefetch
         self._forward_schedule = Schedule(depth)
         self._backward_schedule = Schedule(depth)

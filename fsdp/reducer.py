@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.bucket import Bucket, dense
-from fsdp.collectives import Collectives, Work
+from fsdp.collectives import Work
+from fsdp.groups import Channels
 from fsdp.storage import Ledger, size_of
 from fsdp.streams import Streams
 from fsdp.unit import Unit
@@ -34,20 +35,23 @@ class _Flight(NamedTuple):
     bucket: Bucket
     into: Tensor
     work: Work
+    name: str
+    """Of the unit."""
 
 
 class Reducer:
     """The gradients of all units of one root, through one backward at a time."""
 
     def __init__(
-        self, units: Sequence[Unit], order: Sequence[int], collectives: Collectives, streams: Streams, ledger: Ledger
+        self, units: Sequence[Unit], order: Sequence[int], channels: Channels, streams: Streams, ledger: Ledger
     ) -> None:
         self._units = tuple(units)
-        self._collectives = collectives
+        self._channels = channels
         self._streams = streams
         self._ledger = ledger
+        shards = channels.reductions
         self._buckets = tuple(
-            tuple(Bucket(flat, unit.config.mp_policy.reduce_dtype, collectives, ledger) for flat in unit.flats) for unit in units
+            tuple(Bucket(flat, unit.config.mp_policy.reduce_dtype, shards, ledger) for flat in unit.flats) for unit in units
         )
         counts = [[len(bucket.views) for bucket in of_unit] for of_unit in self._buckets]
         ends = accumulate((count for of_unit in counts for count in of_unit), initial=0)
@@ -58,6 +62,9 @@ class Reducer:
         """The agreed order, every unit once."""
         self._learned = False
         self._flight: _Flight | None = None
+        """Among the ranks that share the shards."""
+        self._second_flight: _Flight | None = None
+        """Among those that hold the same shards."""
         self._usage: _Usage | None = None
         self.begin()
 
@@ -142,11 +149,13 @@ class Reducer:
     def drain(self) -> None:
         """Wait until nothing is in flight. Idempotent; raises what the collective raises."""
         flight, self._flight = self._flight, None
+        second, self._second_flight = self._second_flight, None
         usage, self._usage = self._usage, None
         try:
-            if flight is not None:
-                self._ledger.add("reduced", -size_of(flight.into))
-                flight.work.wait()
+            for one in (second, flight):
+                if one is not None:
+                    self._ledger.add("reduced", -size_of(one.into))
+                    one.work.wait()
             if usage is not None:
                 usage.work.wait()
         finally:
@@ -193,24 +202,38 @@ class Reducer:
         bucket.memory.allocate(self._ledger)
         bucket.fill()
         if bucket.predivide:
-            bucket.buffer.div_(self._collectives.size)
+            bucket.buffer.div_(self._channels.size)
         with self._streams.reducing():
             into = bucket.buffer.new_empty(bucket.flat.layout.chunk)
             self._ledger.add("reduced", size_of(into))
             self._ledger.add("scratch", bucket.scratch)
-            work = self._collectives.reduce_scatter(_as_real(bucket.buffer), _as_real(into), name)
-        self._flight = _Flight(bucket, into, work)
+            work = self._channels.reductions.reduce_scatter(_as_real(bucket.buffer), _as_real(into), name)
+        self._flight = _Flight(bucket, into, work, name)
 
     def _land(self) -> None:
-        """Await the reduction in flight, so that at most one bucket is in memory."""
+        """Await the reduction in flight, so that at most one bucket is in memory; its sum goes on to the other replicas."""
+        self._land_second()
         if self._flight is None:
             return
-        bucket, reduced, work = self._flight
-        self._flight = None
+        flight, self._flight = self._flight, None
+        with self._streams.landing():
+            flight.work.wait()
+            work = self._channels.replicas.all_reduce(_as_real(flight.into), "sum", flight.name)
+        self._streams.await_reductions()
+        self._give_back(flight.bucket)
+        self._second_flight = flight._replace(work=work)
+        if self._channels.replicas.size == 1:
+            self._land_second()
+
+    def _land_second(self) -> None:
+        if self._second_flight is None:
+            return
+        bucket, reduced, work, _ = self._second_flight
+        self._second_flight = None
         with self._streams.landing():
             work.wait()
-            if not bucket.predivide and self._collectives.size > 1:
-                reduced.div_(self._collectives.size)
+            if not bucket.predivide and self._channels.size > 1:
+                reduced.div_(self._channels.size)
             if reduced.dtype != bucket.flat.shard.dtype:
                 self._ledger.add("reduced", -size_of(reduced))
                 reduced = reduced.to(bucket.flat.shard.dtype)
@@ -221,7 +244,6 @@ class Reducer:
             else:
                 bucket.pending = reduced
         self._streams.await_reductions()
-        self._give_back(bucket)
 
     def _give_back(self, bucket: Bucket) -> None:
         self._ledger.add("scratch", -bucket.scratch)
@@ -235,6 +257,7 @@ class Reducer:
         if not self._shared:
             self._share_usage()
         self._land()
+        self._land_second()
         self._await_usage()
         if not self._learned:
             self._learn_order()
@@ -274,13 +297,13 @@ class Reducer:
             else:
                 came = [flag for b in buckets for flag in b.came]
                 flags = torch.tensor(came, dtype=torch.uint8, device=self._all_used.device)
-            self._usage = _Usage(flags, complete, self._collectives.all_reduce(flags, "max", "which gradients came"))
+            self._usage = _Usage(flags, complete, self._channels.everyone.all_reduce(flags, "max", "which gradients came"))
 
     def _learn_order(self) -> None:
         """After the first backward that synchronises, rank 0's order of arrival is everyone's."""
         self._learned = True
         arrivals = torch.tensor(self._arrivals, dtype=torch.int64, device=self._all_used.device)
-        self._collectives.broadcast(arrivals, 0, "the order of reductions").wait()
+        self._channels.everyone.broadcast(arrivals, 0, "the order of reductions").wait()
         self.order = tuple(int(index) for index in arrivals.tolist())
 
 

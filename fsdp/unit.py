@@ -16,6 +16,7 @@ from fsdp.config import Config
 from fsdp.errors import ShardingError
 from fsdp.face import ModuleFace, own
 from fsdp.flat import FlatBuffer, Place
+from fsdp.groups import Grouping
 from fsdp.outside import FullUse, LocalUse
 from fsdp.stack import in_backward, is_running
 from fsdp.storage import Ledger, size_of
@@ -61,8 +62,9 @@ class Unit:
         groups: dict[tuple[torch.dtype, bool], list[Place]] = {}
         for place in places:
             groups.setdefault((place.parameter.dtype, place.parameter.requires_grad), []).append(place)
+        replicated = config.grouping is Grouping.REPLICATED
         self.flats = tuple(
-            FlatBuffer(members, _compute_dtype(dtype, config), collectives) for (dtype, _), members in groups.items()
+            FlatBuffer(members, _compute_dtype(dtype, config), collectives, replicated) for (dtype, _), members in groups.items()
         )
         self.whole_parameters = tuple(p for flat in self.flats for p in flat.whole_parameters)
         self.trains = any(map(any, (flat.trainable for flat in self.flats)))
@@ -246,6 +248,8 @@ class Unit:
         with self._streams.gathering():
             for flat in self.flats:
                 flat.memory.allocate(self._ledger)
+                if flat.is_shared:
+                    continue
                 flat.own_whole.copy_(flat.shard)
                 self._works.append(self.collectives.all_gather(flat.whole_bytes, self.name))
             self._works += self._streams.gathered()

@@ -45,6 +45,7 @@ ORDER = (
     "layout",
     "nested",
     "config",
+    "groups",
     "collectives",
     "simulated",
     "simulated_data",
@@ -127,9 +128,9 @@ def test_only_engine_and_its_neighbours_import_state_machine() -> None:
     )
 
 
-def test_only_collectives_imports_torch_distributed() -> None:
+def test_only_collectives_and_groups_import_torch_distributed() -> None:
     only_in(
-        {"collectives"},
+        {"collectives", "groups"},
         {name: [one for one in imports_of(FSDP / f"{name}.py") if one.startswith("torch.distributed")] for name in FILES},
     )
 

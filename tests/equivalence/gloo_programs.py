@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from models import CASES, Net, Trained, own_batches, train, wrap
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp
 
@@ -29,6 +30,10 @@ def trained(case_name: str, rank: int, steps: int = 3, micro: int = 1, no_sync: 
     model = wrap(case, **options)
     more: dict[str, Any] = {"accumulate": partial(fsdp.no_sync, model)} if no_sync else {}
     return train(model, own_batches(case, rank, steps, micro), SGD, **more)
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def clipped(rank: int) -> tuple[float, Trained]:
@@ -114,6 +119,16 @@ TRAININGS: Final[dict[str, Callable[[int], Trained]]] = {
     "odd": lambda rank: trained("odd", rank),
     "no_sync": lambda rank: trained("net", rank, micro=3, no_sync=True),
     "recovers": recovers,
+    "NO_SHARD": lambda rank: trained("net", rank, sharding_strategy="NO_SHARD"),
+}
+HYBRID: Final = {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}
+# of four processes
+FOUR: Final[dict[str, Callable[[int], Trained]]] = {
+    "hybrid": lambda rank: trained("net in layers", rank, **HYBRID),
+    "hybrid over a mesh": lambda rank: trained("odd", rank, sharding_strategy="HYBRID_SHARD", mesh=_mesh()),
+    "hybrid, no_sync": lambda rank: trained("net", rank, micro=3, no_sync=True, **HYBRID),
+    "a mesh of one dimension": lambda rank: trained("net", rank, mesh=_mesh()["shard"], sharding_strategy="FULL_SHARD"),
+    "NO_SHARD, four": lambda rank: trained("tied", rank, sharding_strategy="NO_SHARD"),
 }
 OTHERS: Final[dict[str, Callable[[int], Any]]] = {
     "twenty steps": lambda rank: trained("net", rank, steps=20),
@@ -134,7 +149,7 @@ LAST: Final[dict[str, Callable[[int], Any]]] = {
 def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     """These programs (or all) in turn, over one group; the results go to a file."""
     usual = {**TRAININGS, **OTHERS}
-    programs = {**usual, **LAST}
+    programs = {**usual, **FOUR, **LAST}
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)

@@ -186,9 +186,16 @@ def own_batches(case: Case, rank: int, steps: int = 3, micro: int = 1) -> list[l
 
 
 def join(parts: Sequence[Tensor | None], shape: torch.Size) -> Tensor | None:
-    """One parameter's shards of every rank, by rank, put together: they tile it in rank order. Nobody's is None."""
+    """One parameter's shards of every rank, by rank, put together: they tile it in rank order. Nobody's is None.
+
+    Where several ranks hold the same shards, they tile it several times, and each time to the same bits.
+    """
     held = [part.reshape(-1) for part in parts if part is not None]
-    return torch.cat(held).view(shape) if held else None
+    if not held:
+        return None
+    first, *others = torch.cat(held).view(-1, *shape) if shape.numel() else [torch.cat(held).view(shape)]
+    assert all(torch.equal(first, other) for other in others), "the replicas differ"
+    return first
 
 
 def joined(by_rank: Sequence[Trained], like: nn.Module) -> Trained:
