@@ -2,6 +2,7 @@
 
 from fsdp.checkpoint import full_state_dict, load_full_state_dict, summon_full_params
 from fsdp.clipping import ShardedGradScaler, clip_grad_norm_
+from fsdp.comm_hooks import register_comm_hook
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import IllegalTransition, ShardingError, WorldError
 from fsdp.methods import register_forward_method
@@ -23,6 +24,7 @@ __all__ = [
     "load_full_state_dict",
     "memory_bytes",
     "no_sync",
+    "register_comm_hook",
     "register_forward_method",
     "set_requires_gradient_sync",
     "simulate",

@@ -247,7 +247,7 @@ class Listener:
                 crossing = Crossing.of(node)
                 crossing.watched_by.add(id(self))
                 crossing.reaches.append(partial(self._backward_reaches, way))
-        for node in call.inputs:
+        for node in call.exits:
             Crossing.of(node).leave(way, self._input_left)
 
     # backward -----------------------------------------------------------------------------

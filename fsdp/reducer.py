@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fsdp.bucket import Bucket, dense
 from fsdp.collectives import Work
 from fsdp.groups import Channels
+from fsdp.hooked import CommHook, GradientBucket
 from fsdp.storage import Ledger, size_of
 from fsdp.streams import Streams
 from fsdp.unit import Unit
@@ -66,6 +67,8 @@ class Reducer:
         self._second_flight: _Flight | None = None
         """Among those that hold the same shards."""
         self._usage: _Usage | None = None
+        self.hook: CommHook | None = None
+        """Reduces instead of us, if there is one."""
         self.begin()
 
     @property
@@ -188,12 +191,12 @@ class Reducer:
         for bucket in self._buckets[index]:
             if bucket.owed or any(bucket.flat.trainable):
                 self._land()
-                self._send(bucket, self._units[index].name)
+                self._send(bucket, index)
             else:
                 # frozen since: what was missing in an earlier backward is no concern of this one
                 bucket.came, bucket.complete = bucket.all_used, True
 
-    def _send(self, bucket: Bucket, name: str) -> None:
+    def _send(self, bucket: Bucket, index: int) -> None:
         """Fill a bucket on the compute stream and reduce it on the reduction stream.
 
         Shapes:  bucket (W * C,) on each of W ranks  ->  mean of chunk `rank` (C,)
@@ -201,14 +204,28 @@ class Reducer:
         """
         bucket.memory.allocate(self._ledger)
         bucket.fill()
-        if bucket.predivide:
+        if bucket.predivide and self.hook is None:
             bucket.buffer.div_(self._channels.size)
+        name = self._units[index].name
         with self._streams.reducing():
             into = bucket.buffer.new_empty(bucket.flat.layout.chunk)
-            self._ledger.add("reduced", size_of(into))
-            self._ledger.add("scratch", bucket.scratch)
-            work = self._channels.reductions.reduce_scatter(_as_real(bucket.buffer), _as_real(into), name)
+            try:
+                if self.hook is None:
+                    work = self._channels.reductions.reduce_scatter(_as_real(bucket.buffer), _as_real(into), name)
+                else:
+                    work = self.hook.launch(self._shown(bucket, index), into, name)
+            except BaseException:
+                bucket.memory.release(self._ledger)
+                raise
+        self._ledger.add("reduced", size_of(into))
+        self._ledger.add("scratch", bucket.scratch)
         self._flight = _Flight(bucket, into, work, name)
+
+    def _shown(self, bucket: Bucket, index: int) -> GradientBucket:
+        """A bucket as the hook sees it."""
+        number = sum(map(len, self._buckets[:index])) + self._buckets[index].index(bucket)
+        trainable = [one for one in self._buckets[index] if any(one.flat.trainable)]
+        return GradientBucket(bucket, number, index == self.order[-1] and bucket is trainable[-1])
 
     def _land(self) -> None:
         """Await the reduction in flight, so that at most one bucket is in memory; its sum goes on to the other replicas."""
@@ -216,12 +233,19 @@ class Reducer:
         if self._flight is None:
             return
         flight, self._flight = self._flight, None
-        with self._streams.landing():
-            flight.work.wait()
-            work = self._channels.replicas.all_reduce(_as_real(flight.into), "sum", flight.name)
-        self._streams.await_reductions()
-        self._give_back(flight.bucket)
-        self._second_flight = flight._replace(work=work)
+        try:
+            with self._streams.landing():
+                flight.work.wait()
+                if self.hook is None:
+                    work = self._channels.replicas.all_reduce(_as_real(flight.into), "sum", flight.name)
+                    flight = flight._replace(work=work)
+            self._streams.await_reductions()
+        except BaseException:
+            self._ledger.add("reduced", -size_of(flight.into))
+            raise
+        finally:
+            self._give_back(flight.bucket)
+        self._second_flight = flight
         if self._channels.replicas.size == 1:
             self._land_second()
 
@@ -231,9 +255,10 @@ class Reducer:
         bucket, reduced, work, _ = self._second_flight
         self._second_flight = None
         with self._streams.landing():
-            work.wait()
-            if not bucket.predivide and self._channels.size > 1:
-                reduced.div_(self._channels.size)
+            if self.hook is None:
+                work.wait()
+                if not bucket.predivide and self._channels.size > 1:
+                    reduced.div_(self._channels.size)
             if reduced.dtype != bucket.flat.shard.dtype:
                 self._ledger.add("reduced", -size_of(reduced))
                 reduced = reduced.to(bucket.flat.shard.dtype)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_programs import BF16, FOUR, LAST, LIMIT, OTHERS, SGD, TRAININGS
+from gloo_programs import BF16, FOUR, HOOKS, LAST, LIMIT, OTHERS, SGD, TRAININGS
 from models import CASES, Case, assert_close, assert_trained_alike, joined, reference, train
 
 import fsdp
@@ -146,6 +146,17 @@ def test_bf16_computes_the_same_bits_too_and_stays_near_fp32(ranks: list[dict[st
     found = joined([one["bf16"] for one in ranks], CASES["net"].model())
     assert_close(found.gradients[0], plain.gradients[0], within=40 * 2**-9)
     assert BF16.reduce_dtype is torch.float32
+
+
+WITHIN = {"fp16_compress_hook": 3 * 2**-11, "fp16_compress_wrapper": 3 * 2**-11, "powerSGD_hook": 1e-5}
+"""Two roundings to half precision and one of a sum; PowerSGD makes a matrix orthogonal in fp32."""
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_the_hooks_of_torch_do_what_they_do_under_ddp(name: str, ranks: list[dict[str, Any]]) -> None:
+    for one in ranks:
+        ours, theirs = ({key: pair[side] for key, pair in one["hooked"][name].items()} for side in (0, 1))
+        assert_close(ours, theirs, within=WITHIN.get(name, 1e-6))
 
 
 def test_the_norm_is_global_and_the_same_on_every_rank(ranks: list[dict[str, Any]]) -> None:

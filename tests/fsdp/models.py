@@ -253,7 +253,7 @@ def is_at_rest(model: nn.Module) -> bool:
     """No pass runs, and every unit shows its shards and holds no whole parameters."""
     engines = list(_engines(model))
     return all(e.root.at_rest and not any(e.whole(i) for i in range(len(e.units))) for e in engines) and all(
-        flat.whole.untyped_storage().size() == 0 for e in engines for unit in e.units for flat in unit.flats
+        flat.is_shared or flat.whole.untyped_storage().size() == 0 for e in engines for unit in e.units for flat in unit.flats
     )
 
 

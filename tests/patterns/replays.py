@@ -195,3 +195,37 @@ def _(run: Run) -> Yields:
     yield
     loss.backward()
     yield
+
+
+class HasUnitInside(nn.Module):
+    """Replays a part of itself; the unit inside it is for other days."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.spare = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: torch.tanh(y * self.scale) * self.scale, x, use_reentrant=False)
+
+
+class AroundIt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.head = HasUnitInside(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inside(torch.tanh(x)) + x)
+
+
+@pattern(
+    "a gradient penalty through a replayed part of a unit with units inside",
+    "nobody but the backward sees the gradient leave such a unit, and what made it reads its weights again",
+)
+def _(run: Run) -> Yields:
+    model = run.shard(AroundIt(), {HasUnitInside, nn.Linear})
+    x = run.data(0, 2, WIDTH).requires_grad_()
+    loss = loss_of(model(x))
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + slope.square().sum()).backward()
+    run.note("the gradient of the input", x.grad)
+    yield
