@@ -81,6 +81,9 @@ class _Done:
         return
 
 
+DONE: Final = _Done()
+
+
 class _ExchangedSum:
     """An exchange of chunks, summed at `wait`: the same bits on every run."""
 
@@ -106,20 +109,20 @@ class Alone:
         return True
 
     def all_gather(self, whole: Tensor, label: str) -> Work:
-        return _Done()
+        return DONE
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> Work:
         into.copy_(bucket)
-        return _Done()
+        return DONE
 
     def scratch_bytes(self, bucket: Tensor) -> int:
         return 0
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> Work:
-        return _Done()
+        return DONE
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
-        return _Done()
+        return DONE
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         return [thing]
@@ -169,7 +172,7 @@ class ProcessGroupCollectives:
 
     def all_gather(self, whole: Tensor, label: str) -> Work:
         if self._size == 1:
-            return _Done()
+            return DONE
         chunk = whole.numel() // self._size
         own = whole.narrow(0, self._rank * chunk, chunk)
         host = whole.device.type == "cpu"
@@ -178,7 +181,7 @@ class ProcessGroupCollectives:
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> Work:
         if self._size == 1:
             into.copy_(bucket)
-            return _Done()
+            return DONE
         size = bucket.numel() * bucket.element_size()
         if bucket.device.type != "cpu":
             return self._launch(
@@ -195,7 +198,7 @@ class ProcessGroupCollectives:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> Work:
         if self._size == 1:
-            return _Done()
+            return DONE
         how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         return self._launch(
             "all_reduce",
@@ -207,7 +210,7 @@ class ProcessGroupCollectives:
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         if self._size == 1:
-            return _Done()
+            return DONE
         origin = dist.get_global_rank(self._group, source)
         return self._launch(
             "broadcast",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.bucket import Bucket, dense
-from fsdp.collectives import Work
+from fsdp.collectives import DONE, Work
 from fsdp.groups import Channels
 from fsdp.hooked import CommHook, GradientBucket
 from fsdp.storage import Ledger, size_of
@@ -64,8 +64,8 @@ class Reducer:
         self._learned = False
         self._flight: _Flight | None = None
         """Among the ranks that share the shards."""
-        self._second_flight: _Flight | None = None
-        """Among those that hold the same shards."""
+        self._second_flights: list[_Flight] = []
+        """Among those that hold the same shards. What they fill is kept until the commit in any case."""
         self._usage: _Usage | None = None
         self.hook: CommHook | None = None
         """Reduces instead of us, if there is one."""
@@ -152,10 +152,10 @@ class Reducer:
     def drain(self) -> None:
         """Wait until nothing is in flight. Idempotent; raises what the collective raises."""
         flight, self._flight = self._flight, None
-        second, self._second_flight = self._second_flight, None
+        second, self._second_flights = self._second_flights, []
         usage, self._usage = self._usage, None
         try:
-            for one in (second, flight):
+            for one in (*second, flight):
                 if one is not None:
                     self._ledger.add("reduced", -size_of(one.into))
                     one.work.wait()
@@ -169,6 +169,7 @@ class Reducer:
     def drop(self, index: int) -> None:
         """Forget the gradients of this backward. Those kept by earlier ones under `no_sync` stay. Idempotent."""
         for bucket in self._buckets[index]:
+            bucket.launched = False
             if bucket.pending is not None:
                 self._ledger.add("reduced", -size_of(bucket.pending))
                 bucket.pending = None
@@ -202,11 +203,21 @@ class Reducer:
         Shapes:  bucket (W * C,) on each of W ranks  ->  mean of chunk `rank` (C,)
         Memory:  W * C elements until landed, C until committed
         """
+        name = self._units[index].name
+        if self._channels.reductions.size == 1 and self.hook is None:
+            # the chunk is the bucket
+            into = bucket.buffer.new_empty(bucket.flat.layout.chunk)
+            bucket.fill(into)
+            if bucket.predivide:
+                into.div_(self._channels.size)
+            with self._streams.reducing():
+                self._go_on(_Flight(bucket, into, DONE, name))
+            self._ledger.add("reduced", size_of(into))
+            return
         bucket.memory.allocate(self._ledger)
         bucket.fill()
         if bucket.predivide and self.hook is None:
             bucket.buffer.div_(self._channels.size)
-        name = self._units[index].name
         with self._streams.reducing():
             into = bucket.buffer.new_empty(bucket.flat.layout.chunk)
             try:
@@ -229,31 +240,33 @@ class Reducer:
 
     def _land(self) -> None:
         """Await the reduction in flight, so that at most one bucket is in memory; its sum goes on to the other replicas."""
-        self._land_second()
         if self._flight is None:
             return
         flight, self._flight = self._flight, None
         try:
             with self._streams.landing():
                 flight.work.wait()
-                if self.hook is None:
-                    work = self._channels.replicas.all_reduce(_as_real(flight.into), "sum", flight.name)
-                    flight = flight._replace(work=work)
+                self._go_on(flight)
             self._streams.await_reductions()
         except BaseException:
             self._ledger.add("reduced", -size_of(flight.into))
             raise
         finally:
             self._give_back(flight.bucket)
-        self._second_flight = flight
-        if self._channels.replicas.size == 1:
-            self._land_second()
 
-    def _land_second(self) -> None:
-        if self._second_flight is None:
-            return
-        bucket, reduced, work, _ = self._second_flight
-        self._second_flight = None
+    def _go_on(self, flight: _Flight) -> None:
+        """A chunk is reduced among those that share the shards: go on to the sum over the replicas."""
+        if self.hook is None:
+            work = self._channels.replicas.all_reduce(_as_real(flight.into), "sum", flight.name)
+            flight = flight._replace(work=work)
+        if self._channels.replicas.size == 1:
+            self._finish(flight)
+        else:
+            self._second_flights.append(flight)
+
+    def _finish(self, flight: _Flight) -> None:
+        """Await the sum over the replicas, and have the average."""
+        bucket, reduced, work, _ = flight
         with self._streams.landing():
             if self.hook is None:
                 work.wait()
@@ -268,7 +281,6 @@ class Reducer:
                 self._ledger.add("reduced", -size_of(reduced))
             else:
                 bucket.pending = reduced
-        self._streams.await_reductions()
 
     def _give_back(self, bucket: Bucket) -> None:
         self._ledger.add("scratch", -bucket.scratch)
@@ -282,7 +294,9 @@ class Reducer:
         if not self._shared:
             self._share_usage()
         self._land()
-        self._land_second()
+        while self._second_flights:
+            self._finish(self._second_flights.pop(0))
+        self._streams.await_reductions()
         self._await_usage()
         if not self._learned:
             self._learn_order()

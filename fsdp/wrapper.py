@@ -108,10 +108,12 @@ def fully_shard(
     Args:
         module: the unit; units wrapped before inside it become its inner units.
         process_group: the ranks to shard over; None means `mesh`, or the default group.
-        mesh: a one-dimensional DeviceMesh, instead of a group.
+        mesh: a one-dimensional DeviceMesh, instead of a group. For "HYBRID_SHARD" a two-dimensional one, whose second
+            dimension shards and whose first one holds the same shards, or its shape over all ranks (replicas, shards).
         auto_wrap_policy: inner units: a set of module classes, `callable(name, module) -> bool`, or torch's `ModuleWrapPolicy`.
         sharding_strategy: "FULL_SHARD" gives the whole parameters back after forward and after backward, "SHARD_GRAD_OP"
-            after backward only.
+            after backward only. "HYBRID_SHARD" is the former over one dimension of a mesh. "NO_SHARD" shards nothing: every
+            rank holds the whole model, and gradients are averaged.
         reshard_after_forward: True gives them back after the forward, in the root's own unit too; False keeps them until the
             backward; None follows the strategy, and keeps the root's own unit, which the backward needs first.
         mp_policy: `fsdp.MixedPrecisionPolicy` or torch's.
