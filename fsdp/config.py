@@ -1,5 +1,6 @@
 """How a unit is to be sharded: frozen, validated once, given once."""
 
+import os
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -8,6 +9,9 @@ import torch
 from fsdp.errors import ShardingError
 from fsdp.groups import Grouping
 from state_machine import Strategy
+
+GUARD: Final = "FSDP_GUARD"
+"""The environment variable that switches guard mode on where the option is left out, with the value 1."""
 
 
 class Sharding(NamedTuple):
@@ -57,6 +61,8 @@ class Config:
     keep_root: bool
     """Whether the unit keeps its whole parameters after the forward when it turns out to be the root's own."""
     mp_policy: MixedPrecisionPolicy
+    guard: bool
+    """Whether to look for what no hook sees."""
     prefetch: int
     """How many units may be gathered ahead of the one that computes."""
     sync_module_states: bool
@@ -73,6 +79,7 @@ def make_config(
     mp_policy: Any = None,
     prefetch: int = 1,
     sync_module_states: bool = False,
+    guard: bool | None = None,
 ) -> Config:
     """Check the options against each other.
 
@@ -91,8 +98,11 @@ def make_config(
         strategy = Strategy.KEEP_AFTER_FORWARD
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise ShardingError(f"prefetch must be a number of units, 0 or more, not {prefetch!r}.")
+    if not (guard is None or isinstance(guard, bool)):
+        raise ShardingError(f"guard must be True, False or None, not {guard!r}.")
+    guarded = os.environ.get(GUARD) == "1" if guard is None else guard
     keep_root = reshard_after_forward is not True
-    return Config(strategy, grouping, keep_root, _precision(mp_policy), prefetch, bool(sync_module_states))
+    return Config(strategy, grouping, keep_root, _precision(mp_policy), guarded, prefetch, bool(sync_module_states))
 
 
 def find_strategy(sharding_strategy: Any) -> Sharding:

@@ -21,7 +21,7 @@ Ends = Sequence[weakref.ref[Tensor]]
 class Call:
     """One forward of one unit."""
 
-    __slots__ = ("exits", "handled", "input_tensors", "inputs", "nested", "outputs", "refused", "replay", "versions")
+    __slots__ = ("exits", "guard", "handled", "input_tensors", "inputs", "nested", "outputs", "refused", "replay", "versions")
 
     def __init__(self, replay: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
         self.replay = replay
@@ -35,6 +35,8 @@ class Call:
         self.outputs: list[Tensor] = []
         # an exception that was being handled before the call is not one that passes through it
         self.handled = sys.exc_info()[1]
+        self.guard: Any = None
+        """What watches it, in guard mode."""
         self.refused = False
         self.nested = False
         """Called from inside its own forward: by a recursion, or by a method that is registered as a forward."""

@@ -16,6 +16,7 @@ from fsdp.eager import uncompiled
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.escapes import Escapes
+from fsdp.guard import Guard
 from fsdp.nested import cast_floating, tensors_in
 from fsdp.outside import RefusedUse
 from fsdp.readiness import Readiness
@@ -164,6 +165,8 @@ class Listener:
         whole = self._engine.whole(self._index)
         if whole:
             self._unit.open()
+            if self._unit.config.guard:
+                call.guard = Guard(self._unit)
         policy = self._unit.config.mp_policy
         if policy.param_dtype is None or not policy.cast_forward_inputs or not whole:
             return None
@@ -177,6 +180,8 @@ class Listener:
         if call.refused or call.nested:
             self._calls.pop()
             return None
+        if call.guard is not None:
+            call.guard.end()
         try:
             passing = sys.exc_info()[1]
             if passing is not None and passing is not call.handled:
@@ -188,6 +193,8 @@ class Listener:
                     self._engine.forward_ends(self._index, Event.FORWARD_FAILS)
                 return None
             try:
+                if call.guard is not None:
+                    call.guard.refuse_hidden_edits()
                 if call.replay:
                     self._unit.take_edits_of_replay()
                 else:

@@ -98,6 +98,7 @@ def fully_shard(
     param_init_fn: Any = None,
     ignored_modules: Any = None,
     prefetch: int = 1,
+    guard: bool | None = None,
     **unknown: Any,
 ) -> Module:
     """Shard `module` in place over the ranks of a group; return the same module, class and names untouched.
@@ -123,12 +124,15 @@ def fully_shard(
         ignored_modules: modules (with everything below them) whose parameters stay as they are: whole, on every rank, their
             gradients neither averaged nor clipped.
         prefetch: how many units may be gathered ahead of the one that computes; that of the outermost unit counts.
+        guard: True looks for mistakes that would crash or go unseen: a backward that enters a unit by a way no hook sees, an edit
+            of a weight that leaves no trace. It costs a look at every tensor that is saved for the backward. None means
+            whether the environment variable FSDP_GUARD is 1.
 
     Raises:
         ShardingError: an option, the module or the ranks are not as they must be. Nothing was sharded.
     """
     channels = open_channels(process_group, mesh, find_strategy(sharding_strategy).grouping)
-    options = (sharding_strategy, reshard_after_forward, mp_policy, prefetch, sync_module_states)
+    options = (sharding_strategy, reshard_after_forward, mp_policy, prefetch, sync_module_states, guard)
 
     def prepare() -> tuple[Config, list[Planned]]:
         config, plan = _prepare(module, auto_wrap_policy, ignored_modules, channels, options, unknown)

@@ -28,6 +28,7 @@ ORDER = (
     "plan",
     "sharded",
     "hooks",
+    "guard",
     "readiness",
     "crossings",
     "escapes",

@@ -90,7 +90,12 @@ def trees(draw: st.DrawFn) -> TreeSpec:
     strategy = draw(st.sampled_from(("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")))
     keeps = strategy in ("SHARD_GRAD_OP", "NO_SHARD")
     reshard = draw(st.sampled_from((None, None, False) if keeps else (None, True, False)))
-    options = (("sharding_strategy", strategy), ("reshard_after_forward", reshard), ("prefetch", draw(st.integers(0, 2))))
+    options = (
+        ("sharding_strategy", strategy),
+        ("reshard_after_forward", reshard),
+        ("prefetch", draw(st.integers(0, 2))),
+        ("guard", draw(st.integers(0, 3)) == 3),
+    )
     ties = []
     by_kind: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for path, one in modules.items():

@@ -1,0 +1,84 @@
+"""Guard mode: what no hook sees is named where it would crash, or be lost without a word. It costs time, and finds mistakes.
+
+[Note: what the guard watches]
+Autograd may be led to the parameters of a unit by a tensor that left its forward unseen (a closure). Their memory is given back
+then, and reading it ends the process. Under guard every tensor that is saved for the backward inside a unit's forward is looked
+at, and a parameter is looked at again when autograd asks for it. Edits of whole parameters through `.data`, which leave no
+version behind, are found by comparing the whole parameters with a copy when the forward ends: all of them, so that every rank
+comes to the same answer.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from fsdp.errors import ShardingError
+from fsdp.storage import storage_key
+from fsdp.unit import Unit
+
+
+class Guard:
+    """Watches one call of one unit."""
+
+    __slots__ = ("_before", "_edits", "_hooks", "_unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._before = [flat.whole.view(torch.uint8).clone() for flat in unit.flats]
+        self._edits = [flat.count_edits() for flat in unit.flats]
+        self._hooks: saved_tensors_hooks | None = None
+        # inside a checkpoint nothing is saved but what the checkpoint saves, which reads parameters anew when it replays
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is None or isinstance(getattr(outer[0], "__self__", None), Guard):
+            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks.__enter__()
+
+    def end(self) -> None:
+        """The call is over: look at nothing more that is saved."""
+        if self._hooks is not None:
+            self._hooks.__exit__()
+
+    def refuse_hidden_edits(self) -> None:
+        """Compare the whole parameters with what they were.
+
+        Raises:
+            ShardingError: one was changed, and its version does not say so.
+        """
+        for flat, before, edits in zip(self._unit.flats, self._before, self._edits, strict=True):
+            after, size = flat.whole.view(torch.uint8), flat.whole.element_size()
+            if flat.is_shared or torch.equal(after, before):
+                continue  # what is the shard itself is not lost
+            for place, slot, then, now in zip(flat.places, flat.layout.slots, edits, flat.count_edits(), strict=True):
+                mine = slice(slot.start * size, slot.end * size)
+                if then == now and not torch.equal(after[mine], before[mine]):
+                    raise ShardingError(
+                        f"parameter {place.names[0]!r} was changed through .data in the forward of unit {self._unit.name!r}, "
+                        "which nobody can see, so that the change would be lost: change the parameter itself, under "
+                        "torch.no_grad()."
+                    )
+
+    def _pack(self, tensor: Tensor) -> Any:
+        own = tensor.layout is torch.strided and storage_key(tensor) in self._unit.keys
+        return _Saved(tensor) if own else tensor
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if not isinstance(saved, _Saved):
+            return saved  # type: ignore[no-any-return]
+        if saved.tensor.numel() and not saved.tensor.untyped_storage().size():
+            raise ShardingError(
+                f"a backward has come to unit {self._unit.name!r} by a way that no hook has seen, when its parameters are "
+                "sharded: through a tensor that left the forward other than by returning it, as an attribute, or through a "
+                "forward hook (a closure, a global). Return that tensor from the forward as well."
+            )
+        return saved.tensor
+
+
+class _Saved:
+    """A tensor that shares the memory of the unit."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
