@@ -1,12 +1,13 @@
 """A fully sharded data-parallel engine for PyTorch with an explicit state machine."""
 
-from fsdp.checkpoint import full_state_dict, load_full_state_dict, summon_full_params
 from fsdp.clipping import ShardedGradScaler, clip_grad_norm_
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import IllegalTransition, ShardingError, WorldError
+from fsdp.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.methods import register_forward_method
 from fsdp.outside import full_tensor, to_local
 from fsdp.simulated import simulate
+from fsdp.summon import summon_full_params
 from fsdp.wrapper import FullyShardedDataParallel, fully_shard, memory_bytes, no_sync, set_requires_gradient_sync
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "full_state_dict",
     "full_tensor",
     "fully_shard",
+    "iter_full_params",
     "load_full_state_dict",
     "memory_bytes",
     "no_sync",

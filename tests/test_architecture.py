@@ -19,7 +19,8 @@ FSDP = ROOT / "fsdp"
 ORDER = (
     "__init__",
     "wrapper",
-    "checkpoint",
+    "full_state",
+    "summon",
     "clipping",
     "building",
     "agreement",
@@ -27,6 +28,7 @@ ORDER = (
     "plan",
     "sharded",
     "hooks",
+    "state_hooks",
     "readiness",
     "crossings",
     "escapes",
@@ -35,6 +37,9 @@ ORDER = (
     "reducer",
     "bucket",
     "stash",
+    "names",
+    "ranges",
+    "piece",
     "unit",
     "flat",
     "outside",
@@ -42,6 +47,8 @@ ORDER = (
     "stack",
     "streams",
     "storage",
+    "sharded_value",
+    "boxes",
     "layout",
     "nested",
     "config",
@@ -53,7 +60,10 @@ ORDER = (
     "eager",
     "errors",
 )
-STATE_MACHINE_USERS = {"sharded", "engine", "hooks", "checkpoint", "config", "errors"}
+STATE_MACHINE_USERS = {"sharded", "engine", "hooks", "state_hooks", "summon", "config", "errors"}
+# torch's Distributed Checkpoint lies below torch.distributed, and communicates only where it is asked to
+DCP = "torch.distributed.checkpoint"
+DCP_USERS = {"sharded_value"}
 LONGEST = 400
 LONGER = {"simulated": 600}
 
@@ -130,8 +140,20 @@ def test_only_engine_and_its_neighbours_import_state_machine() -> None:
 def test_only_collectives_imports_torch_distributed() -> None:
     only_in(
         {"collectives"},
-        {name: [one for one in imports_of(FSDP / f"{name}.py") if one.startswith("torch.distributed")] for name in FILES},
+        {name: [one for one in imports_of(FSDP / f"{name}.py") if is_distributed(one) and not is_dcp(one)] for name in FILES},
     )
+
+
+def test_only_the_files_that_save_and_load_import_dcp() -> None:
+    only_in(DCP_USERS, {name: [one for one in imports_of(FSDP / f"{name}.py") if is_dcp(one)] for name in FILES})
+
+
+def is_distributed(name: str) -> bool:
+    return name.startswith("torch.distributed")
+
+
+def is_dcp(name: str) -> bool:
+    return name == DCP or name.startswith(f"{DCP}.")
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -42,10 +42,10 @@ def clipped(rank: int) -> tuple[float, Trained]:
 def state(rank: int) -> dict[str, torch.Tensor]:
     model = wrap(CASES["tied"])
     train(model, own_batches(CASES["tied"], rank), SGD)
-    saved = fsdp.full_state_dict(model)
+    saved = fsdp.full_state_dict(model, rank0_only=False)
     other = wrap(CASES["tied"])
     fsdp.load_full_state_dict(other, saved)
-    again = fsdp.full_state_dict(other)
+    again = fsdp.full_state_dict(other, rank0_only=False)
     assert list(again) == list(saved)
     assert all(torch.equal(again[name], tensor) for name, tensor in saved.items())
     return saved
