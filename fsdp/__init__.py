@@ -5,6 +5,7 @@ from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import IllegalTransition, ShardingError, WorldError
 from fsdp.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.methods import register_forward_method
+from fsdp.optimizer_state import full_optim_state_dict, load_full_optim_state_dict
 from fsdp.outside import full_tensor, to_local
 from fsdp.simulated import simulate
 from fsdp.summon import summon_full_params
@@ -18,10 +19,12 @@ __all__ = [
     "ShardingError",
     "WorldError",
     "clip_grad_norm_",
+    "full_optim_state_dict",
     "full_state_dict",
     "full_tensor",
     "fully_shard",
     "iter_full_params",
+    "load_full_optim_state_dict",
     "load_full_state_dict",
     "memory_bytes",
     "no_sync",

@@ -39,6 +39,12 @@ class Piece(NamedTuple):
         """What another rank holds."""
         return self.flat.layout.part(self.number, rank)
 
+    @property
+    def holders(self) -> range:
+        """The ranks that hold some of it."""
+        slot, chunk = self.flat.layout.slots[self.number], self.flat.layout.chunk
+        return range(slot.start // chunk, -(-slot.end // chunk) if slot.numel else slot.start // chunk)
+
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of a full tensor of the parameter's shape."""
         part = self.part

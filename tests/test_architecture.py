@@ -19,6 +19,7 @@ FSDP = ROOT / "fsdp"
 ORDER = (
     "__init__",
     "wrapper",
+    "optimizer_state",
     "full_state",
     "summon",
     "clipping",
@@ -39,6 +40,7 @@ ORDER = (
     "stash",
     "names",
     "ranges",
+    "spread",
     "piece",
     "unit",
     "flat",
