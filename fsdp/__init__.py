@@ -1,5 +1,6 @@
 """A fully sharded data-parallel engine for PyTorch with an explicit state machine."""
 
+from fsdp.checkpoint import latest, load, save
 from fsdp.clipping import ShardedGradScaler, clip_grad_norm_
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import IllegalTransition, ShardingError, WorldError
@@ -24,11 +25,14 @@ __all__ = [
     "full_tensor",
     "fully_shard",
     "iter_full_params",
+    "latest",
+    "load",
     "load_full_optim_state_dict",
     "load_full_state_dict",
     "memory_bytes",
     "no_sync",
     "register_forward_method",
+    "save",
     "set_requires_gradient_sync",
     "simulate",
     "summon_full_params",

@@ -19,11 +19,14 @@ FSDP = ROOT / "fsdp"
 ORDER = (
     "__init__",
     "wrapper",
+    "checkpoint",
     "optimizer_state",
     "full_state",
     "summon",
     "clipping",
     "building",
+    "dcp",
+    "manifest",
     "agreement",
     "methods",
     "plan",
@@ -65,7 +68,7 @@ ORDER = (
 STATE_MACHINE_USERS = {"sharded", "engine", "hooks", "state_hooks", "summon", "config", "errors"}
 # torch's Distributed Checkpoint lies below torch.distributed, and communicates only where it is asked to
 DCP = "torch.distributed.checkpoint"
-DCP_USERS = {"sharded_value"}
+DCP_USERS = {"sharded_value", "dcp"}
 LONGEST = 400
 LONGER = {"simulated": 600}
 

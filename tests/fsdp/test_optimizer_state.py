@@ -59,7 +59,7 @@ def assert_same(found: Any, wanted: Any, where: str = "") -> None:
         assert set(found) == set(wanted), where
         for key, value in wanted.items():
             assert_same(found[key], value, f"{where}.{key}")
-    elif isinstance(wanted, list):
+    elif isinstance(wanted, list | tuple):
         assert len(found) == len(wanted), where
         for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
             assert_same(one, other, f"{where}.{i}")
