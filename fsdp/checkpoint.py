@@ -144,21 +144,21 @@ def load(path: Pathlike, model: nn.Module, optimizer: torch.optim.Optimizer | No
     return _unpack(packed[0]) if packed else {}
 
 
-def latest(folder: Pathlike) -> Path | None:
+def latest(folder: Pathlike, verify: bool = False) -> Path | None:
     """The newest finished checkpoint in `folder`, or None. One that is damaged is skipped with a warning. Does not communicate.
 
-    Looks at names and sizes of files; `load` checks what it reads byte by byte.
+    Looks at names and sizes of files; with `verify`, at every byte. `load` checks what it reads in any case.
     """
     found: list[tuple[int, Path]] = []
-    for path in sorted(Path(folder).glob(f"*/{NAME}")):
+    for path in sorted(Path(folder).glob(f"[!.]*/{NAME}")):
         try:
             manifest = read_manifest(path.parent)
         except ShardingError as damage:
             warnings.warn(f"skipped: {damage}")
             continue
-        if lacking := manifest.missing_or_cut(path.parent):
+        if lacking := next(manifest.damage(path.parent), None) if verify else manifest.missing_or_cut(path.parent):
             warnings.warn(f"skipped: {path.parent}: {lacking}")
-        elif not path.parent.name.startswith("."):
+        else:
             found.append((manifest.saved_at, path.parent))
     return max(found)[1] if found else None
 
@@ -218,7 +218,7 @@ def _layout(model: nn.Module) -> dict[str, list[int]]:
 
 def _prune(folder: Path, keep: int) -> None:
     finished = []
-    for path in folder.glob(f"*/{NAME}"):
+    for path in folder.glob(f"[!.]*/{NAME}"):
         try:
             finished.append((read_manifest(path.parent).saved_at, path.parent))
         except ShardingError:
@@ -301,7 +301,7 @@ def _model_targets(folder: Path, stored: "Stored", model: nn.Module) -> dict[str
         if found is None:
             raise ShardingError(f"{asker}: {name!r} is no tensor there.")
         shape = pieces[id(tensor)].shape if id(tensor) in pieces else tuple(tensor.shape)
-        check_fit(f"{asker}: {name}", torch.empty(found.size, dtype=found.properties.dtype, device="meta"), shape, tensor.dtype)
+        check_fit(asker, name, torch.empty(found.size, dtype=found.properties.dtype, device="meta"), shape, tensor.dtype)
     values = model.state_dict()
     targets = {there[name]: values[name] for name, _ in entries(model)}
     return {**targets, **{there[key]: stored.empty(there[key]) for keys in nested.values() for key in keys}}

@@ -116,7 +116,11 @@ class Reading:
         reader.set_up_storage_reader(self._stored.metadata, is_coordinator=False)
         try:
             reader.read_data(self._plan, self._planner).wait()
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, AssertionError) as error:
+        except pickle.UnpicklingError as error:
+            raise ShardingError(
+                f"checkpoint {self._stored.folder} holds a pickle of something that is no plain data, and it was not read."
+            ) from error
+        except (OSError, RuntimeError, EOFError, AssertionError) as error:
             raise ShardingError(f"checkpoint {self._stored.folder} cannot be read: {error}") from error
         return self._targets
 

@@ -109,7 +109,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None)
     if everywhere:
         for key, piece in pieces.items():
             # through the parameter, so that autograd sees that it changed
-            piece.parameter.copy_(piece.local_part("", given[key]))
+            piece.parameter.copy_(piece.local_part("load_full_state_dict", "", given[key]))
     else:
         for unit in units:
             for one in ranges_of(unit, BUCKET_BYTES):

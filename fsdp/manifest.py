@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> Manifest:
         crc = body.pop("crc32")
         version = body["version"]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ShardingError(f"{path} is damaged ({error!r}); take an older checkpoint.") from None
+        raise ShardingError(f"{path} is damaged ({type(error).__name__}); take an older checkpoint.") from None
     if version != VERSION:
         raise ShardingError(f"{path} is of format version {version}; this version of fsdp reads version {VERSION}.")
     if crc != _crc_of(body):

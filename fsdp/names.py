@@ -58,13 +58,10 @@ def check_values(asker: str, model: nn.Module, given: Mapping[str, Any]) -> None
         if name in given:
             piece = pieces.get(id(tensor))
             shape: Shape = tuple(tensor.shape) if piece is None else piece.shape
-            try:
-                if piece is None:
-                    check_fit(name, given[name], shape, tensor.dtype)
-                else:
-                    piece.local_part(name, given[name])
-            except ShardingError as refusal:
-                raise ShardingError(f"{asker}: {refusal}") from None
+            if piece is None:
+                check_fit(asker, name, given[name], shape, tensor.dtype)
+            else:
+                piece.local_part(asker, name, given[name])
 
 
 def _plain(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -55,19 +55,19 @@ class Piece(NamedTuple):
         empty = 0 in self.shape and self.flat.rank == 0
         return ShardedValue(name, local, self.shape, self.part.first, empty)
 
-    def local_part(self, name: str, given: Tensor) -> Tensor:
+    def local_part(self, asker: str, name: str, given: Tensor) -> Tensor:
         """This rank's part of what a user gave: the full tensor, or this very part of it.
 
         Raises:
             ShardingError: it has another shape, a dtype that would lose something, or was cut in another way.
         """
-        check_fit(name, given, self.shape, self.parameter.dtype)
+        check_fit(asker, name, given, self.shape, self.parameter.dtype)
         if not isinstance(given, ShardedValue):
             return self.cut(given)
         if not self.value(name, self.parameter.detach()).cut_like(given):
             raise ShardingError(
-                f"{name!r} was cut in another way than this model's (other ranks, or other units): save it with fsdp.save and "
-                "load it with fsdp.load, which cut it anew, or give the full value."
+                f"{asker}: {name!r} was cut in another way than this model's (other ranks, or other units): save it with "
+                "fsdp.save and load it with fsdp.load, which cut it anew, or give the full value."
             )
         return given.local
 
@@ -85,21 +85,22 @@ def pieces_in(model: nn.Module) -> dict[int, Piece]:
     return {id(piece.parameter): piece for unit in units.values() for piece in pieces_of(unit)}
 
 
-def check_fit(name: str, given: Any, shape: Shape, dtype: torch.dtype) -> None:
+def check_fit(asker: str, name: str, given: Any, shape: Shape, dtype: torch.dtype) -> None:
     """Whether `given` can be loaded into a tensor of `shape` and `dtype` without loss.
 
     Raises:
         ShardingError: it is no tensor, or has another shape, or a dtype that holds more than `dtype`.
     """
     if not isinstance(given, Tensor):
-        raise ShardingError(f"{name!r} is {type(given).__name__}, not a tensor.")
+        raise ShardingError(f"{asker}: {name!r} is {type(given).__name__}, not a tensor.")
     if callable(getattr(given, "full_tensor", None)):
-        raise ShardingError(f"{name!r} is a {type(given).__name__}: give what its full_tensor() returns.")
+        raise ShardingError(f"{asker}: {name!r} is a {type(given).__name__}: give what its full_tensor() returns.")
     if tuple(given.shape) != shape:
-        raise ShardingError(f"{name!r} has shape {tuple(given.shape)}, the model has {shape}.")
+        raise ShardingError(f"{asker}: {name!r} has shape {tuple(given.shape)}, the model has {shape}.")
     if given.dtype != dtype and (_kind(given.dtype) != _kind(dtype) or torch.promote_types(given.dtype, dtype) != dtype):
         raise ShardingError(
-            f"{name!r} is {given.dtype}, the model has {dtype}, which would lose some of it; convert it first: .to({dtype})."
+            f"{asker}: {name!r} is {given.dtype}, the model has {dtype}, which would lose some of it; convert it first: "
+            f".to({dtype})."
         )
 
 

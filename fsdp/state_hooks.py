@@ -70,6 +70,10 @@ class StateHooks(Uncopied):
     def _lent(self) -> bool:
         return self._engine.root.lifecycles[self._index].state is State.SUMMONED
 
+    @property
+    def _loading(self) -> str:
+        return f"load_state_dict of unit {self._unit.name!r}"
+
     def _begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self._lent:
             return
@@ -103,7 +107,7 @@ class StateHooks(Uncopied):
     def _check_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         if self._lent:
             return
-        asker = f"load_state_dict of unit {self._unit.name!r}"
+        asker = self._loading
         if metadata.get("assign_to_params_buffers", False):
             raise ShardingError(f"{asker}: assign=True would replace its shards; leave it out.")
         if not self._engine.root.at_rest:
@@ -122,7 +126,7 @@ class StateHooks(Uncopied):
         for slot, piece in self._slots[module].items():
             given = state_dict.get(prefix + slot)
             if given is not None and not self._lent:
-                state_dict[prefix + slot] = piece.local_part(prefix + slot, given)
+                state_dict[prefix + slot] = piece.local_part(self._loading, prefix + slot, given)
 
 
 def _renames(target: nn.Module) -> bool:

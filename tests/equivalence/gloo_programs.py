@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from checkpoint_programs import CHECKPOINTS
 from models import CASES, Net, Trained, own_batches, train, wrap
 
 import fsdp
@@ -134,7 +135,7 @@ LAST: Final[dict[str, Callable[[int], Any]]] = {
 def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     """These programs (or all) in turn, over one group; the results go to a file."""
     usual = {**TRAININGS, **OTHERS}
-    programs = {**usual, **LAST}
+    programs = {**usual, **LAST, **CHECKPOINTS}
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)
