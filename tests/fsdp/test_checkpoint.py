@@ -57,7 +57,7 @@ def test_a_checkpoint_goes_from_one_world_into_another(case: str, saving: int, l
     policies=st.lists(st.sampled_from([None, (Block,), (nn.Linear,), (nn.Linear, nn.LayerNorm)]), min_size=2, max_size=2),
     strategy=st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP"]),
 )
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_property_any_cut_becomes_any_other(
     saving: int,
     loading: int,
