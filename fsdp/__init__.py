@@ -5,6 +5,7 @@ from fsdp.clipping import ShardedGradScaler, clip_grad_norm_
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import IllegalTransition, ShardingError, WorldError
 from fsdp.full_state import full_state_dict, iter_full_params, load_full_state_dict
+from fsdp.hugging_face import export_safetensors, load_safetensors
 from fsdp.methods import register_forward_method
 from fsdp.optimizer_state import full_optim_state_dict, load_full_optim_state_dict
 from fsdp.outside import full_tensor, to_local
@@ -20,6 +21,7 @@ __all__ = [
     "ShardingError",
     "WorldError",
     "clip_grad_norm_",
+    "export_safetensors",
     "full_optim_state_dict",
     "full_state_dict",
     "full_tensor",
@@ -29,6 +31,7 @@ __all__ = [
     "load",
     "load_full_optim_state_dict",
     "load_full_state_dict",
+    "load_safetensors",
     "memory_bytes",
     "no_sync",
     "register_forward_method",

@@ -8,7 +8,6 @@ import io
 import os
 import shutil
 import time
-import uuid
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.agreement import agree_on_refusals
+from fsdp.atomic import begin, hide, publish, remove_leftovers
 from fsdp.errors import ShardingError
 from fsdp.manifest import NAME, Manifest, read_manifest
 from fsdp.names import check_names, entries, extra_states
@@ -30,8 +30,6 @@ from fsdp.spread import Kind, Spread, spread_from_full
 if TYPE_CHECKING:
     from fsdp.dcp import Stored
 
-INCOMPLETE = ".incomplete-"
-"""In the name of a folder that a save is at work in, or was when it was killed."""
 EACH = "@"
 """Between a key of an optimizer's state and the rank whose own it is."""
 Pathlike = str | os.PathLike[str]
@@ -72,7 +70,7 @@ def save(
         packed = _pack(dict(extra or {}))
 
     agree_on_refusals(collectives, prepare)
-    name = agree_on_refusals(collectives, lambda: _begin(folder) if collectives.rank == 0 else "")[0]
+    name = agree_on_refusals(collectives, lambda: begin("save", folder) if collectives.rank == 0 else "")[0]
     working = folder.parent / name
     try:
         state: dict[str, Any] = {
@@ -166,24 +164,6 @@ def latest(folder: Pathlike, verify: bool = False) -> Path | None:
 # save -------------------------------------------------------------------------------------
 
 
-def _begin(folder: Path) -> str:
-    """Make the folder to work in; its name.
-
-    Raises:
-        ShardingError: there is something at `folder`, or nothing can be written there.
-    """
-    if folder.exists():
-        raise ShardingError(
-            f"save: {folder} exists already; give each checkpoint a name of its own (its step), or remove it first."
-        )
-    name = f".{folder.name}{INCOMPLETE}{uuid.uuid4().hex[:8]}"
-    try:
-        (folder.parent / name).mkdir(parents=True)
-    except OSError as error:
-        raise ShardingError(f"save: cannot write in {folder.parent}: {error.strerror}.") from error
-    return name
-
-
 def _finish(manifest: Manifest, working: Path, folder: Path, keep_last: int | None) -> None:
     """Write the manifest, make the checkpoint visible, and remove those that are not to be kept."""
     from fsdp import dcp
@@ -195,14 +175,7 @@ def _finish(manifest: Manifest, working: Path, folder: Path, keep_last: int | No
         if (one := stored.tensor(key)) is not None
     }
     replace(manifest, tensors=tensors).write(working)
-    _sync(working)
-    try:
-        working.rename(folder)
-    except OSError as error:
-        raise ShardingError(
-            f"save: {folder} has come into being meanwhile ({error.strerror}); one job at a time saves there."
-        ) from error
-    _sync(folder.parent)
+    publish("save", working, folder)
     if keep_last is not None:
         _prune(folder.parent, keep_last)
 
@@ -224,19 +197,8 @@ def _prune(folder: Path, keep: int) -> None:
         except ShardingError:
             continue  # damaged ones are left for someone to look at
     for _, path in sorted(finished)[:-keep]:
-        # out of sight first, so that a crash leaves no half a checkpoint under its name
-        hidden = path.with_name(f".{path.name}{INCOMPLETE}{uuid.uuid4().hex[:8]}")
-        path.rename(hidden)
-    for path in folder.glob(f".*{INCOMPLETE}*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        hide(path)
+    remove_leftovers(folder)
 
 
 def _optimizer_state(holding: Holding) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from fsdp.collectives import Collectives
 from fsdp.errors import ShardingError
 from fsdp.names import check_names, check_values, entries, extra_states
 from fsdp.piece import pieces_in
-from fsdp.ranges import Range, broadcast_all, gather_range, ranges_of
+from fsdp.ranges import Range, broadcast_all, gather_range, memory_for, ranges_of
 from fsdp.sharded import resting_units_in
 
 BUCKET_BYTES: Final = 32 << 20
@@ -35,12 +35,14 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.dev
     """
     wanted = not rank0_only
     full: dict[int, Tensor] = {}
-    for unit in resting_units_in(model, "full_state_dict"):
+    units = resting_units_in(model, "full_state_dict")
+    ranges = [(unit, one) for unit in units for one in ranges_of(unit, BUCKET_BYTES)]
+    memory = memory_for([one for _, one in ranges])
+    for unit, one in ranges:
+        buffer = gather_range(one, unit.collectives, unit.name, memory)
         wanted = wanted or unit.collectives.rank == 0
-        for one in ranges_of(unit, BUCKET_BYTES):
-            buffer = gather_range(one, unit.collectives, unit.name)
-            if wanted:
-                full.update({id(piece.parameter): one.view(buffer, piece).to(device, copy=True) for piece in one.pieces})
+        if wanted:
+            full.update({id(piece.parameter): one.view(buffer, piece).to(device, copy=True) for piece in one.pieces})
     if not wanted:
         return {}
     state: dict[str, Any] = {

@@ -26,8 +26,14 @@ class Range(NamedTuple):
     def end(self) -> int:
         return self.flat.layout.slots[self.pieces[-1].number].end
 
-    def empty(self) -> Tensor:
-        """Memory for it: (end - start,), in the parameters' own dtype."""
+    @property
+    def nbytes(self) -> int:
+        return (self.end - self.start) * self.flat.shard.element_size()
+
+    def empty(self, memory: Tensor | None = None) -> Tensor:
+        """Memory for it: (end - start,), in the parameters' own dtype; of `memory` (bytes, at least as many), if given."""
+        if memory is not None:
+            return memory[: self.nbytes].view(self.flat.shard.dtype)
         return torch.empty(self.end - self.start, dtype=self.flat.shard.dtype, device=self.flat.device)
 
     def view(self, buffer: Tensor, piece: Piece) -> Tensor:
@@ -42,7 +48,7 @@ def ranges_of(unit: Unit, limit: int) -> Iterator[Range]:
         pieces: tuple[Piece, ...] = ()
         for index in range(len(flat.places)):
             longer = Range(flat, (*pieces, Piece(flat, index)))
-            if pieces and (longer.end - longer.start) * flat.shard.element_size() > limit:
+            if pieces and longer.nbytes > limit:
                 yield Range(flat, pieces)
                 longer = Range(flat, (Piece(flat, index),))
             pieces = longer.pieces
@@ -50,12 +56,19 @@ def ranges_of(unit: Unit, limit: int) -> Iterator[Range]:
             yield Range(flat, pieces)
 
 
-def gather_range(one: Range, collectives: Collectives, label: str) -> Tensor:
-    """The range in full, on every rank: (end - start,), padding between parameters included.
+def memory_for(ranges: Sequence[Range]) -> Tensor | None:
+    """Bytes that hold any one of `ranges`. Buffers that come and go between what is kept leave holes, a third of a model in all."""
+    if not ranges:
+        return None
+    return torch.empty(max(one.nbytes for one in ranges), dtype=torch.uint8, device=ranges[0].flat.device)
+
+
+def gather_range(one: Range, collectives: Collectives, label: str, memory: Tensor | None = None) -> Tensor:
+    """The range in full, on every rank: (end - start,), padding between parameters included. In `memory`, if given.
 
     Traffic and memory: its own size. Each rank that holds some of it sends that to all others.
     """
-    buffer, chunk = one.empty(), one.flat.layout.chunk
+    buffer, chunk = one.empty(memory), one.flat.layout.chunk
     parts: list[tuple[int, Tensor]] = []
     for rank in range(one.start // chunk, -(-one.end // chunk)):
         low, high = max(one.start, rank * chunk), min(one.end, (rank + 1) * chunk)
