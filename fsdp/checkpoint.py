@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdp.agreement import agree_on_refusals
 from fsdp.atomic import begin, hide, publish, remove_leftovers
+from fsdp.collectives import Collectives
 from fsdp.errors import ShardingError
 from fsdp.manifest import NAME, Manifest, read_manifest
 from fsdp.names import check_names, entries, extra_states
@@ -55,32 +56,38 @@ def save(
             plain data (tensors, numbers, strings, lists, dicts), or a forward, a backward or a summon is going on. Nothing
             appears.
     """
-    from fsdp import dcp  # torch's Distributed Checkpoint takes most of a second to import
-
     folder = Path(path)
-    units = resting_units_in(model, "save")
-    collectives = units[0].collectives
-
+    collectives = resting_units_in(model, "save")[0].collectives
     packed = b""
 
     def prepare() -> None:
         nonlocal packed
         if keep_last is not None and keep_last < 1:
             raise ShardingError(f"save: keep_last is {keep_last}; give the number of checkpoints to keep, at least 1.")
-        packed = _pack(dict(extra or {}))
+        packed = pack(dict(extra or {}))
 
     agree_on_refusals(collectives, prepare)
+    state: dict[str, Any] = {"model": dict(model.state_dict()), "extra": {str(collectives.rank): packed}}
+    if optimizer is not None:
+        state["optimizer"] = _optimizer_state(Holding(model, optimizer, "save"))
+    write_checkpoint(folder, state, _layout(model), collectives, keep_last)
+
+
+def write_checkpoint(
+    folder: Path, state: dict[str, Any], layout: dict[str, list[int]], collectives: Collectives, keep_last: int | None = None
+) -> None:
+    """Write this rank's part of a nested state dict as the folder `folder`, which appears when it is complete. Communicates.
+
+    Raises:
+        ShardingError: on every rank; there is something there already, or some rank could not write. Nothing appears.
+    """
+    from fsdp import dcp
+
     name = agree_on_refusals(collectives, lambda: begin("save", folder) if collectives.rank == 0 else "")[0]
     working = folder.parent / name
     try:
-        state: dict[str, Any] = {
-            "model": dict(model.state_dict()),
-            "extra": {str(collectives.rank): packed},
-        }
-        if optimizer is not None:
-            state["optimizer"] = _optimizer_state(Holding(model, optimizer, "save"))
         files = dcp.write(working, state, collectives)
-        manifest = Manifest(collectives.size, time.time_ns(), {}, _layout(model), files)
+        manifest = Manifest(collectives.size, time.time_ns(), {}, layout, files)
         agree_on_refusals(collectives, lambda: _finish(manifest, working, folder, keep_last) if collectives.rank == 0 else None)
     except BaseException as failure:
         if collectives.rank == 0:
@@ -102,7 +109,7 @@ def load(path: Pathlike, model: nn.Module, optimizer: torch.optim.Optimizer | No
         ShardingError: on every rank; the checkpoint is unfinished, damaged or of another format version, or names, shapes or
             dtypes are not the model's, or it holds no optimizer state and one is asked for. Nothing was loaded.
     """
-    from fsdp import dcp
+    from fsdp import dcp  # torch's Distributed Checkpoint takes most of a second to import
 
     folder = Path(path)
     collectives = resting_units_in(model, "load")[0].collectives
@@ -139,7 +146,7 @@ def load(path: Pathlike, model: nn.Module, optimizer: torch.optim.Optimizer | No
         state = {name: _own(kept) for name, kept in given.get("state", {}).items()}
         holding.install(state, holding.named({"state": state, "param_groups": given["param_groups"]})["param_groups"])
     packed = list(found.get("extra", {}).values())
-    return _unpack(packed[0]) if packed else {}
+    return unpack(packed[0]) if packed else {}
 
 
 def latest(folder: Pathlike, verify: bool = False) -> Path | None:
@@ -219,11 +226,16 @@ def _optimizer_state(holding: Holding) -> dict[str, Any]:
     return {"state": state, "param_groups": holding.options()}
 
 
-def _pack(extra: dict[str, Any]) -> bytes:
+def pack(extra: dict[str, Any]) -> bytes:
+    """One rank's `extra`, as it is stored.
+
+    Raises:
+        ShardingError: it holds more than plain data.
+    """
     stream = io.BytesIO()
     torch.save(extra, stream)
     try:
-        _unpack(stream.getvalue())
+        unpack(stream.getvalue())
     except Exception as error:
         raise ShardingError(
             f"save: extra holds something that only unpickling would bring back ({error}); give tensors, numbers, strings, lists "
@@ -232,7 +244,8 @@ def _pack(extra: dict[str, Any]) -> bytes:
     return stream.getvalue()
 
 
-def _unpack(packed: bytes) -> dict[str, Any]:
+def unpack(packed: bytes) -> dict[str, Any]:
+    """The reverse."""
     extra: dict[str, Any] = torch.load(io.BytesIO(packed), weights_only=True)
     return extra
 

@@ -44,8 +44,8 @@ def export_safetensors(model: nn.Module, path: str | Path, max_shard_size: int |
         ShardingError: on every rank; the package `safetensors` is missing, `max_shard_size` is no size, there is something at
             `path`, or a rank could not write.
     """
-    folder, limit = Path(path), _size(max_shard_size)
-    _require_safetensors("export_safetensors")
+    folder, limit = Path(path), size_in_bytes(max_shard_size)
+    require_safetensors("export_safetensors")
     units = resting_units_in(model, "export_safetensors")
     collectives = units[0].collectives
     pieces = pieces_in(model)
@@ -54,7 +54,7 @@ def export_safetensors(model: nn.Module, path: str | Path, max_shard_size: int |
     ranges = [(unit, one) for unit in units for one in ranges_of(unit, BUCKET_BYTES)]
     planned = [(name, tensor.nbytes) for name, tensor in plain]
     planned += [(names[id(piece.parameter)], _bytes(piece)) for _, one in ranges for piece in one.pieces]
-    files = _plan(planned, limit)
+    files = plan_files(planned, limit)
     name = agree_on_refusals(collectives, lambda: begin("export_safetensors", folder) if collectives.rank == 0 else "")[0]
     working = folder.parent / name
     try:
@@ -64,9 +64,7 @@ def export_safetensors(model: nn.Module, path: str | Path, max_shard_size: int |
         memory = memory_for([one for _, one in ranges])
         for unit, one in ranges:
             _take_range(one, gather_range(one, collectives, unit.name, memory), names, writer)
-        agree_on_refusals(
-            collectives, lambda: _finish(writer, working, folder, files) if collectives.rank == 0 else writer.finish()
-        )
+        agree_on_refusals(collectives, lambda: _finish(writer, working, files) if collectives.rank == 0 else writer.finish())
         agree_on_refusals(collectives, lambda: publish("export_safetensors", working, folder) if collectives.rank == 0 else None)
     except BaseException:
         if collectives.rank == 0:
@@ -84,14 +82,14 @@ def load_safetensors(model: nn.Module, path: str | Path) -> None:
         ShardingError: on every rank; the package `safetensors` or a file is missing, or names, shapes or dtypes are not the
             model's. Nothing was loaded.
     """
-    _require_safetensors("load_safetensors")
+    require_safetensors("load_safetensors")
     collectives = resting_units_in(model, "load_safetensors")[0].collectives
     pieces, asker = pieces_in(model), f"load_safetensors {path}"
     with ExitStack() as stack:
         targets: list[tuple[Tensor, Any]] = []
 
         def prepare() -> None:
-            slices = dict(_slices(Path(path), asker, stack))
+            slices = dict(slices_in(Path(path), asker, stack))
             of: dict[int, str] = {}
             for name, tensor in entries(model):
                 if name in slices:
@@ -158,8 +156,13 @@ def file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _finish(writer: _Writer, working: Path, folder: Path, files: list[list[tuple[str, int]]]) -> None:
+def _finish(writer: _Writer, working: Path, files: list[list[tuple[str, int]]]) -> None:
     writer.finish()
+    write_index(working, files)
+
+
+def write_index(working: Path, files: list[list[tuple[str, int]]]) -> None:
+    """Which tensor is in which file, where there are several."""
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(size for there in files for _, size in there)},
@@ -168,7 +171,7 @@ def _finish(writer: _Writer, working: Path, folder: Path, files: list[list[tuple
         (working / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _plan(tensors: list[tuple[str, int]], limit: int) -> list[list[tuple[str, int]]]:
+def plan_files(tensors: list[tuple[str, int]], limit: int) -> list[list[tuple[str, int]]]:
     """Which tensors, with their bytes, go to which file: as they come, up to `limit` bytes."""
     files: list[list[tuple[str, int]]] = [[]]
     for name, size in tensors:
@@ -194,7 +197,7 @@ def _bytes(piece: Piece) -> int:
     return prod(piece.shape) * piece.parameter.element_size()
 
 
-def _slices(path: Path, asker: str, stack: ExitStack) -> Iterator[tuple[str, Any]]:
+def slices_in(path: Path, asker: str, stack: ExitStack) -> Iterator[tuple[str, Any]]:
     """Every tensor in the file or the files of a folder, by name, unread."""
     from safetensors import safe_open
 
@@ -234,7 +237,12 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _size(size: int | str) -> int:
+def size_in_bytes(size: int | str) -> int:
+    """A number, or text such as "5GB", as bytes.
+
+    Raises:
+        ShardingError: it is neither.
+    """
     found = re.fullmatch(r"\s*([\d.]+)\s*([KMG]i?B)\s*", size, re.IGNORECASE) if isinstance(size, str) else None
     number = int(float(found[1]) * UNITS[found[2].upper()]) if found else size
     if not isinstance(number, int) or number <= 0:
@@ -242,6 +250,9 @@ def _size(size: int | str) -> int:
     return number
 
 
-def _require_safetensors(asker: str) -> None:
+def require_safetensors(asker: str) -> None:
+    """Raises:
+    ShardingError: the package is not installed.
+    """
     if find_spec("safetensors") is None:
         raise ShardingError(f"{asker} needs the package safetensors: pip install 'fsdp[safetensors]'.")

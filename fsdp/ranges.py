@@ -57,7 +57,7 @@ def ranges_of(unit: Unit, limit: int) -> Iterator[Range]:
 
 
 def memory_for(ranges: Sequence[Range]) -> Tensor | None:
-    """Bytes that hold any one of `ranges`. Buffers that come and go between what is kept leave holes, a third of a model in all."""
+    """Bytes that hold any one of `ranges`: a new buffer for each leaves holes between what is kept, a third of a model in all."""
     if not ranges:
         return None
     return torch.empty(max(one.nbytes for one in ranges), dtype=torch.uint8, device=ranges[0].flat.device)

@@ -17,8 +17,10 @@ FSDP = ROOT / "fsdp"
 
 # imports point down this list, and only down
 ORDER = (
+    "__main__",
     "__init__",
     "wrapper",
+    "offline",
     "checkpoint",
     "hugging_face",
     "optimizer_state",
