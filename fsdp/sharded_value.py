@@ -66,6 +66,10 @@ class ShardedValue(Tensor):
         if func in _SAME_PART and isinstance(args[0], cls):
             given: ShardedValue = args[0]
             return given.like(func(given.local, *args[1:], **(kwargs or {})))
+        if func is aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
+            # how torch's asynchronous save begins a copy, which then takes over every attribute
+            original: ShardedValue = args[0]
+            return original.like(original.local.new_empty(original.local.shape, **(kwargs or {})))
         if func is aten.copy_.default and all(isinstance(one, cls) for one in args[:2]) and args[0].cut_like(args[1]):
             target: ShardedValue = args[0]
             target.local.copy_(args[1].local)

@@ -91,14 +91,23 @@ def into_fsdp2(rank: int) -> tuple[State, State]:
 
 
 def plain_dcp(rank: int) -> State:
-    """torch's own save and load of our state dict, over its own collectives; the values are written into the shards."""
+    """torch's own saves (at once, and in the background while weights change) and its load, which writes into the shards."""
     model, other = wrap(CASE), wrap(CASE)
     with torch.no_grad():
         for p in other.parameters():
             p.zero_()
     distributed_checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder() / "plain")
     distributed_checkpoint.load({"model": other.state_dict()}, checkpoint_id=folder() / "plain")
-    return fsdp.full_state_dict(other)
+    at_once = fsdp.full_state_dict(other)
+    saving = distributed_checkpoint.async_save({"model": get_model_state_dict(model)}, checkpoint_id=folder() / "later")
+    with torch.no_grad():
+        for p in (*model.parameters(), *other.parameters()):
+            p.zero_()
+    saving.result()  # type: ignore[union-attr]
+    distributed_checkpoint.load({"model": other.state_dict()}, checkpoint_id=folder() / "later")
+    later = fsdp.full_state_dict(other)
+    assert all(torch.equal(later[name], tensor) for name, tensor in at_once.items())
+    return at_once
 
 
 def killed(rank: int) -> tuple[str, float]:

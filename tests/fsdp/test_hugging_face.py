@@ -123,3 +123,11 @@ def test_a_size_that_is_none_is_refused(limit: Any, tmp_path: Path) -> None:
     with pytest.raises(fsdp.ShardingError, match=r"max_shard_size is .* give bytes, or text such as '5GB'"):
         export(CASES["net"], 1, tmp_path / "a", max_shard_size=limit)
     assert not list(tmp_path.iterdir())
+
+
+def test_without_the_package_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp.hugging_face.find_spec", lambda name: None)
+    with pytest.raises(
+        fsdp.ShardingError, match=r"export_safetensors needs the package safetensors: pip install 'fsdp\[safetensors\]'"
+    ):
+        export(CASES["net"], 1, tmp_path / "a")

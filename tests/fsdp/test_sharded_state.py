@@ -87,6 +87,20 @@ class TestStateDict:
 
         fsdp.simulate(2, fn)
 
+    def test_what_is_not_sharded_comes_along_as_it_is(self) -> None:
+        def fn(rank: int) -> dict[str, Any]:
+            net = make_net()
+            net.blocks[2].requires_grad_(False)
+            model = fsdp.fully_shard(net, auto_wrap_policy={Block}, ignored_modules={net.leave})
+            state = model.state_dict()
+            assert type(state["leave.weight"]) is Tensor and type(state["scale"]) is Tensor
+            assert isinstance(state["blocks.2.up.weight"], ShardedValue)
+            model.load_state_dict(shifted(CASES["net"]))
+            assert_same_state(fsdp.full_state_dict(model, rank0_only=False), shifted(CASES["net"]))
+            return model.state_dict()
+
+        assert_same_state(put_together(fsdp.simulate(2, fn)), shifted(CASES["net"]))
+
     def test_keep_vars_is_refused(self) -> None:
         def fn(rank: int) -> None:
             with pytest.raises(fsdp.ShardingError, match=r"keep_vars=True.*named_parameters"):
