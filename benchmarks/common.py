@@ -77,10 +77,13 @@ def _fsdp2(module: nn.Module, unit: type[nn.Module]) -> nn.Module:
     return fully_shard(module, mesh=mesh)
 
 
-def _ours(module: nn.Module, unit: type[nn.Module]) -> nn.Module:
-    from fsdp import FullyShardedDataParallel
+def _ours(**options: str) -> Callable[[nn.Module, type[nn.Module]], nn.Module]:
+    def wrap(module: nn.Module, unit: type[nn.Module]) -> nn.Module:
+        from fsdp import FullyShardedDataParallel
 
-    return FullyShardedDataParallel(module, auto_wrap_policy={unit})
+        return FullyShardedDataParallel(module, auto_wrap_policy={unit}, **options)
+
+    return wrap
 
 
 # FSDP1's and FSDP2's options were chosen by trying the others on both benchmarks. Added host time, twelve tensors per
@@ -103,7 +106,8 @@ CONTENDERS: Mapping[str, Contender] = {
             _fsdp1(use_orig_params=True),
         ),
         Contender("fsdp2", "fully_shard on a CPU mesh: units reshard_after_forward=True, root as by default", _fsdp2),
-        Contender("ours", "FullyShardedDataParallel(module, auto_wrap_policy={unit}), all else as by default", _ours),
+        Contender("ours", "FullyShardedDataParallel(module, auto_wrap_policy={unit}), all else as by default", _ours()),
+        Contender("ours_no_shard", 'the same with sharding_strategy="NO_SHARD"', _ours(sharding_strategy="NO_SHARD")),
     )
 }
 
@@ -118,14 +122,14 @@ def choose(requested: Sequence[str] | None, available: Sequence[str]) -> tuple[t
     for name in requested or available:
         if name not in available:
             raise SystemExit(f"unknown contender {name!r}: choose from {', '.join(available)}")
-    if "ours" in (requested or available):
+    for name in (one for one in requested or available if one.startswith("ours")):
         try:
             from fsdp import FullyShardedDataParallel  # noqa: F401
         except ImportError as reason:
-            skipped["ours"] = f"fsdp.FullyShardedDataParallel cannot be imported: {reason}"
+            skipped[name] = f"fsdp.FullyShardedDataParallel cannot be imported: {reason}"
             if requested:
-                raise SystemExit(f"ours: {skipped['ours']}") from None
-            print(f"ours is left out: {skipped['ours']}", file=sys.stderr)
+                raise SystemExit(f"{name}: {skipped[name]}") from None
+            print(f"{name} is left out: {skipped[name]}", file=sys.stderr)
     names = tuple(name for name in available if name in (requested or available) and name not in skipped)
     return names, skipped
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from common import CONTENDERS, Bar, Sample, be_quiet, choose, machine, print_bars, print_table, rotated, warn_if_busy, write
 from torch import Tensor, nn
 
-NAMES = ("bare", "ddp", "fsdp1", "fsdp1_orig", "fsdp2", "ours")
+NAMES = ("bare", "ddp", "fsdp1", "fsdp1_orig", "fsdp2", "ours", "ours_no_shard")
 BATCHES = 4  # the same few batches again and again: the loss moves, so that a wrong update shows
 LOSS_TOLERANCE = 1e-4
 
@@ -225,6 +225,8 @@ def judge(samples: dict[str, Sample]) -> list[Bar]:
         bars.append(Bar("step: ours / the faster FSDP1", 0.80, samples["ours"] / best))
     if "fsdp2" in samples:
         bars.append(Bar("step: ours / FSDP2", 0.70, samples["ours"] / samples["fsdp2"]))
+    if "ddp" in samples and "ours_no_shard" in samples:
+        bars.append(Bar("step: ours with NO_SHARD / DDP", 1.00, samples["ours_no_shard"] / samples["ddp"]))
     return bars
 
 

@@ -2,6 +2,7 @@
 
 from fsdp.checkpoint import latest, load, save
 from fsdp.clipping import ShardedGradScaler, clip_grad_norm_
+from fsdp.comm_hooks import register_comm_hook
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import IllegalTransition, ShardingError, WorldError
 from fsdp.full_state import full_state_dict, iter_full_params, load_full_state_dict
@@ -34,6 +35,7 @@ __all__ = [
     "load_safetensors",
     "memory_bytes",
     "no_sync",
+    "register_comm_hook",
     "register_forward_method",
     "save",
     "set_requires_gradient_sync",

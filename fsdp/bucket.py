@@ -25,6 +25,7 @@ class Bucket:
         "came",
         "complete",
         "flat",
+        "launched",
         "memory",
         "owed",
         "pending",
@@ -45,6 +46,8 @@ class Bucket:
         self.scratch = collectives.scratch_bytes(self.buffer)
         self.memory = Memory(self.buffer, "bucket")
         self.pending: Tensor | None = None
+        self.launched = False
+        """A first portion has been filled in this backward."""
         self.stash: dict[int, Kept] = {}
         self.owed = False
         """Some rank may have gradients of it in the stash, also where it was frozen since."""
@@ -95,20 +98,22 @@ class Bucket:
         settled = not self.owed or all(trainable)
         self.complete = settled and all([came or not trains for came, trains in zip(came, trainable, strict=True)])
 
-    def fill(self) -> None:
-        """Copy the whole gradients, and those kept under `no_sync`, into the bucket, and drop the former."""
+    def fill(self, buffer: Tensor | None = None) -> None:
+        """Copy the whole gradients, and those kept under `no_sync`, into the bucket or a buffer like it; drop the former."""
         flat = self.flat
+        slots = flat.layout.slots
+        views = self.views if buffer is None else [buffer[slot.start : slot.end].view(slot.shape) for slot in slots]
         gradients = [whole.grad for whole in flat.whole_parameters]
         for whole in flat.whole_parameters:
             whole.grad = None
-        second = self.pending is not None
+        second, self.launched = self.launched, True
         if not self.stash and not self.owed and not any([gradient is None or gradient.is_sparse for gradient in gradients]):
             self.came, self.complete = self.all_used, True
-            torch._foreach_copy_(self.views, cast(list[Tensor], gradients))
+            torch._foreach_copy_(views, cast(list[Tensor], gradients))
             return
-        came_before = self.came if second else [False] * len(self.views)
+        came_before = self.came if second else [False] * len(views)
         came = []
-        for i, (view, gradient) in enumerate(zip(self.views, gradients, strict=True)):
+        for i, (view, gradient) in enumerate(zip(views, gradients, strict=True)):
             # what was kept went with the first portion
             kept = None if second else self.stash.get(i)
             parts = [dense(part) for part in (gradient, None if kept is None else kept.whole) if part is not None]
@@ -156,6 +161,7 @@ class Bucket:
         post-accumulate hooks are to be run.
         """
         hooked = []
+        self.launched = False
         flat = self.flat
         parts = torch.split_with_sizes(reduced, flat.segments)
         targets, sums = [], []

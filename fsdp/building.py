@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.collectives import Channels
 from fsdp.config import Config
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
+from fsdp.groups import Channels
 from fsdp.hooks import Hooks
 from fsdp.plan import IGNORED, Planned
 from fsdp.sharded import Sharded, sharded_of
@@ -82,7 +82,7 @@ class _Builder:
         self._index = {id(one.module): index for index, one in enumerate(plan)}
         self._own = [{id(module) for module in one.own_modules} for one in plan]
         self._units: list[Unit | None] = [None for _ in plan]
-        self._device = default_device(channels.gathers.can_carry)
+        self._device = default_device(channels.everyone.can_carry)
 
     def build(self) -> list[Unit]:
         """Every unit, outermost first."""
@@ -143,6 +143,6 @@ def _broadcast(states: Iterator[tuple[str, Tensor]], channels: Channels) -> None
         for name, state in states:
             carrier = state.contiguous()
             # as bytes: not every backend knows every dtype
-            channels.gathers.broadcast(carrier.view(-1).view(torch.uint8), 0, name).wait()
+            channels.everyone.broadcast(carrier.view(-1).view(torch.uint8), 0, name).wait()
             if carrier is not state:
                 state.copy_(carrier)

@@ -24,8 +24,8 @@ from fsdp.errors import ShardingError
 from fsdp.manifest import NAME, Manifest, read_manifest
 from fsdp.names import check_names, entries, extra_states
 from fsdp.optimizer_state import Holding
-from fsdp.piece import check_fit, pieces_in
-from fsdp.sharded import resting_units_in
+from fsdp.piece import Piece, check_fit, pieces_in
+from fsdp.sharded import everyone_in, resting_units_in
 from fsdp.spread import Kind, Spread, spread_from_full
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def save(
             appears.
     """
     folder = Path(path)
-    collectives = resting_units_in(model, "save")[0].collectives
+    resting_units_in(model, "save")
+    collectives = everyone_in(model, "save")
     packed = b""
 
     def prepare() -> None:
@@ -112,7 +113,8 @@ def load(path: Pathlike, model: nn.Module, optimizer: torch.optim.Optimizer | No
     from fsdp import dcp  # torch's Distributed Checkpoint takes most of a second to import
 
     folder = Path(path)
-    collectives = resting_units_in(model, "load")[0].collectives
+    resting_units_in(model, "load")
+    collectives = everyone_in(model, "load")
     holding = None if optimizer is None else Holding(model, optimizer, f"load {folder}")
 
     def prepare() -> tuple[dcp.Stored, dict[str, Any], dcp.Reading]:
@@ -192,7 +194,7 @@ def _layout(model: nn.Module) -> dict[str, list[int]]:
     found = {}
     for name, tensor in entries(model):
         if piece := pieces.get(id(tensor)):
-            found[name] = [piece.flat.layout.slots[piece.number].start, piece.flat.layout.chunk]
+            found[name] = _cut(piece)
     return found
 
 
@@ -319,14 +321,17 @@ def _target(spread: Spread, key: str, holding: Holding, device: torch.device) ->
 
 
 def _check_layout(asker: str, name: str, what: str, manifest: Manifest | None, holding: Holding) -> None:
-    piece = holding.pieces[name]
-    now = [piece.flat.layout.slots[piece.number].start, piece.flat.layout.chunk]
-    if manifest is None or manifest.world_size != holding.collectives.size or manifest.layout.get(name) != now:
+    if manifest is None or manifest.layout.get(name) != _cut(holding.pieces[name]):
         raise ShardingError(
             f"{asker}: {what.split(EACH)[0]!r} of parameter {name!r} is a statistic over each rank's own part, saved by "
             f"{'unknown' if manifest is None else manifest.world_size} ranks; load it on as many, wrapped alike, or load without "
             "the optimizer and start it anew."
         )
+
+
+def _cut(piece: Piece) -> list[int]:
+    layout = piece.flat.layout
+    return [layout.slots[piece.number].start, layout.chunk, layout.world_size]
 
 
 def _own(kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What ranks say to each other. The only file that imports torch.distributed.
+"""What ranks say to each other. Only this file and groups.py import torch.distributed.
 
 Rule 1: only methods of `Collectives` communicate, and each of them always does.
 Rule 2: every rank of a channel calls the same methods in the same order.
@@ -7,14 +7,13 @@ Rule 3: world size 1 runs the same lines.
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Literal, NamedTuple, Protocol, cast
+from typing import Any, Final, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp import simulated
 from fsdp.errors import ShardingError
 from fsdp.summation import sum_over_ranks
 from fsdp.trail import Trail, Watch, WatchedWork
@@ -82,6 +81,9 @@ class _Done:
         return
 
 
+DONE: Final = _Done()
+
+
 class _ExchangedSum:
     """An exchange of chunks, summed at `wait`: the same bits on every run."""
 
@@ -95,6 +97,35 @@ class _ExchangedSum:
     def wait(self) -> None:
         self._work.wait()
         sum_over_ranks(self._received.view(-1, self._into.numel()), self._into)
+
+
+class Alone:
+    """A channel of one rank, over nothing."""
+
+    rank: Final = 0
+    size: Final = 1
+
+    def can_carry(self, device: torch.device) -> bool:
+        return True
+
+    def all_gather(self, whole: Tensor, label: str) -> Work:
+        return DONE
+
+    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> Work:
+        into.copy_(bucket)
+        return DONE
+
+    def scratch_bytes(self, bucket: Tensor) -> int:
+        return 0
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> Work:
+        return DONE
+
+    def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
+        return DONE
+
+    def gather_objects(self, thing: Any, label: str) -> list[Any]:
+        return [thing]
 
 
 class ProcessGroupCollectives:
@@ -141,7 +172,7 @@ class ProcessGroupCollectives:
 
     def all_gather(self, whole: Tensor, label: str) -> Work:
         if self._size == 1:
-            return _Done()
+            return DONE
         chunk = whole.numel() // self._size
         own = whole.narrow(0, self._rank * chunk, chunk)
         host = whole.device.type == "cpu"
@@ -150,7 +181,7 @@ class ProcessGroupCollectives:
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> Work:
         if self._size == 1:
             into.copy_(bucket)
-            return _Done()
+            return DONE
         size = bucket.numel() * bucket.element_size()
         if bucket.device.type != "cpu":
             return self._launch(
@@ -167,7 +198,7 @@ class ProcessGroupCollectives:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> Work:
         if self._size == 1:
-            return _Done()
+            return DONE
         how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         return self._launch(
             "all_reduce",
@@ -179,7 +210,7 @@ class ProcessGroupCollectives:
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         if self._size == 1:
-            return _Done()
+            return DONE
         origin = dist.get_global_rank(self._group, source)
         return self._launch(
             "broadcast",
@@ -197,59 +228,3 @@ class ProcessGroupCollectives:
         things: list[Any] = [None] * self._size
         dist.all_gather_object(things, thing, group=self._group)
         return things
-
-
-class Channels(NamedTuple):
-    """Gathers and reductions on groups of their own, so that neither can reorder the other."""
-
-    gathers: Collectives
-    reductions: Collectives
-
-
-_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channels] = weakref.WeakKeyDictionary()
-
-
-def open_channels(process_group: Any, mesh: Any) -> Channels:
-    """The channels of a group: the given one, or a one-dimensional mesh's, or the default group, or the simulated world's.
-
-    Communicates the first time a group is seen: its second group is made.
-
-    Raises:
-        ShardingError: none of them exists, or both a group and a mesh are given.
-    """
-    world = simulated.current_rank()
-    if world is not None:
-        if process_group is not None or mesh is not None:
-            raise ShardingError("process_group and mesh have no meaning inside fsdp.simulate; leave them out.")
-        return Channels(world.channel("gathers"), world.channel("reductions"))
-    if process_group is not None and mesh is not None:
-        raise ShardingError("process_group and mesh contradict each other; give one of them.")
-    if mesh is not None:
-        if mesh.ndim != 1:
-            raise ShardingError(f"mesh has {mesh.ndim} dimensions; give a one-dimensional one, such as mesh['shard'].")
-        process_group = mesh.get_group()
-    if process_group is None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise ShardingError(
-                "No process group and no mesh: call torch.distributed.init_process_group() first and start the "
-                "script with torchrun, "
-                "or run it inside fsdp.simulate(world_size, fn)."
-            )
-        process_group = dist.group.WORLD
-    if process_group not in _channels:
-        ranks = dist.get_process_group_ranks(process_group)
-        second = dist.new_group(ranks, use_local_synchronization=True)
-        _channels[process_group] = Channels(
-            ProcessGroupCollectives(process_group, "gathers", watch := _watch(process_group)),
-            ProcessGroupCollectives(second, "reductions", watch),
-        )
-    return _channels[process_group]
-
-
-def _watch(group: dist.ProcessGroup) -> Watch | None:
-    """What the channels of a real group with more than one rank share."""
-    size = dist.get_world_size(group)
-    if size == 1 or dist.get_backend(group) == "fake":
-        return None
-    store = c10d.PrefixStore(f"fsdp/{group.group_name}", c10d._get_default_store())
-    return Watch(store, dist.get_rank(group), size)

@@ -1,16 +1,27 @@
 """How a unit is to be sharded: frozen, validated once, given once."""
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from fsdp.errors import ShardingError
+from fsdp.groups import Grouping
 from state_machine import Strategy
 
-STRATEGIES: Final[dict[str, Strategy]] = {
-    "FULL_SHARD": Strategy.FREE_AFTER_FORWARD,
-    "SHARD_GRAD_OP": Strategy.KEEP_AFTER_FORWARD,
+
+class Sharding(NamedTuple):
+    """What a name of a strategy stands for."""
+
+    strategy: Strategy
+    grouping: Grouping
+
+
+STRATEGIES: Final[dict[str, Sharding]] = {
+    "FULL_SHARD": Sharding(Strategy.FREE_AFTER_FORWARD, Grouping.SHARDED),
+    "SHARD_GRAD_OP": Sharding(Strategy.KEEP_AFTER_FORWARD, Grouping.SHARDED),
+    "HYBRID_SHARD": Sharding(Strategy.FREE_AFTER_FORWARD, Grouping.HYBRID),
+    "NO_SHARD": Sharding(Strategy.KEEP_AFTER_FORWARD, Grouping.REPLICATED),
 }
 
 
@@ -42,6 +53,7 @@ class Config:
     """The options of one unit, checked and normalised."""
 
     strategy: Strategy
+    grouping: Grouping
     keep_root: bool
     """Whether the unit keeps its whole parameters after the forward when it turns out to be the root's own."""
     mp_policy: MixedPrecisionPolicy
@@ -67,15 +79,12 @@ def make_config(
     Raises:
         ShardingError: an unknown strategy, or two options that contradict each other.
     """
-    name = getattr(sharding_strategy, "name", sharding_strategy)
-    if not isinstance(name, str) or name not in STRATEGIES:
-        raise ShardingError(f"sharding_strategy {sharding_strategy!r} is not known; choose one of {', '.join(STRATEGIES)}.")
-    strategy = STRATEGIES[name]
+    strategy, grouping = find_strategy(sharding_strategy)
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
         raise ShardingError(f"reshard_after_forward must be True, False or None, not {reshard_after_forward!r}.")
     if reshard_after_forward is True and strategy is Strategy.KEEP_AFTER_FORWARD:
         raise ShardingError(
-            "reshard_after_forward=True contradicts sharding_strategy='SHARD_GRAD_OP', which keeps the whole parameters "
+            f"reshard_after_forward=True contradicts sharding_strategy={sharding_strategy!r}, which keeps the whole parameters "
             "between forward and backward; leave one of them out."
         )
     if reshard_after_forward is False:
@@ -83,7 +92,19 @@ def make_config(
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise ShardingError(f"prefetch must be a number of units, 0 or more, not {prefetch!r}.")
     keep_root = reshard_after_forward is not True
-    return Config(strategy, keep_root, _precision(mp_policy), prefetch, bool(sync_module_states))
+    return Config(strategy, grouping, keep_root, _precision(mp_policy), prefetch, bool(sync_module_states))
+
+
+def find_strategy(sharding_strategy: Any) -> Sharding:
+    """What a strategy stands for, given by name or as a member of torch's enum.
+
+    Raises:
+        ShardingError: it is not known.
+    """
+    name = getattr(sharding_strategy, "name", sharding_strategy)
+    if not isinstance(name, str) or name not in STRATEGIES:
+        raise ShardingError(f"sharding_strategy {sharding_strategy!r} is not known; choose one of {', '.join(STRATEGIES)}.")
+    return STRATEGIES[name]
 
 
 def _precision(policy: Any) -> MixedPrecisionPolicy:

@@ -21,15 +21,17 @@ Ends = Sequence[weakref.ref[Tensor]]
 class Call:
     """One forward of one unit."""
 
-    __slots__ = ("handled", "input_tensors", "inputs", "nested", "outputs", "refused", "replay", "versions")
+    __slots__ = ("exits", "handled", "input_tensors", "inputs", "nested", "outputs", "refused", "replay", "versions")
 
     def __init__(self, replay: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
         self.replay = replay
         self.versions = versions
         """Of the shards it computes with."""
         self.input_tensors = [weakref.ref(tensor) for tensor in inputs]
-        self.inputs = nodes_of(inputs) if innermost else ()
+        self.exits = nodes_of(inputs)
         """The distinct nodes behind the inputs: of a leaf, the one that accumulates its gradient."""
+        self.inputs = self.exits if innermost else ()
+        """Those by which autograd leaves the call; one with inner units it can leave through any of them."""
         self.outputs: list[Tensor] = []
         # an exception that was being handled before the call is not one that passes through it
         self.handled = sys.exc_info()[1]

@@ -12,10 +12,9 @@ while the exception is on its way to the user; `_RootCallback.__del__` hears tha
 
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch.autograd import Variable
 
-from fsdp.collectives import Channels
+from fsdp.groups import Channels
 from fsdp.nested import modules_within
 from fsdp.reducer import Reducer
 from fsdp.schedule import Schedule
@@ -50,7 +49,7 @@ class Engine:
         # a unit with inner units is complete late: it comes after all that have none
         backwards = range(len(units) - 1, -1, -1)
         order = [i for i in backwards if not descendants[i]] + [i for i in backwards if descendants[i]]
-        self.reducer = Reducer(units, order, channels.reductions, streams, ledger)
+        self.reducer = Reducer(units, order, channels, streams, ledger)
         depth = units[0].config.prefetch
         self._forward_schedule = Schedule(depth)
         self._backward_schedule = Schedule(depth)
@@ -62,8 +61,6 @@ class Engine:
         """Whether the backward that runs reduces its gradients."""
         self._synchronises_gradients = True
         """Whether it does if there are any."""
-        self.graph_is_made = False
-        """Whether it makes a graph of its own (create_graph=True)."""
         self.backward_number = 0
         self.watch_outputs: Callable[[int], None] = _nobody
         """Set by the hooks: puts pre-backward hooks on what the unit's forward has just returned."""
@@ -203,7 +200,6 @@ class Engine:
         # autograd.grad brings no gradient to a parameter, so there is nothing to reduce, on any rank
         self._synchronises_gradients = self.synchronises
         self.backward_synchronises = self.synchronises and not in_autograd_grad()
-        self.graph_is_made = torch.is_grad_enabled()
         self.backward_number += 1
         self._schedule = self._backward_schedule
         self.reducer.begin()

@@ -27,8 +27,8 @@ class Owner(Protocol):
 
     name: str
 
-    def read(self, parameter: nn.Parameter, reader: object) -> Tensor:
-        """The full value of `parameter`, to compute with in a forward. `reader`: the object whose method reads it."""
+    def read(self, parameter: nn.Parameter, module: nn.Module, reader: object) -> Tensor:
+        """The full value of `parameter` of `module`, to compute with in a forward. `reader`: the object whose method reads it."""
 
     def full_value(self, parameter: nn.Parameter) -> Tensor:
         """The full value of `parameter`, in its own dtype, differentiable. Communicates."""
@@ -81,7 +81,8 @@ class GuardedSlots(Slots):
         if found is None or owner is None or not (in_backward() or in_a_forward()):
             return found
         # frames: this one, nn.Module.__getattr__, the reader
-        return cast(nn.Parameter, owner.read(found, sys._getframe(2).f_locals.get("self")))
+        module, reader = sys._getframe(1).f_locals["self"], sys._getframe(2).f_locals.get("self")
+        return cast(nn.Parameter, owner.read(found, module, reader))
 
 
 class ModuleFace:

@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 from fsdp.collectives import Collectives
 from fsdp.errors import ShardingError
 from fsdp.layout import Part, make_layout
-from fsdp.storage import Memory, storage_key
+from fsdp.storage import Borrowed, Memory, storage_key
 
 
 class Place:
@@ -28,10 +28,11 @@ class FlatBuffer:
     """The parameters of a unit that share a dtype and are trainable alike, laid end to end.
 
     Shapes: `shard` (C,) in the parameters' own dtype, always in memory; `whole` (W * C,) in the
-    dtype they compute in, with memory only between LAUNCH and RELEASE.
+    dtype they compute in, with memory only between LAUNCH and RELEASE. With `replicated`, where the
+    shard is all there is, both are the same memory if they are of the same dtype.
     """
 
-    def __init__(self, places: Sequence[Place], dtype: torch.dtype, collectives: Collectives) -> None:
+    def __init__(self, places: Sequence[Place], dtype: torch.dtype, collectives: Collectives, replicated: bool) -> None:
         self.places = tuple(places)
         self.rank = collectives.rank
         self.world_size = collectives.size
@@ -42,7 +43,8 @@ class FlatBuffer:
         self.parts: tuple[Part, ...] = tuple(self.layout.part(i, self.rank) for i in range(len(shapes)))
         with torch.no_grad():
             self.shard = torch.zeros(self.layout.chunk, dtype=originals[0].dtype, device=self.device)
-            self.whole = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
+            self.is_shared = replicated and dtype == self.shard.dtype
+            self.whole = self.shard if self.is_shared else torch.empty(self.layout.numel, dtype=dtype, device=self.device)
             self.whole_parameters = tuple(
                 _like(place.parameter, self.whole[slot.start : slot.end].view(slot.shape))
                 for slot, place in zip(self.layout.slots, places, strict=True)
@@ -50,7 +52,7 @@ class FlatBuffer:
             self.key = storage_key(self.whole)
             self.own_whole = self.own_chunk(self.whole)
             self.whole_bytes = self.whole.view(torch.uint8)
-            self.memory = Memory(self.whole, "whole")
+            self.memory = Borrowed() if self.is_shared else Memory(self.whole, "whole")
             for place, part in zip(places, self.parts, strict=True):
                 self._take_shard(place.parameter, part)
         self.shard_parameters: tuple[nn.Parameter, ...] = tuple(originals)

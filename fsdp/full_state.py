@@ -16,7 +16,7 @@ from fsdp.errors import ShardingError
 from fsdp.names import check_names, check_values, entries, extra_states
 from fsdp.piece import pieces_in
 from fsdp.ranges import Range, broadcast_all, gather_range, memory_for, ranges_of
-from fsdp.sharded import resting_units_in
+from fsdp.sharded import everyone_in, resting_units_in
 
 BUCKET_BYTES: Final = 32 << 20
 
@@ -33,14 +33,13 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.dev
     Raises:
         ShardingError: inside a forward, a backward or a summon.
     """
-    wanted = not rank0_only
+    wanted = not rank0_only or everyone_in(model, "full_state_dict").rank == 0
     full: dict[int, Tensor] = {}
     units = resting_units_in(model, "full_state_dict")
     ranges = [(unit, one) for unit in units for one in ranges_of(unit, BUCKET_BYTES)]
     memory = memory_for([one for _, one in ranges])
     for unit, one in ranges:
         buffer = gather_range(one, unit.collectives, unit.name, memory)
-        wanted = wanted or unit.collectives.rank == 0
         if wanted:
             full.update({id(piece.parameter): one.view(buffer, piece).to(device, copy=True) for piece in one.pieces})
     if not wanted:
@@ -94,7 +93,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None)
             lose something, or if rank 0 gives None. Nothing was loaded.
     """
     units = resting_units_in(model, "load_full_state_dict")
-    collectives = units[0].collectives
+    collectives = everyone_in(model, "load_full_state_dict")
 
     def check() -> bool:
         if state_dict is None:
@@ -115,7 +114,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None)
     else:
         for unit in units:
             for one in ranges_of(unit, BUCKET_BYTES):
-                _hand_out(one, given, unit.collectives, unit.name)
+                _hand_out(one, given, collectives, unit.name)
     for name, value in entries(model):
         if id(value) not in pieces:
             _load_plain(name, value, given.get(id(value)), None if everywhere else collectives)

@@ -19,7 +19,7 @@ from fsdp.escapes import Escapes
 from fsdp.nested import cast_floating, tensors_in
 from fsdp.outside import RefusedUse
 from fsdp.readiness import Readiness
-from fsdp.stack import graph_task, in_backward, times_running
+from fsdp.stack import graph_is_made, graph_task, in_backward, times_running
 from fsdp.state_hooks import StateHooks, Uncopied
 from fsdp.storage import storage_key
 from state_machine import Event
@@ -224,7 +224,7 @@ class Listener(Uncopied):
                 crossing = Crossing.of(node)
                 crossing.watched_by.add(id(self))
                 crossing.reaches.append(partial(self._backward_reaches, way))
-        for node in call.inputs:
+        for node in call.exits:
             Crossing.of(node).leave(way, self._input_left)
 
     # backward -----------------------------------------------------------------------------
@@ -246,10 +246,11 @@ class Listener(Uncopied):
             self.watch_ends()
 
     def _stay(self) -> bool:
-        # the graph of a backward with create_graph=True is gone through when the unit may be sharded again
-        if not self._engine.graph_is_made:
-            self.readiness.reach_again()
-        return not self._engine.graph_is_made
+        if graph_is_made():
+            return False  # it is gone through when the unit may be sharded again
+        self._engine.hear(self._index, Event.BACKWARD_REACHES)
+        self.readiness.reach_again()
+        return True
 
     def reach_from_inside(self) -> None:
         """A backward has come to an inner unit past this one, through a loss the inner one left behind; it goes on in here."""

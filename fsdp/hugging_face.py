@@ -25,7 +25,7 @@ from fsdp.full_state import BUCKET_BYTES
 from fsdp.names import check_names, entries
 from fsdp.piece import Piece, check_fit, pieces_in
 from fsdp.ranges import Range, gather_range, memory_for, ranges_of
-from fsdp.sharded import resting_units_in
+from fsdp.sharded import everyone_in, resting_units_in
 
 INDEX: Final = "model.safetensors.index.json"
 UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -47,7 +47,7 @@ def export_safetensors(model: nn.Module, path: str | Path, max_shard_size: int |
     folder, limit = Path(path), size_in_bytes(max_shard_size)
     require_safetensors("export_safetensors")
     units = resting_units_in(model, "export_safetensors")
-    collectives = units[0].collectives
+    collectives = everyone_in(model, "export_safetensors")
     pieces = pieces_in(model)
     names = _first_names(model)
     plain = [(name, tensor) for name, tensor in entries(model) if id(tensor) not in pieces and names[id(tensor)] == name]
@@ -63,7 +63,7 @@ def export_safetensors(model: nn.Module, path: str | Path, max_shard_size: int |
             writer.take(label, tensor)
         memory = memory_for([one for _, one in ranges])
         for unit, one in ranges:
-            _take_range(one, gather_range(one, collectives, unit.name, memory), names, writer)
+            _take_range(one, gather_range(one, unit.collectives, unit.name, memory), names, writer)
         agree_on_refusals(collectives, lambda: _finish(writer, working, files) if collectives.rank == 0 else writer.finish())
         agree_on_refusals(collectives, lambda: publish("export_safetensors", working, folder) if collectives.rank == 0 else None)
     except BaseException:
@@ -83,7 +83,8 @@ def load_safetensors(model: nn.Module, path: str | Path) -> None:
             model's. Nothing was loaded.
     """
     require_safetensors("load_safetensors")
-    collectives = resting_units_in(model, "load_safetensors")[0].collectives
+    resting_units_in(model, "load_safetensors")
+    collectives = everyone_in(model, "load_safetensors")
     pieces, asker = pieces_in(model), f"load_safetensors {path}"
     with ExitStack() as stack:
         targets: list[tuple[Tensor, Any]] = []

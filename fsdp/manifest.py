@@ -29,7 +29,7 @@ class Manifest:
     tensors: dict[str, dict[str, Any]]
     """By key: `shape` and `dtype`."""
     layout: dict[str, list[int]]
-    """Of each sharded parameter, in elements: where it begins in the flat buffer of its unit, and the part of that a rank had."""
+    """Of each sharded parameter: where it begins in the flat buffer of its unit, the length of a part of that, how many parts."""
     files: dict[str, dict[str, Any]]
     """By name: `bytes`, and `items`, each [offset, length, crc32]."""
     version: int = field(default=VERSION)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from fsdp.atomic import begin, publish
 from fsdp.checkpoint import pack, unpack, write_checkpoint
-from fsdp.collectives import open_channels
+from fsdp.collectives import Collectives
 from fsdp.errors import ShardingError
 from fsdp.hugging_face import file_name, plan_files, require_safetensors, slices_in, write_index
 from fsdp.manifest import NAME, read_manifest
-from fsdp.simulated import simulate
+from fsdp.simulated import current_rank, simulate
 
 if TYPE_CHECKING:
     from fsdp.dcp import Stored
@@ -88,7 +88,14 @@ def convert(path: Path, out: Path, to: str, max_shard_size: int) -> None:
                     "fsdp.load_full_optim_state_dict, then fsdp.save."
                 )
             state["extra"] = {str(rank): pack(one) for rank, one in state.get("extra", {}).items()}
-            simulate(1, lambda rank: write_checkpoint(out, state, {}, open_channels(None, None).gathers))
+            simulate(1, lambda rank: write_checkpoint(out, state, {}, alone()))
+
+
+def alone() -> Collectives:
+    """A channel of the simulated world of one."""
+    rank = current_rank()
+    assert rank is not None, "inside simulate"
+    return rank.channel("offline")
 
 
 class _Source:

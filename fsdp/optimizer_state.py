@@ -16,7 +16,7 @@ from fsdp.errors import ShardingError
 from fsdp.names import entries
 from fsdp.piece import Piece, pieces_in
 from fsdp.ranges import broadcast_all
-from fsdp.sharded import resting_units_in
+from fsdp.sharded import everyone_in, resting_units_in
 from fsdp.spread import Kind, Spread, spread_from_full, spread_of
 
 PLAIN = (bool, int, float, str, type(None))
@@ -37,6 +37,8 @@ class Holding:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, asker: str) -> None:
         self.units = resting_units_in(model, asker)
         self.collectives: Collectives = self.units[0].collectives
+        """To the ranks that share the shards: what all of them keep together is the full state."""
+        self.everyone = everyone_in(model, asker)
         self.optimizer = optimizer
         self.asker = asker
         self.pieces: dict[str, Piece] = {}
@@ -184,7 +186,7 @@ def full_optim_state_dict(
                 f"full_optim_state_dict: {key!r} of parameter {name!r} has shape {spread.shape} on each rank, a statistic over "
                 "that rank's part alone, and no full form; fsdp.save keeps it for the same number of ranks."
             )
-    wanted = holding.rank == 0 or not rank0_only
+    wanted = holding.everyone.rank == 0 or not rank0_only
     local = holding.local()
     for (name, key), spread in spreads.items():
         full = _gather(spread, local.get(name, {}).get(key), holding, name)
@@ -209,7 +211,7 @@ def load_full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimize
 
     def check() -> tuple[State, list[dict[str, Any]]] | None:
         if state_dict is None:
-            if holding.rank == 0:
+            if holding.everyone.rank == 0:
                 raise ShardingError(f"{holding.asker}: rank 0 must give the state dict; only other ranks may give None.")
             return None
         named = holding.named(state_dict)
@@ -218,7 +220,7 @@ def load_full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimize
             spread_from_full(f"{holding.asker}: {key!r} of parameter {name!r}", holding.pieces.get(name), *tensor)
         return outline, named["param_groups"]
 
-    answers = agree_on_refusals(holding.collectives, check)
+    answers = agree_on_refusals(holding.everyone, check)
     first = answers[0]
     assert first is not None, "rank 0 has been asked"
     outline, groups = first
@@ -232,7 +234,7 @@ def load_full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimize
         full = given[name][key] if given else torch.empty(shape, dtype=dtype)
         if from_rank_0:
             full = full.detach().to(holding.parameters[name].device).contiguous()
-            broadcast_all([(0, full)], holding.collectives, name)
+            broadcast_all([(0, full)], holding.everyone, name)
         if holding.holds(name):
             mine[name][key] = spread.cut(full, holding.rank)
     holding.install(mine, groups)

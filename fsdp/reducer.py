@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.bucket import Bucket, dense
-from fsdp.collectives import Collectives, Work
+from fsdp.collectives import DONE, Work
+from fsdp.groups import Channels
+from fsdp.hooked import CommHook, GradientBucket
 from fsdp.storage import Ledger, size_of
 from fsdp.streams import Streams
 from fsdp.unit import Unit
@@ -34,20 +36,21 @@ class _Flight(NamedTuple):
     bucket: Bucket
     into: Tensor
     work: Work
+    name: str
+    """Of the unit."""
 
 
 class Reducer:
     """The gradients of all units of one root, through one backward at a time."""
 
-    def __init__(
-        self, units: Sequence[Unit], order: Sequence[int], collectives: Collectives, streams: Streams, ledger: Ledger
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], order: Sequence[int], channels: Channels, streams: Streams, ledger: Ledger) -> None:
         self._units = tuple(units)
-        self._collectives = collectives
+        self._channels = channels
         self._streams = streams
         self._ledger = ledger
+        shards = channels.reductions
         self._buckets = tuple(
-            tuple(Bucket(flat, unit.config.mp_policy.reduce_dtype, collectives, ledger) for flat in unit.flats) for unit in units
+            tuple(Bucket(flat, unit.config.mp_policy.reduce_dtype, shards, ledger) for flat in unit.flats) for unit in units
         )
         counts = [[len(bucket.views) for bucket in of_unit] for of_unit in self._buckets]
         ends = accumulate((count for of_unit in counts for count in of_unit), initial=0)
@@ -58,7 +61,12 @@ class Reducer:
         """The agreed order, every unit once."""
         self._learned = False
         self._flight: _Flight | None = None
+        """Among the ranks that share the shards."""
+        self._second_flights: list[_Flight] = []
+        """Among those that hold the same shards. What they fill is kept until the commit in any case."""
         self._usage: _Usage | None = None
+        self.hook: CommHook | None = None
+        """Reduces instead of us, if there is one."""
         self.begin()
 
     @property
@@ -142,11 +150,13 @@ class Reducer:
     def drain(self) -> None:
         """Wait until nothing is in flight. Idempotent; raises what the collective raises."""
         flight, self._flight = self._flight, None
+        second, self._second_flights = self._second_flights, []
         usage, self._usage = self._usage, None
         try:
-            if flight is not None:
-                self._ledger.add("reduced", -size_of(flight.into))
-                flight.work.wait()
+            for one in (*second, flight):
+                if one is not None:
+                    self._ledger.add("reduced", -size_of(one.into))
+                    one.work.wait()
             if usage is not None:
                 usage.work.wait()
         finally:
@@ -157,6 +167,7 @@ class Reducer:
     def drop(self, index: int) -> None:
         """Forget the gradients of this backward. Those kept by earlier ones under `no_sync` stay. Idempotent."""
         for bucket in self._buckets[index]:
+            bucket.launched = False
             if bucket.pending is not None:
                 self._ledger.add("reduced", -size_of(bucket.pending))
                 bucket.pending = None
@@ -179,38 +190,86 @@ class Reducer:
         for bucket in self._buckets[index]:
             if bucket.owed or any(bucket.flat.trainable):
                 self._land()
-                self._send(bucket, self._units[index].name)
+                self._send(bucket, index)
             else:
                 # frozen since: what was missing in an earlier backward is no concern of this one
                 bucket.came, bucket.complete = bucket.all_used, True
 
-    def _send(self, bucket: Bucket, name: str) -> None:
+    def _send(self, bucket: Bucket, index: int) -> None:
         """Fill a bucket on the compute stream and reduce it on the reduction stream.
 
         Shapes:  bucket (W * C,) on each of W ranks  ->  mean of chunk `rank` (C,)
         Memory:  W * C elements until landed, C until committed
         """
+        name = self._units[index].name
+        if self._channels.reductions.size == 1 and self.hook is None:
+            # the chunk is the bucket
+            into = bucket.buffer.new_empty(bucket.flat.layout.chunk)
+            bucket.fill(into)
+            if bucket.predivide:
+                into.div_(self._channels.size)
+            with self._streams.reducing():
+                self._go_on(_Flight(bucket, into, DONE, name))
+            self._ledger.add("reduced", size_of(into))
+            return
         bucket.memory.allocate(self._ledger)
         bucket.fill()
-        if bucket.predivide:
-            bucket.buffer.div_(self._collectives.size)
+        if bucket.predivide and self.hook is None:
+            bucket.buffer.div_(self._channels.size)
         with self._streams.reducing():
             into = bucket.buffer.new_empty(bucket.flat.layout.chunk)
-            self._ledger.add("reduced", size_of(into))
-            self._ledger.add("scratch", bucket.scratch)
-            work = self._collectives.reduce_scatter(_as_real(bucket.buffer), _as_real(into), name)
-        self._flight = _Flight(bucket, into, work)
+            try:
+                if self.hook is None:
+                    work = self._channels.reductions.reduce_scatter(_as_real(bucket.buffer), _as_real(into), name)
+                else:
+                    work = self.hook.launch(self._shown(bucket, index), into, name)
+            except BaseException:
+                bucket.memory.release(self._ledger)
+                raise
+        self._ledger.add("reduced", size_of(into))
+        self._ledger.add("scratch", bucket.scratch)
+        self._flight = _Flight(bucket, into, work, name)
+
+    def _shown(self, bucket: Bucket, index: int) -> GradientBucket:
+        """A bucket as the hook sees it."""
+        number = sum(map(len, self._buckets[:index])) + self._buckets[index].index(bucket)
+        trainable = [one for one in self._buckets[index] if any(one.flat.trainable)]
+        return GradientBucket(bucket, number, index == self.order[-1] and bucket is trainable[-1])
 
     def _land(self) -> None:
-        """Await the reduction in flight, so that at most one bucket is in memory."""
+        """Await the reduction in flight, so that at most one bucket is in memory; its sum goes on to the other replicas."""
         if self._flight is None:
             return
-        bucket, reduced, work = self._flight
-        self._flight = None
+        flight, self._flight = self._flight, None
+        try:
+            with self._streams.landing():
+                flight.work.wait()
+                self._go_on(flight)
+            self._streams.await_reductions()
+        except BaseException:
+            self._ledger.add("reduced", -size_of(flight.into))
+            raise
+        finally:
+            self._give_back(flight.bucket)
+
+    def _go_on(self, flight: _Flight) -> None:
+        """A chunk is reduced among those that share the shards: go on to the sum over the replicas."""
+        if self.hook is None:
+            work = self._channels.replicas.all_reduce(_as_real(flight.into), "sum", flight.name)
+            flight = flight._replace(work=work)
+        if self._channels.replicas.size == 1:
+            self._finish(flight)
+        else:
+            self._second_flights.append(flight)
+
+    def _finish(self, flight: _Flight) -> None:
+        """Await the sum over the replicas, and have the average."""
+        bucket, reduced, work, _ = flight
         with self._streams.landing():
-            work.wait()
-            if not bucket.predivide and self._collectives.size > 1:
-                reduced.div_(self._collectives.size)
+            if self.hook is None:
+                work.wait()
+                if not bucket.predivide and self._channels.size > 1:
+                    reduced.div_(self._channels.size)
             if reduced.dtype != bucket.flat.shard.dtype:
                 self._ledger.add("reduced", -size_of(reduced))
                 reduced = reduced.to(bucket.flat.shard.dtype)
@@ -220,8 +279,6 @@ class Reducer:
                 self._ledger.add("reduced", -size_of(reduced))
             else:
                 bucket.pending = reduced
-        self._streams.await_reductions()
-        self._give_back(bucket)
 
     def _give_back(self, bucket: Bucket) -> None:
         self._ledger.add("scratch", -bucket.scratch)
@@ -235,6 +292,9 @@ class Reducer:
         if not self._shared:
             self._share_usage()
         self._land()
+        while self._second_flights:
+            self._finish(self._second_flights.pop(0))
+        self._streams.await_reductions()
         self._await_usage()
         if not self._learned:
             self._learn_order()
@@ -274,13 +334,13 @@ class Reducer:
             else:
                 came = [flag for b in buckets for flag in b.came]
                 flags = torch.tensor(came, dtype=torch.uint8, device=self._all_used.device)
-            self._usage = _Usage(flags, complete, self._collectives.all_reduce(flags, "max", "which gradients came"))
+            self._usage = _Usage(flags, complete, self._channels.everyone.all_reduce(flags, "max", "which gradients came"))
 
     def _learn_order(self) -> None:
         """After the first backward that synchronises, rank 0's order of arrival is everyone's."""
         self._learned = True
         arrivals = torch.tensor(self._arrivals, dtype=torch.int64, device=self._all_used.device)
-        self._collectives.broadcast(arrivals, 0, "the order of reductions").wait()
+        self._channels.everyone.broadcast(arrivals, 0, "the order of reductions").wait()
         self.order = tuple(int(index) for index in arrivals.tolist())
 
 

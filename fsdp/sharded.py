@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from fsdp.collectives import Collectives
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.hooks import Hooks
@@ -87,3 +88,12 @@ def resting_units_in(model: nn.Module, asker: str) -> list[Unit]:
     for unit in units:
         unit.check_shards()
     return units
+
+
+def everyone_in(model: nn.Module, asker: str) -> Collectives:
+    """The channel to all ranks `model` is wrapped over: those that share its shards, and those that hold the same ones.
+
+    Raises:
+        ShardingError: there is no unit.
+    """
+    return units_in(model, asker)[0].engine.channels.everyone

@@ -9,7 +9,7 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -93,11 +93,13 @@ class SimulatedRank:
         self._world = world
         self._channels: dict[str, SimulatedCollectives] = {}
 
-    def channel(self, name: str) -> "SimulatedCollectives":
-        """The channel of that name. Every rank's n-th call on it belongs to the same operation."""
-        if name not in self._channels:
-            self._channels[name] = SimulatedCollectives(self._world, self, name)
-        return self._channels[name]
+    def channel(self, name: str, ranks: Sequence[int] | None = None) -> "SimulatedCollectives":
+        """The channel of that name among `ranks` (all, if None). Each one's n-th call on it belongs to the same operation."""
+        members = tuple(range(self.size) if ranks is None else ranks)
+        full = name if len(members) == self.size else f"{name} of {name_ranks(members)}"
+        if full not in self._channels:
+            self._channels[full] = SimulatedCollectives(self._world, self, full, members)
+        return self._channels[full]
 
 
 class SimulatedCollectives:
@@ -110,11 +112,12 @@ class SimulatedCollectives:
     ranks called something else; `wait` raises WorldError if the operation cannot end.
     """
 
-    def __init__(self, world: "_World", rank: SimulatedRank, name: str) -> None:
-        self.rank = rank.rank
-        self.size = rank.size
+    def __init__(self, world: "_World", rank: SimulatedRank, name: str, ranks: tuple[int, ...]) -> None:
+        self.rank = ranks.index(rank.rank)
+        self.size = len(ranks)
         self.name = name
         self._world = world
+        self._ranks = ranks
         self._log = rank.log
         self._called = 0
 
@@ -185,7 +188,8 @@ class SimulatedCollectives:
     def _launch(self, kind: str, side: "Side", received: int) -> "_InFlight":
         self._log.append(Call(self.name, kind, side.label, received))
         number, self._called = self._called, self._called + 1
-        return _InFlight(self._world, self.rank, self._world.launch(self.rank, self.name, number, side))
+        rank = self._ranks[self.rank]
+        return _InFlight(self._world, rank, self._world.launch(rank, self.name, self._ranks, number, side))
 
 
 class _InFlight:
@@ -270,15 +274,15 @@ class _World:
         self._seats[rank].over = True
         self._pass_baton(self._choose())
 
-    def launch(self, rank: int, channel: str, number: int, side: "Side") -> "Operation":
-        """Add what `rank` called to operation `number` of the channel; then another rank may take over."""
-        operation = self._operations.setdefault((channel, number), Operation(channel, number))
+    def launch(self, rank: int, channel: str, ranks: tuple[int, ...], number: int, side: "Side") -> "Operation":
+        """Add what `rank` called to operation `number` of the channel of `ranks`; then another rank may take over."""
+        operation = self._operations.setdefault((channel, number), Operation(channel, ranks, number))
         broken = self._broken.get(channel)
         if broken is None or number <= broken.number:
             operation.sides[rank] = side
             if any(other.call != side.call for other in operation.sides.values()):
                 self._broken[channel] = operation
-            elif len(operation.sides) == self.size:
+            elif len(operation.sides) == len(ranks):
                 operation.complete = True
                 self._complete.append(operation)
         mismatch = self._mismatch(operation)
@@ -374,7 +378,7 @@ class _World:
     def _missing(self, operation: "Operation") -> str | None:
         """Which rank will never call this operation because it failed. The first one that failed is the cause."""
         for rank, failure in self._failures.items():
-            if not operation.complete and rank not in operation.sides:
+            if not operation.complete and rank in operation.ranks and rank not in operation.sides:
                 return f"Rank {rank} failed with {_quote(failure)}, and never called {operation.name}."
         return None
 
@@ -383,7 +387,7 @@ class _World:
         for rank, seat in enumerate(self._seats):
             operation = seat.waits_for
             if rank in live and operation is not None:
-                absent = [other for other in range(self.size) if other not in operation.sides]
+                absent = [other for other in operation.ranks if other not in operation.sides]
                 stories.append(f"Rank {rank} waits for {operation.name}, which {name_ranks(absent)} did not call.")
             elif rank in self._failures:
                 stories.append(f"Rank {rank} failed with {_quote(self._failures[rank])}.")

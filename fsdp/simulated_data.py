@@ -13,12 +13,13 @@ ReduceOp = Literal["sum", "max"]
 
 
 class Operation:
-    """What all ranks do together at one number of one channel. `fault`: why its data could not move."""
+    """What `ranks` do together at one number of one channel. `fault`: why its data could not move."""
 
-    __slots__ = ("channel", "complete", "fault", "moved", "number", "pickled", "sides", "told")
+    __slots__ = ("channel", "complete", "fault", "moved", "number", "pickled", "ranks", "sides", "told")
 
-    def __init__(self, channel: str, number: int) -> None:
+    def __init__(self, channel: str, ranks: tuple[int, ...], number: int) -> None:
         self.channel = channel
+        self.ranks = ranks
         self.number = number
         self.sides: dict[int, Side] = {}
         self.complete = False
@@ -38,7 +39,7 @@ class Operation:
     def move(self) -> None:
         """Read every rank's input and write every rank's output, unless a buffer is gone."""
         sides = [self.sides[rank] for rank in sorted(self.sides)]
-        gone = [rank for rank, side in enumerate(sides) if any(buffer.released for buffer in side.buffers)]
+        gone = [rank for rank in sorted(self.sides) if any(buffer.released for buffer in self.sides[rank].buffers)]
         if gone:
             self.fault = (
                 f"buffer of {sides[0].label!r} was released while the collective was in flight: "
@@ -159,5 +160,5 @@ def describe(tensor: Tensor) -> str:
     return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def name_ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

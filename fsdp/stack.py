@@ -59,19 +59,35 @@ def in_autograd_grad() -> bool:
         asks = asks or frame.f_code is _GRAD
     if not isinstance(threading.current_thread(), threading._DummyThread):
         return asks
-    found = {code for frame in sys._current_frames().values() for code in _codes(frame) if code in (_GRAD, _BACKWARD)}
+    found = {frame.f_code for innermost in sys._current_frames().values() for frame in _outwards(innermost)} & {_GRAD, _BACKWARD}
     return found == {_GRAD}
+
+
+def graph_is_made() -> bool:
+    """Whether the backward that runs makes a graph of its own (create_graph=True); when in doubt, yes.
+
+    Grad mode does not tell inside a replay, where it is on.
+    """
+    for frame in _frames():
+        if frame.f_code in (_BACKWARD, _GRAD):
+            return bool(frame.f_locals["create_graph"])
+    # a thread of autograd's own (CUDA) does not show who began the backward
+    found = [
+        frame.f_locals["create_graph"]
+        for innermost in sys._current_frames().values()
+        for frame in _outwards(innermost)
+        if frame.f_code in (_BACKWARD, _GRAD)
+    ]
+    return any(found) or not found
 
 
 def _frames() -> Iterator[FrameType]:
     """From the innermost to the outermost, of the calling thread."""
-    frame: FrameType | None = sys._getframe(1)
+    return _outwards(sys._getframe(1))
+
+
+def _outwards(innermost: FrameType) -> Iterator[FrameType]:
+    frame: FrameType | None = innermost
     while frame is not None:
         yield frame
-        frame = frame.f_back
-
-
-def _codes(frame: FrameType | None) -> Iterator[CodeType]:
-    while frame is not None:
-        yield frame.f_code
         frame = frame.f_back

@@ -56,6 +56,18 @@ class Memory:
             ledger.add(self._kind, -self._size)
 
 
+class Borrowed:
+    """The memory of a buffer that is somebody else's, and always there."""
+
+    __slots__ = ()
+
+    def allocate(self, ledger: Ledger) -> None:
+        """It has memory."""
+
+    def release(self, ledger: Ledger) -> None:
+        """It is not ours to give back."""
+
+
 def size_of(tensor: Tensor) -> int:
     """Bytes of the elements of `tensor`."""
     return tensor.numel() * tensor.element_size()

@@ -16,8 +16,9 @@ from fsdp.config import Config
 from fsdp.errors import ShardingError
 from fsdp.face import ModuleFace, own
 from fsdp.flat import FlatBuffer, Place
+from fsdp.groups import Grouping
 from fsdp.outside import FullUse, LocalUse
-from fsdp.stack import in_backward
+from fsdp.stack import in_backward, is_running
 from fsdp.storage import Ledger, size_of
 from fsdp.streams import Streams
 
@@ -55,14 +56,15 @@ class Unit:
         self.announce: Callable[[], None]
         """Set by the hooks: a gradient of one parameter is about to come from a use outside the unit."""
         self.stay: Callable[[], bool]
-        """Set by the hooks: keep the whole parameters until nothing reads them any more; return whether that will do."""
+        """Set by the hooks: have the whole parameters until the end of the backward; return whether that will do."""
         self._copies: dict[int, tuple[Tensor, int]] = {}
         """Stand-ins for the copies that were read in forwards: their version counters, without their memory."""
         groups: dict[tuple[torch.dtype, bool], list[Place]] = {}
         for place in places:
             groups.setdefault((place.parameter.dtype, place.parameter.requires_grad), []).append(place)
+        replicated = config.grouping is Grouping.REPLICATED
         self.flats = tuple(
-            FlatBuffer(members, _compute_dtype(dtype, config), collectives) for (dtype, _), members in groups.items()
+            FlatBuffer(members, _compute_dtype(dtype, config), collectives, replicated) for (dtype, _), members in groups.items()
         )
         self.whole_parameters = tuple(p for flat in self.flats for p in flat.whole_parameters)
         self.trains = any(map(any, (flat.trainable for flat in self.flats)))
@@ -157,7 +159,7 @@ class Unit:
 
     # uses outside the unit ----------------------------------------------------------------
 
-    def read(self, parameter: nn.Parameter, reader: object) -> Tensor:
+    def read(self, parameter: nn.Parameter, module: nn.Module, reader: object) -> Tensor:
         """The full value of `parameter`, to compute with in a forward: the whole parameter while it may be used, or a copy.
 
         A copy has the dtype the unit computes in.
@@ -167,10 +169,13 @@ class Unit:
         # a choice that leads to a gather must not hang on what this rank holds, such as whether an optimizer changed it here
         if self.lent or (parameter is whole and self._open):
             return parameter
-        # a replay around the unit computes with what the unit itself may be done with before
-        if parameter is whole and in_backward() and (any(face.module is reader for face in self._faces) or self.stay()):
-            self._read_by_replay = True
-            return parameter
+        if in_backward():
+            own = any(face.module is reader for face in self._faces) or is_running(module)
+            # a replay around the unit computes with what the unit itself may be done with before; one of a part of it
+            # needs the rest of the unit soon, of which each rank may read something else
+            if (own and parameter is whole) or ((own or parameter is whole) and self.stay()):
+                self._read_by_replay = True
+                return whole
         copy = self._use_in_full(number, whole.dtype)
         if not copy.is_inference():
             self._check_copies()
@@ -243,6 +248,8 @@ class Unit:
         with self._streams.gathering():
             for flat in self.flats:
                 flat.memory.allocate(self._ledger)
+                if flat.is_shared:
+                    continue
                 flat.own_whole.copy_(flat.shard)
                 self._works.append(self.collectives.all_gather(flat.whole_bytes, self.name))
             self._works += self._streams.gathered()

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from fsdp import clipping
 from fsdp.agreement import agree
 from fsdp.building import build, check_initialisation
-from fsdp.collectives import Channels, open_channels
-from fsdp.config import Config, make_config
+from fsdp.config import Config, find_strategy, make_config
 from fsdp.errors import ShardingError
+from fsdp.groups import Channels, open_channels
 from fsdp.plan import Planned, make_plan
 from fsdp.sharded import engines_in, sharded_of
 from fsdp.unit import Unit
@@ -108,10 +108,12 @@ def fully_shard(
     Args:
         module: the unit; units wrapped before inside it become its inner units.
         process_group: the ranks to shard over; None means `mesh`, or the default group.
-        mesh: a one-dimensional DeviceMesh, instead of a group.
+        mesh: a one-dimensional DeviceMesh, instead of a group. For "HYBRID_SHARD" a two-dimensional one, whose second
+            dimension shards and whose first one holds the same shards, or its shape over all ranks (replicas, shards).
         auto_wrap_policy: inner units: a set of module classes, `callable(name, module) -> bool`, or torch's `ModuleWrapPolicy`.
         sharding_strategy: "FULL_SHARD" gives the whole parameters back after forward and after backward, "SHARD_GRAD_OP"
-            after backward only.
+            after backward only. "HYBRID_SHARD" is the former over one dimension of a mesh. "NO_SHARD" shards nothing: every
+            rank holds the whole model, and gradients are averaged.
         reshard_after_forward: True gives them back after the forward, in the root's own unit too; False keeps them until the
             backward; None follows the strategy, and keeps the root's own unit, which the backward needs first.
         mp_policy: `fsdp.MixedPrecisionPolicy` or torch's.
@@ -125,7 +127,7 @@ def fully_shard(
     Raises:
         ShardingError: an option, the module or the ranks are not as they must be. Nothing was sharded.
     """
-    channels = open_channels(process_group, mesh)
+    channels = open_channels(process_group, mesh, find_strategy(sharding_strategy).grouping)
     options = (sharding_strategy, reshard_after_forward, mp_policy, prefetch, sync_module_states)
 
     def prepare() -> tuple[Config, list[Planned]]:
@@ -133,7 +135,7 @@ def fully_shard(
         check_initialisation(plan, param_init_fn)
         return config, plan
 
-    config, plan = agree(channels.gathers, prepare)
+    config, plan = agree(channels.everyone, prepare)
     build(plan, config, channels, param_init_fn, ignored_modules or ())
     return module
 
@@ -160,7 +162,8 @@ def _prepare(
             )
         if inner is not None and inner.engine.channels != channels:
             raise ShardingError(
-                f"unit {one.name!r} was wrapped over another process group; wrap all units of a model over the same one."
+                f"unit {one.name!r} was wrapped over another process group or mesh, or with a strategy that shares the work in "
+                "another way; wrap all units of a model alike."
             )
     devices: dict[torch.device, str] = {}
     for place in (place for one in plan for place in one.places if not place.parameter.is_meta):
@@ -171,7 +174,7 @@ def _prepare(
             f"parameter {first!r} is on {a}, but {second!r} is on {b}; move the module to one device before wrapping it."
         )
     for device, name in devices.items():
-        if not channels.gathers.can_carry(device):
+        if not channels.everyone.can_carry(device):
             raise ShardingError(
                 f"parameter {name!r} is on {device}, where this process group cannot communicate; "
                 "move the module to the group's device before wrapping it."

@@ -27,6 +27,7 @@ ORDER = (
     "full_state",
     "summon",
     "clipping",
+    "comm_hooks",
     "building",
     "dcp",
     "manifest",
@@ -43,6 +44,7 @@ ORDER = (
     "engine",
     "schedule",
     "reducer",
+    "hooked",
     "bucket",
     "stash",
     "names",
@@ -61,6 +63,7 @@ ORDER = (
     "layout",
     "nested",
     "config",
+    "groups",
     "collectives",
     "simulated",
     "simulated_data",
@@ -146,9 +149,9 @@ def test_only_engine_and_its_neighbours_import_state_machine() -> None:
     )
 
 
-def test_only_collectives_imports_torch_distributed() -> None:
+def test_only_collectives_and_groups_import_torch_distributed() -> None:
     only_in(
-        {"collectives"},
+        {"collectives", "groups"},
         {name: [one for one in imports_of(FSDP / f"{name}.py") if is_distributed(one) and not is_dcp(one)] for name in FILES},
     )
 

@@ -15,7 +15,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from checkpoint_programs import CHECKPOINTS
-from models import CASES, Net, Trained, own_batches, train, wrap
+from models import CASES, Block, Net, Trained, loss_of, own_batches, train, wrap
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fsdp
 
@@ -30,6 +33,10 @@ def trained(case_name: str, rank: int, steps: int = 3, micro: int = 1, no_sync: 
     model = wrap(case, **options)
     more: dict[str, Any] = {"accumulate": partial(fsdp.no_sync, model)} if no_sync else {}
     return train(model, own_batches(case, rank, steps, micro), SGD, **more)
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def clipped(rank: int) -> tuple[float, Trained]:
@@ -50,6 +57,35 @@ def state(rank: int) -> dict[str, torch.Tensor]:
     assert list(again) == list(saved)
     assert all(torch.equal(again[name], tensor) for name, tensor in saved.items())
     return saved
+
+
+def hooked(rank: int) -> dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """By hook of torch, and by parameter: the gradient under NO_SHARD, and under torch's DDP."""
+    found = {}
+    for name, (make_state, hook) in HOOKS.items():
+        models = [CASES["net"].model() for _ in range(2)]
+        ours, theirs = fsdp.fully_shard(models[0], auto_wrap_policy={Block}, sharding_strategy="NO_SHARD"), DDP(models[1])
+        fsdp.register_comm_hook(ours, make_state(), hook)
+        theirs.register_comm_hook(make_state(), hook)
+        for model in (ours, theirs):
+            for batches in own_batches(CASES["net"], rank):
+                model.zero_grad()
+                loss_of(model(batches[0])).backward()
+        gradients = [{name: p.grad for name, p in model.named_parameters()} for model in models]
+        found[name] = {name: (gradients[0][name], gradients[1][name]) for name in gradients[0]}
+    return found
+
+
+HOOKS: Final[dict[str, tuple[Callable[[], Any], Any]]] = {
+    "allreduce_hook": (lambda: None, default_hooks.allreduce_hook),
+    "fp16_compress_hook": (lambda: None, default_hooks.fp16_compress_hook),
+    "fp16_compress_wrapper": (lambda: None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    # of full rank, so that what it comes to is no approximation
+    "powerSGD_hook": (
+        lambda: powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=64, start_powerSGD_iter=2, min_compression_rate=0),
+        powerSGD_hook.powerSGD_hook,
+    ),
+}
 
 
 def built_differently(rank: int) -> tuple[str, float]:
@@ -115,6 +151,16 @@ TRAININGS: Final[dict[str, Callable[[int], Trained]]] = {
     "odd": lambda rank: trained("odd", rank),
     "no_sync": lambda rank: trained("net", rank, micro=3, no_sync=True),
     "recovers": recovers,
+    "NO_SHARD": lambda rank: trained("net", rank, sharding_strategy="NO_SHARD"),
+}
+HYBRID: Final = {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}
+# of four processes
+FOUR: Final[dict[str, Callable[[int], Trained]]] = {
+    "hybrid": lambda rank: trained("net in layers", rank, **HYBRID),
+    "hybrid over a mesh": lambda rank: trained("odd", rank, sharding_strategy="HYBRID_SHARD", mesh=_mesh()),
+    "hybrid, no_sync": lambda rank: trained("net", rank, micro=3, no_sync=True, **HYBRID),
+    "a mesh of one dimension": lambda rank: trained("net", rank, mesh=_mesh()["shard"], sharding_strategy="FULL_SHARD"),
+    "NO_SHARD, four": lambda rank: trained("tied", rank, sharding_strategy="NO_SHARD"),
 }
 OTHERS: Final[dict[str, Callable[[int], Any]]] = {
     "twenty steps": lambda rank: trained("net", rank, steps=20),
@@ -122,6 +168,7 @@ OTHERS: Final[dict[str, Callable[[int], Any]]] = {
     "clipped": clipped,
     "state": state,
     "built differently": built_differently,
+    "hooked": hooked,
 }
 
 
@@ -135,7 +182,7 @@ LAST: Final[dict[str, Callable[[int], Any]]] = {
 def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     """These programs (or all) in turn, over one group; the results go to a file."""
     usual = {**TRAININGS, **OTHERS}
-    programs = {**usual, **LAST, **CHECKPOINTS}
+    programs = {**usual, **FOUR, **LAST, **CHECKPOINTS}
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)

@@ -6,14 +6,14 @@ One start of W processes runs every program; the tests look at what came out.
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gloo_programs import BF16, LAST, LIMIT, OTHERS, SGD, TRAININGS
-from models import CASES, assert_close, assert_trained_alike, joined, reference
+from gloo_programs import BF16, FOUR, HOOKS, LAST, LIMIT, OTHERS, SGD, TRAININGS
+from models import CASES, Case, assert_close, assert_trained_alike, joined, reference, train
 
 import fsdp
 
@@ -21,6 +21,9 @@ pytestmark = pytest.mark.gloo
 
 HERE = Path(__file__).resolve().parent
 CASE_OF = {
+    "hybrid": "net in layers",
+    "hybrid over a mesh": "odd",
+    "NO_SHARD, four": "tied",
     "twenty steps in float64": "net in float64",
     "reshard": "net in layers",
     "deep prefetch": "net in layers",
@@ -29,7 +32,7 @@ CASE_OF = {
     "odd": "odd",
 }
 STEPS = {"twenty steps in float64": 20}
-MICRO = {"no_sync": 3}
+MICRO = {"no_sync": 3, "hybrid, no_sync": 3}
 
 
 def start(rank: int, size: int, folder: Path, *names: str) -> subprocess.Popen[bytes]:
@@ -90,6 +93,27 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run(request.param, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(4, tmp_path_factory.mktemp("ranks"), *FOUR)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_training_on_a_mesh_is_that_of_one_process(name: str, four_ranks: list[dict[str, Any]]) -> None:
+    # shards are held twice where the mesh has a second dimension; over one of them alone there are two trainings
+    rows = [four_ranks[:2], four_ranks[2:]] if name == "a mesh of one dimension" else [four_ranks]
+    case = CASES[CASE_OF.get(name, "net")]
+    for number, row in enumerate(rows):
+        found = joined([one[name] for one in row], case.model())
+        batches = _batches(case, range(number * len(row), (number + 1) * len(row)), MICRO.get(name, 1))
+        assert_trained_alike(found, train(case.model(), batches, SGD))
+
+
+def _batches(case: Case, ranks: Sequence[int], micro: int) -> list[list[torch.Tensor]]:
+    """Of three steps, what these ranks see."""
+    return [[case.batch(rank, step * micro + m) for rank in ranks for m in range(micro)] for step in range(3)]
+
+
 @pytest.mark.parametrize("name", TRAININGS)
 def test_training_is_that_of_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
     case = CASES[CASE_OF.get(name, "net")]
@@ -122,6 +146,17 @@ def test_bf16_computes_the_same_bits_too_and_stays_near_fp32(ranks: list[dict[st
     found = joined([one["bf16"] for one in ranks], CASES["net"].model())
     assert_close(found.gradients[0], plain.gradients[0], within=40 * 2**-9)
     assert BF16.reduce_dtype is torch.float32
+
+
+WITHIN = {"fp16_compress_hook": 3 * 2**-11, "fp16_compress_wrapper": 3 * 2**-11, "powerSGD_hook": 1e-5}
+"""Two roundings to half precision and one of a sum; PowerSGD makes a matrix orthogonal in fp32."""
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_the_hooks_of_torch_do_what_they_do_under_ddp(name: str, ranks: list[dict[str, Any]]) -> None:
+    for one in ranks:
+        ours, theirs = ({key: pair[side] for key, pair in one["hooked"][name].items()} for side in (0, 1))
+        assert_close(ours, theirs, within=WITHIN.get(name, 1e-6))
 
 
 def test_the_norm_is_global_and_the_same_on_every_rank(ranks: list[dict[str, Any]]) -> None:

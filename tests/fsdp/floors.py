@@ -41,6 +41,8 @@ def root_and_block(world_size: int, width: int) -> tuple[Sizes, Sizes]:
 def expected_peak(world_size: int, width: int, prefetch: int, buffers: int = 1) -> int:
     """The most that is held at once; `buffers` a reduction: 1, or 2 where what peers send needs a place."""
     root, block = root_and_block(world_size, width)
+    if world_size == 1:
+        buffers = 0  # what is reduced is the shard itself
     moments = []
     for i in range(BLOCKS):
         done = BLOCKS - 1 - i

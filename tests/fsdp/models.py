@@ -186,9 +186,16 @@ def own_batches(case: Case, rank: int, steps: int = 3, micro: int = 1) -> list[l
 
 
 def join(parts: Sequence[Tensor | None], shape: torch.Size) -> Tensor | None:
-    """One parameter's shards of every rank, by rank, put together: they tile it in rank order. Nobody's is None."""
+    """One parameter's shards of every rank, by rank, put together: they tile it in rank order. Nobody's is None.
+
+    Where several ranks hold the same shards, they tile it several times, and each time to the same bits.
+    """
     held = [part.reshape(-1) for part in parts if part is not None]
-    return torch.cat(held).view(shape) if held else None
+    if not held:
+        return None
+    first, *others = torch.cat(held).view(-1, *shape) if shape.numel() else [torch.cat(held).view(shape)]
+    assert all(torch.equal(first, other) for other in others), "the replicas differ"
+    return first
 
 
 def joined(by_rank: Sequence[Trained], like: nn.Module) -> Trained:
@@ -246,7 +253,7 @@ def is_at_rest(model: nn.Module) -> bool:
     """No pass runs, and every unit shows its shards and holds no whole parameters."""
     engines = list(_engines(model))
     return all(e.root.at_rest and not any(e.whole(i) for i in range(len(e.units))) for e in engines) and all(
-        flat.whole.untyped_storage().size() == 0 for e in engines for unit in e.units for flat in unit.flats
+        flat.is_shared or flat.whole.untyped_storage().size() == 0 for e in engines for unit in e.units for flat in unit.flats
     )
 
 

@@ -87,8 +87,9 @@ def trees(draw: st.DrawFn) -> TreeSpec:
         or (draw(st.booleans()) if chosen == "some" else chosen == "all" or isinstance(modules[path], LeafSpec))
     ]
     by_hand = several_roots or draw(st.booleans())
-    strategy = draw(st.sampled_from(("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP")))
-    reshard = draw(st.sampled_from((None, None, False) if strategy == "SHARD_GRAD_OP" else (None, True, False)))
+    strategy = draw(st.sampled_from(("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")))
+    keeps = strategy in ("SHARD_GRAD_OP", "NO_SHARD")
+    reshard = draw(st.sampled_from((None, None, False) if keeps else (None, True, False)))
     options = (("sharding_strategy", strategy), ("reshard_after_forward", reshard), ("prefetch", draw(st.integers(0, 2))))
     ties = []
     by_kind: dict[tuple[str, tuple[str, ...]], list[str]] = {}
@@ -111,6 +112,7 @@ def trees(draw: st.DrawFn) -> TreeSpec:
         several_roots=several_roots,
         ties=tuple(ties),
         options=options,
+        replicas=draw(st.sampled_from((2, 3, 4))) if strategy == "HYBRID_SHARD" else 0,
         width=draw(st.sampled_from((3, 5, 1))),
         early_optimizer=draw(st.booleans()),
         feature=draw(st.sampled_from(("", "", *inner))),

@@ -13,9 +13,11 @@ from models import CASES, Block, Case, Net, loss_of, make_net, own_batches, trai
 from test_optimizer_state import ROWS, assert_same, in_groups, trained
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import fsdp
+from fsdp.dcp import Stored
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 FULL = StateDictOptions(full_state_dict=True)
@@ -272,3 +274,35 @@ def test_every_rank_writes_its_own_parts_and_nothing_twice(tmp_path: Path) -> No
     held = sum(t.nbytes for t in CASES["net in float64"].model().state_dict().values())
     tensors = 2 * len(CASES["net"].model().state_dict())
     assert held < sum(files.values()) < held + 3000 * tensors, "torch adds less than 3 kB to each box"
+
+
+WAYS = {"NO_SHARD": {}, "HYBRID_SHARD": {"mesh": (2, 2)}, "FULL_SHARD": {}}
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"), [("NO_SHARD", "FULL_SHARD"), ("HYBRID_SHARD", "NO_SHARD"), ("FULL_SHARD", "HYBRID_SHARD")]
+)
+def test_ranks_that_hold_the_same_shards_save_them_once_and_load_them_all(saving: str, loading: str, tmp_path: Path) -> None:
+    case = CASES["tied"]
+
+    def fn(rank: int) -> None:
+        model = wrap(case, sharding_strategy=saving, **WAYS[saving])
+        optimizer = in_groups(model.parameters())
+        train(model, own_batches(case, rank, 2), lambda _: optimizer)
+        fsdp.save(tmp_path / "a", model, optimizer, extra={"rank": rank})
+        wanted = fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
+        other = wrap(case, sharding_strategy=loading, **WAYS[loading])
+        again = in_groups(other.parameters())
+        assert fsdp.load(tmp_path / "a", other, again) == {"rank": rank}
+        assert_same((fsdp.full_state_dict(other), fsdp.full_optim_state_dict(other, again)), wanted)
+        third = wrap(case, sharding_strategy=loading, **WAYS[loading])
+        mine = in_groups(third.parameters())
+        fsdp.load_full_state_dict(third, wanted[0] if rank == 0 else None)
+        fsdp.load_full_optim_state_dict(third, mine, wanted[1] if rank == 0 else None)
+        assert_same((weights_of(third), fsdp.full_optim_state_dict(third, mine)), (weights_of(other), wanted[1]))
+
+    fsdp.simulate(4, fn)
+    for key, stored in Stored(tmp_path / "a").metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            written = sum(torch.Size(chunk.sizes).numel() for chunk in stored.chunks)
+            assert written == torch.Size(stored.size).numel(), f"{key} is there more than once"

@@ -5,6 +5,7 @@ Every module maps (batch, width) to (batch, width), so that any of them can be p
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
+from fsdp.simulated import current_rank
 
 BATCH = 3
 ROOT_OWN = "tail"
@@ -84,6 +86,8 @@ class TreeSpec:
     ties: tuple[tuple[str, str], ...] = ()
     """Parameters of the second module that are those of the first: paths of two leaves of one kind."""
     options: tuple[tuple[str, Any], ...] = ()
+    replicas: int = 0
+    """How often the shards are held, if the world can be divided so, with HYBRID_SHARD."""
     width: int = 3
     early_optimizer: bool = False
     """Made before the model is wrapped."""
@@ -360,6 +364,11 @@ def build(tree: TreeSpec, faults: Faults) -> nn.Module:
 def wrap(tree: TreeSpec, model: nn.Module) -> nn.Module:
     """Shard it as the tree says."""
     options = dict(tree.options)
+    if tree.replicas:
+        rank = current_rank()
+        assert rank is not None
+        replicas = gcd(tree.replicas, rank.size)
+        options["mesh"] = (replicas, rank.size // replicas)
     paths = tree.units
     if tree.by_hand:
         for path in reversed(paths):

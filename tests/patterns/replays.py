@@ -163,3 +163,70 @@ def _(run: Run) -> Yields:
     for number in range(2):
         loss_of(model(run.data(number, 2, WIDTH), run.rank)).backward()
         yield
+
+
+class PartReplayed(nn.Module):
+    """Checkpoints a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.head = SomeRanksUse(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        def region(y: Tensor) -> Tensor:
+            return torch.tanh(self.part(torch.tanh(y), rank)).exp()
+
+        return self.head(checkpoint(region, x, use_reentrant=False))
+
+
+@pattern(
+    "a backward that begins inside a replayed part of the root, whose weights some ranks use",
+    "the part is replayed before anything says that the backward has come to the root",
+    gathers=1 + 1,
+    reductions=2,
+    cost="the root stays whole for the first backward, which reads every weight of it, and is gathered for the second",
+)
+def _(run: Run) -> Yields:
+    features: list[Tensor] = []
+    model = run.shard(PartReplayed())
+    model.part.register_forward_hook(lambda module, args, output: features.append(output))
+    loss = loss_of(model(run.data(0, 2, WIDTH).requires_grad_(), run.rank))
+    features[0].square().mean().backward(retain_graph=True)
+    yield
+    loss.backward()
+    yield
+
+
+class HasUnitInside(nn.Module):
+    """Replays a part of itself; the unit inside it is for other days."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.spare = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: torch.tanh(y * self.scale) * self.scale, x + 1, use_reentrant=False)
+
+
+class AroundIt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.head = HasUnitInside(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # nothing keeps the input of the unit alive
+        return self.head(self.inside(2 * x) + x)
+
+
+@pattern(
+    "a gradient penalty through a replayed part of a unit with units inside",
+    "nobody but the backward sees the gradient leave such a unit, and what made it reads its weights again",
+)
+def _(run: Run) -> Yields:
+    model = run.shard(AroundIt(), {HasUnitInside, nn.Linear})
+    x = run.data(0, 2, WIDTH).requires_grad_()
+    loss = loss_of(model(x))
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + slope.square().sum()).backward()
+    run.note("the gradient of the input", x.grad)
+    yield

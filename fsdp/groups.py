@@ -1,0 +1,173 @@
+"""Which ranks do what together: who shards a unit, and who holds the same shards.
+
+                shard among       hold the same shards
+FULL_SHARD      all ranks         each rank alone
+HYBRID_SHARD    rows of a mesh    columns of the mesh
+NO_SHARD        each rank alone   all ranks
+"""
+
+import weakref
+from enum import Enum, auto
+from math import prod
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp import simulated
+from fsdp.collectives import Alone, Collectives, ProcessGroupCollectives
+from fsdp.errors import ShardingError
+from fsdp.trail import Watch
+
+
+class Grouping(Enum):
+    """How the ranks share the work."""
+
+    SHARDED = auto()
+    HYBRID = auto()
+    REPLICATED = auto()
+
+
+class Channels(NamedTuple):
+    """Gathers and reductions on groups of their own, so that neither can reorder the other."""
+
+    gathers: Collectives
+    """Among the ranks that share the shards of a unit."""
+    reductions: Collectives
+    """Among the same ranks."""
+    replicas: Collectives
+    """Among the ranks that hold the same shards."""
+    everyone: Collectives
+    """Among all ranks."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks train together."""
+        return self.reductions.size * self.replicas.size
+
+
+def open_channels(process_group: Any, mesh: Any, grouping: Grouping) -> Channels:
+    """The channels of a group: the given one, or a mesh's, or the default group, or the simulated world's.
+
+    Communicates the first time a group is seen: its second group is made.
+
+    Raises:
+        ShardingError: none of them exists, both a group and a mesh are given, or the mesh does not fit.
+    """
+    if process_group is not None and mesh is not None:
+        raise ShardingError("process_group and mesh contradict each other; give one of them.")
+    if grouping is Grouping.HYBRID:
+        if mesh is None:
+            raise ShardingError(
+                "HYBRID_SHARD needs a mesh: a two-dimensional DeviceMesh or the shape (replicas, shards), whose rows shard a "
+                "unit and whose columns hold the same shards."
+            )
+    elif _dimensions(mesh) > 1:
+        raise ShardingError(
+            f"mesh has {_dimensions(mesh)} dimensions; give a one-dimensional one, such as mesh['shard'], or ask for "
+            "sharding_strategy='HYBRID_SHARD'."
+        )
+    world = simulated.current_rank()
+    if world is not None:
+        return _simulated_channels(world, process_group, mesh, grouping)
+    if grouping is Grouping.HYBRID:
+        return _hybrid_channels(mesh)
+    if mesh is not None:
+        process_group = mesh.get_group()
+    if process_group is None:
+        process_group = _default_group()
+    first, second = _pair(process_group)
+    if grouping is Grouping.REPLICATED:
+        return Channels(_alone, _alone, second, second)
+    return Channels(first, second, _alone, second)
+
+
+def _dimensions(mesh: Any) -> int:
+    return 0 if mesh is None else len(mesh) if isinstance(mesh, tuple | list) else int(mesh.ndim)
+
+
+def _check_shape(shape: tuple[int, ...], ranks: int) -> None:
+    """(replicas, shards) of a mesh over `ranks` ranks."""
+    if len(shape) != 2 or not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) != ranks:
+        raise ShardingError(f"mesh {shape} does not fit: give (replicas, shards) with a product of {ranks}, the number of ranks.")
+
+
+def _simulated_channels(world: simulated.SimulatedRank, process_group: Any, mesh: Any, grouping: Grouping) -> Channels:
+    if process_group is not None or (mesh is not None and grouping is not Grouping.HYBRID):
+        raise ShardingError("process_group and mesh have no meaning inside fsdp.simulate; leave them out.")
+    gathers, reductions = world.channel("gathers"), world.channel("reductions")
+    if grouping is Grouping.SHARDED:
+        return Channels(gathers, reductions, _alone, reductions)
+    if grouping is Grouping.REPLICATED:
+        return Channels(_alone, _alone, reductions, reductions)
+    if not isinstance(mesh, tuple | list):
+        raise ShardingError("inside fsdp.simulate there are no meshes; give the shape (replicas, shards) as mesh.")
+    _check_shape(tuple(mesh), world.size)
+    row, column = divmod(world.rank, mesh[1])
+    shards = tuple(range(row * mesh[1], (row + 1) * mesh[1]))
+    replicas = tuple(range(column, world.size, mesh[1]))
+    first, second = (world.channel("gathers", shards), world.channel("reductions", shards)) if mesh[1] > 1 else (_alone, _alone)
+    return Channels(first, second, world.channel("replicas", replicas) if mesh[0] > 1 else _alone, reductions)
+
+
+def _hybrid_channels(mesh: Any) -> Channels:
+    if isinstance(mesh, tuple | list):
+        mesh = _mesh(tuple(mesh))
+    if mesh.ndim != 2:
+        raise ShardingError(f"mesh has {mesh.ndim} dimension; HYBRID_SHARD needs two: replicas, shards.")
+    everyone = tuple(mesh.mesh.flatten().tolist())
+    if everyone not in _flattened:
+        _flattened[everyone] = dist.new_group(list(everyone), use_local_synchronization=True)
+    first, second = _pair(mesh.get_group(1))
+    return Channels(first, second, _pair(mesh.get_group(0))[1], _pair(_flattened[everyone])[1])
+
+
+def _mesh(shape: tuple[int, ...]) -> Any:
+    """A mesh of that shape over all ranks, made once."""
+    world = _default_group()
+    _check_shape(shape, dist.get_world_size(world))
+    known = _meshes.setdefault(world, {})
+    if shape not in known:
+        known[shape] = init_device_mesh(world._device_types[0].type, shape)
+    return known[shape]
+
+
+def _default_group() -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ShardingError(
+            "No process group and no mesh: call torch.distributed.init_process_group() first and start the "
+            "script with torchrun, "
+            "or run it inside fsdp.simulate(world_size, fn)."
+        )
+    return c10d._get_default_group()
+
+
+# torch owns the groups, and forgets them in destroy_process_group()
+_alone = Alone()
+_pairs: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Collectives, Collectives]] = weakref.WeakKeyDictionary()
+_flattened: weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = weakref.WeakValueDictionary()
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+
+
+def _pair(group: dist.ProcessGroup) -> tuple[Collectives, Collectives]:
+    """Two channels over the same ranks."""
+    if dist.get_world_size(group) == 1:
+        return _alone, _alone
+    if group not in _pairs:
+        second = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+        watch = _watch(group)
+        _pairs[group] = (
+            ProcessGroupCollectives(group, "gathers", watch),
+            ProcessGroupCollectives(second, "reductions", watch),
+        )
+    return _pairs[group]
+
+
+def _watch(group: dist.ProcessGroup) -> Watch | None:
+    """What the channels of a real group with more than one rank share."""
+    size = dist.get_world_size(group)
+    if size == 1 or dist.get_backend(group) == "fake":
+        return None
+    store = c10d.PrefixStore(f"fsdp/{group.group_name}", c10d._get_default_store())
+    return Watch(store, dist.get_rank(group), size)

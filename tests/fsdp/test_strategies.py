@@ -1,0 +1,188 @@
+"""Strategies: the numbers of one process whatever is sharded, what is held, and what goes over the wire."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, Block, Net, assert_close, assert_trained_alike, joined, loss_of, own_batches, reference, train, wrap
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp
+from fsdp.simulated import current_rank
+
+SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "FULL_SHARD": (4, {}),
+    "SHARD_GRAD_OP": (4, {"sharding_strategy": "SHARD_GRAD_OP"}),
+    "NO_SHARD": (3, {"sharding_strategy": "NO_SHARD"}),
+    "HYBRID_SHARD, 2 replicas": (4, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}),
+    "HYBRID_SHARD, 3 replicas": (6, {"sharding_strategy": "HYBRID_SHARD", "mesh": (3, 2)}),
+    "HYBRID_SHARD, kept after forward": (
+        4,
+        {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2), "reshard_after_forward": False},
+    ),
+    "HYBRID_SHARD, 1 replica": (2, {"sharding_strategy": "HYBRID_SHARD", "mesh": (1, 2)}),
+    "HYBRID_SHARD, 1 shard": (2, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 1)}),
+}
+EVERY = pytest.mark.parametrize(("size", "options"), STRATEGIES.values(), ids=STRATEGIES)
+
+
+def checkpointed(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def frozen(model: nn.Module) -> None:
+    model.blocks[1].requires_grad_(False)
+    model.enter.bias.requires_grad_(False)
+
+
+def as_it_is(model: nn.Module) -> None:
+    """A plain model."""
+
+
+@EVERY
+@pytest.mark.parametrize("change", [as_it_is, checkpointed, frozen], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("no_sync", [False, True], ids=["one backward a step", "no_sync"])
+def test_training_is_that_of_one_process(
+    size: int, options: dict[str, Any], change: Callable[[nn.Module], None], no_sync: bool
+) -> None:
+    micro = 3 if no_sync else 1
+
+    def make() -> nn.Module:
+        net = CASES["net"].model()
+        change(net)
+        return net
+
+    def one_rank(rank: int) -> Any:
+        model = fsdp.fully_shard(make(), auto_wrap_policy={Block}, **options)
+        more: dict[str, Any] = {"accumulate": partial(fsdp.no_sync, model)} if no_sync else {}
+        return train(model, own_batches(CASES["net"], rank, 3, micro), SGD, **more)
+
+    batches = [[CASES["net"].batch(rank, step * micro + m) for rank in range(size) for m in range(micro)] for step in range(3)]
+    assert_trained_alike(joined(fsdp.simulate(size, one_rank), make()), train(make(), batches, SGD))
+
+
+@EVERY
+@pytest.mark.parametrize("case", ["tied", "recurrent", "odd", "net as one unit"])
+def test_other_models_too(size: int, options: dict[str, Any], case: str) -> None:
+    found = fsdp.simulate(size, lambda rank: train(wrap(CASES[case], **options), own_batches(CASES[case], rank), SGD))
+    assert_trained_alike(joined(found, CASES[case].model()), reference(CASES[case], size, optimizer=SGD))
+
+
+@EVERY
+def test_mixed_precision_stays_near_fp32(size: int, options: dict[str, Any]) -> None:
+    """Near: 40 roundings of 2^-9, as derived in test_precision."""
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    case = CASES["net"]
+    found = fsdp.simulate(size, lambda rank: train(wrap(case, mp_policy=policy, **options), own_batches(case, rank), SGD))
+    wanted = reference(case, size, optimizer=SGD)
+    assert_close(joined(found, case.model()).gradients[0], wanted.gradients[0], within=40 * 2**-9)
+
+
+@EVERY
+def test_the_norm_and_the_full_state_are_those_of_the_whole_model(size: int, options: dict[str, Any]) -> None:
+    case = CASES["net"]
+
+    def one_rank(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
+        model = wrap(case, **options)
+        train(model, own_batches(case, rank, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+        return float(fsdp.clip_grad_norm_(model, 1e9)), fsdp.full_state_dict(model)
+
+    gradients = reference(case, size, 1, optimizer=SGD).gradients[0].values()
+    norm = float(torch.stack([g.norm() for g in gradients if g is not None]).norm())
+    for found, state in fsdp.simulate(size, one_rank):
+        assert found == pytest.approx(norm, rel=1e-6)
+        assert_close({**state}, {**case.model().state_dict()}, within=0)
+
+
+def bytes_of_a_step(size: int, width: int, **options: Any) -> tuple[int, int]:
+    """Bytes that rank 0 receives in a second step, and holds after it."""
+
+    def one_rank(rank: int) -> tuple[int, int]:
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(Net(4, width), auto_wrap_policy={Block}, **options)
+        here = current_rank()
+        assert here is not None
+        before = 0
+        for _ in range(2):
+            before = len(here.log)
+            loss_of(model(torch.ones(2, 6))).backward()
+        return sum(call.received for call in here.log[before:]), fsdp.memory_bytes(model)
+
+    return fsdp.simulate(size, one_rank)[0]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("strategy", "replicas", "rounds"),
+    [("FULL_SHARD", 1, 2), ("SHARD_GRAD_OP", 1, 1), ("HYBRID_SHARD", 2, 2), ("NO_SHARD", 0, 0)],
+)
+def test_bytes_on_the_wire_and_at_rest_are_the_floor(strategy: str, replicas: int, rounds: int, size: int) -> None:
+    """With s shards and r replicas of P bytes: (s - 1) / s P a gather and for the reduce-scatter, 2 (r - 1) / r P / s for the
+    all-reduce; P / s at rest. 3 % for padding and small talk."""
+    copies = replicas or size
+    shards = size // copies
+    parameters = sum(p.nbytes for p in Net(4, 64).parameters())
+    mesh = {"mesh": (copies, shards)} if strategy == "HYBRID_SHARD" else {}
+    received, held = bytes_of_a_step(size, 64, sharding_strategy=strategy, reshard_after_forward=rounds == 2 or None, **mesh)
+    floor = (rounds + 1) * parameters * (shards - 1) / shards + 2 * (copies - 1) / copies * parameters / shards
+    assert floor <= received <= 1.03 * floor
+    assert parameters / shards <= held <= 1.03 * parameters / shards
+
+
+def test_replicas_compute_with_the_parameters_themselves() -> None:
+    """Without a second copy, unless they compute in another precision."""
+
+    def held(**options: Any) -> int:
+        """Bytes after a forward whose backward is to come."""
+
+        def one_rank(rank: int) -> int:
+            model = fsdp.fully_shard(Net(4, 64), auto_wrap_policy={Block}, sharding_strategy="NO_SHARD", **options)
+            model(torch.ones(2, 6))
+            return fsdp.memory_bytes(model)
+
+        return fsdp.simulate(2, one_rank)[0]
+
+    parameters = sum(p.nbytes for p in Net(4, 64).parameters())
+    assert held() <= 1.03 * parameters
+    half = held(mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    assert 1.5 * parameters <= half <= 1.03 * 1.5 * parameters
+
+
+REFUSED = {
+    "HYBRID_SHARD needs a mesh": {"sharding_strategy": "HYBRID_SHARD"},
+    r"mesh \(3, 2\) does not fit: give \(replicas, shards\) with a product of 4": {
+        "sharding_strategy": "HYBRID_SHARD",
+        "mesh": (3, 2),
+    },
+    r"mesh \(4,\) does not fit": {"sharding_strategy": "HYBRID_SHARD", "mesh": (4,)},
+    r"mesh \(-2, -2\) does not fit": {"sharding_strategy": "HYBRID_SHARD", "mesh": (-2, -2)},
+    "mesh has 2 dimensions; give a one-dimensional one, .* 'HYBRID_SHARD'|'HYBRID_SHARD'": {"mesh": (2, 2)},
+    "there are no meshes; give the shape": {"sharding_strategy": "HYBRID_SHARD", "mesh": "cpu"},
+    "reshard_after_forward=True contradicts sharding_strategy='NO_SHARD'": {
+        "sharding_strategy": "NO_SHARD",
+        "reshard_after_forward": True,
+    },
+}
+
+
+@pytest.mark.parametrize(("text", "options"), REFUSED.items(), ids=lambda value: str(value)[:30])
+def test_what_cannot_be_is_refused_by_name(text: str, options: dict[str, Any]) -> None:
+    def one_rank(rank: int) -> None:
+        with pytest.raises(fsdp.ShardingError, match=text):
+            fsdp.fully_shard(nn.Linear(4, 4), **options)
+
+    fsdp.simulate(4, one_rank)
+
+
+def test_units_that_share_the_work_in_different_ways_are_refused() -> None:
+    def one_rank(rank: int) -> None:
+        net = nn.Sequential(fsdp.fully_shard(nn.Linear(4, 4), sharding_strategy="NO_SHARD"), nn.Linear(4, 4))
+        with pytest.raises(fsdp.ShardingError, match="with a strategy that shares the work in another way"):
+            fsdp.fully_shard(net)
+
+    fsdp.simulate(2, one_rank)
