@@ -74,7 +74,7 @@ def train(rank: int, device: torch.device | str = "cpu") -> Result:
     model = fsdp.FullyShardedDataParallel(module, auto_wrap_policy={Block}, sync_module_states=True)
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
     held_out = draw_batch(-1).to(device)
-    before = fsdp.full_state_dict(model)
+    before = fsdp.full_state_dict(model, rank0_only=False)
     with torch.no_grad():
         loss_before = byte_loss(model, held_out).item()
     for step in range(STEPS):
@@ -82,7 +82,7 @@ def train(rank: int, device: torch.device | str = "cpu") -> Result:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    after = fsdp.full_state_dict(model)  # a collective: every rank calls it
+    after = fsdp.full_state_dict(model, rank0_only=False)  # a collective: every rank calls it
     adapters = {name: value for name, value in after.items() if is_adapter(name)}
 
     fresh = make_model().to(device)

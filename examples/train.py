@@ -5,8 +5,10 @@
     torchrun ... examples/train.py --compare                               # against the same model unsharded
 
 The folder is the Python standard library unless one is named. `runs/train` receives the loss curve (loss.png), its
-numbers (losses.json) and a sample of generated text (sample.txt). The exit status is 1 when the model did not learn,
-that is when its loss on held-out text is not clearly below what a model without context could reach.
+numbers (losses.json) and a sample of generated text (sample.txt). With `--checkpoint-every` its folder `checkpoints`
+receives checkpoints, and `--resume` goes on from the newest: on another number of ranks, or after `torchrun --max-
+restarts`. The exit status is 1 when the model did not learn, that is when its loss on held-out text is not clearly
+below what a model without context could reach.
 
 Rule 1: a global batch is a function of (seed, step) alone; a rank takes its slice. So W ranks and one process train on
         the same bytes, and `--compare` compares the engine and nothing else.
@@ -102,21 +104,34 @@ def shard(module: nn.Module, args: argparse.Namespace) -> nn.Module:
 
 
 def train(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: "World") -> "Curve":
-    """All the steps, with a progress bar on rank 0 and an evaluation every `--eval-every` steps."""
+    """All the steps, with a progress bar on rank 0, an evaluation every `--eval-every` steps, and checkpoints if asked for."""
     optimizer = make_optimizer(model, args)
-    curve = Curve(train=[], held_out=[(0, evaluate(model, args, corpus, world))], entropy=corpus.entropy)
+    curve = Curve(train=[], held_out=[], entropy=corpus.entropy)
+    folder = args.out / "checkpoints"
+    newest = fsdp.latest(folder) if args.resume else None
+    if newest is None:
+        curve.held_out.append((0, evaluate(model, args, corpus, world)))
+    else:
+        extra = fsdp.load(newest, model, optimizer)
+        curve.train, curve.held_out = extra["train"], extra["held_out"]
+        world.say(f"resumed from {newest}")
+    begin = len(curve.train)
     mine = slice(world.rank * args.batch, (world.rank + 1) * args.batch)
     seconds = 0.0
-    with tqdm(total=args.steps, unit="step", disable=world.rank != 0, dynamic_ncols=True) as bar:
-        for step in range(args.steps):
+    with tqdm(total=args.steps, initial=begin, unit="step", disable=world.rank != 0, dynamic_ncols=True) as bar:
+        for step in range(begin, args.steps):
             start = time.perf_counter()
             tokens = corpus.batch(args, step, world.size)[mine].to(world.device)
             loss = take_step(model, optimizer, fsdp.clip_grad_norm_, tokens, args, step)
             curve.train.append((step + 1, world.mean(loss)))
             seconds += time.perf_counter() - start
-            curve.tokens_per_second = (step + 1) * world.size * args.batch * args.context / seconds
+            curve.tokens_per_second = (step + 1 - begin) * world.size * args.batch * args.context / seconds
             if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
                 curve.held_out.append((step + 1, evaluate(model, args, corpus, world)))
+            if args.checkpoint_every and (step + 1) % args.checkpoint_every == 0:
+                # the data of a step follow from its number, and nothing else is drawn at random
+                extra = {"train": curve.train, "held_out": curve.held_out}
+                fsdp.save(folder / f"step-{step + 1}", model, optimizer, extra=extra, keep_last=2)
             bar.set_postfix_str(
                 f"loss {curve.train[-1][1]:.3f}, held-out {curve.held_out[-1][1]:.3f}, {curve.tokens_per_second:,.0f} tokens/s, "
                 f"{megabytes(fsdp.memory_bytes(model))}/rank",
@@ -343,11 +358,23 @@ def join_world() -> World:
     else:
         device, backend = torch.device("cpu"), "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=open_store(size), rank=rank, world_size=size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     rank, size = dist.get_rank(), dist.get_world_size()
     return World(rank, size, device, f"{size} {'process' if size == 1 else 'processes'} ({device.type}, {backend})")
+
+
+def open_store(size: int) -> dist.Store:
+    """Where the ranks of this start find each other.
+
+    After a restart torchrun's own store (2.13) still holds the addresses of those that died; so each start has names of its own.
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, size, is_master=not shared and rank_before_joining() == 0)
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def rank_before_joining() -> int:
@@ -417,6 +444,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--strategy", choices=["FULL_SHARD", "SHARD_GRAD_OP"], default="FULL_SHARD", help="(default: %(default)s)"
     )
+    parser.add_argument("--checkpoint-every", type=positive_int, help="steps between checkpoints (default: none)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, if there is one")
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder for the results (default: %(default)s)")
     parser.add_argument("--eval-every", type=positive_int, default=50, help="steps between evaluations (default: %(default)s)")
     parser.add_argument(
@@ -426,6 +455,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.width % args.heads:
         refuse(f"--width {args.width} is not a multiple of --heads {args.heads}")
+    if args.checkpoint_every and not args.resume and any((args.out / "checkpoints").glob("step-*")):
+        refuse(f"{args.out / 'checkpoints'} holds checkpoints of another run; give --resume to go on with it, or another --out")
     args.steps = args.steps or (30 if args.compare else 400)
     args.optimizer = args.optimizer or ("sgd" if args.compare else "adamw")
     args.lr = args.lr or {"adamw": 2e-3, "sgd": 0.1}[args.optimizer]

@@ -1,13 +1,17 @@
 """A fully sharded data-parallel engine for PyTorch with an explicit state machine."""
 
-from fsdp.checkpoint import full_state_dict, load_full_state_dict, summon_full_params
+from fsdp.checkpoint import latest, load, save
 from fsdp.clipping import ShardedGradScaler, clip_grad_norm_
 from fsdp.comm_hooks import register_comm_hook
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import IllegalTransition, ShardingError, WorldError
+from fsdp.full_state import full_state_dict, iter_full_params, load_full_state_dict
+from fsdp.hugging_face import export_safetensors, load_safetensors
 from fsdp.methods import register_forward_method
+from fsdp.optimizer_state import full_optim_state_dict, load_full_optim_state_dict
 from fsdp.outside import full_tensor, to_local
 from fsdp.simulated import simulate
+from fsdp.summon import summon_full_params
 from fsdp.wrapper import FullyShardedDataParallel, fully_shard, memory_bytes, no_sync, set_requires_gradient_sync
 
 __all__ = [
@@ -18,14 +22,22 @@ __all__ = [
     "ShardingError",
     "WorldError",
     "clip_grad_norm_",
+    "export_safetensors",
+    "full_optim_state_dict",
     "full_state_dict",
     "full_tensor",
     "fully_shard",
+    "iter_full_params",
+    "latest",
+    "load",
+    "load_full_optim_state_dict",
     "load_full_state_dict",
+    "load_safetensors",
     "memory_bytes",
     "no_sync",
     "register_comm_hook",
     "register_forward_method",
+    "save",
     "set_requires_gradient_sync",
     "simulate",
     "summon_full_params",

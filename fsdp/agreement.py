@@ -1,8 +1,8 @@
-"""Whether all ranks are about to build the same thing."""
+"""Whether all ranks are about to do the same thing."""
 
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdp.collectives import Collectives
 from fsdp.config import Config
@@ -10,6 +10,7 @@ from fsdp.errors import ShardingError
 from fsdp.plan import Planned
 
 Prepared = tuple[Config, list[Planned]]
+Answer = TypeVar("Answer")
 
 
 def agree(collectives: Collectives, prepare: Callable[[], Prepared]) -> Prepared:
@@ -33,6 +34,26 @@ def agree(collectives: Collectives, prepare: Callable[[], Prepared]) -> Prepared
     if len(set(answers)) > 1:
         raise ShardingError(_first_difference(collectives.gather_objects(lines, "agreement")))
     return prepared
+
+
+def agree_on_refusals(collectives: Collectives, prepare: Callable[[], Answer]) -> list[Answer]:
+    """Prepare on every rank; the picklable answers of all, by rank. A failure on one rank is raised on every rank.
+
+    Raises:
+        ShardingError: the preparation failed on another rank, which is named.
+        Exception: what `prepare` raised here.
+    """
+    try:
+        mine = prepare()
+    except Exception as refusal:  # a full disk, for example: the peers must hear of it, whatever it is
+        reason = str(refusal) if isinstance(refusal, ShardingError) else repr(refusal)
+        collectives.gather_objects((reason, None), "agreement")
+        raise
+    answers = collectives.gather_objects(("", mine), "agreement")
+    for rank, (reason, _) in enumerate(answers):
+        if reason:
+            raise ShardingError(f"rank {rank}: {reason}")
+    return [answer for _, answer in answers]
 
 
 def _describe(config: Config, plan: Sequence[Planned]) -> list[str]:

@@ -1,9 +1,9 @@
 """Which ranks do what together: who shards a unit, and who holds the same shards.
 
-                    shard among       hold the same shards
-    FULL_SHARD      all ranks         each rank alone
-    HYBRID_SHARD    rows of a mesh    columns of the mesh
-    NO_SHARD        each rank alone   all ranks
+                shard among       hold the same shards
+FULL_SHARD      all ranks         each rank alone
+HYBRID_SHARD    rows of a mesh    columns of the mesh
+NO_SHARD        each rank alone   all ranks
 """
 
 import weakref

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ from fsdp.nested import cast_floating, tensors_in
 from fsdp.outside import RefusedUse
 from fsdp.readiness import Readiness
 from fsdp.stack import graph_is_made, graph_task, in_backward, times_running
+from fsdp.state_hooks import StateHooks, Uncopied
 from fsdp.storage import storage_key
-from fsdp.unit import Unit
-from state_machine import Event, State
+from state_machine import Event
 
 
 class Hooks:
@@ -55,13 +55,13 @@ class Hooks:
             listener.backward_is_over()
 
 
-class Listener:
+class Listener(Uncopied):
     """Hears torch's hooks for one unit and tells the engine."""
 
     def __init__(self, engine: Engine, index: int, around: "Sequence[Listener]") -> None:
         self._engine = engine
         self._index = index
-        self._unit: Unit = engine.units[index]
+        super().__init__(engine.units[index])
         self._innermost = not engine.descendants[index]
         self._calls: list[Call] = []
         self.readiness = Readiness()
@@ -78,9 +78,8 @@ class Listener:
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._forward_ends, always_call=True),
-            module.register_state_dict_pre_hook(self._refuse_shards_in_a_state_dict),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(self._refuse_to_load_into_shards),  # type: ignore[no-untyped-call]
         ]
+        self._state_hooks = StateHooks(engine, index)
         hear = _hear_arrivals(weakref.ref(self))
         for whole in self._unit.whole_parameters:
             if _can_train(whole):
@@ -92,20 +91,10 @@ class Listener:
                 with _thawed(place.parameter):
                     self._handles.append(place.parameter.register_hook(refuse))  # type: ignore[no-untyped-call]
 
-    # a copy or a pickle of the module comes here first, by way of the hooks it carries
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise ShardingError(f"unit {self._unit.name!r} cannot be copied: copy the module before wrapping it, then wrap the copy.")
-
-    def __reduce__(self) -> NoReturn:
-        raise ShardingError(
-            f"unit {self._unit.name!r} cannot be pickled, because a rank holds only its shard: save "
-            "fsdp.full_state_dict(model) instead."
-        )
-
     def remove(self) -> None:
         """Take the hooks away again."""
         self._escapes.remove()
+        self._state_hooks.remove()
         for handle in self._handles:
             handle.remove()
 
@@ -116,18 +105,6 @@ class Listener:
         for handle in self._handles_of_ends.values():
             handle.remove()
         self._handles_of_ends.clear()
-
-    # state dicts --------------------------------------------------------------------------
-
-    def _refuse_shards_in_a_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._engine.root.lifecycles[self._index].state is not State.SUMMONED:
-            raise ShardingError(
-                f"state_dict() of unit {self._unit.name!r} would hold this rank's shards only: "
-                "call fsdp.full_state_dict(model), or state_dict() inside fsdp.summon_full_params(model)."
-            )
-
-    def _refuse_to_load_into_shards(self, *_: Any) -> None:
-        raise ShardingError(f"unit {self._unit.name!r} is sharded: call fsdp.load_full_state_dict(model, state_dict) instead.")
 
     # forward ------------------------------------------------------------------------------
 

@@ -13,11 +13,10 @@ from torch import nn
 from fsdp.errors import ShardingError
 from fsdp.face import owner_of
 from fsdp.flat import Place
+from fsdp.names import TRANSPARENT
 from fsdp.nested import modules_within
 from fsdp.unit import Unit
 
-# Wrappers whose name is no part of a plain parameter name.
-TRANSPARENT = frozenset({"_checkpoint_wrapped_module"})
 # Marks a module that an earlier wrapping was told to ignore.
 IGNORED = "_fsdp_ignored"
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

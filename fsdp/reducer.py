@@ -43,9 +43,7 @@ class _Flight(NamedTuple):
 class Reducer:
     """The gradients of all units of one root, through one backward at a time."""
 
-    def __init__(
-        self, units: Sequence[Unit], order: Sequence[int], channels: Channels, streams: Streams, ledger: Ledger
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], order: Sequence[int], channels: Channels, streams: Streams, ledger: Ledger) -> None:
         self._units = tuple(units)
         self._channels = channels
         self._streams = streams

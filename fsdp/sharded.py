@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from fsdp.collectives import Collectives
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.hooks import Hooks
@@ -70,3 +71,29 @@ def engines_in(model: nn.Module, asker: str) -> tuple[Engine, ...]:
                 f"{asker}: {type(model).__name__} is a part of root {engine.units[0].name!r}; call it on the root."
             )
     return tuple(complete)
+
+
+def resting_units_in(model: nn.Module, asker: str) -> list[Unit]:
+    """The units in `model`, in the order of the modules, none of them in use, and what was done to their shards taken over.
+
+    Raises:
+        ShardingError: there is none; or a forward, a backward or a summon is going on; or a shard was replaced by what does
+            not fit.
+    """
+    found = units_in(model, asker)
+    for engine in {sharded.engine: None for sharded in found}:
+        if not engine.root.at_rest:
+            raise ShardingError(f"{asker}: call it outside any forward, backward and summon_full_params.")
+    units = [sharded.unit for sharded in found]
+    for unit in units:
+        unit.check_shards()
+    return units
+
+
+def everyone_in(model: nn.Module, asker: str) -> Collectives:
+    """The channel to all ranks `model` is wrapped over: those that share its shards, and those that hold the same ones.
+
+    Raises:
+        ShardingError: there is no unit.
+    """
+    return units_in(model, asker)[0].engine.channels.everyone

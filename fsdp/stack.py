@@ -4,7 +4,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ graph_task: Final = torch._C._current_graph_task_id
 _CALL: Final = nn.Module._call_impl.__code__
 _GRAD: Final = torch.autograd.grad.__code__
 _BACKWARD: Final = torch.autograd.backward.__code__
+_LOAD: Final = nn.Module.load_state_dict.__code__
 
 
 def in_backward() -> bool:
@@ -36,6 +37,14 @@ def times_running(module: nn.Module, method: CodeType, runner: object) -> int:
     """How many calls of `module` are running, and of `method` of `runner`."""
     calls = ((frame.f_code, frame.f_locals.get("self")) for frame in _frames() if frame.f_code in (_CALL, method))
     return sum(called is module or called is runner for _, called in calls)
+
+
+def loading_call() -> tuple[nn.Module, dict[str, Any], bool] | None:
+    """The module, the state dict and `strict` of the `load_state_dict` that runs; its hooks are not told of them."""
+    for frame in _frames():
+        if frame.f_code is _LOAD:
+            return frame.f_locals["self"], frame.f_locals["state_dict"], frame.f_locals["strict"]
+    return None
 
 
 def in_autograd_grad() -> bool:

@@ -67,11 +67,11 @@ class FullyShardedDataParallel(nn.Module):
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's, which refuses outside `summon_full_params`."""
+        """The wrapped module's: plain names, this rank's parts, which torch's Distributed Checkpoint saves and loads."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's, which refuses: see `fsdp.load_full_state_dict`."""
+        """The wrapped module's: takes parts of an equally sharded model, or full values, the same on every rank."""
         return self.module.load_state_dict(*args, **kwargs)
 
     @contextmanager

@@ -17,17 +17,27 @@ FSDP = ROOT / "fsdp"
 
 # imports point down this list, and only down
 ORDER = (
+    "__main__",
     "__init__",
     "wrapper",
+    "offline",
     "checkpoint",
+    "hugging_face",
+    "optimizer_state",
+    "full_state",
+    "summon",
     "clipping",
     "comm_hooks",
     "building",
+    "dcp",
+    "manifest",
+    "atomic",
     "agreement",
     "methods",
     "plan",
     "sharded",
     "hooks",
+    "state_hooks",
     "guard",
     "readiness",
     "crossings",
@@ -38,6 +48,10 @@ ORDER = (
     "hooked",
     "bucket",
     "stash",
+    "names",
+    "ranges",
+    "spread",
+    "piece",
     "unit",
     "flat",
     "outside",
@@ -45,6 +59,8 @@ ORDER = (
     "stack",
     "streams",
     "storage",
+    "sharded_value",
+    "boxes",
     "layout",
     "nested",
     "config",
@@ -57,7 +73,10 @@ ORDER = (
     "eager",
     "errors",
 )
-STATE_MACHINE_USERS = {"sharded", "engine", "hooks", "checkpoint", "config", "errors"}
+STATE_MACHINE_USERS = {"sharded", "engine", "hooks", "state_hooks", "summon", "config", "errors"}
+# torch's Distributed Checkpoint lies below torch.distributed, and communicates only where it is asked to
+DCP = "torch.distributed.checkpoint"
+DCP_USERS = {"sharded_value", "dcp"}
 LONGEST = 400
 LONGER = {"simulated": 600}
 
@@ -134,8 +153,20 @@ def test_only_engine_and_its_neighbours_import_state_machine() -> None:
 def test_only_collectives_and_groups_import_torch_distributed() -> None:
     only_in(
         {"collectives", "groups"},
-        {name: [one for one in imports_of(FSDP / f"{name}.py") if one.startswith("torch.distributed")] for name in FILES},
+        {name: [one for one in imports_of(FSDP / f"{name}.py") if is_distributed(one) and not is_dcp(one)] for name in FILES},
     )
+
+
+def test_only_the_files_that_save_and_load_import_dcp() -> None:
+    only_in(DCP_USERS, {name: [one for one in imports_of(FSDP / f"{name}.py") if is_dcp(one)] for name in FILES})
+
+
+def is_distributed(name: str) -> bool:
+    return name.startswith("torch.distributed")
+
+
+def is_dcp(name: str) -> bool:
+    return name == DCP or name.startswith(f"{DCP}.")
 
 
 @pytest.mark.parametrize("name", FILES)

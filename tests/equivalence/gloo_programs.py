@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from checkpoint_programs import CHECKPOINTS
 from models import CASES, Block, Net, Trained, loss_of, own_batches, train, wrap
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -49,10 +50,10 @@ def clipped(rank: int) -> tuple[float, Trained]:
 def state(rank: int) -> dict[str, torch.Tensor]:
     model = wrap(CASES["tied"])
     train(model, own_batches(CASES["tied"], rank), SGD)
-    saved = fsdp.full_state_dict(model)
+    saved = fsdp.full_state_dict(model, rank0_only=False)
     other = wrap(CASES["tied"])
     fsdp.load_full_state_dict(other, saved)
-    again = fsdp.full_state_dict(other)
+    again = fsdp.full_state_dict(other, rank0_only=False)
     assert list(again) == list(saved)
     assert all(torch.equal(again[name], tensor) for name, tensor in saved.items())
     return saved
@@ -181,7 +182,7 @@ LAST: Final[dict[str, Callable[[int], Any]]] = {
 def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     """These programs (or all) in turn, over one group; the results go to a file."""
     usual = {**TRAININGS, **OTHERS}
-    programs = {**usual, **FOUR, **LAST}
+    programs = {**usual, **FOUR, **LAST, **CHECKPOINTS}
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)

@@ -4,9 +4,12 @@ import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -156,9 +159,57 @@ def test_every_rank_gets_as_many_held_out_windows(
     assert windows.shape[1] == 17
 
 
-def launch(processes: int, arguments: list[Any]) -> tuple[int, str]:
+@pytest.mark.gloo
+def test_a_run_survives_a_killed_rank_and_goes_on_with_another_number_of_ranks(text: Path, tmp_path: Path) -> None:
+    options = [text, *TINY, "--steps", "40", "--lr", "0.01"]
+    out, folder = tmp_path / "killed", tmp_path / "killed" / "checkpoints"
+
+    def kill_a_rank(process: subprocess.Popen[str]) -> None:
+        until = time.monotonic() + SECONDS
+        while not (folder / "step-10").exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        os.kill(workers_of(process.pid)[1], signal.SIGKILL)
+
+    checkpoints = ["--checkpoint-every", "10", "--resume", "--out", out]
+    status, output = launch(2, [*options, "--batch", "4", *checkpoints], ["--max-restarts=1"], kill_a_rank)
+    assert status == 0, output
+    assert "resumed from" in output
+    assert sorted(path.name for path in folder.iterdir()) == ["step-30", "step-40"]
+    shutil.rmtree(folder / "step-40")
+    killed = json.loads((out / "losses.json").read_text())
+    status, output = launch(1, [*options, "--batch", "8", *checkpoints])
+    assert status == 0, output
+    assert f"resumed from {folder / 'step-30'}" in output
+    alone = json.loads((out / "losses.json").read_text())
+    assert [step for step, _ in killed["train"]] == [step for step, _ in alone["train"]] == list(range(1, 41))
+    for part in ("train", "held_out"):
+        assert [loss for _, loss in alone[part]] == pytest.approx([loss for _, loss in killed[part]], rel=1e-3)
+
+
+def test_checkpoints_of_another_run_are_not_written_over(
+    train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints" / "step-10").mkdir(parents=True)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint-every", "10", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        train.parse_arguments()
+    assert end.value.code == 2
+
+
+def workers_of(starter: int) -> list[int]:
+    """The processes that torchrun started."""
+    return [int(pid) for pid in Path(f"/proc/{starter}/task/{starter}/children").read_text().split()]
+
+
+def launch(
+    processes: int,
+    arguments: list[Any],
+    starting: list[str] | None = None,
+    meanwhile: Callable[["subprocess.Popen[str]"], None] = lambda process: None,
+) -> tuple[int, str]:
     """Run the example: the exit status, and everything it printed. It is ended after SECONDS, workers included."""
     starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    starter += starting or []
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment["OMP_NUM_THREADS"] = "1"
     environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -171,6 +222,7 @@ def launch(processes: int, arguments: list[Any]) -> tuple[int, str]:
         text=True,
     )
     try:
+        meanwhile(process)
         output, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)  # torchrun ends its workers, which a SIGKILL would leave behind

@@ -97,7 +97,7 @@ class ShardedRun:
                     for parameter in model.parameters():
                         parameter.mul_(0.5)
             case Reload():
-                full = fsdp.full_state_dict(model)
+                full = fsdp.full_state_dict(model, rank0_only=False)
                 fsdp.load_full_state_dict(model, {name: value * 2 for name, value in full.items()})
         return seen
 

@@ -36,7 +36,7 @@ def test_a_scaler_steps_an_optimizer_of_which_this_rank_holds_nothing() -> None:
 def test_loading_between_forward_and_backward_is_refused_like_any_change() -> None:
     def one_rank(rank: int) -> None:
         model = wrapped()
-        state = fsdp.full_state_dict(model)
+        state = fsdp.full_state_dict(model, rank0_only=False)
         loss = model(torch.ones(1, 3)).sum()
         fsdp.load_full_state_dict(model, {name: value * 2 for name, value in state.items()})
         with pytest.raises(fsdp.ShardingError, match="changed in place between its forward and its backward"):
@@ -54,7 +54,7 @@ def test_data_assigned_inside_a_summon_is_written_back_or_refused() -> None:
         with pytest.raises(fsdp.ShardingError, match="Copy into it instead"), fsdp.summon_full_params(model):
             model.module[0].weight.data = torch.zeros(2, 2)
         assert is_at_rest(model)
-        return min(float(value.min()) for value in fsdp.full_state_dict(model).values())
+        return min(float(value.min()) for value in fsdp.full_state_dict(model, rank0_only=False).values())
 
     assert simulate(2, one_rank) == [7.0, 7.0]
 

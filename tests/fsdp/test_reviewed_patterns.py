@@ -102,7 +102,7 @@ def test_a_state_loaded_after_weights_were_replaced_in_a_forward_is_seen(world_s
         found = [model(torch.ones(4)).sum().item()]
         fsdp.load_full_state_dict(model, {"w": torch.full((4,), 5.0)})
         found.append(model(torch.ones(4)).sum().item())
-        return [*found, fsdp.full_state_dict(model)["w"].sum().item()]
+        return [*found, fsdp.full_state_dict(model, rank0_only=False)["w"].sum().item()]
 
     assert simulate(world_size, one_rank) == [[8.0, 40.0, 40.0]] * world_size
 

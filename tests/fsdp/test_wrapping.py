@@ -50,7 +50,7 @@ def test_names_are_plain_through_wrappers_nested_by_hand() -> None:
         net.blocks[1] = checkpoint_wrapper(fsdp.FullyShardedDataParallel(net.blocks[1]))
         net.blocks[2] = fsdp.FullyShardedDataParallel(checkpoint_wrapper(net.blocks[2]))
         model = fsdp.FullyShardedDataParallel(net)
-        assert list(fsdp.full_state_dict(model)) == list(make_net().state_dict())
+        assert list(fsdp.full_state_dict(model, rank0_only=False)) == list(make_net().state_dict())
         assert [unit.name for unit in units_of(model)] == [
             "Net",
             "blocks.0",
@@ -126,10 +126,10 @@ def test_an_optimizer_made_before_wrapping_trains_the_shards() -> None:
         net = make_net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         model = fsdp.fully_shard(net, auto_wrap_policy={Block})
-        before = fsdp.full_state_dict(model)
+        before = fsdp.full_state_dict(model, rank0_only=False)
         loss_of(model(torch.ones(2, 6))).backward()
         optimizer.step()
-        after = fsdp.full_state_dict(model)
+        after = fsdp.full_state_dict(model, rank0_only=False)
         return all(not torch.equal(after[name], before[name]) for name in names(make_net()))
 
     assert fsdp.simulate(2, fn) == [True, True]
@@ -237,7 +237,7 @@ def test_sync_module_states_gives_every_rank_the_first_ranks_model() -> None:
         net.shift.add_(rank)
         net.blocks[0].up.weight.data = net.blocks[0].up.weight.data.t().contiguous().t()
         model = fsdp.fully_shard(net, auto_wrap_policy={Block}, sync_module_states=True)
-        return {**fsdp.full_state_dict(model), "shift": net.shift}
+        return {**fsdp.full_state_dict(model, rank0_only=False), "shift": net.shift}
 
     torch.manual_seed(0)
     plain = Net()

@@ -290,7 +290,7 @@ def _(run: Run) -> Yields:
         optimizer.zero_grad()
         loss = loss_of(model(run.data(step, 2, WIDTH)))
         if step == 1:
-            state = fsdp.full_state_dict(model) if run.sharded else copy.deepcopy(model.state_dict())
+            state = fsdp.full_state_dict(model, rank0_only=False) if run.sharded else copy.deepcopy(model.state_dict())
             run.note("saved", state["blocks.0.linear.weight"])
         loss.backward()
         yield
@@ -326,9 +326,29 @@ def _(run: Run) -> Yields:
     yield
 
 
-@pattern("state_dict of a sharded model", "it would hold this rank's shards", refused="full_state_dict", **steps(1))
+@pattern("state_dict and load_state_dict between steps", "a snapshot and the way back, in parts under plain names")
 def _(run: Run) -> Yields:
     model = run.shard(Net(), {Block})
-    run.refused(model.state_dict)
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(run.data(step, 2, WIDTH))).backward()
+        yield
+        optimizer.step()
+        if step == 0:
+            best = copy.deepcopy(model.state_dict())
+        if step == 1:
+            model.load_state_dict(best)
+
+
+@pattern(
+    "a pickled state_dict of a sharded model",
+    "torch.save would save this rank's parts",
+    refused="full_state_dict",
+    **steps(1),
+)
+def _(run: Run) -> Yields:
+    model = run.shard(Net(), {Block})
+    run.refused(lambda: torch.save(model.state_dict(), io.BytesIO()))
     train(model, run.data(0, 2, WIDTH))
     yield

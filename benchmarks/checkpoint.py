@@ -1,0 +1,184 @@
+"""Saving and loading a model with its AdamW state: ours beside FSDP2 with torch's Distributed Checkpoint, in one run over gloo.
+
+    python benchmarks/checkpoint.py [--megabytes 400] [--ranks 2] [--repeat 3]
+
+Also what a full export of the parameters holds besides what it returns, by the peak of the process.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as distributed_checkpoint
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import fsdp
+
+WIDTH = 1024
+
+
+def make_model(megabytes: int) -> nn.Module:
+    """Linear layers of 4 MB each in units of two."""
+    torch.manual_seed(0)
+    blocks = max(megabytes // 8, 1)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(blocks)))
+
+
+def with_state(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW after one step of zeros: its state is there."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.numel() else None
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def ours(folder: Path, megabytes: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    model = make_model(megabytes)
+    fsdp.fully_shard(model, auto_wrap_policy=lambda name, module: name.isdigit())
+    optimizer = with_state(model)
+
+    def save() -> None:
+        fsdp.save(folder / "ours", model, optimizer)
+
+    return save, lambda: fsdp.load(folder / "ours", model, optimizer)
+
+
+def fsdp2(folder: Path, megabytes: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_model(megabytes)
+    for block in model.children():
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = with_state(model)
+
+    def state() -> dict[str, Any]:
+        return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+    def load() -> None:
+        there = state()
+        distributed_checkpoint.load(there, checkpoint_id=folder / "fsdp2")
+        set_model_state_dict(model, there["model"])
+        set_optimizer_state_dict(model, optimizer, there["optimizer"])
+
+    return lambda: distributed_checkpoint.save(state(), checkpoint_id=folder / "fsdp2"), load
+
+
+def seconds(do: Callable[[], Any]) -> float:
+    """Of the slowest rank."""
+    dist.barrier()
+    begin = time.perf_counter()
+    do()
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def growth(do: Callable[[], Any]) -> tuple[float, Any]:
+    """By how many MB the peak of this process rises above what it holds now, and what came back (Linux only)."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+    before = peak()
+    result = do()
+    return peak() - before, result
+
+
+def peak() -> float:
+    """Of this process, in MB."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) * 1024 / 1e6
+
+
+def export_memory(megabytes: int) -> dict[str, float]:
+    """What streaming and gathering every parameter in full hold besides what they return, in MB."""
+    model = make_model(megabytes)
+    fsdp.fully_shard(model, auto_wrap_policy=lambda name, module: name.isdigit())
+
+    def stream() -> None:
+        for _, tensor in fsdp.iter_full_params(model):
+            del tensor
+
+    streamed, _ = growth(stream)
+    gathered, state = growth(lambda: fsdp.full_state_dict(model))
+    returned = sum(tensor.nbytes for tensor in state.values()) / 1e6
+    return {"extra MB of iter_full_params": streamed, "extra MB of full_state_dict": gathered - returned, "returned MB": returned}
+
+
+def rank_main(rank: int, args: argparse.Namespace, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), args.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
+    found: dict[str, Any] = {}
+    for _ in range(args.repeat):
+        for name, make in (("ours", ours), ("fsdp2", fsdp2)):
+            save, load = make(folder, args.megabytes)
+            # each into a folder that is not there, and its turn at a disk cache that is as full as the other's
+            if rank == 0:
+                shutil.rmtree(folder / name, ignore_errors=True)
+            for what, do in (("save", save), ("load", load)):
+                taken = seconds(do)
+                found[f"{name} {what}"] = min(found.get(f"{name} {what}", taken), taken)
+            del save, load
+    dist.barrier()
+    if rank == 0:
+        found["save: ours / fsdp2"] = found["ours save"] / found["fsdp2 save"]
+        found["load: ours / fsdp2"] = found["ours load"] / found["fsdp2 load"]
+    dist.destroy_process_group()
+    if rank == 0:
+        print(json.dumps({name: round(value, 3) for name, value in found.items()}, indent=1))
+
+
+def memory_main(rank: int, args: argparse.Namespace, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store of memory"), args.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
+    found = export_memory(args.megabytes)
+    dist.destroy_process_group()
+    if rank == 0:
+        print(json.dumps({name: round(value, 1) for name, value in found.items()}, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=400)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--limit", type=int, default=300, help="seconds")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--what", choices=["speed", "memory"], help="one of the two only")
+    args = parser.parse_args()
+    if args.rank is not None:
+        (memory_main if args.what == "memory" else rank_main)(args.rank, args, args.folder)
+        return
+    for what in [args.what] if args.what else ["speed", "memory"]:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, __file__, *sys.argv[1:], "--folder", folder, "--what", what, "--rank"]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(args.ranks)]
+            try:
+                for one in ranks:
+                    one.wait(timeout=args.limit)
+            finally:
+                for one in ranks:
+                    one.kill()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Look into checkpoints and convert them: python -m fsdp inspect|convert."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp.errors import ShardingError
+from fsdp.hugging_face import size_in_bytes
+from fsdp.offline import convert, damage_in, describe
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0; 1 for a checkpoint that is damaged or a command that failed."""
+    parser = argparse.ArgumentParser(prog="python -m fsdp", description="Look into checkpoints and convert them.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser("inspect", help="what is in a checkpoint, and whether every byte is as it was written")
+    inspect.add_argument("path", type=Path)
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    converting = commands.add_parser("convert", help="the same in another form, without a GPU and without other ranks")
+    converting.add_argument("path", type=Path, help="a checkpoint, a file of torch.save, a safetensors file or folder")
+    converting.add_argument("out", type=Path, help="must not exist")
+    converting.add_argument("--to", choices=["safetensors", "torch", "dcp"], required=True)
+    converting.add_argument("--max-shard-size", default="5GB", help="of a safetensors file (default: %(default)s)")
+    given = parser.parse_args(arguments)
+    try:
+        if given.command == "convert":
+            convert(given.path, given.out, given.to, size_in_bytes(given.max_shard_size))
+            print(f"wrote {given.out}")
+            return 0
+        for line in describe(given.path, given.tensors):
+            print(line)
+        damage = damage_in(given.path)
+        print("damaged:" if damage else "healthy", *damage, sep="\n  " if damage else "")
+        return 1 if damage else 0
+    except ShardingError as refusal:
+        print(f"fsdp: {refusal}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Weights as safetensors: exact names, limited files, every rank its own rows."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, Case, make_net, weights_of, wrap
+from test_state import STATEFUL, assert_same_state, shifted
+from torch import Tensor, nn
+
+import fsdp
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def read_all(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found.update(safetensors.load_file(file))
+    return found
+
+
+def export(case: Case, size: int, path: Path, **options: Any) -> None:
+    def fn(rank: int) -> None:
+        model = wrap(case)
+        model.load_state_dict(shifted(case))
+        fsdp.export_safetensors(model, path, **options)
+
+    fsdp.simulate(size, fn)
+
+
+@STATEFUL
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("limit", ["5GB", 300])
+def test_any_world_writes_what_any_other_reads(case: Case, size: int, limit: int | str, tmp_path: Path) -> None:
+    export(case, size, tmp_path / "a", max_shard_size=limit)
+    found, wanted = read_all(tmp_path / "a"), shifted(case)
+    ties = {name for name, _ in case.model().named_parameters(remove_duplicate=False)} - {
+        name for name, _ in case.model().named_parameters()
+    }
+    assert set(found) == set(wanted) - ties
+    assert all(torch.equal(found[name], wanted[name]) and found[name].dtype == wanted[name].dtype for name in found)
+
+    def load(rank: int) -> dict[str, Tensor]:
+        model = wrap(case)
+        fsdp.load_safetensors(model, tmp_path / "a")
+        return fsdp.full_state_dict(model)
+
+    assert_same_state(fsdp.simulate(2, load)[0], wanted)
+
+
+def test_files_are_limited_and_the_index_names_each_tensor_once(tmp_path: Path) -> None:
+    export(CASES["net"], 2, tmp_path / "a", max_shard_size="1KB")
+    index = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())
+    state = make_net().state_dict()
+    assert set(index["weight_map"]) == set(state)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in state.values())
+    files = sorted(path.name for path in (tmp_path / "a").glob("*.safetensors"))
+    assert files == sorted(set(index["weight_map"].values()))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
+    for file in files:
+        assert sum(state[name].nbytes for name, where in index["weight_map"].items() if where == file) <= 1000
+        assert set(safetensors.load_file(tmp_path / "a" / file)) == {
+            n for n, where in index["weight_map"].items() if where == file
+        }
+
+
+def test_one_file_needs_no_index(tmp_path: Path) -> None:
+    export(CASES["net"], 2, tmp_path / "a")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["model.safetensors"]
+
+
+def test_a_file_of_plain_torch_is_loaded(tmp_path: Path) -> None:
+    safetensors.save_file(
+        {name: t.to(torch.bfloat16) for name, t in make_net().state_dict().items()}, tmp_path / "plain.safetensors"
+    )
+
+    def fn(rank: int) -> dict[str, Tensor]:
+        model = wrap(CASES["net"])
+        fsdp.load_safetensors(model, tmp_path / "plain.safetensors")
+        return fsdp.full_state_dict(model, rank0_only=False)
+
+    for state in fsdp.simulate(2, fn):
+        assert_same_state(state, {name: t.to(torch.bfloat16).float() for name, t in make_net().state_dict().items()})
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "make", "text"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), make_net, "model.safetensors is missing"),
+        (cut, make_net, "model.safetensors is damaged"),
+        (lambda folder: None, lambda: nn.Sequential(make_net()), r"missing \['0.scale'"),
+        (lambda folder: None, lambda: type(make_net())(width=9), r"has shape \(8,.*the model has \(9,"),
+    ],
+    ids=["missing", "cut", "names", "shapes"],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_loaded(
+    damage: Callable[[Path], Any], make: Callable[[], nn.Module], text: str, tmp_path: Path
+) -> None:
+    export(CASES["net"], 2, tmp_path / "a")
+    damage(tmp_path / "a")
+
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(make())
+        before = weights_of(model)
+        with pytest.raises(fsdp.ShardingError, match=text):
+            fsdp.load_safetensors(model, tmp_path / "a")
+        assert_same_state(weights_of(model), before)
+
+    fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("limit", [0, -5, "5", "many GB", 1.5])
+def test_a_size_that_is_none_is_refused(limit: Any, tmp_path: Path) -> None:
+    with pytest.raises(fsdp.ShardingError, match=r"max_shard_size is .* give bytes, or text such as '5GB'"):
+        export(CASES["net"], 1, tmp_path / "a", max_shard_size=limit)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_the_package_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp.hugging_face.find_spec", lambda name: None)
+    with pytest.raises(
+        fsdp.ShardingError, match=r"export_safetensors needs the package safetensors: pip install 'fsdp\[safetensors\]'"
+    ):
+        export(CASES["net"], 1, tmp_path / "a")
