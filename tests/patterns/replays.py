@@ -85,6 +85,16 @@ def _(run: Run) -> Yields:
     yield
 
 
+def _penalised(run: Run, model: nn.Module) -> Yields:
+    """A step with a penalty on the gradient of the input."""
+    x = run.data(0, 2, WIDTH).requires_grad_()
+    loss = loss_of(model(x))
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + slope.square().sum()).backward()
+    run.note("the gradient of the input", x.grad)
+    yield
+
+
 class ReadsTwice(nn.Module):
     """Two checkpointed regions, each of which computes with the weight of a unit and then calls it."""
 
@@ -107,13 +117,7 @@ class ReadsTwice(nn.Module):
     "the graph of the gradients reads that weight when its unit has been released",
 )
 def _(run: Run) -> Yields:
-    model = run.shard(ReadsTwice(), {nn.Linear})
-    x = run.data(0, 2, WIDTH).requires_grad_()
-    loss = loss_of(model(x))
-    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-    (loss + slope.square().sum()).backward()
-    run.note("the gradient of the input", x.grad)
-    yield
+    yield from _penalised(run, run.shard(ReadsTwice(), {nn.Linear}))
 
 
 @pattern(
@@ -223,10 +227,4 @@ class AroundIt(nn.Module):
     "nobody but the backward sees the gradient leave such a unit, and what made it reads its weights again",
 )
 def _(run: Run) -> Yields:
-    model = run.shard(AroundIt(), {HasUnitInside, nn.Linear})
-    x = run.data(0, 2, WIDTH).requires_grad_()
-    loss = loss_of(model(x))
-    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-    (loss + slope.square().sum()).backward()
-    run.note("the gradient of the input", x.grad)
-    yield
+    yield from _penalised(run, run.shard(AroundIt(), {HasUnitInside, nn.Linear}))
