@@ -11,6 +11,7 @@ from fsdp.methods import register_forward_method
 from fsdp.optimizer_state import full_optim_state_dict, load_full_optim_state_dict
 from fsdp.outside import full_tensor, to_local
 from fsdp.simulated import simulate
+from fsdp.story import story
 from fsdp.summon import summon_full_params
 from fsdp.wrapper import FullyShardedDataParallel, fully_shard, memory_bytes, no_sync, set_requires_gradient_sync
 
@@ -40,6 +41,7 @@ __all__ = [
     "save",
     "set_requires_gradient_sync",
     "simulate",
+    "story",
     "summon_full_params",
     "to_local",
 ]

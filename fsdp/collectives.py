@@ -6,7 +6,8 @@ Rule 3: world size 1 runs the same lines.
 """
 
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, Protocol, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from fsdp.errors import ShardingError
 from fsdp.summation import sum_over_ranks
-from fsdp.trail import Trail, Watch, WatchedWork
+from fsdp.trail import RECENT, Trail, Watch, WatchedWork
 
 ReduceOp = Literal["sum", "max"]
 
@@ -63,6 +64,9 @@ class Collectives(Protocol):
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         """Every rank's picklable `thing`, by rank. Slow: for construction and errors."""
+
+    def recent(self) -> Sequence[str]:
+        """The last calls on this rank, oldest first: what, and for which unit."""
 
 
 # The three collectives of every step go to the group itself: torch's functions around them cost 3 to 5 µs a call, and
@@ -127,6 +131,9 @@ class Alone:
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         return [thing]
 
+    def recent(self) -> Sequence[str]:
+        return ()
+
 
 class ProcessGroupCollectives:
     """A channel over one torch process group.
@@ -142,9 +149,11 @@ class ProcessGroupCollectives:
         self._size = dist.get_world_size(group)
         self._watch = watch
         self._trail = None if watch is None else Trail(watch, channel)
+        self._recent: deque[tuple[str, str]] = deque(maxlen=RECENT)
 
     def _launch(self, kind: str, label: str, size: int, host: bool, launch: Callable[[], Any]) -> Work:
         """Launch a collective that every rank is about to call. On a device `wait` makes a stream wait, not the host."""
+        self._recent.append((kind, label))
         if self._trail is None or self._watch is None:
             return cast(Work, launch())
         note = self._trail.before(kind, label, size)
@@ -228,3 +237,6 @@ class ProcessGroupCollectives:
         things: list[Any] = [None] * self._size
         dist.all_gather_object(things, thing, group=self._group)
         return things
+
+    def recent(self) -> Sequence[str]:
+        return [f"{kind} {label}" for kind, label in self._recent]

@@ -167,6 +167,11 @@ class Engine:
         self.forget_arrivals()
         self._carry_out_all(self.root.abandon(self.reducer.order))
 
+    @property
+    def residency(self) -> list[ResidencyState]:
+        """Where the whole parameters of each unit are."""
+        return [residency.state for residency in self._residencies]
+
     def whole(self, index: int) -> bool:
         """Whether the unit computes with its whole face."""
         return self._residencies[index].state is ResidencyState.WHOLE

@@ -30,6 +30,7 @@ from fsdp.simulated_data import (
     move_total,
     name_ranks,
 )
+from fsdp.trail import RECENT
 
 T = TypeVar("T")
 
@@ -184,6 +185,10 @@ class SimulatedCollectives:
         # what the others' weigh is known only now; no other call of this rank can have come between
         self._log[-1] = self._log[-1]._replace(received=sum(map(len, arrived)) - len(side.pickled))
         return [pickle.loads(pickled) for pickled in arrived]
+
+    def recent(self) -> list[str]:
+        """The last calls, oldest first."""
+        return [f"{call.kind} {call.label}" for call in self._log if call.channel == self.name][-RECENT:]
 
     def _launch(self, kind: str, side: "Side", received: int) -> "_InFlight":
         self._log.append(Call(self.name, kind, side.label, received))

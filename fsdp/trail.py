@@ -21,6 +21,8 @@ from fsdp.errors import WorldError
 
 PATIENCE: Final = 2.0
 """Seconds a rank waits before it looks for the reason."""
+RECENT: Final = 8
+"""How many calls a channel remembers to tell of."""
 MEMORY: Final = 4
 """Calls a prediction is made from."""
 REMEDY: Final = "Call the same in the same order."

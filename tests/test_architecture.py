@@ -26,6 +26,7 @@ ORDER = (
     "optimizer_state",
     "full_state",
     "summon",
+    "story",
     "clipping",
     "comm_hooks",
     "building",
