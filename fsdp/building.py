@@ -52,6 +52,7 @@ def build(
 ) -> None:
     """Shard what the plan says, and put one engine over all units."""
     units = _Builder(plan, config, channels, initialise).build()
+    _check_replicas([unit for unit, one in zip(units, plan, strict=True) if one.unit is None], channels)
     inner = [sharded for one in plan if (sharded := sharded_of(one.module)) is not None]
     for old in {id(sharded.engine): sharded for sharded in inner}.values():
         old.engine.abandon()
@@ -69,6 +70,24 @@ def build(
         one.module.__dict__[Sharded.ATTRIBUTE] = Sharded(engine, hooks, index)
     for module in ignored:
         module.__dict__[IGNORED] = True
+
+
+def _check_replicas(units: Sequence[Unit], channels: Channels) -> None:
+    """Ranks that hold the same shards must begin with the same values, or they train different models.
+
+    Raises:
+        ShardingError: they do not.
+    """
+    if channels.replicas.size == 1:
+        return
+    sums = [[int(flat.shard.view(torch.int32).sum(dtype=torch.int64)) for flat in unit.flats] for unit in units]
+    for other in channels.replicas.gather_objects(sums, "parameters of replicas"):
+        for unit, mine, theirs in zip(units, sums, other, strict=True):
+            if mine != theirs:
+                raise ShardingError(
+                    f"ranks that hold the same shards begin with different parameters in unit {unit.name!r}. Build the model "
+                    "anew, alike on every rank, or give sync_module_states=True."
+                )
 
 
 class _Builder:

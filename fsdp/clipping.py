@@ -76,7 +76,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         engine = engines_in(model, "ShardedGradScaler")[0]
         self._found_on = engine.units[0].device
         super().__init__(device or self._found_on.type, **options)
-        self._collectives = engine.channels.reductions
+        self._collectives = engine.channels.everyone
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 Rule 1: only methods of `Collectives` communicate, and each of them always does.
 Rule 2: every rank of a channel calls the same methods in the same order.
-Rule 3: world size 1 runs the same lines.
+Rule 3: one rank alone has a channel too (`Alone`): nobody else asks how many there are.
 """
 
 import weakref
@@ -136,7 +136,7 @@ class Alone:
 
 
 class ProcessGroupCollectives:
-    """A channel over one torch process group.
+    """A channel over one torch process group, of two ranks at least.
 
     On CPU a reduction is an exchange of chunks and a local sum: gloo's own reduce-scatter is an
     all-reduce in disguise, which moves twice the bytes.
@@ -180,17 +180,12 @@ class ProcessGroupCollectives:
         return any(device.type == known.type for known in self._group._device_types)
 
     def all_gather(self, whole: Tensor, label: str) -> Work:
-        if self._size == 1:
-            return DONE
         chunk = whole.numel() // self._size
         own = whole.narrow(0, self._rank * chunk, chunk)
         host = whole.device.type == "cpu"
         return self._launch("all_gather", label, whole.numel(), host, lambda: self._group._allgather_base(whole, own, _GATHER))
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> Work:
-        if self._size == 1:
-            into.copy_(bucket)
-            return DONE
         size = bucket.numel() * bucket.element_size()
         if bucket.device.type != "cpu":
             return self._launch(
@@ -203,11 +198,9 @@ class ProcessGroupCollectives:
         return _ExchangedSum(work, received, into)
 
     def scratch_bytes(self, bucket: Tensor) -> int:
-        return bucket.numel() * bucket.element_size() if bucket.device.type == "cpu" and self._size > 1 else 0
+        return bucket.numel() * bucket.element_size() if bucket.device.type == "cpu" else 0
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> Work:
-        if self._size == 1:
-            return DONE
         how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         return self._launch(
             "all_reduce",
@@ -218,8 +211,6 @@ class ProcessGroupCollectives:
         )
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
-        if self._size == 1:
-            return DONE
         origin = dist.get_global_rank(self._group, source)
         return self._launch(
             "broadcast",
@@ -230,8 +221,6 @@ class ProcessGroupCollectives:
         )
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
-        if self._size == 1:
-            return [thing]
         if dist.get_backend(self._group) == "fake":
             return [thing] * self._size  # a fake group has no peers: all ranks are taken to be alike
         things: list[Any] = [None] * self._size

@@ -13,9 +13,9 @@ from fsdp.sharded import engines_in
 def register_comm_hook(model: nn.Module, state: Any, hook: Callable[[Any, Any], Any]) -> None:
     """From now on `hook(state, bucket)` reduces every bucket of `model`, instead of the engine.
 
-    The bucket has the methods of `torch.distributed.GradBucket`, so the hooks of torch (`default_hooks`, PowerSGD) run
-    unchanged under NO_SHARD. The hook returns a `torch.futures.Future` of one tensor, of any floating-point dtype, which the
-    engine puts into `.grad` as it is: the hook averages over the ranks itself.
+    The bucket has the methods of `torch.distributed.GradBucket`, so torch's all-reduce, fp16-compressing and PowerSGD hooks run
+    unchanged under NO_SHARD. The hook returns a `torch.futures.Future` of one tensor, of any real dtype where the parameters
+    are real, which the engine puts into `.grad` as it is: the hook averages over the ranks itself.
 
     Shapes:  bucket.buffer() (W * C,), gradients of this rank alone, one chunk for each of the W ranks that share the shards
              ->  NO_SHARD (W = 1): their average over all ranks (C,); else: the average of chunk `rank` (C,)

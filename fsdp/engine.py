@@ -66,6 +66,8 @@ class Engine:
         """Set by the hooks: puts pre-backward hooks on what the unit's forward has just returned."""
         self.forget_arrivals: Callable[[], None] = _nobody
         """Set by the hooks: a backward is over, and what arrived in it is no concern of the next."""
+        self.forget_calls: Callable[[], None] = _nobody
+        """Set by the hooks: what runs has been given up."""
         self._deeds: dict[Action, Callable[[int], None]] = {
             Action.REFRESH: self._refresh,
             Action.NEED: self._need,
@@ -165,6 +167,7 @@ class Engine:
         """Give up whatever is going on; afterwards every unit is IDLE and sharded, nothing is in flight."""
         self._path.clear()
         self.forget_arrivals()
+        self.forget_calls()
         self._carry_out_all(self.root.abandon(self.reducer.order))
 
     @property

@@ -50,22 +50,28 @@ class Channels(NamedTuple):
 def open_channels(process_group: Any, mesh: Any, grouping: Grouping) -> Channels:
     """The channels of a group: the given one, or a mesh's, or the default group, or the simulated world's.
 
-    Communicates the first time a group is seen: its second group is made.
+    Communicates the first time a group or a mesh is seen: groups are made of it.
 
     Raises:
         ShardingError: none of them exists, both a group and a mesh are given, or the mesh does not fit.
     """
     if process_group is not None and mesh is not None:
         raise ShardingError("process_group and mesh contradict each other; give one of them.")
+    shape = isinstance(mesh, tuple | list)
+    if mesh is not None and not (shape and grouping is Grouping.HYBRID) and not hasattr(mesh, "get_group"):
+        raise ShardingError(
+            f"mesh must be a DeviceMesh, or for HYBRID_SHARD the shape (replicas, shards), not {mesh!r}; for other strategies "
+            "leave it out to use all ranks."
+        )
     if grouping is Grouping.HYBRID:
         if mesh is None:
             raise ShardingError(
                 "HYBRID_SHARD needs a mesh: a two-dimensional DeviceMesh or the shape (replicas, shards), whose rows shard a "
                 "unit and whose columns hold the same shards."
             )
-    elif _dimensions(mesh) > 1:
+    elif mesh is not None and mesh.ndim > 1:
         raise ShardingError(
-            f"mesh has {_dimensions(mesh)} dimensions; give a one-dimensional one, such as mesh['shard'], or ask for "
+            f"mesh has {mesh.ndim} dimensions; give a one-dimensional one, such as mesh['shard'], or ask for "
             "sharding_strategy='HYBRID_SHARD'."
         )
     world = simulated.current_rank()
@@ -81,10 +87,6 @@ def open_channels(process_group: Any, mesh: Any, grouping: Grouping) -> Channels
     if grouping is Grouping.REPLICATED:
         return Channels(_alone, _alone, second, second)
     return Channels(first, second, _alone, second)
-
-
-def _dimensions(mesh: Any) -> int:
-    return 0 if mesh is None else len(mesh) if isinstance(mesh, tuple | list) else int(mesh.ndim)
 
 
 def _check_shape(shape: tuple[int, ...], ranks: int) -> None:
@@ -165,9 +167,8 @@ def _pair(group: dist.ProcessGroup) -> tuple[Collectives, Collectives]:
 
 
 def _watch(group: dist.ProcessGroup) -> Watch | None:
-    """What the channels of a real group with more than one rank share."""
-    size = dist.get_world_size(group)
-    if size == 1 or dist.get_backend(group) == "fake":
+    """What the channels of a real group share."""
+    if dist.get_backend(group) == "fake":
         return None
     store = c10d.PrefixStore(f"fsdp/{group.group_name}", c10d._get_default_store())
-    return Watch(store, dist.get_rank(group), size)
+    return Watch(store, dist.get_rank(group), dist.get_world_size(group))

@@ -8,7 +8,7 @@ version behind, are found by comparing the whole parameters with a copy when the
 comes to the same answer.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from fsdp.unit import Unit
 
 
 class Guard:
-    """Watches one call of one unit."""
+    """Watches one call of one unit. Memory: the whole parameters once more, until it ends."""
 
     __slots__ = ("_before", "_edits", "_hooks", "_unit")
 
@@ -29,16 +29,17 @@ class Guard:
         self._before = [flat.whole.view(torch.uint8).clone() for flat in unit.flats]
         self._edits = [flat.count_edits() for flat in unit.flats]
         self._hooks: saved_tensors_hooks | None = None
-        # inside a checkpoint nothing is saved but what the checkpoint saves, which reads parameters anew when it replays
+        # torch asks the innermost hooks only: those of a checkpoint (which reads parameters anew when it replays), or of the user
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if outer is None or isinstance(getattr(outer[0], "__self__", None), Guard):
             self._hooks = saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
     def end(self) -> None:
-        """The call is over: look at nothing more that is saved."""
-        if self._hooks is not None:
-            self._hooks.__exit__()
+        """The call is over: look at nothing more that is saved. Idempotent."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__()
 
     def refuse_hidden_edits(self) -> None:
         """Compare the whole parameters with what they were.
@@ -61,12 +62,17 @@ class Guard:
 
     def _pack(self, tensor: Tensor) -> Any:
         own = tensor.layout is torch.strided and storage_key(tensor) in self._unit.keys
-        return _Saved(tensor) if own else tensor
+        return _Saved(tensor, None if tensor.is_inference() else tensor._version, own)
 
-    def _unpack(self, saved: Any) -> Tensor:
-        if not isinstance(saved, _Saved):
-            return saved  # type: ignore[no-any-return]
-        if saved.tensor.numel() and not saved.tensor.untyped_storage().size():
+    def _unpack(self, saved: "_Saved") -> Tensor:
+        # torch itself compares versions only of what no hook has packed
+        if saved.version is not None and saved.tensor._version != saved.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(saved.tensor.shape)} that the backward needs, saved in the forward of unit "
+                f"{self._unit.name!r}, has been changed by an in-place operation: it is at version {saved.tensor._version}, and "
+                f"was saved at version {saved.version}."
+            )
+        if saved.own and saved.tensor.numel() and not saved.tensor.untyped_storage().size():
             raise ShardingError(
                 f"a backward has come to unit {self._unit.name!r} by a way that no hook has seen, when its parameters are "
                 "sharded: through a tensor that left the forward other than by returning it, as an attribute, or through a "
@@ -75,10 +81,10 @@ class Guard:
         return saved.tensor
 
 
-class _Saved:
-    """A tensor that shares the memory of the unit."""
+class _Saved(NamedTuple):
+    """A tensor that autograd keeps for the backward."""
 
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    tensor: Tensor
+    version: int | None
+    own: bool
+    """It shares the memory of the unit's parameters."""

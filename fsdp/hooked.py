@@ -33,15 +33,15 @@ class GradientBucket:
         return [self._buffer[slot.start : slot.end].view(slot.shape) for slot in slots]
 
     def parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters the gradients are of, in full."""
-        return list(self._bucket.flat.whole_parameters)
+        """The parameters the gradients are of: those of `model.parameters()`, of which this rank holds its part."""
+        return list(self._bucket.flat.shard_parameters)
 
     def index(self) -> int:
         """Of the bucket in its model, the same in every step."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the last one of a backward that comes through the whole model."""
+        """Whether it is the last one of a backward that brings gradients to everything that is trainable."""
         return self._is_last
 
 
@@ -83,11 +83,11 @@ class HookedWork:
             found = found[0]
         wanted = self._result
         # torch's wrapper of hooks in half precision comes to half precision
-        if not isinstance(found, Tensor) or found.numel() != wanted.numel() or not torch.can_cast(found.dtype, wanted.dtype):
+        if not isinstance(found, Tensor) or found.numel() != wanted.numel() or found.is_complex() != wanted.is_complex():
             what = f"{found.numel()} x {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
             raise ShardingError(
                 f"the communication hook must come to {wanted.numel()} x {wanted.dtype} for the bucket of unit {self._unit!r}; "
                 f"it came to {what}."
             )
         with torch.no_grad():
-            wanted.copy_(found.view(-1))
+            wanted.copy_(found.reshape(-1))

@@ -40,6 +40,7 @@ class Hooks:
             listener.outer = outer
         engine.watch_outputs = lambda index: self._listeners[index].watch()
         engine.forget_arrivals = self._forget_arrivals
+        engine.forget_calls = self._forget_calls
 
     def remove(self) -> None:
         """Take every hook away again."""
@@ -49,6 +50,10 @@ class Hooks:
     def run_as_forward(self, index: int, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of a unit as if it were its forward."""
         return self._listeners[index].run_as_forward(method, args, kwargs)
+
+    def _forget_calls(self) -> None:
+        for listener in self._listeners:
+            listener.end_guards()
 
     def _forget_arrivals(self) -> None:
         for listener in self._listeners:
@@ -142,7 +147,7 @@ class Listener(Uncopied):
         whole = self._engine.whole(self._index)
         if whole:
             self._unit.open()
-            if self._unit.config.guard:
+            if self._unit.config.guard and not call.nested:
                 call.guard = Guard(self._unit)
         policy = self._unit.config.mp_policy
         if policy.param_dtype is None or not policy.cast_forward_inputs or not whole:
@@ -178,6 +183,7 @@ class Listener(Uncopied):
                     call.versions += self._unit.take_edits()
                 self._find_outputs(call, output)
             except ShardingError:
+                self._unit.forget_edits()
                 if not call.replay:
                     self._engine.forward_ends(self._index, Event.FORWARD_FAILS)
                 raise
@@ -192,10 +198,17 @@ class Listener(Uncopied):
         policy = self._unit.config.mp_policy
         return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
 
+    def end_guards(self) -> None:
+        """The calls that run are given up, and may never be heard to end."""
+        for call in self._calls:
+            if call.guard is not None:
+                call.guard.end()
+
     def _is_nested(self) -> bool:
         """Whether the unit is called from inside its own forward; if it only seems so, Ctrl-C has ended that one unheard."""
         if times_running(self._unit.module, Listener.run_as_forward.__code__, self) > 1:
             return True
+        self.end_guards()
         self._calls.clear()
         self._engine.abandon_forward_of(self._index)
         return False

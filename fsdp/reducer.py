@@ -152,17 +152,19 @@ class Reducer:
         flight, self._flight = self._flight, None
         second, self._second_flights = self._second_flights, []
         usage, self._usage = self._usage, None
-        try:
-            for one in (*second, flight):
-                if one is not None:
-                    self._ledger.add("reduced", -size_of(one.into))
-                    one.work.wait()
-            if usage is not None:
-                usage.work.wait()
-        finally:
-            self._streams.await_reductions()
-            if flight is not None:
-                self._give_back(flight.bucket)
+        flights = second if flight is None else [*second, flight]
+        self._ledger.add("reduced", -sum(size_of(one.into) for one in flights))
+        failures = []
+        for work in (*(one.work for one in flights), *(() if usage is None else (usage.work,))):
+            try:
+                work.wait()
+            except BaseException as failure:  # the others are in flight all the same
+                failures.append(failure)
+        self._streams.await_reductions()
+        if flight is not None:
+            self._give_back(flight.bucket)
+        if failures:
+            raise failures[0]
 
     def drop(self, index: int) -> None:
         """Forget the gradients of this backward. Those kept by earlier ones under `no_sync` stay. Idempotent."""
@@ -227,14 +229,14 @@ class Reducer:
                 bucket.memory.release(self._ledger)
                 raise
         self._ledger.add("reduced", size_of(into))
-        self._ledger.add("scratch", bucket.scratch)
+        self._ledger.add("scratch", 0 if self.hook is not None else bucket.scratch)
         self._flight = _Flight(bucket, into, work, name)
 
     def _shown(self, bucket: Bucket, index: int) -> GradientBucket:
         """A bucket as the hook sees it."""
         number = sum(map(len, self._buckets[:index])) + self._buckets[index].index(bucket)
-        trainable = [one for one in self._buckets[index] if any(one.flat.trainable)]
-        return GradientBucket(bucket, number, index == self.order[-1] and bucket is trainable[-1])
+        reduced = [one for other in self.order for one in self._buckets[other] if one.owed or any(one.flat.trainable)]
+        return GradientBucket(bucket, number, bucket is reduced[-1])
 
     def _land(self) -> None:
         """Await the reduction in flight, so that at most one bucket is in memory; its sum goes on to the other replicas."""
@@ -257,7 +259,7 @@ class Reducer:
         if self.hook is None:
             work = self._channels.replicas.all_reduce(_as_real(flight.into), "sum", flight.name)
             flight = flight._replace(work=work)
-        if self._channels.replicas.size == 1:
+        if self.hook is not None or self._channels.replicas.size == 1:
             self._finish(flight)
         else:
             self._second_flights.append(flight)
@@ -281,7 +283,7 @@ class Reducer:
                 bucket.pending = reduced
 
     def _give_back(self, bucket: Bucket) -> None:
-        self._ledger.add("scratch", -bucket.scratch)
+        self._ledger.add("scratch", 0 if self.hook is not None else -bucket.scratch)
         bucket.memory.release(self._ledger)
 
     def _settle(self) -> None:
@@ -293,7 +295,8 @@ class Reducer:
             self._share_usage()
         self._land()
         while self._second_flights:
-            self._finish(self._second_flights.pop(0))
+            self._finish(self._second_flights[0])
+            del self._second_flights[0]
         self._streams.await_reductions()
         self._await_usage()
         if not self._learned:

@@ -136,7 +136,7 @@ class Unit:
         self._edits_of_replays += self.take_edits()
 
     def forget_edits(self) -> None:
-        """A forward failed: what it changed will be gathered anew."""
+        """A forward failed: what it changed will be gathered anew (where the whole parameters are the shards, it stays)."""
         for flat in self.flats:
             flat.edits = flat.count_edits()
 

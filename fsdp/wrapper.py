@@ -22,7 +22,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class FullyShardedDataParallel(nn.Module):
-    """Wraps a module so that each rank keeps 1/W of its parameters, gradients and optimizer state.
+    """Wraps a module so that each rank keeps a part of its parameters, gradients and optimizer state: see `sharding_strategy`.
 
     The wrapped module is `.module`; parameter names are those of the plain module. The options are
     those of `fully_shard`, which does the same without a wrapper.
@@ -118,15 +118,16 @@ def fully_shard(
         reshard_after_forward: True gives them back after the forward, in the root's own unit too; False keeps them until the
             backward; None follows the strategy, and keeps the root's own unit, which the backward needs first.
         mp_policy: `fsdp.MixedPrecisionPolicy` or torch's.
-        sync_module_states: overwrite parameters and buffers with rank 0's before sharding.
+        sync_module_states: overwrite parameters and buffers with rank 0's before sharding. Without it, ranks that hold the same
+            shards ("NO_SHARD", "HYBRID_SHARD") must begin with the same parameters, which is checked.
         param_init_fn: initialises one module that is on the meta device, after it has been given memory; None means its
             `reset_parameters`. The model comes to memory unit by unit, never whole. If it raises, build the model anew.
         ignored_modules: modules (with everything below them) whose parameters stay as they are: whole, on every rank, their
             gradients neither averaged nor clipped.
         prefetch: how many units may be gathered ahead of the one that computes; that of the outermost unit counts.
         guard: True looks for mistakes that would crash or go unseen: a backward that enters a unit by a way no hook sees, an edit
-            of a weight that leaves no trace. It costs a look at every tensor that is saved for the backward. None means
-            whether the environment variable FSDP_GUARD is 1.
+            of a weight that leaves no trace. It costs a look at every tensor that is saved for the backward, and a second copy of
+            the whole parameters while a unit's forward runs. None means whether the environment variable FSDP_GUARD is 1.
 
     Raises:
         ShardingError: an option, the module or the ranks are not as they must be. Nothing was sharded.
@@ -163,6 +164,11 @@ def _prepare(
         if inner is not None and inner.engine.reducer.keeps_gradients:
             raise ShardingError(
                 f"unit {one.name!r} keeps gradients under no_sync; run the backward that synchronises before wrapping around it."
+            )
+        if inner is not None and inner.engine.reducer.hook is not None:
+            raise ShardingError(
+                f"unit {one.name!r} has a communication hook, which would be lost; register it on the outermost module, after "
+                "wrapping."
             )
         if inner is not None and inner.engine.channels != channels:
             raise ShardingError(
@@ -232,8 +238,8 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
 
 
 def memory_bytes(model: nn.Module, peak: bool = False) -> int:
-    """Bytes the engine holds on this rank for `model`: shards, whole parameters, buckets, gradients reduced but not yet in
-    `.grad`, gradients kept under `no_sync`. What is in `.grad` is the user's, and not counted.
+    """Bytes the engine holds on this rank for `model`: shards, whole and lent parameters, buckets and what reducing them takes,
+    gradients reduced but not yet in `.grad`, gradients kept under `no_sync`. What is in `.grad` is the user's, and not counted.
 
     With `peak`, the most it ever held at once.
     """

@@ -250,8 +250,12 @@ def units_of(model: nn.Module) -> tuple[Unit, ...]:
 
 
 def is_at_rest(model: nn.Module) -> bool:
-    """No pass runs, and every unit shows its shards and holds no whole parameters."""
+    """No pass runs, every unit shows its shards, holds no whole parameters and nothing of a reduction, and no guard is left."""
     engines = list(_engines(model))
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return False  # a guard was left behind
+    if any(engine.ledger.held.get(kind) for engine in engines for kind in ("bucket", "scratch", "reduced", "lent")):
+        return False
     return all(e.root.at_rest and not any(e.whole(i) for i in range(len(e.units))) for e in engines) and all(
         flat.is_shared or flat.whole.untyped_storage().size() == 0 for e in engines for unit in e.units for flat in unit.flats
     )

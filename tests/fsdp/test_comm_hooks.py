@@ -11,7 +11,6 @@ from torch.futures import Future
 
 import fsdp
 from fsdp.hooked import GradientBucket
-from fsdp.sharded import units_in
 from fsdp.simulated import current_rank
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -74,12 +73,13 @@ def test_a_hook_is_shown_the_gradients_of_its_rank(size: int, options: dict[str,
 
         def hook(shards: int, bucket: GradientBucket) -> Future[Tensor]:
             named = {id(p): gradient.clone() for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+            assert all(torch.isfinite(p.sum()) for p in bucket.parameters()), "parameters a hook may read"
             shown[bucket.index()] = {name: named[key] for key, name in names.items() if key in named}
             last.append(bucket.is_last())
             return average(shards, bucket)
 
         model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, **options)
-        names = {id(p): name for name, p in wholes(model)}
+        names = {id(p): name for name, p in model.named_parameters()}
         fsdp.register_comm_hook(model, shards_of(size, options), hook)
         for _ in range(2):
             last.clear()
@@ -94,10 +94,92 @@ def test_a_hook_is_shown_the_gradients_of_its_rank(size: int, options: dict[str,
     fsdp.simulate(size, one_rank)
 
 
-def wholes(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The whole parameters, by name."""
-    units = [sharded.unit for sharded in units_in(model, "test")]
-    return [(place.names[0], p) for unit in units for place, p in zip(unit.places, unit.whole_parameters, strict=True)]
+def in_place(shards: int, bucket: GradientBucket) -> Future[Tensor]:
+    """As torch's hooks do: what it comes to is the bucket itself."""
+    rank = current_rank()
+    assert rank is not None
+    rank.channel("hook").all_reduce(bucket.buffer(), "sum", str(bucket.index())).wait()
+    return promised(bucket.buffer().div_(rank.size).view(shards, -1)[rank.rank % shards])
+
+
+def is_block(name: str, module: nn.Module) -> bool:
+    return name.startswith("blocks.") and name.count(".") == 1
+
+
+class FailsLate(nn.Module):
+    """Blocks, of which the first fails in the backward when the buckets of the others are reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+        self.fails = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if self.fails:
+            x.register_hook(self._fail)
+        return self.blocks[1:](x)
+
+    def _fail(self, gradient: Tensor) -> None:
+        raise Broken("late")
+
+
+@EVERY
+@pytest.mark.parametrize("hook", [None, average, in_place], ids=["no hook", "average", "in place"])
+@pytest.mark.parametrize("alone", [False, True], ids=["on every rank", "on one rank"])
+def test_a_backward_that_fails_late_leaves_no_trace(hook: Any, alone: bool, size: int, options: dict[str, Any]) -> None:
+    def one_rank(rank: int) -> None:
+        model = fsdp.fully_shard(FailsLate(), auto_wrap_policy=is_block, **options)
+        floor = fsdp.memory_bytes(model)
+        if hook is not None:
+            fsdp.register_comm_hook(model, shards_of(size, options), hook)
+        model.fails = rank == 0 or not alone
+        with pytest.raises((Broken, fsdp.WorldError)):
+            model(torch.ones(2, 4)).sum().backward()
+        assert is_at_rest(model)
+        assert fsdp.memory_bytes(model) == floor
+        assert all(p.grad is None for p in model.parameters())
+
+    fsdp.simulate(size, one_rank)
+
+
+@EVERY
+@pytest.mark.parametrize("root", ["no parameters", "frozen", "trained"])
+def test_one_bucket_of_a_backward_is_the_last(root: str, size: int, options: dict[str, Any]) -> None:
+    """PowerSGD counts its iterations by it."""
+
+    def one_rank(rank: int) -> None:
+        net = FailsLate()
+        net.fails = False
+        if root != "no parameters":
+            net.own = nn.Parameter(torch.ones(4), requires_grad=root == "trained")
+        seen = []
+
+        def hook(shards: int, bucket: GradientBucket) -> Future[Tensor]:
+            seen.append(bucket.is_last())
+            return average(shards, bucket)
+
+        model = fsdp.fully_shard(net, auto_wrap_policy=is_block, **options)
+        fsdp.register_comm_hook(model, shards_of(size, options), hook)
+        for _ in range(2):
+            seen.clear()
+            output = model(torch.ones(2, 4))
+            output.sum().backward()
+            # the root's own parameter is not used, and so is not reduced
+            assert seen == [False] * (len(seen) - 1) + [root != "trained"]
+
+    fsdp.simulate(size, one_rank)
+
+
+def test_a_hook_inside_is_not_lost() -> None:
+    def one_rank(rank: int) -> None:
+        inner = fsdp.fully_shard(nn.Linear(4, 4))
+        fsdp.register_comm_hook(inner, 2, average)
+        with pytest.raises(fsdp.ShardingError, match="unit '0' has a communication hook, which would be lost"):
+            fsdp.fully_shard(nn.Sequential(inner, nn.Linear(4, 4)))
+
+    fsdp.simulate(2, one_rank)
 
 
 class Broken(Exception):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import CASES, Block, Net, assert_close, assert_trained_alike, joined, loss_of, own_batches, reference, train, wrap
 from torch import nn
+from torch.futures import Future
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
@@ -90,7 +91,7 @@ def test_the_norm_and_the_full_state_are_those_of_the_whole_model(size: int, opt
     def one_rank(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
         model = wrap(case, **options)
         train(model, own_batches(case, rank, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-        return float(fsdp.clip_grad_norm_(model, 1e9)), fsdp.full_state_dict(model)
+        return float(fsdp.clip_grad_norm_(model, 1e9)), fsdp.full_state_dict(model, rank0_only=False)
 
     gradients = reference(case, size, 1, optimizer=SGD).gradients[0].values()
     norm = float(torch.stack([g.norm() for g in gradients if g is not None]).norm())
@@ -161,8 +162,9 @@ REFUSED = {
     },
     r"mesh \(4,\) does not fit": {"sharding_strategy": "HYBRID_SHARD", "mesh": (4,)},
     r"mesh \(-2, -2\) does not fit": {"sharding_strategy": "HYBRID_SHARD", "mesh": (-2, -2)},
-    "mesh has 2 dimensions; give a one-dimensional one, .* 'HYBRID_SHARD'|'HYBRID_SHARD'": {"mesh": (2, 2)},
-    "there are no meshes; give the shape": {"sharding_strategy": "HYBRID_SHARD", "mesh": "cpu"},
+    r"mesh must be a DeviceMesh, .* not \(2, 2\); for other strategies leave it out": {"mesh": (2, 2)},
+    "mesh must be a DeviceMesh, or .* not 'cpu'": {"sharding_strategy": "HYBRID_SHARD", "mesh": "cpu"},
+    "mesh must be a DeviceMesh, .* not 4": {"mesh": 4},
     "reshard_after_forward=True contradicts sharding_strategy='NO_SHARD'": {
         "sharding_strategy": "NO_SHARD",
         "reshard_after_forward": True,
@@ -177,6 +179,50 @@ def test_what_cannot_be_is_refused_by_name(text: str, options: dict[str, Any]) -
             fsdp.fully_shard(nn.Linear(4, 4), **options)
 
     fsdp.simulate(4, one_rank)
+
+
+def test_replicas_that_begin_differently_are_refused() -> None:
+    """They would train different models, on gradients averaged over both."""
+
+    def one_rank(rank: int) -> float:
+        torch.manual_seed(rank)
+        options: dict[str, Any] = (
+            {"sharding_strategy": "NO_SHARD"} if size == 2 else {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}
+        )
+        with pytest.raises(
+            fsdp.ShardingError, match=r"hold the same shards begin with different parameters .* sync_module_states=True"
+        ):
+            fsdp.fully_shard(nn.Linear(4, 4), **options)
+        model = fsdp.fully_shard(nn.Linear(4, 4), sync_module_states=True, **options)
+        return float(fsdp.full_tensor(model.weight).sum())
+
+    for size in (2, 4):
+        found = fsdp.simulate(size, one_rank)
+        assert found == found[:1] * size
+
+
+@pytest.mark.parametrize("options", [{"sharding_strategy": "NO_SHARD"}, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 1)}])
+def test_the_scaler_agrees_over_replicas_too(options: dict[str, Any]) -> None:
+    """Also where a hook leaves the gradients of each rank as they are."""
+
+    def one_rank(rank: int) -> float:
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(nn.Linear(4, 4), **options)
+
+        def nothing(state: object, bucket: Any) -> Future[torch.Tensor]:
+            promise: Future[torch.Tensor] = Future()
+            promise.set_result(bucket.buffer())
+            return promise
+
+        fsdp.register_comm_hook(model, None, nothing)
+        scaler = fsdp.ShardedGradScaler(model, "cpu", init_scale=16.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.scale(model(torch.full((2, 4), float("inf") if rank else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return float(scaler.get_scale())
+
+    assert fsdp.simulate(2, one_rank) == [8.0, 8.0]
 
 
 def test_units_that_share_the_work_in_different_ways_are_refused() -> None:
