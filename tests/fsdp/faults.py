@@ -94,6 +94,12 @@ def change(path: Path, edit: Callable[[bytearray], Any]) -> None:
     path.write_bytes(content)
 
 
+def another_digit(content: bytearray) -> None:
+    """So that it can still be read."""
+    at = max(i for i, byte in enumerate(content[: len(content) // 2]) if chr(byte).isdigit())
+    content[at] = ord("8") if content[at] == ord("7") else ord("7")
+
+
 def flip(content: bytearray) -> None:
     content[len(content) // 2] ^= 1
 
@@ -160,9 +166,7 @@ AT_REST: Final[dict[str, Callable[[Path], Any]]] = {
     "a byte of the metadata is flipped": lambda folder: change(folder / dcp.METADATA, flip),
     "the metadata is missing": lambda folder: (folder / dcp.METADATA).unlink(),
     "the manifest is cut": lambda folder: change(folder / manifest.NAME, cut),
-    "a byte of the manifest is flipped": lambda folder: change(
-        folder / manifest.NAME, lambda c: c.__setitem__(len(c) - 20, ord("7"))
-    ),
+    "a byte of the manifest is flipped": lambda folder: change(folder / manifest.NAME, another_digit),
     "the manifest and the metadata are missing": lambda folder: [(folder / n).unlink() for n in (manifest.NAME, dcp.METADATA)],
     "another format version": lambda folder: rewrite_manifest(folder, lambda body: body.update(version=99)),
     "a malicious pickle as metadata, with a right checksum": attack_metadata,
