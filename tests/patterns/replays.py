@@ -38,7 +38,8 @@ class Region(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
-        return checkpoint(self.parts, x, use_reentrant=self.reentrant) if self.checkpointed else self.parts(x)
+        x = checkpoint(self.parts, x, use_reentrant=self.reentrant) if self.checkpointed else self.parts(x)
+        return 2 * x  # what the checkpoint returns is not what the root does
 
 
 def _edited_in(where: str, checkpointed: bool, inside: bool, reentrant: bool) -> None:
@@ -130,7 +131,7 @@ def _(run: Run) -> Yields:
     for _ in range(2):
         # the first forward has no hook yet
         features.clear()
-        loss = loss_of(model(run.data(len(features), 2, WIDTH)))
+        loss = loss_of(model(run.data(len(features), 2, WIDTH).requires_grad_()))
         if features:
             features[0].square().mean().backward(retain_graph=True)
         loss.backward()
@@ -170,15 +171,15 @@ def _(run: Run) -> Yields:
 
 
 class PartReplayed(nn.Module):
-    """Checkpoints a module of its own."""
+    """A replayed region computes with weights of the root, then comes to a unit in a checkpoint of the other kind."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.part, self.head = SomeRanksUse(), nn.Linear(WIDTH, 3)
+        self.part, self.unit, self.head = SomeRanksUse(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor, rank: int) -> Tensor:
         def region(y: Tensor) -> Tensor:
-            return torch.tanh(self.part(torch.tanh(y), rank)).exp()
+            return checkpoint(self.unit, torch.tanh(self.part(y, rank)), use_reentrant=True).exp()
 
         return self.head(checkpoint(region, x, use_reentrant=False))
 
@@ -186,14 +187,15 @@ class PartReplayed(nn.Module):
 @pattern(
     "a backward that begins inside a replayed part of the root, whose weights some ranks use",
     "the part is replayed before anything says that the backward has come to the root",
-    gathers=1 + 1,
-    reductions=2,
-    cost="the root stays whole for the first backward, which reads every weight of it, and is gathered for the second",
+    gathers=2 + 1 + 2,
+    reductions=2 * 2,
+    cost="2 forward; the root stays whole for the first backward, which reads its weights, and is gathered for the second; the "
+    "unit is gathered for each",
 )
 def _(run: Run) -> Yields:
     features: list[Tensor] = []
-    model = run.shard(PartReplayed())
-    model.part.register_forward_hook(lambda module, args, output: features.append(output))
+    model = run.shard(PartReplayed(), lambda name, module: name == "unit")
+    model.unit.register_forward_hook(lambda module, args, output: features.append(output))
     loss = loss_of(model(run.data(0, 2, WIDTH).requires_grad_(), run.rank))
     features[0].square().mean().backward(retain_graph=True)
     yield
