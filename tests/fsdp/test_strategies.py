@@ -6,7 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, Block, Net, assert_close, assert_trained_alike, joined, loss_of, own_batches, reference, train, wrap
+from models import (
+    CASES,
+    Block,
+    Net,
+    assert_close,
+    assert_trained_alike,
+    gradients_of,
+    is_at_rest,
+    join,
+    joined,
+    loss_of,
+    own_batches,
+    reference,
+    train,
+    wrap,
+)
 from torch import nn
 from torch.futures import Future
 from torch.utils.checkpoint import checkpoint
@@ -98,6 +113,54 @@ def test_the_norm_and_the_full_state_are_those_of_the_whole_model(size: int, opt
     for found, state in fsdp.simulate(size, one_rank):
         assert found == pytest.approx(norm, rel=1e-6)
         assert_close({**state}, {**case.model().state_dict()}, within=0)
+
+
+class Uses(nn.Module):
+    """A unit called three times, once in a reentrant checkpoint, so that it is reduced in portions; rank 0 uses more of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = Inner(), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        x = self.inner(x, rank)
+        x = checkpoint(self.inner, torch.tanh(x), rank, use_reentrant=True)
+        return self.head(self.inner(torch.tanh(x), rank))
+
+
+class Inner(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.more = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return super().forward(x) + (self.more if rank == 0 else 0)
+
+
+@EVERY
+def test_two_portions_and_uses_that_differ_by_rank(size: int, options: dict[str, Any]) -> None:
+    """What was kept under no_sync goes with the first portion only; what one rank used is known to all of them."""
+
+    def batch(rank: int, number: int) -> torch.Tensor:
+        return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+
+    def one_rank(rank: int) -> dict[str, torch.Tensor | None]:
+        model = fsdp.fully_shard(Uses(), auto_wrap_policy={Inner}, **options)
+        with fsdp.no_sync(model):
+            model(batch(rank, 0), rank).square().mean().backward()
+        model(batch(rank, 1), rank).square().mean().backward()
+        assert is_at_rest(model)
+        assert all(p.grad is not None for p in model.parameters() if p.numel()), "some replica has no gradient"
+        return gradients_of(model)
+
+    plain = Uses()
+    for rank in range(size):
+        for number in range(2):
+            (plain(batch(rank, number), rank).square().mean() / size).backward()
+    found = fsdp.simulate(size, one_rank)
+    shapes = {name: p.shape for name, p in plain.named_parameters()}
+    assert_close({name: join([one[name] for one in found], shape) for name, shape in shapes.items()}, gradients_of(plain))
 
 
 def bytes_of_a_step(size: int, width: int, **options: Any) -> tuple[int, int]:
