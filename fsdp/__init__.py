@@ -3,13 +3,14 @@
 from fsdp.checkpoint import latest, load, save
 from fsdp.clipping import ShardedGradScaler, clip_grad_norm_
 from fsdp.comm_hooks import register_comm_hook
-from fsdp.config import MixedPrecisionPolicy
+from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
 from fsdp.errors import IllegalTransition, ShardingError, WorldError
 from fsdp.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.hugging_face import export_safetensors, load_safetensors
 from fsdp.methods import register_forward_method
 from fsdp.optimizer_state import full_optim_state_dict, load_full_optim_state_dict
 from fsdp.outside import full_tensor, to_local
+from fsdp.reductions import reducer_stats, relearn_order
 from fsdp.simulated import simulate
 from fsdp.story import story
 from fsdp.summon import summon_full_params
@@ -19,6 +20,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "IllegalTransition",
     "MixedPrecisionPolicy",
+    "ReductionPolicy",
     "ShardedGradScaler",
     "ShardingError",
     "WorldError",
@@ -36,8 +38,10 @@ __all__ = [
     "load_safetensors",
     "memory_bytes",
     "no_sync",
+    "reducer_stats",
     "register_comm_hook",
     "register_forward_method",
+    "relearn_order",
     "save",
     "set_requires_gradient_sync",
     "simulate",

@@ -1,6 +1,7 @@
 """Whether all ranks are about to do the same thing."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -57,7 +58,7 @@ def agree_on_refusals(collectives: Collectives, prepare: Callable[[], Answer]) -
 
 
 def _describe(config: Config, plan: Sequence[Planned]) -> list[str]:
-    lines = [f"options: {config}"]
+    lines = [f"{option.name}={getattr(config, option.name)}" for option in fields(config)]
     if config.sync_module_states:
         lines += [f"buffer {name!r} {tuple(b.shape)} {b.dtype}" for name, b in plan[0].module.named_buffers()]
     for one in plan:

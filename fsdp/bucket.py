@@ -7,7 +7,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fsdp.collectives import Collectives
 from fsdp.errors import ShardingError
 from fsdp.flat import FlatBuffer
 from fsdp.outside import RefusedUse
@@ -27,27 +26,27 @@ class Bucket:
         "flat",
         "launched",
         "memory",
+        "name",
         "owed",
         "pending",
-        "predivide",
-        "scratch",
         "stash",
+        "unit",
         "views",
     )
 
-    def __init__(self, flat: FlatBuffer, reduce_dtype: torch.dtype | None, collectives: Collectives, ledger: Ledger) -> None:
+    def __init__(self, flat: FlatBuffer, unit: int, name: str, dtype: torch.dtype, stays: bool, ledger: Ledger) -> None:
         self.flat = flat
+        self.unit = unit
+        """The number of its unit."""
+        self.name = name
+        """Of its unit."""
         self._ledger = ledger
-        dtype = reduce_dtype if reduce_dtype is not None and flat.whole.is_floating_point() else flat.whole.dtype
-        self.predivide = dtype is torch.float16
-        """Half precision would overflow in the sum; every other dtype is divided after it, on the shard alone."""
         self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
         self.views = [self.buffer[slot.start : slot.end].view(slot.shape) for slot in flat.layout.slots]
-        self.scratch = collectives.scratch_bytes(self.buffer)
-        self.memory = Memory(self.buffer, "bucket")
+        self.memory = Memory(self.buffer, "bucket", stays)
         self.pending: Tensor | None = None
         self.launched = False
-        """A first portion has been filled in this backward."""
+        """Its gradients were sent in this backward; what comes after is a second portion."""
         self.stash: dict[int, Kept] = {}
         self.owed = False
         """Some rank may have gradients of it in the stash, also where it was frozen since."""
@@ -56,6 +55,23 @@ class Bucket:
         """Every trainable parameter had a gradient on this rank in this backward."""
         self.came = self.all_used
         """Which had one."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether there is anything to reduce: some parameter is trainable, or was when gradients were kept."""
+        return self.owed or any(self.flat.trainable)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which gradients are reduced."""
+        return self.buffer.dtype
+
+    def missing(self, came: Sequence[bool]) -> list[str]:
+        """The names of trainable parameters without a gradient."""
+        flat = self.flat
+        return [
+            place.names[0] for place, one, trains in zip(flat.places, came, flat.trainable, strict=True) if trains and not one
+        ]
 
     def forget_zeroed(self) -> None:
         """Drop gradients kept under `no_sync` that the user has zeroed since."""
@@ -82,15 +98,15 @@ class Bucket:
             self._ledger.add("kept", -size_of(kept.whole))
         return kept
 
-    def take_stock(self, launched: bool) -> bool:
-        """Note which gradients came, also after the bucket was launched; return whether any is here that was not launched."""
+    def take_stock(self, launched: bool) -> Sequence[bool]:
+        """Note which gradients came, also after the bucket was launched; return which are here that were not launched."""
         flat = self.flat
         here = [whole.grad is not None for whole in flat.whole_parameters]
         if launched and True not in here:
-            return False
+            return here
         before = self.came if launched else [i in self.stash for i in range(len(here))] if self.stash else repeat(False)
         self._note_came([one or other for one, other in zip(here, before, strict=False)])
-        return True in self.came
+        return here if launched else self.came
 
     def _note_came(self, came: list[bool]) -> None:
         self.came = came

@@ -47,17 +47,23 @@ class Collectives(Protocol):
         Traffic: this rank receives (W - 1) * B bytes.
         """
 
-    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> Work:
+    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
         """Sum chunk `rank` of every rank's `bucket` (W * C,) into `into` (C,), which is filled when `wait` returns.
 
-        `bucket` must not be touched before. Traffic: this rank receives (W - 1) * C elements.
+        `bucket` must not be touched before. With `fixed_order`, the bits are those of `sum_over_ranks` on every backend.
+        Traffic: this rank receives (W - 1) * C elements.
         """
 
-    def scratch_bytes(self, bucket: Tensor) -> int:
+    def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         """What a `reduce_scatter` of `bucket` holds besides its arguments, until `wait`."""
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> Work:
-        """Combine `tensor` (any shape) over all ranks, in place."""
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
+        """Combine `tensor` (any shape) over all ranks, in place.
+
+        A sum with `fixed_order` has the bits of `sum_over_ranks`; it communicates a second time in `wait`, so every rank must
+        wait for its collectives of this kind in the same order, and call nothing else on the channel in between.
+        Traffic: this rank receives 2 (W - 1) / W of the tensor.
+        """
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         """Overwrite `tensor` (any shape) with that of rank `source` of the group."""
@@ -103,6 +109,26 @@ class _ExchangedSum:
         sum_over_ranks(self._received.view(-1, self._into.numel()), self._into)
 
 
+class _FixedOrderTotal:
+    """An exchange of chunks, summed at `wait`, where the sums are gathered again."""
+
+    def __init__(self, work: Work, received: Tensor, tensor: Tensor, gather: Callable[[Tensor], Work], own: int) -> None:
+        self._work = work
+        self._received = received
+        self._tensor = tensor
+        self._gather = gather
+        self._own = own
+        """The rank of this process, whose chunk is summed here."""
+
+    def wait(self) -> None:
+        self._work.wait()
+        parts = self._received
+        sums = torch.empty_like(parts)
+        sum_over_ranks(parts, sums[self._own])
+        self._gather(sums.view(-1)).wait()
+        self._tensor.view(-1).copy_(sums.view(-1)[: self._tensor.numel()])
+
+
 class Alone:
     """A channel of one rank, over nothing."""
 
@@ -115,14 +141,14 @@ class Alone:
     def all_gather(self, whole: Tensor, label: str) -> Work:
         return DONE
 
-    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> Work:
+    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
         into.copy_(bucket)
         return DONE
 
-    def scratch_bytes(self, bucket: Tensor) -> int:
+    def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         return 0
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> Work:
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         return DONE
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
@@ -185,22 +211,25 @@ class ProcessGroupCollectives:
         host = whole.device.type == "cpu"
         return self._launch("all_gather", label, whole.numel(), host, lambda: self._group._allgather_base(whole, own, _GATHER))
 
-    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> Work:
+    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
         size = bucket.numel() * bucket.element_size()
-        if bucket.device.type != "cpu":
+        host = bucket.device.type == "cpu"
+        if not host and not fixed_order:
             return self._launch(
                 "reduce_scatter", label, size, False, lambda: self._group._reduce_scatter_base(into, bucket, _REDUCE)
             )
         received = torch.empty_like(bucket)
         work = self._launch(
-            "reduce_scatter", label, size, True, lambda: self._group.alltoall_base(received, bucket, [], [], _EXCHANGE)
+            "reduce_scatter", label, size, host, lambda: self._group.alltoall_base(received, bucket, [], [], _EXCHANGE)
         )
         return _ExchangedSum(work, received, into)
 
-    def scratch_bytes(self, bucket: Tensor) -> int:
-        return bucket.numel() * bucket.element_size() if bucket.device.type == "cpu" else 0
+    def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
+        return bucket.numel() * bucket.element_size() if fixed_order or bucket.device.type == "cpu" else 0
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> Work:
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
+        if fixed_order and op == "sum":
+            return self._exchange_all(tensor, label)
         how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         return self._launch(
             "all_reduce",
@@ -209,6 +238,21 @@ class ProcessGroupCollectives:
             tensor.device.type == "cpu",
             lambda: dist.all_reduce(tensor, op=how, group=self._group, async_op=True),
         )
+
+    def _exchange_all(self, tensor: Tensor, label: str) -> Work:
+        """A sum over all ranks, in chunks of a tensor padded to the number of ranks."""
+        chunk = -(-tensor.numel() // self._size)
+        padded = tensor.new_zeros(self._size, chunk)
+        padded.view(-1)[: tensor.numel()].copy_(tensor.view(-1))
+        received = torch.empty_like(padded)
+        work = self._launch(
+            "reduce_scatter",
+            label,
+            padded.numel() * padded.element_size(),
+            tensor.device.type == "cpu",
+            lambda: self._group.alltoall_base(received, padded, [], [], _EXCHANGE),
+        )
+        return _FixedOrderTotal(work, received, tensor, lambda sums: self.all_gather(sums, label), self._rank)
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         origin = dist.get_global_rank(self._group, source)

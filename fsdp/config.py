@@ -19,11 +19,15 @@ class Sharding(NamedTuple):
 
     strategy: Strategy
     grouping: Grouping
+    keeps_buckets: bool = False
+    """Whether the memory of whole gradients stays between steps."""
 
 
 STRATEGIES: Final[dict[str, Sharding]] = {
     "FULL_SHARD": Sharding(Strategy.FREE_AFTER_FORWARD, Grouping.SHARDED),
     "SHARD_GRAD_OP": Sharding(Strategy.KEEP_AFTER_FORWARD, Grouping.SHARDED),
+    "SHARD_GRADIENTS": Sharding(Strategy.KEEP_ALWAYS, Grouping.SHARDED),
+    "SHARD_OPTIMIZER": Sharding(Strategy.KEEP_ALWAYS, Grouping.SHARDED, keeps_buckets=True),
     "HYBRID_SHARD": Sharding(Strategy.FREE_AFTER_FORWARD, Grouping.HYBRID),
     "NO_SHARD": Sharding(Strategy.KEEP_AFTER_FORWARD, Grouping.REPLICATED),
 }
@@ -53,11 +57,68 @@ class MixedPrecisionPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class ReductionPolicy:
+    """How gradients are put into buckets, and how buckets are summed over the ranks.
+
+    Where units were wrapped by hand, that of the outermost unit counts, but for the sizes and triggers.
+    """
+
+    bucket_cap_mb: float | None = None
+    """MiB of gradients that one collective reduces at most, unless one parameter is larger. Small units that follow each other
+    share a collective; a larger unit is cut, and each piece is gathered and reduced by itself, the latter as soon as its
+    gradients are there (but in units with units inside, which wait for the end of the backward unless the strategy is
+    "NO_SHARD"). None means 25 for "NO_SHARD", and otherwise that a bucket is a unit."""
+    first_bucket_mb: float = 1.0
+    """The same for the first collective of a backward, where units share one, so that communication starts early."""
+    triggers: tuple[str, ...] = ()
+    """Names of parameters, as in `module.named_parameters()` of the wrapped module, that end a bucket in the order of the
+    backward: their gradients and those of the parameters after them are reduced without waiting for those before."""
+    at_end: bool = False
+    """Launch every reduction at the end of the backward."""
+    average: bool = True
+    """Divide the sum over the ranks by their number."""
+    predivide_factor: float | None = None
+    """Divide by this before the sum, and by the rest after it. None means the number of ranks in fp16, which would overflow, and
+    1 in every other dtype."""
+    deterministic: bool = False
+    """Sum in fp32 and in a fixed order of the ranks on every backend: the same bits for the same number of ranks under every
+    strategy, and for the rows of "HYBRID_SHARD" where their length is a power of 2. Half precision travels as fp32. On CUDA, and
+    in all-reduces, the sum is an exchange of chunks that takes as much memory as the bucket."""
+    find_unused_parameters: bool = False
+    """Under "NO_SHARD", ranks may come through different units in a backward: every unit is reduced in each."""
+    static_graph: bool = False
+    """The same parameters get gradients in every backward. Who has which is then exchanged in the first one only; a rank that
+    leaves it raises an error that names the parameter."""
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_cap_mb", "first_bucket_mb", "predivide_factor"):
+            number = getattr(self, name)
+            optional = name != "first_bucket_mb"
+            if not ((optional and number is None) or _is_positive(number)):
+                raise ShardingError(
+                    f"reduction.{name} must be a positive number{' or None' if optional else ''}, not {number!r}."
+                )
+        if isinstance(self.triggers, str) or not all(isinstance(name, str) for name in self.triggers):
+            raise ShardingError(f"reduction.triggers must be names of parameters, not {self.triggers!r}.")
+        object.__setattr__(self, "triggers", tuple(self.triggers))
+        for name in ("at_end", "average", "deterministic", "find_unused_parameters", "static_graph"):
+            if not isinstance(getattr(self, name), bool):
+                raise ShardingError(f"reduction.{name} must be True or False, not {getattr(self, name)!r}.")
+        if self.find_unused_parameters and self.static_graph:
+            raise ShardingError("reduction.find_unused_parameters and static_graph contradict each other; give one of them.")
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < float("inf")
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The options of one unit, checked and normalised."""
 
     strategy: Strategy
     grouping: Grouping
+    keeps_buckets: bool
     keep_root: bool
     """Whether the unit keeps its whole parameters after the forward when it turns out to be the root's own."""
     mp_policy: MixedPrecisionPolicy
@@ -66,11 +127,21 @@ class Config:
     prefetch: int
     """How many units may be gathered ahead of the one that computes."""
     sync_module_states: bool
+    reduction: ReductionPolicy
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """How many bytes of gradients one collective reduces at most; None means those of a unit."""
+        cap = self.reduction.bucket_cap_mb
+        if cap is None:
+            cap = 25.0 if self.grouping is Grouping.REPLICATED else None
+        return None if cap is None else int(cap * 2**20)
 
     @property
     def root_strategy(self) -> Strategy:
         """The strategy of this unit where it is the root's own."""
-        return Strategy.KEEP_AFTER_FORWARD if self.keep_root else self.strategy
+        frees = self.strategy is Strategy.FREE_AFTER_FORWARD
+        return Strategy.KEEP_AFTER_FORWARD if frees and self.keep_root else self.strategy
 
 
 def make_config(
@@ -80,21 +151,22 @@ def make_config(
     prefetch: int = 1,
     sync_module_states: bool = False,
     guard: bool | None = None,
+    reduction: Any = None,
 ) -> Config:
     """Check the options against each other.
 
     Raises:
         ShardingError: an unknown strategy, or two options that contradict each other.
     """
-    strategy, grouping = find_strategy(sharding_strategy)
+    strategy, grouping, keeps_buckets = find_strategy(sharding_strategy)
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
         raise ShardingError(f"reshard_after_forward must be True, False or None, not {reshard_after_forward!r}.")
-    if reshard_after_forward is True and strategy is Strategy.KEEP_AFTER_FORWARD:
+    if reshard_after_forward is True and strategy is not Strategy.FREE_AFTER_FORWARD:
         raise ShardingError(
             f"reshard_after_forward=True contradicts sharding_strategy={sharding_strategy!r}, which keeps the whole parameters "
             "between forward and backward; leave one of them out."
         )
-    if reshard_after_forward is False:
+    if reshard_after_forward is False and strategy is Strategy.FREE_AFTER_FORWARD:
         strategy = Strategy.KEEP_AFTER_FORWARD
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise ShardingError(f"prefetch must be a number of units, 0 or more, not {prefetch!r}.")
@@ -102,7 +174,16 @@ def make_config(
         raise ShardingError(f"guard must be True, False or None, not {guard!r}.")
     guarded = os.environ.get(GUARD) == "1" if guard is None else guard
     keep_root = reshard_after_forward is not True
-    return Config(strategy, grouping, keep_root, _precision(mp_policy), guarded, prefetch, bool(sync_module_states))
+    reduction = ReductionPolicy() if reduction is None else reduction
+    if not isinstance(reduction, ReductionPolicy):
+        raise ShardingError(f"reduction must be a fsdp.ReductionPolicy, not {reduction!r}.")
+    if reduction.find_unused_parameters and grouping is not Grouping.REPLICATED:
+        raise ShardingError(
+            "reduction.find_unused_parameters needs sharding_strategy='NO_SHARD': under "
+            f"{sharding_strategy!r} a unit is gathered by all ranks or none. Some ranks only may use a parameter without it."
+        )
+    precision = _precision(mp_policy)
+    return Config(strategy, grouping, keeps_buckets, keep_root, precision, guarded, prefetch, bool(sync_module_states), reduction)
 
 
 def find_strategy(sharding_strategy: Any) -> Sharding:

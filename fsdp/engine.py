@@ -12,17 +12,18 @@ while the exception is on its way to the user; `_RootCallback.__del__` hears tha
 
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch.autograd import Variable
 
 from fsdp.groups import Channels
 from fsdp.nested import modules_within
 from fsdp.reducer import Reducer
 from fsdp.schedule import Schedule
-from fsdp.stack import in_autograd_grad, is_running
+from fsdp.stack import graph_task, in_autograd_grad, is_running
 from fsdp.storage import Ledger
 from fsdp.streams import Streams
 from fsdp.unit import Unit
-from state_machine import Action, Ask, BackwardState, Effect, Event, Lifecycle, Residency, ResidencyState, Root
+from state_machine import Action, Ask, BackwardState, Effect, Event, Lifecycle, Residency, ResidencyState, Root, Strategy
 from state_machine.root import Instruction
 
 
@@ -44,12 +45,15 @@ class Engine:
         self._streams = streams
         strategies = [unit.config.strategy for unit in units]
         strategies[0] = units[0].config.root_strategy
+        self._keepers = tuple(index for index, strategy in enumerate(strategies) if strategy is Strategy.KEEP_ALWAYS)
+        """The units whose copies outlive a pass."""
+        self._stepped = True
+        """A backward that synchronised has ended since the last pass began: an optimizer may have stepped."""
+        self._trained = False
+        """The last pass recorded a graph."""
         self.root = Root([Lifecycle(unit.name, strategy) for unit, strategy in zip(units, strategies, strict=True)])
         self._residencies = tuple(Residency(unit.name) for unit in units)
-        # a unit with inner units is complete late: it comes after all that have none
-        backwards = range(len(units) - 1, -1, -1)
-        order = [i for i in backwards if not descendants[i]] + [i for i in backwards if descendants[i]]
-        self.reducer = Reducer(units, order, channels, streams, ledger)
+        self.reducer = Reducer(units, [not inside for inside in descendants], channels, streams, ledger)
         depth = units[0].config.prefetch
         self._forward_schedule = Schedule(depth)
         self._backward_schedule = Schedule(depth)
@@ -62,6 +66,8 @@ class Engine:
         self._synchronises_gradients = True
         """Whether it does if there are any."""
         self.backward_number = 0
+        self._task = -1
+        """The graph task in which the backward came to the first unit."""
         self.watch_outputs: Callable[[int], None] = _nobody
         """Set by the hooks: puts pre-backward hooks on what the unit's forward has just returned."""
         self.forget_arrivals: Callable[[], None] = _nobody
@@ -115,6 +121,8 @@ class Engine:
             if self.root.backward is BackwardState.RUNNING:
                 self.close_backward(Event.BACKWARD_FAILS)
             self._pass_number += 1
+            if self._keepers:
+                self._free_stale_copies()
             self._forward_schedule.begin()
             self._streams.pass_begins()
         self._schedule = self._forward_schedule
@@ -145,6 +153,16 @@ class Engine:
                 if residency.state in leftovers:
                     self._ask(other, Ask.FREE)
 
+    def gradient_counts(self, bucket: int) -> None:
+        """A gradient of a counted bucket has come."""
+        # a reentrant checkpoint may bring a second one to the same parameter
+        if self.backward_synchronises and graph_task() == self._task and self.reducer.arrived(bucket):
+            try:
+                self.reducer.advance(land=False)
+            except BaseException:
+                self.abandon()
+                raise
+
     def gradients_come(self) -> None:
         """They do, by a backward inside what looked like autograd.grad alone."""
         self.backward_synchronises = self._synchronises_gradients
@@ -157,6 +175,7 @@ class Engine:
         """Tell every unit how the backward ended, in the agreed order."""
         instructions = self.root.close(event, self.reducer.order)
         self.forget_arrivals()
+        self._stepped = self._stepped or event is Event.BACKWARD_ENDS
         if event is Event.BACKWARD_FAILS:
             self._carry_out_all(instructions)
         else:
@@ -184,11 +203,36 @@ class Engine:
     def _refresh(self, index: int) -> None:
         unit = self.units[index]
         unit.sync_requires_grad()
-        if unit.gathered_in_pass != self._pass_number or unit.gathered_versions != unit.versions_in_forward:
+        outlived = unit.gathered_in_pass != self._pass_number and index not in self._keepers
+        if outlived or unit.gathered_versions != unit.versions_in_forward:
+            self._ask(index, Ask.FREE)
+
+    def _free_stale_copies(self) -> None:
+        """A pass begins: of the copies that outlived the last one, free those whose weights may have changed, on any rank.
+
+        After a backward that synchronised, those of trainable weights; around a pass without gradients, all. What is left is
+        compared by version counters on every rank, which costs a collective of one byte.
+        """
+        kept = [index for index in self._keepers if self._residencies[index].state is ResidencyState.KEPT]
+        trains = torch.is_grad_enabled()
+        everything = not (trains and self._trained)
+        stale = [index for index in kept if everything or (self._stepped and self.units[index].trains)]
+        left = [index for index in kept if index not in stale]
+        self._stepped, self._trained = False, trains
+        if left:
+            changed = any(self.units[index].has_changed for index in left)
+            flag = torch.tensor([changed], dtype=torch.uint8, device=self.units[left[0]].device)
+            self.channels.everyone.all_reduce(flag, "max", "which weights changed").wait()
+            if flag.item():
+                stale = kept
+        for index in stale:
             self._ask(index, Ask.FREE)
 
     def _need(self, index: int) -> None:
-        missing = self._residencies[index].state in (ResidencyState.SHARDED, ResidencyState.GATHERING)
+        where = self._residencies[index].state
+        if where is not ResidencyState.WHOLE and self.root.backward is BackwardState.RUNNING:
+            self.reducer.reached_again(index)
+        missing = where in (ResidencyState.SHARDED, ResidencyState.GATHERING)
         self._ask(index, Ask.NEED)
         if missing:
             for ahead in self._schedule.needed(index):
@@ -209,6 +253,7 @@ class Engine:
         self._synchronises_gradients = self.synchronises
         self.backward_synchronises = self.synchronises and not in_autograd_grad()
         self.backward_number += 1
+        self._task = graph_task()
         self._schedule = self._backward_schedule
         self.reducer.begin()
         if not self.synchronises:

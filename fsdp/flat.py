@@ -100,13 +100,18 @@ class FlatBuffer:
         """This rank's chunk of a whole flat tensor: (W * C,) -> (C,)."""
         return flat.narrow(0, self.rank * self.layout.chunk, self.layout.chunk)
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a parameter was re-pointed from outside."""
+        return [p.data_ptr() for p in self.shard_parameters] != self._shard_pointers
+
     def check_shards(self, unit: str) -> None:
         """Take over parameters that were re-pointed from outside since the last forward (`p.data = x`, `model.to(...)`).
 
         Raises:
             ShardingError: the new data has another shape, dtype or device.
         """
-        if [p.data_ptr() for p in self.shard_parameters] == self._shard_pointers:
+        if not self.is_replaced:
             return
         for place, parameter, part in zip(self.places, self.shard_parameters, self.parts, strict=True):
             mine = self.shard_view(part)

@@ -85,11 +85,12 @@ class Listener(Uncopied):
             module.register_forward_hook(self._forward_ends, always_call=True),
         ]
         self._state_hooks = StateHooks(engine, index)
-        hear = _hear_arrivals(weakref.ref(self))
-        for whole in self._unit.whole_parameters:
-            if _can_train(whole):
-                with _thawed(whole):
-                    self._handles.append(whole.register_post_accumulate_grad_hook(hear))  # type: ignore[no-untyped-call]
+        for number, bucket in enumerate(engine.reducer.buckets):
+            hear = _hear_arrivals(weakref.ref(self), number if number in engine.reducer.counted else None)
+            for whole in bucket.flat.whole_parameters if bucket.unit == index else ():
+                if _can_train(whole):
+                    with _thawed(whole):
+                        self._handles.append(whole.register_post_accumulate_grad_hook(hear))  # type: ignore[no-untyped-call]
         for place in self._unit.places:
             if _can_train(place.parameter):
                 refuse = RefusedUse(place.names[0], self._unit.name)
@@ -343,6 +344,10 @@ class Listener(Uncopied):
     def _outside_gradient_comes(self) -> None:
         self._engine.hear(self._index, Event.GRADIENT_FROM_OUTSIDE)
 
+    def gradient_counts(self, bucket: int) -> None:
+        """A gradient of a counted bucket has been accumulated."""
+        self._engine.gradient_counts(bucket)
+
     def gradient_arrives(self) -> None:
         """A gradient of one parameter has been accumulated, the first."""
         if torch.is_grad_enabled():
@@ -356,8 +361,8 @@ class Listener(Uncopied):
         self._engine.hear(self._index, Event.GRADIENT_ARRIVES)
 
 
-def _hear_arrivals(listener: "weakref.ref[Listener]") -> Callable[[Tensor], None]:
-    """The hook of one whole parameter, which runs once a parameter and backward, so it is short."""
+def _hear_arrivals(listener: "weakref.ref[Listener]", counted: int | None) -> Callable[[Tensor], None]:
+    """The hook of one whole parameter, of a `counted` bucket or not, which runs once a parameter and backward, so it is short."""
 
     def arrives(whole: Tensor) -> None:
         # weakly: the collector of garbage does not see hooks of this kind, and the listener leads back to the tensor
@@ -365,7 +370,14 @@ def _hear_arrivals(listener: "weakref.ref[Listener]") -> Callable[[Tensor], None
         if hearer is not None and not hearer.readiness.arrived:
             hearer.gradient_arrives()
 
-    return arrives
+    def counts(whole: Tensor) -> None:
+        hearer = listener()
+        if hearer is not None and counted is not None:
+            if not hearer.readiness.arrived:
+                hearer.gradient_arrives()
+            hearer.gradient_counts(counted)
+
+    return arrives if counted is None else counts
 
 
 def _is_batched(tensor: Tensor) -> bool:

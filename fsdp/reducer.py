@@ -4,70 +4,81 @@ Rule 1: collectives are launched in the agreed order only; what is ready early w
 Rule 2: nothing reaches `.grad` before `commit`, and `commit` comes after everything that can fail.
 Rule 3: in a backward that synchronises, every unit that autograd has passed through, or of which some
         rank has a gradient, is reduced, with zeros for gradients that did not come.
+
+[Note: counted buckets]
+A unit is ready at a moment every rank comes to (readiness.py). A bucket whose gradients have all come may be
+launched before that moment, which peers with other gradients do not share, as long as nobody waits for
+anything in between: so it is launched without awaiting those before it, and only when its turn has come.
+With gathers between the ranks that holds for units without units inside; without gathers, for all.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp.bucket import Bucket, dense
-from fsdp.collectives import DONE, Work
-from fsdp.groups import Channels
+from fsdp.flights import Flights
+from fsdp.groups import Channels, Grouping
 from fsdp.hooked import CommHook, GradientBucket
+from fsdp.launches import Launches
+from fsdp.parcels import Item, Parcel, make_parcels
 from fsdp.storage import Ledger, size_of
 from fsdp.streams import Streams
 from fsdp.unit import Unit
-
-
-class _Usage(NamedTuple):
-    """Which parameters had a gradient, on its way between the ranks."""
-
-    flags: Tensor
-    complete: bool
-    work: Work
-
-
-class _Flight(NamedTuple):
-    """A reduction in flight."""
-
-    bucket: Bucket
-    into: Tensor
-    work: Work
-    name: str
-    """Of the unit."""
+from fsdp.usage import Usage
 
 
 class Reducer:
     """The gradients of all units of one root, through one backward at a time."""
 
-    def __init__(self, units: Sequence[Unit], order: Sequence[int], channels: Channels, streams: Streams, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        innermost: Sequence[bool],
+        channels: Channels,
+        streams: Streams,
+        ledger: Ledger,
+    ) -> None:
         self._units = tuple(units)
         self._channels = channels
         self._streams = streams
         self._ledger = ledger
-        shards = channels.reductions
-        self._buckets = tuple(
-            tuple(Bucket(flat, unit.config.mp_policy.reduce_dtype, shards, ledger) for flat in unit.flats) for unit in units
+        self.policy = units[0].config.reduction
+        self._cap = units[0].config.bucket_bytes
+        self._replicated = units[0].config.grouping is Grouping.REPLICATED
+        self.buckets = tuple(
+            Bucket(flat, index, unit.name, _reduce_dtype(unit, flat.whole.dtype), unit.config.keeps_buckets, ledger)
+            for index, unit in enumerate(units)
+            for flat in unit.flats
         )
-        counts = [[len(bucket.views) for bucket in of_unit] for of_unit in self._buckets]
-        ends = accumulate((count for of_unit in counts for count in of_unit), initial=0)
-        self._offsets = [[next(ends) for _ in of_unit] for of_unit in counts]
-        device = units[0].device
-        self._all_used = torch.ones(next(ends), dtype=torch.uint8, device=device)
-        self.order = tuple(order)
-        """The agreed order, every unit once."""
-        self._learned = False
-        self._flight: _Flight | None = None
-        """Among the ranks that share the shards."""
-        self._second_flights: list[_Flight] = []
-        """Among those that hold the same shards. What they fill is kept until the commit in any case."""
-        self._usage: _Usage | None = None
-        self.hook: CommHook | None = None
-        """Reduces instead of us, if there is one."""
+        numbers = range(len(self.buckets))
+        self._of_unit = [[number for number in numbers if self.buckets[number].unit == index] for index in range(len(units))]
+        self._device = units[0].device
+        self._usage = Usage(self.buckets, self.policy.static_graph, channels.everyone, streams, self._device)
+        self._flights = Flights(self.policy, channels, streams, ledger)
+        self.counted = frozenset(number for number in numbers if self._may_count(number, innermost))
+        """The buckets that may be launched when their gradients have come, before their unit is ready."""
+        self.launches = Launches()
+        # a unit with units inside is complete late: it comes after all that have none
+        backwards = range(len(units) - 1, -1, -1)
+        order = [i for i in backwards if innermost[i]] + [i for i in backwards if not innermost[i]]
+        self._default_order = order
+        self._learned: dict[tuple[bool, ...], tuple[Sequence[int], Sequence[int]]] = {}
+        """The orders of units and of buckets, by what is trainable."""
+        self._agree_on(order, self._in_units(order))
         self.begin()
+
+    @property
+    def hook(self) -> CommHook | None:
+        """Reduces instead of us, if there is one."""
+        return self._flights.hook
+
+    @hook.setter
+    def hook(self, hook: CommHook) -> None:
+        self._flights.hook = hook
+        self._plan()
 
     @property
     def keeps_gradients(self) -> bool:
@@ -75,6 +86,10 @@ class Reducer:
         for bucket in self._stashing():
             bucket.forget_zeroed()
         return bool(self._stashing())
+
+    def relearn(self) -> None:
+        """Learn the order anew in the next backward that synchronises."""
+        self._learned.clear()
 
     # one backward -------------------------------------------------------------------------
 
@@ -86,51 +101,92 @@ class Reducer:
         """
         for bucket in self._stashing():
             bucket.forget_zeroed()
+        count = len(self.buckets)
+        self.launches.begin()
         self._turn = 0
-        self._ready = [False] * len(self._units)
-        self._launched = [False] * len(self._units)
+        self._ready: list[float] = [0.0] * count
+        """When each bucket was ready, or 0."""
+        self._launched = [False] * count
+        self._over = [False] * len(self._units)
+        """Which units were ready once."""
+        self._again = [False] * len(self._units)
+        """Which were gathered, or ready, once more after that, on every rank."""
+        self._closing = [False] * len(self._units)
+        self._expected = {number: sum(self.buckets[number].flat.trainable) for number in self.counted}
         self._arrivals: list[int] = []
-        self._shared = False
+        self._usage.begin()
         self._settled = False
-        self._has: list[bool] = []
-        """Which units have gradients here that are not launched, as of the end of the backward."""
-        self._used: list[bool] = []
         self._hooked: list[nn.Parameter] = []
+        self._trainable = tuple(bucket.is_trained for bucket in self.buckets)
+        known = self._learned.get(self._trainable)
+        if known is not None and known[1] is not self._sequence:
+            self._agree_on(*known)
 
     def owe(self) -> None:
         """A backward under `no_sync` begins: every rank will take part in reducing what any of them keeps."""
-        for buckets in self._buckets:
-            for bucket in buckets:
-                bucket.owed = bucket.owed or any(bucket.flat.trainable)
+        for bucket in self.buckets:
+            bucket.owed = bucket.owed or any(bucket.flat.trainable)
+
+    def reached_again(self, index: int) -> None:
+        """A unit that was done is gathered again in the same backward: every rank expects a second portion."""
+        self._again[index] = self._again[index] or self._over[index]
+
+    def arrived(self, number: int) -> bool:
+        """One more gradient of a counted bucket came; return whether that makes launching possible."""
+        self._expected[number] -= 1
+        if self._expected[number] or self.policy.at_end:
+            return False
+        self._note(number)
+        return True
 
     def reduce(self, index: int) -> None:
         """The gradients of a unit are complete: launch what the agreed order allows."""
-        if self._launched[index]:
-            return  # a second portion in the same backward waits for `flush`
-        self._note(index)
-        while self._turn < len(self.order) and self._ready[self.order[self._turn]]:
-            self._launch(self.order[self._turn])
+        self._again[index], self._over[index] = self._over[index], True
+        for number in self._of_unit[index]:
+            self._note(number)
+        if not self.policy.at_end:
+            self.advance(land=True)
+
+    def advance(self, land: bool) -> None:
+        """Launch what is ready, in the agreed order. With `land`, await those before, so that one bucket is in memory."""
+        while self._turn < len(self._parcels):
+            parcel = self._parcels[self._turn]
+            if not all([self._ready[number] for number in parcel]):
+                return
             self._turn += 1
+            self._launch(parcel, land)
 
     def flush(self, index: int) -> None:
         """At the end, in the agreed order: launch what was not launched, or came after it was, if any rank has it."""
-        if not self._shared:
-            self._share_usage()
-        if not self._launched[index]:
-            self._note(index)
-            if self._has[index] or self._some_rank_has(index):
-                self._launch(index)
-        elif self._has[index]:
-            self._launch(index)
+        usage = self._usage
+        if not usage.shared:
+            if self.policy.find_unused_parameters:
+                self._launch_all()
+            usage.share(self._launched)
+        self._closing[index] = True
+        while self._turn < len(self._parcels):
+            parcel = self._parcels[self._turn]
+            if not all([self._ready[number] or self._closing[self.buckets[number].unit] for number in parcel]):
+                break
+            self._turn += 1
+            wanted = tuple(n for n in parcel if self._ready[n] or usage.has[n] or usage.some_rank_has(n))
+            for number in parcel:
+                self._note(number)
+            if wanted:
+                self._launch(wanted, land=True)
+        for number in self._of_unit[index]:
+            if usage.launched[number] and (usage.has[number] or (self._again[index] and usage.some_rank_has_more(number))):
+                self._launch((number,), land=True)
 
     def commit(self, index: int) -> None:
         """Set or accumulate the reduced gradients of a unit into `.grad` of its shards."""
         self._settle()
-        for bucket, offset in zip(self._buckets[index], self._offsets[index], strict=True):
+        for number in self._of_unit[index]:
+            bucket = self.buckets[number]
             if bucket.pending is not None:
                 reduced, bucket.pending = bucket.pending, None
                 self._ledger.add("reduced", -size_of(reduced))
-                self._hooked += bucket.put(reduced, self._used[offset:] if self._used else bucket.all_used)
+                self._hooked += bucket.put(reduced, self._usage.of(number))
 
     def run_hooks(self) -> None:
         """After the last commit: run the post-accumulate hooks of the user, who may step an optimizer in them."""
@@ -141,34 +197,22 @@ class Reducer:
 
     def stash(self, index: int) -> None:
         """End of a backward under `no_sync`: add the whole gradients of a unit to the stash."""
-        for bucket in self._buckets[index]:
+        for number in self._of_unit[index]:
+            bucket = self.buckets[number]
             for i, whole in enumerate(bucket.flat.whole_parameters):
                 if whole.grad is not None:
                     gradient, whole.grad = whole.grad, None
-                    bucket.keep(i, dense(gradient).to(bucket.buffer.dtype))
+                    bucket.keep(i, dense(gradient).to(bucket.dtype))
 
     def drain(self) -> None:
         """Wait until nothing is in flight. Idempotent; raises what the collective raises."""
-        flight, self._flight = self._flight, None
-        second, self._second_flights = self._second_flights, []
-        usage, self._usage = self._usage, None
-        flights = second if flight is None else [*second, flight]
-        self._ledger.add("reduced", -sum(size_of(one.into) for one in flights))
-        failures = []
-        for work in (*(one.work for one in flights), *(() if usage is None else (usage.work,))):
-            try:
-                work.wait()
-            except BaseException as failure:  # the others are in flight all the same
-                failures.append(failure)
-        self._streams.await_reductions()
-        if flight is not None:
-            self._give_back(flight.bucket)
-        if failures:
-            raise failures[0]
+        question = self._usage.take()
+        self._flights.drain(() if question is None else (question.work,))
 
     def drop(self, index: int) -> None:
         """Forget the gradients of this backward. Those kept by earlier ones under `no_sync` stay. Idempotent."""
-        for bucket in self._buckets[index]:
+        for number in self._of_unit[index]:
+            bucket = self.buckets[number]
             bucket.launched = False
             if bucket.pending is not None:
                 self._ledger.add("reduced", -size_of(bucket.pending))
@@ -176,177 +220,111 @@ class Reducer:
             for whole in bucket.flat.whole_parameters:
                 whole.grad = None
 
+    # the order ----------------------------------------------------------------------------
+
+    def _agree_on(self, order: Sequence[int], sequence: Sequence[int]) -> None:
+        self.order = tuple(order)
+        """Of the units, every one once."""
+        self._sequence = sequence
+        """Of the buckets."""
+        self._plan()
+
+    def _plan(self) -> None:
+        # a hook is shown the buckets one by one, the same in every step
+        cap = None if self.hook is not None else self._cap
+        items = [
+            Item(size_of(bucket.buffer), (bucket.dtype, bucket.flat.shard.dtype, bucket.flat.device)) for bucket in self.buckets
+        ]
+        self._parcels: Sequence[Parcel] = make_parcels(self._sequence, items, cap, int(self.policy.first_bucket_mb * 2**20))
+
+    def _in_units(self, order: Sequence[int]) -> Sequence[int]:
+        """The buckets of units in their order; those of one unit from the last to the first, as a backward goes."""
+        return tuple(number for index in order for number in reversed(self._of_unit[index]))
+
+    def _learn_order(self) -> None:
+        """After the first backward that synchronises, rank 0's order of arrival is everyone's."""
+        arrivals = torch.tensor(self._arrivals, dtype=torch.int64, device=self._device)
+        self._channels.everyone.broadcast(arrivals, 0, "the order of reductions").wait()
+        sequence = [int(number) for number in arrivals.tolist()]
+        units = dict.fromkeys(self.buckets[number].unit for number in sequence)
+        order = (*units, *(index for index in self._default_order if index not in units))
+        # with gathers between the ranks, the buckets of a unit come at the moment of the unit (see the note)
+        self._learned[self._trainable] = order, tuple(sequence) if self._replicated else self._in_units(order)
+        self._agree_on(*self._learned[self._trainable])
+
     # helpers ------------------------------------------------------------------------------
+
+    def _may_count(self, number: int, innermost: Sequence[bool]) -> bool:
+        """Whether it is of use, and safe, to launch a bucket before its unit is ready (see the note)."""
+        unit = self.buckets[number].unit
+        cut = sum(self.buckets[one].is_trained for one in self._of_unit[unit]) > 1
+        return (cut and innermost[unit]) or (self._replicated and not innermost[unit])
 
     def _stashing(self) -> list[Bucket]:
         # lent parameters show nothing: their gradients are set aside
-        return [b for unit, buckets in zip(self._units, self._buckets, strict=True) if not unit.lent for b in buckets if b.stash]
+        return [bucket for bucket in self.buckets if bucket.stash and not self._units[bucket.unit].lent]
 
-    def _note(self, index: int) -> None:
-        if not self._ready[index]:
-            self._ready[index] = True
-            self._arrivals.append(index)
+    def _note(self, number: int) -> None:
+        if not self._ready[number]:
+            self._ready[number] = perf_counter()
+            self._arrivals.append(number)
 
-    def _launch(self, index: int) -> None:
-        self._launched[index] = True
-        for bucket in self._buckets[index]:
-            if bucket.owed or any(bucket.flat.trainable):
-                self._land()
-                self._send(bucket, index)
+    def _launch(self, parcel: Parcel, land: bool) -> None:
+        buckets = []
+        for number in parcel:
+            self._launched[number] = True
+            bucket = self.buckets[number]
+            if bucket.is_trained:
+                buckets.append(bucket)
             else:
                 # frozen since: what was missing in an earlier backward is no concern of this one
                 bucket.came, bucket.complete = bucket.all_used, True
-
-    def _send(self, bucket: Bucket, index: int) -> None:
-        """Fill a bucket on the compute stream and reduce it on the reduction stream.
-
-        Shapes:  bucket (W * C,) on each of W ranks  ->  mean of chunk `rank` (C,)
-        Memory:  W * C elements until landed, C until committed
-        """
-        name = self._units[index].name
-        if self._channels.reductions.size == 1 and self.hook is None:
-            # the chunk is the bucket
-            into = bucket.buffer.new_empty(bucket.flat.layout.chunk)
-            bucket.fill(into)
-            if bucket.predivide:
-                into.div_(self._channels.size)
-            with self._streams.reducing():
-                self._go_on(_Flight(bucket, into, DONE, name))
-            self._ledger.add("reduced", size_of(into))
+        if not buckets:
             return
-        bucket.memory.allocate(self._ledger)
-        bucket.fill()
-        if bucket.predivide and self.hook is None:
-            bucket.buffer.div_(self._channels.size)
-        with self._streams.reducing():
-            into = bucket.buffer.new_empty(bucket.flat.layout.chunk)
-            try:
-                if self.hook is None:
-                    work = self._channels.reductions.reduce_scatter(_as_real(bucket.buffer), _as_real(into), name)
-                else:
-                    work = self.hook.launch(self._shown(bucket, index), into, name)
-            except BaseException:
-                bucket.memory.release(self._ledger)
-                raise
-        self._ledger.add("reduced", size_of(into))
-        self._ledger.add("scratch", 0 if self.hook is not None else bucket.scratch)
-        self._flight = _Flight(bucket, into, work, name)
-
-    def _shown(self, bucket: Bucket, index: int) -> GradientBucket:
-        """A bucket as the hook sees it."""
-        number = sum(map(len, self._buckets[:index])) + self._buckets[index].index(bucket)
-        reduced = [one for other in self.order for one in self._buckets[other] if one.owed or any(one.flat.trainable)]
-        return GradientBucket(bucket, number, bucket is reduced[-1])
-
-    def _land(self) -> None:
-        """Await the reduction in flight, so that at most one bucket is in memory; its sum goes on to the other replicas."""
-        if self._flight is None:
-            return
-        flight, self._flight = self._flight, None
-        try:
-            with self._streams.landing():
-                flight.work.wait()
-                self._go_on(flight)
-            self._streams.await_reductions()
-        except BaseException:
-            self._ledger.add("reduced", -size_of(flight.into))
-            raise
-        finally:
-            self._give_back(flight.bucket)
-
-    def _go_on(self, flight: _Flight) -> None:
-        """A chunk is reduced among those that share the shards: go on to the sum over the replicas."""
+        if land:
+            self._flights.land()
         if self.hook is None:
-            work = self._channels.replicas.all_reduce(_as_real(flight.into), "sum", flight.name)
-            flight = flight._replace(work=work)
-        if self.hook is not None or self._channels.replicas.size == 1:
-            self._finish(flight)
+            self._flights.launch(buckets)
         else:
-            self._second_flights.append(flight)
+            self._flights.launch_hooked(buckets[0], self._shown(buckets[0], parcel[0]))
+        self.launches.note(buckets, max([self._ready[number] for number in parcel]))
 
-    def _finish(self, flight: _Flight) -> None:
-        """Await the sum over the replicas, and have the average."""
-        bucket, reduced, work, _ = flight
-        with self._streams.landing():
-            if self.hook is None:
-                work.wait()
-                if not bucket.predivide and self._channels.size > 1:
-                    reduced.div_(self._channels.size)
-            if reduced.dtype != bucket.flat.shard.dtype:
-                self._ledger.add("reduced", -size_of(reduced))
-                reduced = reduced.to(bucket.flat.shard.dtype)
-                self._ledger.add("reduced", size_of(reduced))
-            if bucket.pending is not None:
-                bucket.pending.add_(reduced)
-                self._ledger.add("reduced", -size_of(reduced))
-            else:
-                bucket.pending = reduced
+    def _shown(self, bucket: Bucket, number: int) -> GradientBucket:
+        """A bucket as the hook sees it."""
+        last = next(one for one in reversed(self._sequence) if self.buckets[one].is_trained)
+        return GradientBucket(bucket, number, number == last)
 
-    def _give_back(self, bucket: Bucket) -> None:
-        self._ledger.add("scratch", 0 if self.hook is not None else -bucket.scratch)
-        bucket.memory.release(self._ledger)
+    def _launch_all(self) -> None:
+        """Where ranks come through different units, every one reduces all of them before they say who has what."""
+        for number in range(len(self.buckets)):
+            self._note(number)
+        self.advance(land=True)
 
     def _settle(self) -> None:
         """Await everything in flight and learn which gradients no rank had. All that can fail is over after this."""
         if self._settled:
             return
         self._settled = True
-        if not self._shared:
-            self._share_usage()
-        self._land()
-        while self._second_flights:
-            self._finish(self._second_flights[0])
-            del self._second_flights[0]
-        self._streams.await_reductions()
-        self._await_usage()
-        if not self._learned:
+        if not self._usage.shared:
+            self._usage.share(self._launched)
+        self._flights.settle()
+        self._usage.settle()
+        for number, bucket in enumerate(self.buckets):
+            if self._usage.has[number] and not self._launched[number]:
+                raise RuntimeError(
+                    f"gradients of unit {bucket.name!r} were not reduced (missing here: "
+                    f"{', '.join(bucket.missing(bucket.came)) or 'none'}); this is a bug in fsdp, please report it."
+                )
+        if self._trainable not in self._learned:
             self._learn_order()
-        for buckets, offsets in zip(self._buckets, self._offsets, strict=True):
-            for bucket, offset in zip(buckets, offsets, strict=True):
-                bucket.show_to_hooks(self._used[offset:] if self._used else bucket.all_used)
-
-    def _some_rank_has(self, index: int) -> bool:
-        """Whether any rank has a gradient of a unit of which there is none here."""
-        self._await_usage(read=True)
-        return any(
-            any(self._used[offset : offset + len(bucket.views)])
-            for bucket, offset in zip(self._buckets[index], self._offsets[index], strict=True)
-        )
-
-    def _await_usage(self, read: bool = False) -> None:
-        """Learn which gradients no rank had, if this rank needs to know: on CUDA the host waits for it."""
-        usage, self._usage = self._usage, None
-        if usage is not None:
-            usage.work.wait()
-            self._streams.await_reductions()
-            if read or not usage.complete:
-                self._used = [bool(flag) for flag in usage.flags.tolist()]
-
-    def _share_usage(self) -> None:
-        """Tell the ranks which parameters had a gradient here: one small collective in a backward."""
-        self._shared = True
-        self._has = [
-            any([bucket.take_stock(launched) for bucket in of_unit])
-            for of_unit, launched in zip(self._buckets, self._launched, strict=True)
-        ]
-        buckets = [bucket for of_unit in self._buckets for bucket in of_unit]
-        complete = all(bucket.complete for bucket in buckets)
-        with self._streams.reducing():
-            if complete:
-                flags = self._all_used.clone()
-            else:
-                came = [flag for b in buckets for flag in b.came]
-                flags = torch.tensor(came, dtype=torch.uint8, device=self._all_used.device)
-            self._usage = _Usage(flags, complete, self._channels.everyone.all_reduce(flags, "max", "which gradients came"))
-
-    def _learn_order(self) -> None:
-        """After the first backward that synchronises, rank 0's order of arrival is everyone's."""
-        self._learned = True
-        arrivals = torch.tensor(self._arrivals, dtype=torch.int64, device=self._all_used.device)
-        self._channels.everyone.broadcast(arrivals, 0, "the order of reductions").wait()
-        self.order = tuple(int(index) for index in arrivals.tolist())
+        for number, bucket in enumerate(self.buckets):
+            bucket.show_to_hooks(self._usage.of(number))
+        self.launches.end()
 
 
-def _as_real(tensor: Tensor) -> Tensor:
-    """Collectives and sums know no complex numbers: (N,) complex -> (2 N,) real."""
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+def _reduce_dtype(unit: Unit, dtype: torch.dtype) -> torch.dtype:
+    """In which gradients of parameters that compute in `dtype` are reduced."""
+    policy = unit.config.mp_policy.reduce_dtype
+    wanted = dtype if policy is None or not dtype.is_floating_point else policy
+    halved = wanted.is_floating_point and wanted.itemsize < 4
+    return torch.float32 if halved and unit.config.reduction.deterministic else wanted

@@ -138,7 +138,7 @@ class SimulatedCollectives:
         side = Side(f"all_gather({label!r}, {whole.numel()} bytes)", label, move_chunks, (buffer,))
         return self._launch("all_gather", side, whole.numel() - chunk)
 
-    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> "_InFlight":
+    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> "_InFlight":
         """Sum chunk `rank` of every rank's `bucket` (W * C,) into `into` (C,), in rank order, half precision in fp32."""
         if bucket.numel() != self.size * into.numel() or bucket.dtype is not into.dtype:
             raise ShardingError(f"reduce_scatter({label!r}, {self.size} ranks): {describe(bucket)} into {describe(into)}.")
@@ -150,11 +150,11 @@ class SimulatedCollectives:
         side = Side(f"reduce_scatter({label!r}, {describe(bucket)})", label, move_sums, (given, target))
         return self._launch("reduce_scatter", side, bucket.nbytes - into.nbytes)
 
-    def scratch_bytes(self, bucket: Tensor) -> int:
+    def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         """Nothing: the sum goes straight to its place."""
         return 0
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str) -> "_InFlight":
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> "_InFlight":
         """Combine `tensor` (any shape) over all ranks, in place, in rank order, half precision in fp32."""
         if op not in ("sum", "max"):
             raise ShardingError(f"all_reduce({label!r}) knows 'sum' and 'max', not {op!r}.")

@@ -140,13 +140,11 @@ def move_copies(sides: Sequence[Side], source: int) -> None:
 
 
 def _combine(sides: Sequence[Side], op: ReduceOp) -> Tensor:
-    first, *others = (side.buffers[0].sent for side in sides)
-    total = first.float() if first.is_floating_point() and first.itemsize < 4 else first.clone()
-    for other in others:
-        if op == "sum":
-            total += other
-        else:
-            torch.maximum(total, other.to(total.dtype), out=total)
+    sent = torch.stack([side.buffers[0].sent for side in sides])
+    if op == "max":
+        return sent.amax(0)
+    total = torch.empty_like(sent[0])
+    sum_over_ranks(sent, total)
     return total
 
 

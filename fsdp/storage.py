@@ -29,15 +29,16 @@ class Ledger:
 class Memory:
     """The memory of one permanent buffer, which comes and goes while the buffer and every view of it stay.
 
-    Released from the beginning.
+    Released from the beginning. With `stays`, it comes once and does not go.
     """
 
-    __slots__ = ("_held", "_kind", "_size", "_storage")
+    __slots__ = ("_held", "_kind", "_size", "_stays", "_storage")
 
-    def __init__(self, buffer: Tensor, kind: str) -> None:
+    def __init__(self, buffer: Tensor, kind: str, stays: bool = False) -> None:
         self._storage = buffer.untyped_storage()
         self._size = size_of(buffer)
         self._kind = kind
+        self._stays = stays
         self._storage.resize_(0)
         self._held = False
 
@@ -49,8 +50,8 @@ class Memory:
             ledger.add(self._kind, self._size)
 
     def release(self, ledger: Ledger) -> None:
-        """Give the memory back. Idempotent."""
-        if self._held:
+        """Give the memory back, unless it stays. Idempotent."""
+        if self._held and not self._stays:
             self._storage.resize_(0)
             self._held = False
             ledger.add(self._kind, -self._size)

@@ -59,12 +59,10 @@ class Unit:
         """Set by the hooks: have the whole parameters until the end of the backward; return whether that will do."""
         self._copies: dict[int, tuple[Tensor, int]] = {}
         """Stand-ins for the copies that were read in forwards: their version counters, without their memory."""
-        groups: dict[tuple[torch.dtype, bool], list[Place]] = {}
-        for place in places:
-            groups.setdefault((place.parameter.dtype, place.parameter.requires_grad), []).append(place)
         replicated = config.grouping is Grouping.REPLICATED
         self.flats = tuple(
-            FlatBuffer(members, _compute_dtype(dtype, config), collectives, replicated) for (dtype, _), members in groups.items()
+            FlatBuffer(members, _compute_dtype(members[0].parameter.dtype, config), collectives, replicated)
+            for members in _pieces(places, config)
         )
         self.whole_parameters = tuple(p for flat in self.flats for p in flat.whole_parameters)
         self.trains = any(map(any, (flat.trainable for flat in self.flats)))
@@ -109,6 +107,11 @@ class Unit:
     def versions(self) -> int:
         """Grows with every in-place change of a shard, but for those a replay repeats."""
         return sum([p._version for flat in self.flats for p in flat.shard_parameters]) - self._edits_of_replays
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a shard was changed in place, or replaced, since the copy in memory was gathered."""
+        return self.versions != self.gathered_versions or any(flat.is_replaced for flat in self.flats)
 
     def open(self) -> None:
         """Its own forward, or a replay of it, runs on the whole parameters."""
@@ -267,14 +270,14 @@ class Unit:
 
     def hide(self) -> None:
         """Let the modules show the shards again."""
+        if self._read_by_replay:
+            self.take_edits_of_replay()
         self._open = False
         for face in self._faces:
             face.show_shards()
 
     def release(self) -> None:
         """Give the memory of the whole parameters back. Idempotent."""
-        if self._read_by_replay:
-            self.take_edits_of_replay()
         self._streams.released()
         for flat in self.flats:
             flat.memory.release(self._ledger)
@@ -338,6 +341,29 @@ class Unit:
         for flat, full in zip(self.flats, self.lent, strict=True):
             for place, slot in zip(flat.places, flat.layout.slots, strict=True):
                 yield place, full[slot.start : slot.end].view(slot.shape)
+
+
+def _pieces(places: Sequence[Place], config: Config) -> Iterator[list[Place]]:
+    """The parameters of a unit by dtype and whether they are trainable, in pieces of one bucket each.
+
+    Frozen ones too: a frozen twin of a trained unit (a momentum encoder) is to be laid out like it.
+    """
+    groups: dict[tuple[torch.dtype, bool], list[Place]] = {}
+    for place in places:
+        groups.setdefault((place.parameter.dtype, place.parameter.requires_grad), []).append(place)
+    for members in groups.values():
+        piece: list[Place] = []
+        taken = 0
+        for place in members:
+            size = size_of(place.parameter)
+            # in the order of the backward a trigger is the last of its bucket, so here the first
+            full = config.bucket_bytes is not None and taken + size > config.bucket_bytes
+            if piece and (full or place.names[0] in config.reduction.triggers):
+                yield piece
+                piece, taken = [], 0
+            piece.append(place)
+            taken += size
+        yield piece
 
 
 def _compute_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fsdp import clipping
 from fsdp.agreement import agree
 from fsdp.building import build, check_initialisation
-from fsdp.config import Config, find_strategy, make_config
+from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
 from fsdp.errors import ShardingError
 from fsdp.groups import Channels, open_channels
 from fsdp.plan import Planned, make_plan
@@ -99,6 +99,7 @@ def fully_shard(
     ignored_modules: Any = None,
     prefetch: int = 1,
     guard: bool | None = None,
+    reduction: ReductionPolicy | None = None,
     **unknown: Any,
 ) -> Module:
     """Shard `module` in place over the ranks of a group; return the same module, class and names untouched.
@@ -128,12 +129,13 @@ def fully_shard(
         guard: True looks for mistakes that would crash or go unseen: a backward that enters a unit by a way no hook sees, an edit
             of a weight that leaves no trace. It costs a look at every tensor that is saved for the backward, and a second copy of
             the whole parameters while a unit's forward runs. None means whether the environment variable FSDP_GUARD is 1.
+        reduction: how gradients are put into buckets and summed, see `fsdp.ReductionPolicy`.
 
     Raises:
         ShardingError: an option, the module or the ranks are not as they must be. Nothing was sharded.
     """
     channels = open_channels(process_group, mesh, find_strategy(sharding_strategy).grouping)
-    options = (sharding_strategy, reshard_after_forward, mp_policy, prefetch, sync_module_states, guard)
+    options = (sharding_strategy, reshard_after_forward, mp_policy, prefetch, sync_module_states, guard, reduction)
 
     def prepare() -> tuple[Config, list[Planned]]:
         config, plan = _prepare(module, auto_wrap_policy, ignored_modules, channels, options, unknown)
@@ -159,6 +161,12 @@ def _prepare(
     if isinstance(module, FullyShardedDataParallel):
         raise ShardingError("the module is a FullyShardedDataParallel already; wrap a module once.")
     plan = make_plan(module, policy, _unit_of, lambda one: isinstance(one, FullyShardedDataParallel), ignored)
+    names = {place.names[0] for one in plan for place in one.places if place.parameter.requires_grad}
+    for trigger in config.reduction.triggers:
+        if trigger not in names:
+            raise ShardingError(
+                f"reduction.triggers: {type(module).__name__} has no trainable parameter {trigger!r}, or it is in a unit already."
+            )
     for one in plan:
         inner = sharded_of(one.module)
         if inner is not None and inner.engine.reducer.keeps_gradients:
@@ -204,6 +212,16 @@ ELSEWHERE = {
     "forward_prefetch": "prefetch follows the recorded order; set prefetch=0 to switch it off",
     "limit_all_gathers": "at most `prefetch` units are gathered ahead",
     "mixed_precision": "give mp_policy",
+    "bucket_cap_mb": "give reduction=fsdp.ReductionPolicy(bucket_cap_mb=...)",
+    "find_unused_parameters": "give reduction=fsdp.ReductionPolicy(find_unused_parameters=True)",
+    "static_graph": "give reduction=fsdp.ReductionPolicy(static_graph=True)",
+    "gradient_as_bucket_view": "gradients are always views of what was reduced",
+    "delay_allreduce": "give reduction=fsdp.ReductionPolicy(at_end=True)",
+    "allreduce_trigger_params": "give reduction=fsdp.ReductionPolicy(triggers=names)",
+    "message_size": "give reduction=fsdp.ReductionPolicy(bucket_cap_mb=...)",
+    "gradient_predivide_factor": "give reduction=fsdp.ReductionPolicy(predivide_factor=...)",
+    "gradient_average": "give reduction=fsdp.ReductionPolicy(average=...)",
+    "allreduce_always_fp32": "give mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)",
 }
 
 

@@ -78,11 +78,14 @@ EXPECTED: Final = {
 class Bystander:
     """Watches the units of one root. Raises Violation the moment a promise is broken."""
 
-    __slots__ = ("committing", "facts", "keeps", "names", "path", "queued", "sync")
+    __slots__ = ("always", "committing", "facts", "keeps", "names", "path", "queued", "sync")
 
-    def __init__(self, names: tuple[str, ...], keeps: tuple[bool, ...]) -> None:
+    def __init__(self, names: tuple[str, ...], keeps: tuple[bool, ...], always: tuple[bool, ...]) -> None:
         self.names = names
         self.keeps = keeps
+        """Which units may be in memory and not compute."""
+        self.always = always
+        """Which may be in memory after the backward too."""
         self.facts = tuple(Facts() for _ in names)
         self.path: tuple[int, ...] = ()
         """The units whose forward runs, outermost first."""
@@ -199,8 +202,9 @@ class Bystander:
         for unit, facts in enumerate(self.facts):
             self.require(facts.reduction == NONE, unit, "a reduction outlives its backward")
             self.require(not facts.arrived, unit, "a gradient outlives its backward, neither reduced nor kept nor dropped")
-            if unit not in self.path:
+            if unit not in self.path and (event is Event.BACKWARD_FAILS or not self.always[unit]):
                 self.require(facts.copy == NOWHERE, unit, "the backward is over and it is not sharded")
+            self.require(facts.copy != IN_FLIGHT, unit, "the backward is over and a gather is in flight")
             if event is Event.BACKWARD_ENDS:
                 self.require(unit in self.committing, unit, "never committed")
                 self.require(not facts.stashed, unit, "what no_sync stashed was not reduced")

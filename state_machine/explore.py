@@ -17,6 +17,7 @@ from state_machine.table import Strategy
 from state_machine.world import NEVER, Snapshot, World
 
 KEEP: Final = Strategy.KEEP_AFTER_FORWARD
+ALWAYS: Final = Strategy.KEEP_ALWAYS
 EVERYTHING: Final = Scope(breakage=True)
 
 TREES: Final = (
@@ -25,6 +26,8 @@ TREES: Final = (
     Tree("pair", (Branch("root", 0, KEEP), Branch("child", 0)), EVERYTHING),
     Tree("pair-frozen", (Branch("root", 0, KEEP), Branch("child", 0, frozen=True)), EVERYTHING),
     Tree("pair-kept", (Branch("root", 0), Branch("child", 0, KEEP)), Scope(prefetch=2)),
+    Tree("alone-always", (Branch("root", 0, ALWAYS),), EVERYTHING),
+    Tree("pair-always", (Branch("root", 0, ALWAYS), Branch("child", 0, ALWAYS)), Scope(lending=False)),
     Tree("chain", (Branch("root", 0, KEEP), Branch("block", 0), Branch("leaf", 1)), Scope(lending=False, again=False)),
     Tree(
         "chain-lent",

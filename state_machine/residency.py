@@ -63,12 +63,16 @@ RESIDENCES: Final[Mapping[ResidencyState, Mapping[Ask, Residence]]] = {
     ResidencyState.SHARDED: {
         Ask.WANT: Residence(ResidencyState.GATHERING, (Effect.LAUNCH,)),
         Ask.NEED: Residence(ResidencyState.WHOLE, (Effect.LAUNCH, Effect.AWAIT, Effect.SHOW)),
+        # nothing is there to keep
+        Ask.KEEP: Residence(ResidencyState.SHARDED),
         # a gather that failed while it was awaited left its memory behind
         Ask.FREE: Residence(ResidencyState.SHARDED, (Effect.RELEASE,)),
     },
     ResidencyState.GATHERING: {
         Ask.WANT: Residence(ResidencyState.GATHERING),
         Ask.NEED: Residence(ResidencyState.WHOLE, (Effect.AWAIT, Effect.SHOW)),
+        # gathered ahead, and not needed yet
+        Ask.KEEP: Residence(ResidencyState.KEPT, (Effect.AWAIT,)),
         # the collective still writes the memory: wait, then release
         Ask.FREE: Residence(ResidencyState.SHARDED, (Effect.AWAIT, Effect.RELEASE)),
     },
@@ -81,6 +85,7 @@ RESIDENCES: Final[Mapping[ResidencyState, Mapping[Ask, Residence]]] = {
     ResidencyState.KEPT: {
         Ask.WANT: Residence(ResidencyState.KEPT),
         Ask.NEED: Residence(ResidencyState.WHOLE, (Effect.SHOW,)),
+        Ask.KEEP: Residence(ResidencyState.KEPT),
         Ask.FREE: Residence(ResidencyState.SHARDED, (Effect.RELEASE,)),
     },
 }

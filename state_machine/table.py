@@ -32,6 +32,8 @@ class Strategy(Word):
     """Gathered again for the backward (`FULL_SHARD`)."""
     KEEP_AFTER_FORWARD = auto()
     """Kept until the backward has used them (`SHARD_GRAD_OP`, and the root's own unit)."""
+    KEEP_ALWAYS = auto()
+    """Kept until the weights change (`SHARD_GRADIENTS`, `SHARD_OPTIMIZER`)."""
 
 
 _GIVE_UP: Final = (A.DRAIN, A.FREE, A.DROP)
@@ -136,9 +138,30 @@ KEEP_AFTER_FORWARD: Final[Table] = {
     },
 }
 
+# Wherever a pass goes well, they are kept instead of freed; REFRESH frees what the weights have left behind.
+_GOES_WELL: Final = (
+    E.FORWARD_ENDS,
+    E.INFERENCE_ENDS,
+    E.GRADIENTS_READY,
+    E.GRADIENTS_KEPT,
+    E.BACKWARD_LEFT,
+    E.BACKWARD_ENDS,
+    E.BACKWARD_ENDS_UNSYNCED,
+)
+KEEP_ALWAYS: Final[Table] = {
+    state: {
+        event: Step(step.to, tuple(A.KEEP if action is A.FREE else action for action in step.actions))
+        if event in _GOES_WELL
+        else step
+        for event, step in row.items()
+    }
+    for state, row in FREE_AFTER_FORWARD.items()
+}
+
 TABLES: Final[Mapping[Strategy, Table]] = {
     Strategy.FREE_AFTER_FORWARD: FREE_AFTER_FORWARD,
     Strategy.KEEP_AFTER_FORWARD: KEEP_AFTER_FORWARD,
+    Strategy.KEEP_ALWAYS: KEEP_ALWAYS,
 }
 
 

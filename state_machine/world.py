@@ -42,8 +42,9 @@ class World:
         self.model = Model(tree)
         self.root = Root([Lifecycle(unit.name, unit.strategy) for unit in tree.units])
         self.residencies = tuple(Residency(unit.name) for unit in tree.units)
-        keeps = tuple(unit.strategy is Strategy.KEEP_AFTER_FORWARD for unit in tree.units)
-        self.seen = Bystander(tuple(unit.name for unit in tree.units), keeps)
+        keeps = tuple(unit.strategy is not Strategy.FREE_AFTER_FORWARD for unit in tree.units)
+        always = tuple(unit.strategy is Strategy.KEEP_ALWAYS for unit in tree.units)
+        self.seen = Bystander(tuple(unit.name for unit in tree.units), keeps, always)
         self.live = 0
         """The units that some graph can reach, one bit each."""
         self.owed = [False] * len(tree.units)

@@ -12,6 +12,7 @@ import fsdp
 from fsdp.sharded import sharded_of
 from fsdp.simulated import Call, current_rank
 from fsdp.unit import Unit
+from state_machine import Strategy
 
 
 class Block(nn.Module):
@@ -250,15 +251,29 @@ def units_of(model: nn.Module) -> tuple[Unit, ...]:
 
 
 def is_at_rest(model: nn.Module) -> bool:
-    """No pass runs, every unit shows its shards, holds no whole parameters and nothing of a reduction, and no guard is left."""
+    """No pass runs, every unit shows its shards, holds nothing of a reduction, and no guard is left.
+
+    Units whose strategy says so keep their whole parameters, or the memory of their buckets; no others.
+    """
     engines = list(_engines(model))
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return False  # a guard was left behind
-    if any(engine.ledger.held.get(kind) for engine in engines for kind in ("bucket", "scratch", "reduced", "lent")):
+    if any(engine.ledger.held.get(kind) for engine in engines for kind in ("scratch", "reduced", "lent")):
+        return False
+    units = [unit for engine in engines for unit in engine.units]
+    if any(engine.ledger.held.get("bucket") for engine in engines) and not any(unit.config.keeps_buckets for unit in units):
         return False
     return all(e.root.at_rest and not any(e.whole(i) for i in range(len(e.units))) for e in engines) and all(
-        flat.is_shared or flat.whole.untyped_storage().size() == 0 for e in engines for unit in e.units for flat in unit.flats
+        flat.is_shared or unit.config.strategy is Strategy.KEEP_ALWAYS or flat.whole.untyped_storage().size() == 0
+        for unit in units
+        for flat in unit.flats
     )
+
+
+def kept_always(model: nn.Module) -> int:
+    """Bytes of whole parameters that a strategy keeps between steps."""
+    units = [unit for engine in _engines(model) for unit in engine.units if unit.config.strategy is Strategy.KEEP_ALWAYS]
+    return sum(flat.whole.untyped_storage().size() for unit in units for flat in unit.flats if not flat.is_shared)
 
 
 def _engines(model: nn.Module) -> Iterator[Any]:

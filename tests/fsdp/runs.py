@@ -141,7 +141,7 @@ class ShardedRun:
             assert engine.root.at_rest
             held = {kind: count for kind, count in engine.ledger.held.items() if count and kind not in ("shards", "kept")}
             assert engine.ledger.held.get("kept", 0) == sum(
-                kept.whole.nbytes for buckets in engine.reducer._buckets for bucket in buckets for kept in bucket.stash.values()
+                kept.whole.nbytes for bucket in engine.reducer.buckets for kept in bucket.stash.values()
             )
             if self.may_keep:
                 held.pop("whole", None)

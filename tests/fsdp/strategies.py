@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
+import fsdp
 from tests.fsdp.programs import (
     Backward,
     Clip,
@@ -33,6 +34,14 @@ from tests.fsdp.trees import (
     walk,
 )
 
+KEEPING = ("SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER", "NO_SHARD")
+REDUCTIONS = (
+    None,
+    None,
+    fsdp.ReductionPolicy(bucket_cap_mb=0.0001),
+    fsdp.ReductionPolicy(bucket_cap_mb=1, first_bucket_mb=0.0001),
+    fsdp.ReductionPolicy(at_end=True, deterministic=True),
+)
 world_sizes = st.sampled_from((2, 1, 2, 3, 2, 4, 3, 8))
 
 
@@ -87,14 +96,15 @@ def trees(draw: st.DrawFn) -> TreeSpec:
         or (draw(st.booleans()) if chosen == "some" else chosen == "all" or isinstance(modules[path], LeafSpec))
     ]
     by_hand = several_roots or draw(st.booleans())
-    strategy = draw(st.sampled_from(("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")))
-    keeps = strategy in ("SHARD_GRAD_OP", "NO_SHARD")
+    strategy = draw(st.sampled_from(("FULL_SHARD", "FULL_SHARD", *KEEPING, "HYBRID_SHARD")))
+    keeps = strategy in KEEPING
     reshard = draw(st.sampled_from((None, None, False) if keeps else (None, True, False)))
     options = (
         ("sharding_strategy", strategy),
         ("reshard_after_forward", reshard),
         ("prefetch", draw(st.integers(0, 2))),
         ("guard", draw(st.integers(0, 3)) == 3),
+        ("reduction", draw(st.sampled_from(REDUCTIONS))),
     )
     ties = []
     by_kind: dict[tuple[str, tuple[str, ...]], list[str]] = {}

@@ -241,4 +241,4 @@ def _buckets(model: nn.Module) -> list[Any]:
     sharded = sharded_of(model)
     assert sharded is not None
     assert len(units_of(model)) == 4
-    return [bucket for of_unit in sharded.engine.reducer._buckets for bucket in of_unit]
+    return list(sharded.engine.reducer.buckets)

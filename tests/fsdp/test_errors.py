@@ -164,7 +164,7 @@ class TestRanksThatDiffer:
                 lambda rank: fsdp.fully_shard(Net(blocks=2 + rank), auto_wrap_policy={Block}),
                 "has nothing, but rank 1 has unit 'blocks.2'",
             ),
-            (lambda rank: fsdp.fully_shard(Net(), prefetch=rank), "prefetch=0, sync_module_states=False), but rank 1 has"),
+            (lambda rank: fsdp.fully_shard(Net(), prefetch=rank), "rank 0 has prefetch=0, but rank 1 has prefetch=1"),
             (
                 lambda rank: fsdp.fully_shard(nn.Linear(1, 1, bias=not rank)),
                 "parameter 'bias' (1,) torch.float32, but rank 1 has nothing",

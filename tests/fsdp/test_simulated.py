@@ -66,14 +66,12 @@ class TestEachCollective:
 
     @SIZES
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64])
-    def test_reduce_scatter_adds_the_upper_ranks_to_the_lower(self, size: int, dtype: torch.dtype) -> None:
+    def test_reduce_scatter_adds_neighbours_in_pairs(self, size: int, dtype: torch.dtype) -> None:
         torch.manual_seed(1)
         buckets = [(torch.randn(size * 5) * 8).to(dtype) for _ in range(size)]
         left = [bucket.float() if dtype.is_floating_point and dtype.itemsize == 2 else bucket for bucket in buckets]
         while len(left) > 1:
-            folded = len(left) // 2
-            kept = len(left) - folded
-            left = [low + left[kept + i] if i < folded else low for i, low in enumerate(left[:kept])]
+            left = [left[i] + left[i + 1] if i + 1 < len(left) else left[i] for i in range(0, len(left), 2)]
         total = left[0]
 
         def fn(rank: int) -> Tensor:

@@ -33,6 +33,8 @@ SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "FULL_SHARD": (4, {}),
     "SHARD_GRAD_OP": (4, {"sharding_strategy": "SHARD_GRAD_OP"}),
+    "SHARD_GRADIENTS": (3, {"sharding_strategy": "SHARD_GRADIENTS"}),
+    "SHARD_OPTIMIZER": (2, {"sharding_strategy": "SHARD_OPTIMIZER"}),
     "NO_SHARD": (3, {"sharding_strategy": "NO_SHARD"}),
     "HYBRID_SHARD, 2 replicas": (4, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}),
     "HYBRID_SHARD, 3 replicas": (6, {"sharding_strategy": "HYBRID_SHARD", "mesh": (3, 2)}),

@@ -23,7 +23,7 @@ import fsdp
 from fsdp.face import owner_of
 from fsdp.sharded import sharded_of
 from fsdp.simulated import current_rank
-from tests.fsdp.models import Gradients, assert_close, distance, is_at_rest, join
+from tests.fsdp.models import Gradients, assert_close, distance, is_at_rest, join, kept_always
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Sharded(Run):
         for model, floor in zip(self.models, self._floors, strict=True):
             sharded = sharded_of(model)
             if sharded is not None and sharded.index == 0:  # not wrapped again as a part of another
-                self.outcome.resting.append((floor, fsdp.memory_bytes(model)))
+                self.outcome.resting.append((floor, fsdp.memory_bytes(model) - kept_always(model)))
                 self.outcome.at_rest &= is_at_rest(model)
         rank = current_rank()
         if rank is not None:

@@ -12,11 +12,22 @@ from tests.patterns.harness import Outcome, attempt, compare, perform
 from tests.patterns.ways import Turn, recorded
 from tests.state_machine.stories import TOLD, tell
 
+SHARED = fsdp.ReductionPolicy(bucket_cap_mb=1, first_bucket_mb=0.0002)
+CUT = fsdp.ReductionPolicy(bucket_cap_mb=0.0001)
 WORLDS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "one rank": (1, 0, {}),
     "two ranks": (2, 0, {}),
-    "two ranks, nothing freed after forward": (2, 1, {"sharding_strategy": "SHARD_GRAD_OP"}),
-    "three ranks, root freed too, deep prefetch": (3, 2, {"reshard_after_forward": True, "prefetch": 3}),
+    "two ranks, nothing freed after forward, buckets shared": (
+        2,
+        1,
+        {"sharding_strategy": "SHARD_GRAD_OP", "reduction": SHARED},
+    ),
+    "three ranks, root freed too, deep prefetch, units in pieces": (
+        3,
+        2,
+        {"reshard_after_forward": True, "prefetch": 3, "reduction": CUT},
+    ),
+    "two ranks, never freed": (2, 3, {"sharding_strategy": "SHARD_GRADIENTS"}),
 }
 """Number of ranks, seed of the world, options of `fully_shard`."""
 

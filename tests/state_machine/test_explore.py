@@ -18,6 +18,8 @@ STATES = {
     "pair": 7_000,
     "pair-frozen": 2_000,
     "pair-kept": 8_000,
+    "alone-always": 100,
+    "pair-always": 1_000,
     "chain": 10_000,
     "chain-lent": 6_000,
     "chain-frozen": 1_000,
@@ -33,11 +35,12 @@ def test_no_reachable_state_breaks_a_promise(tree: Tree) -> None:
     assert found.refusals > 0, "nothing illegal was tried"
 
 
-def test_the_trees_cover_depth_width_frozen_units_and_both_strategies() -> None:
+def test_the_trees_cover_depth_width_frozen_units_and_every_strategy() -> None:
     assert set(STATES) == set(BY_NAME)
     assert {len(tree.units) for tree in TREES} == {1, 2, 3, 4}
     assert any(unit.frozen for tree in TREES for unit in tree.units if len(tree.units) == 4)
-    assert {unit.strategy for unit in BY_NAME["chain"].units} == set(Strategy)
+    assert {unit.strategy for unit in BY_NAME["chain"].units} == {FREE, KEEP}
+    assert {unit.strategy for unit in BY_NAME["pair-always"].units} == {Strategy.KEEP_ALWAYS}
     for bound in ("nested", "no_sync", "lending", "again", "breakage"):
         assert any(getattr(tree.scope, bound) for tree in TREES if len(tree.units) > 1), f"nobody explores {bound}"
 

@@ -105,7 +105,12 @@ def test_the_story_keeps_the_last_events_only() -> None:
     assert unit.story[0] is Event.INFERENCE_ENDS
 
 
-def test_the_strategies_differ_in_one_row_only() -> None:
+def test_keeping_after_the_forward_differs_in_one_row_only() -> None:
     free, keep = TABLES[Strategy.FREE_AFTER_FORWARD], TABLES[Strategy.KEEP_AFTER_FORWARD]
     different = [(state, event) for state in State for event in Event if free[state].get(event) != keep[state].get(event)]
     assert different == [(State.FORWARD, Event.FORWARD_ENDS)]
+
+
+def test_keeping_always_frees_only_what_fails_is_abandoned_or_lent() -> None:
+    frees = {event for row in TABLES[Strategy.KEEP_ALWAYS].values() for event, step in row.items() if Action.FREE in step.actions}
+    assert frees == {Event.BACKWARD_FAILS, Event.FORWARD_FAILS, Event.SUMMONED, Event.STEP_ABANDONED}

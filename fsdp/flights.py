@@ -1,0 +1,217 @@
+"""Reductions in flight: a parcel of buckets on its way to reduced shards.
+
+Rule 1: a parcel is summed among the ranks that share the shards, and its sum among those that hold the same shards.
+Rule 2: what is in flight is held here until it is awaited, whatever fails.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp.bucket import Bucket
+from fsdp.collectives import DONE, Work
+from fsdp.config import ReductionPolicy
+from fsdp.groups import Channels
+from fsdp.hooked import CommHook, GradientBucket
+from fsdp.storage import Ledger, size_of
+from fsdp.streams import Streams
+
+
+class Flight(NamedTuple):
+    """A reduction in flight."""
+
+    buckets: Sequence[Bucket]
+    into: Tensor
+    """Their chunks, one after the other."""
+    work: Work
+    joined: Tensor | None
+    """Their gradients, where several share the flight."""
+    scratch: int
+    """Bytes that the channel holds meanwhile."""
+    name: str
+    """Of the first unit."""
+
+
+class Flights:
+    """What one root has in flight, in the order of the launches."""
+
+    def __init__(self, policy: ReductionPolicy, channels: Channels, streams: Streams, ledger: Ledger) -> None:
+        self._policy = policy
+        self._channels = channels
+        self._streams = streams
+        self._ledger = ledger
+        self._exact = policy.deterministic
+        self.hook: CommHook | None = None
+        """Reduces instead of us, if there is one."""
+        self._first: list[Flight] = []
+        """Among the ranks that share the shards."""
+        self._second: list[Flight] = []
+        """Among those that hold the same shards. What they fill is kept until the commit in any case."""
+
+    def launch(self, buckets: Sequence[Bucket]) -> None:
+        """Fill the buckets of a parcel on the compute stream and reduce them on the reduction stream.
+
+        Shapes:  buckets (W * C,) on each of W ranks  ->  mean of chunk `rank` (C,)
+        Memory:  W * C elements until landed, C until committed; where several share a collective, small ones twice while it is
+                 put together
+        """
+        before, _ = self._divisors(buckets[0].dtype)
+        name, size = buckets[0].name, sum(bucket.flat.layout.chunk for bucket in buckets)
+        shards = self._channels.reductions
+        if shards.size == 1:
+            # the chunk is the bucket
+            into = buckets[0].buffer.new_empty(size)
+            for bucket, chunk in zip(buckets, _split(into, buckets), strict=True):
+                bucket.fill(chunk)
+            if before != 1:
+                into.div_(before)
+            self._ledger.add("reduced", size_of(into))
+            with self._streams.reducing():
+                self._go_on(Flight(buckets, into, DONE, None, 0, name))
+            return
+        for bucket in buckets:
+            bucket.memory.allocate(self._ledger)
+            bucket.fill()
+        joined = self._join(buckets) if len(buckets) > 1 else None
+        given = buckets[0].buffer if joined is None else joined
+        if before != 1:
+            given.div_(before)
+        try:
+            with self._streams.reducing():
+                into = given.new_empty(size)
+                work = shards.reduce_scatter(_as_real(given), _as_real(into), name, self._exact)
+        except BaseException:
+            self._release(buckets, joined)
+            raise
+        scratch = shards.scratch_bytes(given, self._exact)
+        self._ledger.add("reduced", size_of(into))
+        self._ledger.add("scratch", scratch)
+        self._first.append(Flight(buckets, into, work, joined, scratch, name))
+
+    def launch_hooked(self, bucket: Bucket, shown: GradientBucket) -> None:
+        """Fill one bucket and let the hook reduce it."""
+        assert self.hook is not None
+        bucket.memory.allocate(self._ledger)
+        bucket.fill()
+        try:
+            with self._streams.reducing():
+                into = bucket.buffer.new_empty(bucket.flat.layout.chunk)
+                work = self.hook.launch(shown, into, bucket.name)
+        except BaseException:
+            bucket.memory.release(self._ledger)
+            raise
+        self._ledger.add("reduced", size_of(into))
+        self._first.append(Flight((bucket,), into, work, None, 0, bucket.name))
+
+    def land(self) -> None:
+        """Await what is in flight among the ranks that share the shards; its sums go on to the other replicas."""
+        while self._first:
+            flight = self._first.pop(0)
+            try:
+                with self._streams.landing():
+                    flight.work.wait()
+                    self._go_on(flight)
+                self._streams.await_reductions()
+            except BaseException:
+                self._ledger.add("reduced", -size_of(flight.into))
+                raise
+            finally:
+                self._ledger.add("scratch", -flight.scratch)
+                self._release(flight.buckets, flight.joined)
+
+    def settle(self) -> None:
+        """Await everything; the average of each bucket is its `pending`."""
+        self.land()
+        while self._second:
+            self._finish(self._second[0])
+            del self._second[0]
+        self._streams.await_reductions()
+
+    def drain(self, others: Sequence[Work]) -> None:
+        """Wait until nothing is in flight, nor `others` are. Idempotent; raises what the first collective raises."""
+        first, self._first = self._first, []
+        second, self._second = self._second, []
+        flights = [*second, *first]
+        self._ledger.add("reduced", -sum(size_of(one.into) for one in flights))
+        failures = []
+        for work in (*(one.work for one in flights), *others):
+            try:
+                work.wait()
+            except BaseException as failure:  # the others are in flight all the same
+                failures.append(failure)
+        self._streams.await_reductions()
+        for flight in first:
+            self._ledger.add("scratch", -flight.scratch)
+            self._release(flight.buckets, flight.joined)
+        if failures:
+            raise failures[0]
+
+    # helpers ------------------------------------------------------------------------------
+
+    def _divisors(self, dtype: torch.dtype) -> tuple[float, float]:
+        """What gradients are divided by before they are summed, and after."""
+        total = self._channels.size if self._policy.average else 1
+        before = self._policy.predivide_factor
+        if before is None:
+            # half precision would overflow in the sum; everything else is divided after it, on the shard alone
+            before = total if dtype is torch.float16 else 1
+        return before, total / before
+
+    def _join(self, buckets: Sequence[Bucket]) -> Tensor:
+        """One tensor with the chunks of each rank together: (W * C1,), (W * C2,) -> (W * (C1 + C2),)."""
+        ranks = self._channels.reductions.size
+        joined = torch.cat([bucket.buffer.view(ranks, -1) for bucket in buckets], 1).view(-1)
+        self._ledger.add("bucket", size_of(joined))
+        for bucket in buckets:
+            bucket.memory.release(self._ledger)
+        return joined
+
+    def _release(self, buckets: Sequence[Bucket], joined: Tensor | None) -> None:
+        if joined is not None:
+            self._ledger.add("bucket", -size_of(joined))
+        for bucket in buckets:
+            bucket.memory.release(self._ledger)
+
+    def _go_on(self, flight: Flight) -> None:
+        """The chunks are reduced among those that share the shards: go on to the sum over the replicas."""
+        replicas = self._channels.replicas
+        if self.hook is not None or replicas.size == 1:
+            self._finish(flight)
+        else:
+            work = replicas.all_reduce(_as_real(flight.into), "sum", flight.name, self._exact)
+            self._second.append(flight._replace(work=work, joined=None, scratch=0))
+
+    def _finish(self, flight: Flight) -> None:
+        """Await the sum over the replicas, and have the average."""
+        reduced = flight.into
+        with self._streams.landing():
+            if self.hook is None:
+                flight.work.wait()
+                _, after = self._divisors(reduced.dtype)
+                if after != 1:
+                    reduced.div_(after)
+            dtype = flight.buckets[0].flat.shard.dtype
+            if reduced.dtype != dtype:
+                self._ledger.add("reduced", -size_of(reduced))
+                reduced = reduced.to(dtype)
+                self._ledger.add("reduced", size_of(reduced))
+            for bucket, chunk in zip(flight.buckets, _split(reduced, flight.buckets), strict=True):
+                if bucket.pending is None:
+                    bucket.pending = chunk
+                else:
+                    bucket.pending.add_(chunk)
+                    self._ledger.add("reduced", -size_of(chunk))
+
+
+def _split(chunks: Tensor, buckets: Sequence[Bucket]) -> Sequence[Tensor]:
+    """The chunk of each bucket."""
+    if len(buckets) == 1:
+        return (chunks,)
+    return chunks.split_with_sizes([bucket.flat.layout.chunk for bucket in buckets])
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Collectives and sums know no complex numbers: (N,) complex -> (2 N,) real."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

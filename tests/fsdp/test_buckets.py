@@ -1,0 +1,391 @@
+"""How gradients are put into buckets, in which order these go, and how they are summed: fsdp.ReductionPolicy."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from models import (
+    CASES,
+    Block,
+    Net,
+    assert_trained_alike,
+    gradients_of,
+    joined,
+    loss_of,
+    own_batches,
+    reference,
+    train,
+    world_log,
+    wrap,
+)
+from torch import nn
+
+import fsdp
+from fsdp.parcels import Item, make_parcels
+from fsdp.summation import sum_over_ranks
+
+SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+X = torch.linspace(-1, 1, 12).view(2, 6)
+BLOCKS = 4
+WAYS: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)},
+    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
+}
+SIZE = 4
+KIB = 2**-10
+POLICIES = {
+    "several units share": fsdp.ReductionPolicy(bucket_cap_mb=8 * KIB, first_bucket_mb=2 * KIB),
+    "all share": fsdp.ReductionPolicy(bucket_cap_mb=100, first_bucket_mb=100),
+    "in pieces": fsdp.ReductionPolicy(bucket_cap_mb=KIB / 4),
+    "at the end": fsdp.ReductionPolicy(at_end=True),
+    "shared, at the end": fsdp.ReductionPolicy(bucket_cap_mb=100, first_bucket_mb=100, at_end=True),
+    "deterministic": fsdp.ReductionPolicy(deterministic=True),
+    "deterministic, shared": fsdp.ReductionPolicy(bucket_cap_mb=4 * KIB, deterministic=True),
+    "divided before": fsdp.ReductionPolicy(predivide_factor=2.0),
+    "static graph": fsdp.ReductionPolicy(static_graph=True, bucket_cap_mb=KIB),
+    "triggers": fsdp.ReductionPolicy(triggers=("blocks.1.down.weight", "leave.weight")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("case", ["net", "net as one unit"])
+def test_training_is_that_of_one_process(way: str, policy: fsdp.ReductionPolicy, case: str) -> None:
+    if case == "net as one unit" and policy.triggers:
+        policy = fsdp.ReductionPolicy(triggers=("blocks.1.down.weight",))
+    options = {**WAYS[way], "reduction": policy}
+    found = fsdp.simulate(SIZE, lambda rank: train(wrap(CASES[case], **options), own_batches(CASES[case], rank), SGD))
+    assert_trained_alike(joined(found, CASES[case].model()), reference(CASES[case], SIZE, optimizer=SGD))
+
+
+# parcels, which are pure ------------------------------------------------------------------
+
+
+def test_small_buckets_that_follow_each_other_share_a_parcel_up_to_the_cap() -> None:
+    items = [Item(size, "") for size in (4, 4, 4, 4, 9, 1, 1)]
+    assert make_parcels(range(7), items, cap=8, first=4) == ((0,), (1, 2), (3,), (4,), (5, 6))
+    assert make_parcels((6, 5, 4, 3, 2, 1, 0), items, cap=8, first=8) == ((6, 5), (4,), (3, 2), (1, 0))
+    assert make_parcels(range(7), items, cap=None, first=4) == tuple((n,) for n in range(7))
+
+
+def test_kinds_do_not_mix_and_a_parcel_comes_when_its_last_bucket_does() -> None:
+    items = [Item(2, "a"), Item(2, "b"), Item(2, "a"), Item(2, "b"), Item(2, "a")]
+    assert make_parcels(range(5), items, cap=4, first=4) == ((0, 2), (1, 3), (4,))
+
+
+# what is launched, and when ---------------------------------------------------------------
+
+
+def launches(size: int, net: Callable[[], nn.Module], policy: fsdp.ReductionPolicy, steps: int = 2, **options: Any) -> Any:
+    """The statistics of the last of some steps, and the sizes of its reductions, on rank 0."""
+
+    def fn(rank: int) -> Any:
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(net(), reduction=policy, **options)
+        for _ in range(steps):
+            before = len(world_log())
+            loss_of(model(X)).backward()
+        calls = [call for call in world_log()[before:] if call.kind in ("reduce_scatter", "all_reduce")]
+        return fsdp.reducer_stats(model), [call for call in calls if call.label != "which gradients came"]
+
+    return fsdp.simulate(size, fn)[0]
+
+
+def test_without_a_cap_a_bucket_is_a_unit() -> None:
+    stats, calls = launches(2, partial(Net, BLOCKS), fsdp.ReductionPolicy(), auto_wrap_policy={Block})
+    assert [one.units for one in stats] == [("blocks.3",), ("blocks.2",), ("blocks.1",), ("blocks.0",), ("Net",)]
+    assert len(calls) == 5
+
+
+def test_units_share_a_collective_up_to_the_cap() -> None:
+    block = sum(p.numel() for p in Block(8).parameters()) * 4
+    cap = (2 * block + 64) / 2**20
+    policy = fsdp.ReductionPolicy(bucket_cap_mb=cap, first_bucket_mb=cap)
+    stats, calls = launches(2, partial(Net, BLOCKS), policy, auto_wrap_policy={Block})
+    assert [one.units for one in stats] == [("blocks.3", "blocks.2"), ("blocks.1", "blocks.0"), ("Net",)]
+    assert len(calls) == 3
+    apart, _ = launches(2, partial(Net, BLOCKS), fsdp.ReductionPolicy(), auto_wrap_policy={Block})
+    assert sum(one.bytes for one in stats) == sum(one.bytes for one in apart), "sharing adds nothing"
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_large_unit_is_reduced_in_pieces_before_it_is_ready(strategy: str) -> None:
+    """One unit: its later layers are on their way while its earlier ones still run backward."""
+
+    class Telling(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self:
+                x = layer(x)
+                if x.requires_grad:
+                    x.register_hook(lambda _: self.seen.append(len(world_log())))
+            return x
+
+    def fn(rank: int) -> list[int]:
+        torch.manual_seed(0)
+        net = Telling(*(nn.Linear(16, 16) for _ in range(6)))
+        policy = fsdp.ReductionPolicy(bucket_cap_mb=17 * 16 * 4 / 2**20, first_bucket_mb=KIB)
+        model = fsdp.fully_shard(net, reduction=policy, sharding_strategy=strategy)
+        for _ in range(2):
+            model.seen = []
+            model(torch.ones(2, 16)).sum().backward()
+        return [later - before for before, later in pairwise(model.seen)]
+
+    # between the outputs of six layers lie five pieces; with gathers only when it is their turn, which is theirs alone here
+    assert fsdp.simulate(2, fn)[0] == [1] * 5
+
+
+def test_a_trigger_ends_a_bucket() -> None:
+    policy = fsdp.ReductionPolicy(triggers=("2.weight", "4.weight"))
+    stats, _ = launches(2, lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(6))), policy)
+    layer = 4 * (36 + 6)
+    assert [one.bytes >= 2 * layer for one in stats] == [True] * 3
+
+
+def test_at_the_end_nothing_is_launched_before_the_end() -> None:
+    def fn(rank: int) -> tuple[int, int]:
+        model = fsdp.fully_shard(Net(BLOCKS), auto_wrap_policy={Block}, reduction=fsdp.ReductionPolicy(at_end=True))
+        kinds: list[list[str]] = []
+        model.enter.register_full_backward_hook(lambda *_: kinds.append([call.kind for call in world_log()]))
+        x = X.clone().requires_grad_()
+        loss_of(model(x)).backward()
+        return kinds[0].count("reduce_scatter"), sum(call.kind == "reduce_scatter" for call in world_log())
+
+    assert fsdp.simulate(2, fn)[0] == (0, BLOCKS + 1)
+
+
+def test_the_order_is_that_in_which_rank_0_came_to_them_and_can_be_learned_anew() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+            self.order = [1, 2, 0]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for number in self.order:
+                x = torch.tanh(self.layers[number](x))
+            return x
+
+    def fn(rank: int) -> list[Any]:
+        model = fsdp.fully_shard(Turned(), auto_wrap_policy={nn.Linear})
+        found = []
+        for step in range(4):
+            if step == 2:
+                model.order = [0, 1, 2]
+            if step == 3:
+                fsdp.relearn_order(model)
+            loss_of(model(X)).backward()
+            found.append([one.units[0] for one in fsdp.reducer_stats(model)])
+        loss_of(model(X)).backward()
+        return [*found, [one.units[0] for one in fsdp.reducer_stats(model)]]
+
+    _, second, third, _, fifth = fsdp.simulate(2, fn)[0]
+    assert second == ["layers.0", "layers.2", "layers.1"]
+    assert third == second, "the agreed order holds, whatever comes first"
+    assert fifth == ["layers.2", "layers.1", "layers.0"]
+
+
+def test_what_had_not_come_is_named() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+            return self.used(x) + (self.unused(x) if rank else 0)
+
+    def fn(rank: int) -> Any:
+        model = fsdp.fully_shard(Partly())
+        loss_of(model(X, rank)).backward()
+        assert gradients_of(model)["unused.weight"] is not None or not model.unused.weight.numel()
+        return fsdp.reducer_stats(model)[0]
+
+    zero, one = fsdp.simulate(2, fn)
+    assert zero.pending == ("unused.weight", "unused.bias") and one.pending == ()
+    assert 0 < zero.ready_s <= zero.launched_s
+
+
+def test_reductions_are_launched_all_along_the_backward() -> None:
+    """12 blocks: when autograd comes out of a block, its reduction is launched; 60 % of the way, more than half of them are."""
+
+    def fn(rank: int) -> list[int]:
+        model = fsdp.fully_shard(Net(12), auto_wrap_policy={Block})
+        launched = []
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda _, args: args[0].register_hook(lambda _: launched.append(count())) and None)
+        for _ in range(2):
+            loss_of(model(X)).backward()
+        times = [one.launched_s for one in fsdp.reducer_stats(model)]
+        assert len(times) == 13 and times == sorted(times)
+        return [one - launched[0] for one in launched[:12]]
+
+    def count() -> int:
+        return sum(call.kind == "reduce_scatter" for call in world_log())
+
+    assert fsdp.simulate(2, fn)[0] == list(range(12))
+
+
+# options ----------------------------------------------------------------------------------
+
+
+def test_without_averaging_it_is_the_sum() -> None:
+    def fn(rank: int) -> Any:
+        found = []
+        for average in (True, False):
+            torch.manual_seed(0)
+            model = fsdp.fully_shard(Net(1), reduction=fsdp.ReductionPolicy(average=average))
+            loss_of(model(X)).backward()
+            found.append(gradients_of(model))
+        return found
+
+    for mean, total in fsdp.simulate(4, fn):
+        assert all(torch.equal(4 * mean[name], total[name]) for name in mean if mean[name] is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_deterministic_reductions_have_the_same_bits_under_every_strategy(dtype: torch.dtype) -> None:
+    policy = fsdp.ReductionPolicy(deterministic=True)
+
+    def fn(rank: int, **options: Any) -> Any:
+        torch.manual_seed(0)
+        net = Net(2, 16)
+        model = fsdp.fully_shard(
+            net,
+            auto_wrap_policy={Block},
+            mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
+            reduction=policy,
+            **options,
+        )
+        loss_of(model(torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))).float()).backward()
+        with fsdp.summon_full_params(model):
+            pass
+        return gradients_of(model), {name: tuple(p.shape) for name, p in Net(2, 16).named_parameters()}
+
+    def full(**options: Any) -> dict[str, torch.Tensor]:
+        found = fsdp.simulate(SIZE, partial(fn, **options))
+        shapes = found[0][1]
+        parts = [one for one, _ in found]
+        if options.get("sharding_strategy") == "NO_SHARD":
+            assert all(torch.equal(parts[0][name], other[name]) for other in parts for name in shapes), "replicas differ"
+            return parts[0]
+        if "mesh" in options:
+            parts = parts[: options["mesh"][1]]
+        held = {name: [one[name].flatten() for one in parts if one[name] is not None] for name in shapes}
+        return {name: torch.cat(held[name]).view(shape) for name, shape in shapes.items()}
+
+    first, *others = (full(**options) for options in WAYS.values())
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 5])
+def test_sums_of_blocks_of_neighbours_are_the_sum_of_all(ranks: int, replicas: int) -> None:
+    parts = torch.randn(replicas * ranks, 33)
+    whole = torch.empty(33)
+    sum_over_ranks(parts.clone(), whole)
+    blocks = torch.empty(replicas, 33)
+    for replica in range(replicas):
+        sum_over_ranks(parts[replica * ranks : (replica + 1) * ranks].clone(), blocks[replica])
+    again = torch.empty(33)
+    sum_over_ranks(blocks, again)
+    assert torch.equal(whole, again)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        return self.branches[chosen](torch.tanh(self.branches[0](x)))
+
+
+def test_under_no_shard_ranks_may_come_through_different_units() -> None:
+    def fn(rank: int) -> Any:
+        torch.manual_seed(0)
+        policy = fsdp.ReductionPolicy(find_unused_parameters=True)
+        model = fsdp.fully_shard(Branches(), auto_wrap_policy={nn.Linear}, sharding_strategy="NO_SHARD", reduction=policy)
+        for step in range(3):
+            model.zero_grad()
+            loss_of(model(X, (rank + step) % 2)).backward()
+        return gradients_of(model)
+
+    torch.manual_seed(0)
+    plain = Branches()
+    for rank in range(2):
+        (loss_of(plain(X, rank % 2)) / 2).backward()
+    for found in fsdp.simulate(2, fn):
+        assert found["branches.2.weight"] is None, "nobody used it"
+        for name, wanted in gradients_of(plain).items():
+            assert wanted is None or torch.allclose(found[name], wanted, atol=1e-6)
+
+
+def test_a_static_graph_says_who_has_what_once() -> None:
+    def fn(rank: int) -> list[int]:
+        model = fsdp.fully_shard(Net(2), auto_wrap_policy={Block}, reduction=fsdp.ReductionPolicy(static_graph=True))
+        counts = []
+        for _ in range(3):
+            before = len(world_log())
+            loss_of(model(X)).backward()
+            counts.append(sum(call.label == "which gradients came" for call in world_log()[before:]))
+        return counts
+
+    assert fsdp.simulate(2, fn) == [[1, 0, 0]] * 2
+
+
+def test_a_graph_that_was_said_to_be_static_and_is_not_is_refused_by_name() -> None:
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(Branches(), reduction=fsdp.ReductionPolicy(static_graph=True))
+        loss_of(model(X, 1)).backward()
+        before = gradients_of(model)
+        with pytest.raises(fsdp.ShardingError, match=r"'branches.1.weight' .* had a gradient in the first backward and has none"):
+            loss_of(model(X, 2)).backward()
+        after = gradients_of(model)
+        assert all(before[name] is after[name] or torch.equal(before[name], after[name]) for name in before)
+        loss_of(model(X, 1)).backward()
+
+    fsdp.simulate(2, fn)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "bucket_cap_mb must be a positive number or None, not 0": lambda: fsdp.ReductionPolicy(bucket_cap_mb=0),
+    "bucket_cap_mb must be a positive number or None, not True": lambda: fsdp.ReductionPolicy(bucket_cap_mb=True),
+    "first_bucket_mb must be a positive number, not None": lambda: fsdp.ReductionPolicy(first_bucket_mb=None),
+    "predivide_factor must be a positive number or None, not -1": lambda: fsdp.ReductionPolicy(predivide_factor=-1),
+    "triggers must be names of parameters, not 'weight'": lambda: fsdp.ReductionPolicy(triggers="weight"),
+    "deterministic must be True or False, not 1": lambda: fsdp.ReductionPolicy(deterministic=1),
+    "find_unused_parameters and static_graph contradict": lambda: fsdp.ReductionPolicy(
+        find_unused_parameters=True, static_graph=True
+    ),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_policy_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(fsdp.ShardingError, match=text):
+        REFUSED[text]()
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "reduction must be a fsdp.ReductionPolicy, not 25": {"reduction": 25},
+    "find_unused_parameters needs sharding_strategy='NO_SHARD'": {"reduction": fsdp.ReductionPolicy(find_unused_parameters=True)},
+    "reduction.triggers: .* has no trainable parameter 'nowhere'": {"reduction": fsdp.ReductionPolicy(triggers=("nowhere",))},
+    "unknown option 'bucket_cap_mb': give reduction=": {"bucket_cap_mb": 25},
+    "unknown option 'gradient_as_bucket_view': gradients are always": {"gradient_as_bucket_view": True},
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_options_that_do_not_fit_are_refused_before_anything_moves(text: str) -> None:
+    def fn(rank: int) -> None:
+        net = Net()
+        with pytest.raises(fsdp.ShardingError, match=text):
+            fsdp.fully_shard(net, **WRONG[text])
+        fsdp.fully_shard(net)
+
+    fsdp.simulate(2, fn)
