@@ -7,6 +7,7 @@ from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
 from fsdp.errors import IllegalTransition, ShardingError, WorldError
 from fsdp.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.hugging_face import export_safetensors, load_safetensors
+from fsdp.joining import join
 from fsdp.methods import register_forward_method
 from fsdp.optimizer_state import full_optim_state_dict, load_full_optim_state_dict
 from fsdp.outside import full_tensor, to_local
@@ -31,6 +32,7 @@ __all__ = [
     "full_tensor",
     "fully_shard",
     "iter_full_params",
+    "join",
     "latest",
     "load",
     "load_full_optim_state_dict",

@@ -68,6 +68,8 @@ class Engine:
         self.backward_number = 0
         self._task = -1
         """The graph task in which the backward came to the first unit."""
+        self.tell_peers: Callable[[bool, bool], None] | None = None
+        """Inside `join`: told of each pass, whether it is a backward, and whether it records a graph or reduces gradients."""
         self.watch_outputs: Callable[[int], None] = _nobody
         """Set by the hooks: puts pre-backward hooks on what the unit's forward has just returned."""
         self.forget_arrivals: Callable[[], None] = _nobody
@@ -120,6 +122,8 @@ class Engine:
         if not self._path:
             if self.root.backward is BackwardState.RUNNING:
                 self.close_backward(Event.BACKWARD_FAILS)
+            if self.tell_peers is not None:
+                self.tell_peers(False, torch.is_grad_enabled())
             self._pass_number += 1
             if self._keepers:
                 self._free_stale_copies()
@@ -252,6 +256,8 @@ class Engine:
         # autograd.grad brings no gradient to a parameter, so there is nothing to reduce, on any rank
         self._synchronises_gradients = self.synchronises
         self.backward_synchronises = self.synchronises and not in_autograd_grad()
+        if self.tell_peers is not None:
+            self.tell_peers(True, self.backward_synchronises)
         self.backward_number += 1
         self._task = graph_task()
         self._schedule = self._backward_schedule

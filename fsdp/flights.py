@@ -43,6 +43,8 @@ class Flights:
         self._streams = streams
         self._ledger = ledger
         self._exact = policy.deterministic
+        self.ranks = channels.size
+        """How many have gradients that count."""
         self.hook: CommHook | None = None
         """Reduces instead of us, if there is one."""
         self._first: list[Flight] = []
@@ -152,7 +154,7 @@ class Flights:
 
     def _divisors(self, dtype: torch.dtype) -> tuple[float, float]:
         """What gradients are divided by before they are summed, and after."""
-        total = self._channels.size if self._policy.average else 1
+        total = self.ranks if self._policy.average else 1
         before = self._policy.predivide_factor
         if before is None:
             # half precision would overflow in the sum; everything else is divided after it, on the shard alone

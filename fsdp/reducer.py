@@ -61,6 +61,8 @@ class Reducer:
         self.counted = frozenset(number for number in numbers if self._may_count(number, innermost))
         """The buckets that may be launched when their gradients have come, before their unit is ready."""
         self.launches = Launches()
+        self.muted = False
+        """The gradients of this rank count for nothing, but for those it keeps since before (`join`)."""
         # a unit with units inside is complete late: it comes after all that have none
         backwards = range(len(units) - 1, -1, -1)
         order = [i for i in backwards if innermost[i]] + [i for i in backwards if not innermost[i]]
@@ -69,6 +71,10 @@ class Reducer:
         """The orders of units and of buckets, by what is trainable."""
         self._agree_on(order, self._in_units(order))
         self.begin()
+
+    def take_part(self, ranks: int) -> None:
+        """From now on, that many ranks have gradients that count."""
+        self._flights.ranks = ranks
 
     @property
     def hook(self) -> CommHook | None:
@@ -160,6 +166,8 @@ class Reducer:
         """At the end, in the agreed order: launch what was not launched, or came after it was, if any rank has it."""
         usage = self._usage
         if not usage.shared:
+            for bucket in self.buckets:
+                self._mute(bucket)
             if self.policy.find_unused_parameters:
                 self._launch_all()
             usage.share(self._launched)
@@ -199,6 +207,7 @@ class Reducer:
         """End of a backward under `no_sync`: add the whole gradients of a unit to the stash."""
         for number in self._of_unit[index]:
             bucket = self.buckets[number]
+            self._mute(bucket)
             for i, whole in enumerate(bucket.flat.whole_parameters):
                 if whole.grad is not None:
                     gradient, whole.grad = whole.grad, None
@@ -274,6 +283,7 @@ class Reducer:
         for number in parcel:
             self._launched[number] = True
             bucket = self.buckets[number]
+            self._mute(bucket)
             if bucket.is_trained:
                 buckets.append(bucket)
             else:
@@ -288,6 +298,11 @@ class Reducer:
         else:
             self._flights.launch_hooked(buckets[0], self._shown(buckets[0], parcel[0]))
         self.launches.note(buckets, max([self._ready[number] for number in parcel]))
+
+    def _mute(self, bucket: Bucket) -> None:
+        if self.muted:
+            for whole in bucket.flat.whole_parameters:
+                whole.grad = None
 
     def _shown(self, bucket: Bucket, number: int) -> GradientBucket:
         """A bucket as the hook sees it."""

@@ -28,6 +28,7 @@ ORDER = (
     "summon",
     "story",
     "reductions",
+    "joining",
     "clipping",
     "comm_hooks",
     "building",

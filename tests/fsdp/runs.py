@@ -14,6 +14,7 @@ import fsdp
 from fsdp.engine import Engine
 from fsdp.sharded import sharded_of
 from fsdp.simulated import current_rank
+from state_machine import Strategy
 from tests.fsdp.programs import (
     Backward,
     Clip,
@@ -143,8 +144,10 @@ class ShardedRun:
             assert engine.ledger.held.get("kept", 0) == sum(
                 kept.whole.nbytes for bucket in engine.reducer.buckets for kept in bucket.stash.values()
             )
-            if self.may_keep:
+            if self.may_keep or any(unit.config.strategy is Strategy.KEEP_ALWAYS for unit in engine.units):
                 held.pop("whole", None)
+            if any(unit.config.keeps_buckets for unit in engine.units):
+                held.pop("bucket", None)
             assert not held, f"at rest, {engine.units[0].name} holds {held}"
             assert not any(engine.whole(index) for index in range(len(engine.units)))
 
