@@ -59,6 +59,18 @@ def state(rank: int) -> dict[str, torch.Tensor]:
     return saved
 
 
+def uneven(rank: int) -> dict[str, torch.Tensor]:
+    """Rank r has r + 1 batches."""
+    model = wrap(CASES["net"])
+    optimizer = SGD(model.parameters())
+    with fsdp.join(model, optimizer.step) as joined:
+        for (batch,) in own_batches(CASES["net"], rank, rank + 1):
+            optimizer.zero_grad()
+            loss_of(model(batch)).backward()
+            joined.step()
+    return fsdp.full_state_dict(model, rank0_only=False)
+
+
 def hooked(rank: int) -> dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     """By hook of torch, and by parameter: the gradient under NO_SHARD, and under torch's DDP."""
     found = {}
@@ -139,6 +151,10 @@ def recovers(rank: int) -> Trained:
 
 BF16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
+PIECES = fsdp.ReductionPolicy(bucket_cap_mb=0.0002)
+SHARED = fsdp.ReductionPolicy(bucket_cap_mb=1, first_bucket_mb=0.0002)
+EXACT = fsdp.ReductionPolicy(deterministic=True, bucket_cap_mb=1)
+
 TRAININGS: Final[dict[str, Callable[[int], Trained]]] = {
     "twenty steps in float64": lambda rank: trained("net in float64", rank, steps=20),
     "in place": lambda rank: trained("net", rank, in_place=True),
@@ -152,6 +168,12 @@ TRAININGS: Final[dict[str, Callable[[int], Trained]]] = {
     "no_sync": lambda rank: trained("net", rank, micro=3, no_sync=True),
     "recovers": recovers,
     "NO_SHARD": lambda rank: trained("net", rank, sharding_strategy="NO_SHARD"),
+    "NO_SHARD in pieces": lambda rank: trained("net", rank, sharding_strategy="NO_SHARD", reduction=PIECES),
+    "SHARD_GRADIENTS": lambda rank: trained("net", rank, micro=3, no_sync=True, sharding_strategy="SHARD_GRADIENTS"),
+    "SHARD_OPTIMIZER": lambda rank: trained("net", rank, sharding_strategy="SHARD_OPTIMIZER"),
+    "in pieces": lambda rank: trained("net in layers", rank, reduction=PIECES),
+    "shared": lambda rank: trained("net in layers", rank, reduction=SHARED),
+    "at the end": lambda rank: trained("net", rank, reduction=fsdp.ReductionPolicy(at_end=True, static_graph=True)),
 }
 HYBRID: Final = {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}
 # of four processes
@@ -161,6 +183,9 @@ FOUR: Final[dict[str, Callable[[int], Trained]]] = {
     "hybrid, no_sync": lambda rank: trained("net", rank, micro=3, no_sync=True, **HYBRID),
     "a mesh of one dimension": lambda rank: trained("net", rank, mesh=_mesh()["shard"], sharding_strategy="FULL_SHARD"),
     "NO_SHARD, four": lambda rank: trained("tied", rank, sharding_strategy="NO_SHARD"),
+    "deterministic": lambda rank: trained("net", rank, reduction=EXACT),
+    "deterministic, hybrid": lambda rank: trained("net", rank, reduction=EXACT, **HYBRID),
+    "deterministic, NO_SHARD": lambda rank: trained("net", rank, reduction=EXACT, sharding_strategy="NO_SHARD"),
 }
 OTHERS: Final[dict[str, Callable[[int], Any]]] = {
     "twenty steps": lambda rank: trained("net", rank, steps=20),
@@ -169,6 +194,7 @@ OTHERS: Final[dict[str, Callable[[int], Any]]] = {
     "state": state,
     "built differently": built_differently,
     "hooked": hooked,
+    "uneven": uneven,
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gloo_programs import BF16, FOUR, HOOKS, LAST, LIMIT, OTHERS, SGD, TRAININGS
-from models import CASES, Case, assert_close, assert_trained_alike, joined, reference, train
+from models import CASES, Case, assert_close, assert_trained_alike, joined, loss_of, reference, train
 
 import fsdp
 
@@ -30,9 +30,11 @@ CASE_OF = {
     "tied": "tied",
     "recurrent": "recurrent",
     "odd": "odd",
+    "in pieces": "net in layers",
+    "shared": "net in layers",
 }
 STEPS = {"twenty steps in float64": 20}
-MICRO = {"no_sync": 3, "hybrid, no_sync": 3}
+MICRO = {"no_sync": 3, "hybrid, no_sync": 3, "SHARD_GRADIENTS": 3}
 
 
 def start(rank: int, size: int, folder: Path, *names: str) -> subprocess.Popen[bytes]:
@@ -135,6 +137,35 @@ def test_the_simulated_world_computes_the_same_bits(name: str, ranks: list[dict[
     simulated = fsdp.simulate(len(ranks), TRAININGS[name])
     for one, other in zip(ranks, simulated, strict=True):
         assert_trained_alike(one[name], other, within=0)
+
+
+def test_deterministic_sums_have_the_same_bits_under_every_strategy_and_in_the_simulated_world(
+    four_ranks: list[dict[str, Any]],
+) -> None:
+    case = CASES["net"]
+    full, hybrid, replicated = (
+        joined([one[name] for one in four_ranks[:held]], case.model())
+        for name, held in (("deterministic", 4), ("deterministic, hybrid", 2), ("deterministic, NO_SHARD", 1))
+    )
+    assert_trained_alike(hybrid, full, within=0)
+    assert_trained_alike(replicated, full, within=0)
+    for one, other in zip(four_ranks, fsdp.simulate(4, FOUR["deterministic"]), strict=True):
+        assert_trained_alike(one["deterministic"], other, within=0)
+
+
+def test_ranks_that_finish_first_serve_the_others(ranks: list[dict[str, Any]]) -> None:
+    case, size = CASES["net"], len(ranks)
+    plain = case.model()
+    optimizer = SGD(plain.parameters())
+    for step in range(size):
+        optimizer.zero_grad()
+        for rank in range(step, size):
+            (loss_of(plain(case.batch(rank, step))) / (size - step)).backward()
+        optimizer.step()
+    wanted = {name: p.detach() for name, p in plain.named_parameters()}
+    for one, other in zip(ranks, fsdp.simulate(size, OTHERS["uneven"]), strict=True):
+        assert_close({name: one["uneven"][name] for name in wanted}, {**wanted})
+        assert all(torch.equal(one["uneven"][name], other[name]) for name in wanted)
 
 
 def test_bf16_computes_the_same_bits_too_and_stays_near_fp32(ranks: list[dict[str, Any]]) -> None:
