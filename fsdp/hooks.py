@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fsdp.arrivals import hear_arrivals
 from fsdp.crossings import Call, Crossing, Ends, Way, inputs_of, node_behind
 from fsdp.eager import uncompiled
 from fsdp.engine import Engine
@@ -51,6 +52,10 @@ class Hooks:
         """Call a method of a unit as if it were its forward."""
         return self._listeners[index].run_as_forward(method, args, kwargs)
 
+    def on_call(self, callback: Callable[..., None]) -> RemovableHandle:
+        """Before each forward of the root, call back with the module, args and kwargs."""
+        return self._listeners[0].module.register_forward_pre_hook(callback, prepend=True, with_kwargs=True)
+
     def _forget_calls(self) -> None:
         for listener in self._listeners:
             listener.end_guards()
@@ -64,7 +69,7 @@ class Listener(Uncopied):
     """Hears torch's hooks for one unit and tells the engine."""
 
     def __init__(self, engine: Engine, index: int, around: "Sequence[Listener]") -> None:
-        self._engine = engine
+        self._engine = self.engine = engine
         self._index = index
         super().__init__(engine.units[index])
         self._innermost = not engine.descendants[index]
@@ -78,7 +83,7 @@ class Listener(Uncopied):
         self.outer: Sequence[Listener] = ()
         """Those of all units with units inside, which autograd can leave by ways nobody watches."""
         self._handles_of_ends: dict[int, RemovableHandle] = {}
-        module = self._unit.module
+        self.module = module = self._unit.module
         self._escapes = Escapes(module, engine.own_modules[index])
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
@@ -86,7 +91,7 @@ class Listener(Uncopied):
         ]
         self._state_hooks = StateHooks(engine, index)
         for number, bucket in enumerate(engine.reducer.buckets):
-            hear = _hear_arrivals(weakref.ref(self), number if number in engine.reducer.counted else None)
+            hear = hear_arrivals(weakref.ref(self), number if number in engine.reducer.counted else None)
             for whole in bucket.flat.whole_parameters if bucket.unit == index else ():
                 if _can_train(whole):
                     with _thawed(whole):
@@ -344,10 +349,6 @@ class Listener(Uncopied):
     def _outside_gradient_comes(self) -> None:
         self._engine.hear(self._index, Event.GRADIENT_FROM_OUTSIDE)
 
-    def gradient_counts(self, bucket: int) -> None:
-        """A gradient of a counted bucket has been accumulated."""
-        self._engine.gradient_counts(bucket)
-
     def gradient_arrives(self) -> None:
         """A gradient of one parameter has been accumulated, the first."""
         if torch.is_grad_enabled():
@@ -359,25 +360,6 @@ class Listener(Uncopied):
         self._engine.gradients_come()
         self.readiness.arrived = True
         self._engine.hear(self._index, Event.GRADIENT_ARRIVES)
-
-
-def _hear_arrivals(listener: "weakref.ref[Listener]", counted: int | None) -> Callable[[Tensor], None]:
-    """The hook of one whole parameter, of a `counted` bucket or not, which runs once a parameter and backward, so it is short."""
-
-    def arrives(whole: Tensor) -> None:
-        # weakly: the collector of garbage does not see hooks of this kind, and the listener leads back to the tensor
-        hearer = listener()
-        if hearer is not None and not hearer.readiness.arrived:
-            hearer.gradient_arrives()
-
-    def counts(whole: Tensor) -> None:
-        hearer = listener()
-        if hearer is not None and counted is not None:
-            if not hearer.readiness.arrived:
-                hearer.gradient_arrives()
-            hearer.gradient_counts(counted)
-
-    return arrives if counted is None else counts
 
 
 def _is_batched(tensor: Tensor) -> bool:

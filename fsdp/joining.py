@@ -148,7 +148,7 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
     if engine.tell_peers is not None:
         raise ShardingError("join: this model is inside another join already.")
     joined = Joined(model, engine, step, inputs)
-    handle = model.register_forward_pre_hook(joined._remember, prepend=True, with_kwargs=True)
+    handle = sharded.hooks.on_call(joined._remember)
     engine.tell_peers = lambda backward, full: joined._hears(_DEEDS[backward, full])
     try:
         yield joined

@@ -42,6 +42,7 @@ ORDER = (
     "hooks",
     "state_hooks",
     "guard",
+    "arrivals",
     "readiness",
     "crossings",
     "escapes",
