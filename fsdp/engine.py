@@ -57,6 +57,8 @@ class Engine:
         self._path: list[int] = []
         """The units whose forward is running, outermost first."""
         self._pass_number = 0
+        self._may_have_stepped = False
+        """A backward inside the forward that runs is over, so shards may be written at any time before it ends."""
         self.backward_synchronises = True
         """Whether the backward that runs reduces its gradients."""
         self._synchronises_gradients = True
@@ -115,6 +117,7 @@ class Engine:
             if self.root.backward is BackwardState.RUNNING:
                 self.close_backward(Event.BACKWARD_FAILS)
             self._pass_number += 1
+            self._may_have_stepped = False
             self._forward_schedule.begin()
             self._streams.pass_begins()
         self._schedule = self._forward_schedule
@@ -160,6 +163,7 @@ class Engine:
         if event is Event.BACKWARD_FAILS:
             self._carry_out_all(instructions)
         else:
+            self._may_have_stepped = bool(self._path)
             self._carry_out(instructions)
             self.reducer.run_hooks()
 
@@ -200,7 +204,8 @@ class Engine:
                 unit = self.units[index]
                 unit.gathered_in_pass = self._pass_number
                 if self.root.backward is BackwardState.RESTING:
-                    unit.check_shards()
+                    if unit.check_shards() or self._may_have_stepped:
+                        self._streams.pass_begins()
                     unit.gathered_versions = unit.versions
             self._effects[index][effect]()
 

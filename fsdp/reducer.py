@@ -157,7 +157,8 @@ class Reducer:
         failures = []
         for work in (*(one.work for one in flights), *(() if usage is None else (usage.work,))):
             try:
-                work.wait()
+                with self._streams.landing():
+                    work.wait()
             except BaseException as failure:  # the others are in flight all the same
                 failures.append(failure)
         self._streams.await_reductions()
@@ -212,6 +213,8 @@ class Reducer:
                 into.div_(self._channels.size)
             with self._streams.reducing():
                 self._go_on(_Flight(bucket, into, DONE, name))
+            # it was allocated on the compute stream, and may be given back already
+            self._streams.await_reductions()
             self._ledger.add("reduced", size_of(into))
             return
         bucket.memory.allocate(self._ledger)
