@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.config import Config
+from fsdp.delays import delayed
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.groups import Channels
@@ -59,7 +60,8 @@ def build(
         old.hooks.remove()
     if config.sync_module_states:
         _broadcast(((name, buffer.detach()) for name, buffer in plan[0].module.named_buffers()), channels)
-    streams = make_streams(next((unit.device for unit in units if unit.flats), torch.device("cpu")))
+    device = next((unit.device for unit in units if unit.flats), torch.device("cpu"))
+    streams = delayed(make_streams(device), channels.everyone.rank, device)
     ledger = Ledger()
     for unit in units:
         unit.join(streams, ledger)

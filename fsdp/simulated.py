@@ -102,6 +102,10 @@ class SimulatedRank:
             self._channels[full] = SimulatedCollectives(self._world, self, full, members)
         return self._channels[full]
 
+    def let_others_run(self) -> None:
+        """A point where another rank may take over, as every collective is one."""
+        self._world.switch(self.rank)
+
 
 class SimulatedCollectives:
     """One rank's end of a channel of the simulated world.

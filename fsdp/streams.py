@@ -148,6 +148,11 @@ def default_device(can_carry: Callable[[torch.device], bool]) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
+def stall(seconds: float) -> None:
+    """The current stream of the current device does nothing for about as long."""
+    torch.cuda._sleep(int(seconds * 2e9))  # type: ignore[no-untyped-call]
+
+
 def make_streams(device: torch.device) -> Streams:
     """The streams of a device."""
     return CudaStreams(CudaQueues(device)) if device.type == "cuda" else HostStreams()

@@ -58,6 +58,7 @@ ORDER = (
     "outside",
     "face",
     "stack",
+    "delays",
     "streams",
     "storage",
     "sharded_value",
