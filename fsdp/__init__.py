@@ -4,6 +4,7 @@ from fsdp.checkpoint import latest, load, save
 from fsdp.clipping import ShardedGradScaler, clip_grad_norm_
 from fsdp.comm_hooks import register_comm_hook
 from fsdp.config import MixedPrecisionPolicy
+from fsdp.dump import dump_on_signal
 from fsdp.errors import IllegalTransition, ShardingError, WorldError
 from fsdp.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.hugging_face import export_safetensors, load_safetensors
@@ -23,6 +24,7 @@ __all__ = [
     "ShardingError",
     "WorldError",
     "clip_grad_norm_",
+    "dump_on_signal",
     "export_safetensors",
     "full_optim_state_dict",
     "full_state_dict",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fsdp.config import Config
 from fsdp.delays import delayed
+from fsdp.dump import remember
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.groups import Channels
@@ -68,6 +69,7 @@ def build(
     descendants = [frozenset(j for j, other in enumerate(plan) if i in other.ancestors) for i in range(len(plan))]
     engine = Engine(units, descendants, channels, streams, ledger)
     hooks = Hooks(engine)
+    remember(engine)
     for index, one in enumerate(plan):
         one.module.__dict__[Sharded.ATTRIBUTE] = Sharded(engine, hooks, index)
     for module in ignored:

@@ -16,13 +16,14 @@ from torch.autograd import Variable
 
 from fsdp.groups import Channels
 from fsdp.nested import modules_within
+from fsdp.notes import add_note, add_note_to_what_ends_the_backward
 from fsdp.reducer import Reducer
 from fsdp.schedule import Schedule
 from fsdp.stack import in_autograd_grad, is_running
 from fsdp.storage import Ledger
 from fsdp.streams import Streams
 from fsdp.unit import Unit
-from state_machine import Action, Ask, BackwardState, Effect, Event, Lifecycle, Residency, ResidencyState, Root
+from state_machine import Action, Ask, BackwardState, Effect, Event, IllegalTransition, Lifecycle, Residency, ResidencyState, Root
 from state_machine.root import Instruction
 
 
@@ -59,6 +60,8 @@ class Engine:
         self._pass_number = 0
         self._may_have_stepped = False
         """A backward inside the forward that runs is over, so shards may be written at any time before it ends."""
+        self._heard = 0
+        """The unit of the last event."""
         self.backward_synchronises = True
         """Whether the backward that runs reduces its gradients."""
         self._synchronises_gradients = True
@@ -107,7 +110,21 @@ class Engine:
         Raises:
             IllegalTransition: nothing moved.
         """
-        self._carry_out(self.root.hear(index, event))
+        self._heard = index
+        try:
+            instructions = self.root.hear(index, event)
+        except IllegalTransition as refusal:
+            add_note(refusal, self, index)
+            raise
+        self._carry_out(instructions)
+
+    def note(self, error: BaseException, index: int | None = None) -> None:
+        """Say on `error` which unit it came from: of `index`, or the innermost one whose forward runs."""
+        add_note(error, self, index if index is not None else self._path[-1] if self._path else self._heard)
+
+    def note_failing_backward(self) -> None:
+        """Say it on what is about to leave the backward that runs."""
+        add_note_to_what_ends_the_backward(self, self._heard)
 
     def forward_begins(self, index: int) -> None:
         """A forward outside any backward begins: keep the path, and clean up after a pass that died unnoticed."""
@@ -226,10 +243,13 @@ class Engine:
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         """Carry out instructions in order; if one fails, give up the step before the error goes on."""
+        unit, action = self._heard, Action.NEED
         try:
             for unit, action in instructions:
                 self._deeds[action](unit)
-        except BaseException:
+        except BaseException as failure:
+            # the first commit settles the whole backward
+            add_note(failure, self, 0 if action is Action.COMMIT else unit, ours=True)
             self.abandon()
             raise
 
@@ -240,6 +260,7 @@ class Engine:
             try:
                 self._deeds[action](unit)
             except Exception as failure:
+                add_note(failure, self, unit, ours=True)
                 failures.append(failure)
         if failures:
             raise failures[0]
@@ -258,13 +279,17 @@ class _RootCallback:
         self._close(Event.BACKWARD_ENDS if self._engine.backward_synchronises else Event.BACKWARD_ENDS_UNSYNCED)
 
     def __del__(self) -> None:
-        if not self._called:
+        if not self._called and self._runs():
+            self._engine.note_failing_backward()
             self._close(Event.BACKWARD_FAILS)
 
     def _close(self, event: Event) -> None:
-        # it may have been closed from elsewhere: by an abandoned step, or by the next forward
-        if self._engine.backward_number == self._number and self._engine.root.backward is BackwardState.RUNNING:
+        if self._runs():
             self._engine.close_backward(event)
+
+    def _runs(self) -> bool:
+        # it may have been closed from elsewhere: by an abandoned step, or by the next forward
+        return self._engine.backward_number == self._number and self._engine.root.backward is BackwardState.RUNNING
 
 
 def _nobody(*_: int) -> None:

@@ -44,6 +44,8 @@ ORDER = (
     "crossings",
     "escapes",
     "engine",
+    "dump",
+    "notes",
     "schedule",
     "reducer",
     "hooked",
@@ -75,7 +77,7 @@ ORDER = (
     "eager",
     "errors",
 )
-STATE_MACHINE_USERS = {"sharded", "engine", "hooks", "state_hooks", "summon", "config", "errors"}
+STATE_MACHINE_USERS = {"sharded", "engine", "notes", "hooks", "state_hooks", "summon", "config", "errors"}
 # torch's Distributed Checkpoint lies below torch.distributed, and communicates only where it is asked to
 DCP = "torch.distributed.checkpoint"
 DCP_USERS = {"sharded_value", "dcp"}

@@ -287,9 +287,7 @@ def test_a_race_is_found_when_any_wait_is_left_out() -> None:
         (training, {}),
     ]
     runs = [
-        (*STRATEGIES[strategy], story, more)
-        for story, more in stories
-        for strategy in ("one rank", "FULL_SHARD", "NO_SHARD")
+        (*STRATEGIES[strategy], story, more) for story, more in stories for strategy in ("one rank", "FULL_SHARD", "NO_SHARD")
     ]
 
     def run(number: int, skipped: Site | None = None) -> World:
