@@ -10,13 +10,16 @@ around reentrant checkpoints. When the backward dies instead, torch drops the ca
 while the exception is on its way to the user; `_RootCallback.__del__` hears that.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from torch.autograd import Variable
 
+from fsdp.errors import WorldError
 from fsdp.groups import Channels
 from fsdp.nested import modules_within
-from fsdp.notes import add_note, add_note_to_what_ends_the_backward
+from fsdp.notes import add_note, add_note_to_what_ends_the_backward, is_noted
 from fsdp.reducer import Reducer
 from fsdp.schedule import Schedule
 from fsdp.stack import in_autograd_grad, is_running
@@ -62,6 +65,8 @@ class Engine:
         """A backward inside the forward that runs is over, so shards may be written at any time before it ends."""
         self._heard = 0
         """The unit of the last event."""
+        self._failed = 0
+        """The unit in which a forward failed last."""
         self.backward_synchronises = True
         """Whether the backward that runs reduces its gradients."""
         self._synchronises_gradients = True
@@ -120,19 +125,28 @@ class Engine:
 
     def note(self, error: BaseException, index: int | None = None) -> None:
         """Say on `error` which unit it came from: of `index`, or the innermost one whose forward runs."""
-        add_note(error, self, index if index is not None else self._path[-1] if self._path else self._heard)
+        index = index if index is not None else self._path[-1] if self._path else self._heard
+        if not is_noted(error):
+            self._failed = index
+            add_note(error, self, index)
 
-    def note_failing_backward(self) -> None:
-        """Say it on what is about to leave the backward that runs."""
-        add_note_to_what_ends_the_backward(self, self._heard)
+    def backward_fails(self) -> None:
+        """The backward that runs is dying: clean up, and let the other ranks know as soon as its exception shows."""
+        failed = self.units[self._heard].name
+        shows = add_note_to_what_ends_the_backward(self, self._heard, lambda error: self.tell_peers(failed, error))
+        with suppress(WorldError):  # it may die because of one
+            self.close_backward(Event.BACKWARD_FAILS)
+        if not shows:
+            self.tell_peers(failed, None)
 
     def forward_begins(self, index: int) -> None:
         """A forward outside any backward begins: keep the path, and clean up after a pass that died unnoticed."""
         if self._path and index not in self.descendants[self._path[-1]] and not is_running(self.units[self._path[-1]].module):
-            self.abandon()
+            self.give_up()
         if not self._path:
             if self.root.backward is BackwardState.RUNNING:
                 self.close_backward(Event.BACKWARD_FAILS)
+                self.tell_peers(self.units[self._heard].name, None)
             self._pass_number += 1
             self._may_have_stepped = False
             self._forward_schedule.begin()
@@ -144,12 +158,12 @@ class Engine:
     def notice_a_dead_pass(self) -> None:
         """Clean up after a forward that Ctrl-C ended: no hook hears that."""
         if self._path and not is_running(self.units[self._path[0]].module):
-            self.abandon()
+            self.give_up()
 
     def abandon_forward_of(self, index: int) -> None:
         """A forward of this unit has died unheard: clean up after it, unless that was done."""
         if index in self._path:
-            self.abandon()
+            self.give_up()
 
     def forward_ends(self, index: int, event: Event) -> None:
         """A forward outside any backward ended, in one of its three ways."""
@@ -164,6 +178,8 @@ class Engine:
             for other, residency in enumerate(self._residencies):
                 if residency.state in leftovers:
                     self._ask(other, Ask.FREE)
+            if event is Event.FORWARD_FAILS:
+                self.tell_peers(self.units[self._failed].name, sys.exc_info()[1])
 
     def gradients_come(self) -> None:
         """They do, by a backward inside what looked like autograd.grad alone."""
@@ -182,7 +198,21 @@ class Engine:
         else:
             self._may_have_stepped = bool(self._path)
             self._carry_out(instructions)
+            self.channels.completed()
             self.reducer.run_hooks()
+
+    def give_up(self, failure: BaseException | None = None, index: int | None = None) -> None:
+        """A step has failed: abandon it, and let the other ranks know."""
+        index = index if index is not None else self._path[-1] if self._path else self._heard
+        with suppress(Exception):  # none may hide the failure
+            self.abandon()
+        self.tell_peers(self.units[index].name, failure)
+
+    def tell_peers(self, unit: str, failure: BaseException | None) -> None:
+        """A step is over before its end: let the other ranks know, who may wait for this one."""
+        self._forward_schedule.forget()
+        self._backward_schedule.forget()
+        self.channels.abandon(unit, failure)
 
     def abandon(self) -> None:
         """Give up whatever is going on; afterwards every unit is IDLE and sharded, nothing is in flight."""
@@ -250,7 +280,7 @@ class Engine:
         except BaseException as failure:
             # the first commit settles the whole backward
             add_note(failure, self, 0 if action is Action.COMMIT else unit, ours=True)
-            self.abandon()
+            self.give_up(failure, unit)
             raise
 
     def _carry_out_all(self, instructions: Iterable[Instruction]) -> None:
@@ -280,8 +310,7 @@ class _RootCallback:
 
     def __del__(self) -> None:
         if not self._called and self._runs():
-            self._engine.note_failing_backward()
-            self._close(Event.BACKWARD_FAILS)
+            self._engine.backward_fails()
 
     def _close(self, event: Event) -> None:
         if self._runs():

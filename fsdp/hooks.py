@@ -124,7 +124,7 @@ class Listener(Uncopied):
             raise
         except BaseException as failure:
             self._engine.note(failure)
-            self._engine.abandon()
+            self._engine.give_up(failure)
             raise
         changed = self._forward_ends(module, args, output)
         return output if changed is None else changed

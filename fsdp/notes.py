@@ -5,7 +5,7 @@ met in its own actions, the story too.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Final, Protocol
 
@@ -49,17 +49,22 @@ def add_note(error: BaseException, engine: Told, index: int, ours: bool = False)
         error.add_note(_note_of(engine, index, ours or isinstance(error, ShardingError | IllegalTransition | WorldError)))
 
 
-def add_note_to_what_ends_the_backward(engine: Told, index: int) -> None:
-    """The same for the exception that is just leaving the backward that runs, which torch shows to nobody before the caller."""
+def add_note_to_what_ends_the_backward(engine: Told, index: int, then: Callable[[BaseException], None]) -> bool:
+    """The same for the exception that is just leaving the backward that runs, which torch shows to nobody before the caller.
+
+    `then` is called with it. Returns whether it will be found.
+    """
     short, long = _note_of(engine, index, False), _note_of(engine, index, True)
 
     def add(error: BaseException) -> None:
         if not is_noted(error):
             error.add_note(long if isinstance(error, ShardingError | IllegalTransition | WorldError) else short)
+        then(error)
 
     frame = running_backward()
     if frame is not None:
         _when_it_raises(frame, add)
+    return frame is not None
 
 
 def lines_of(engine: Told) -> Iterator[str]:

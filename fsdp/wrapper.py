@@ -44,7 +44,7 @@ class FullyShardedDataParallel(nn.Module):
             sharded = sharded_of(self.module)
             assert sharded is not None, "the constructor made it a unit"
             sharded.engine.note(failure)
-            sharded.engine.abandon()
+            sharded.engine.give_up(failure)
             raise
 
     def __getattr__(self, name: str) -> Any:
