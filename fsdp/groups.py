@@ -197,8 +197,10 @@ def _lines(group: dist.ProcessGroup) -> Lines | None:
     """What the channels of a real group share."""
     if dist.get_backend(group) == "fake":
         return None
-    store, name = c10d._get_default_store(), f"fsdp/{group.group_name}"
+    store = c10d._get_default_store()
     rank, size, gloo = dist.get_rank(group), dist.get_world_size(group), _gloo(group)
+    # a group may be given the name of one that was destroyed
+    name = f"fsdp/{group.group_name}/{store.add(f'fsdp/{group.group_name}/made by {rank}', 1)}"
 
     def scope(more: str) -> Any:
         return c10d.PrefixStore(f"{name}/{more}", store)
