@@ -1,10 +1,12 @@
 """A fully sharded data-parallel engine for PyTorch with an explicit state machine."""
 
+from fsdp.abandoned import agree_abandoned
 from fsdp.checkpoint import latest, load, save
 from fsdp.clipping import ShardedGradScaler, clip_grad_norm_
 from fsdp.comm_hooks import register_comm_hook
 from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
-from fsdp.errors import IllegalTransition, ShardingError, WorldError
+from fsdp.dump import dump_on_signal
+from fsdp.errors import IllegalTransition, PeerFailed, ShardingError, WorldError
 from fsdp.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.hugging_face import export_safetensors, load_safetensors
 from fsdp.joining import join
@@ -21,11 +23,14 @@ __all__ = [
     "FullyShardedDataParallel",
     "IllegalTransition",
     "MixedPrecisionPolicy",
+    "PeerFailed",
     "ReductionPolicy",
     "ShardedGradScaler",
     "ShardingError",
     "WorldError",
+    "agree_abandoned",
     "clip_grad_norm_",
+    "dump_on_signal",
     "export_safetensors",
     "full_optim_state_dict",
     "full_state_dict",

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.config import Config
+from fsdp.delays import delayed
+from fsdp.dump import remember
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.groups import Channels
@@ -59,13 +61,15 @@ def build(
         old.hooks.remove()
     if config.sync_module_states:
         _broadcast(((name, buffer.detach()) for name, buffer in plan[0].module.named_buffers()), channels)
-    streams = make_streams(next((unit.device for unit in units if unit.flats), torch.device("cpu")))
+    device = next((unit.device for unit in units if unit.flats), torch.device("cpu"))
+    streams = delayed(make_streams(device), channels.everyone.rank, device)
     ledger = Ledger()
     for unit in units:
         unit.join(streams, ledger)
     descendants = [frozenset(j for j, other in enumerate(plan) if i in other.ancestors) for i in range(len(plan))]
     engine = Engine(units, descendants, channels, streams, ledger)
     hooks = Hooks(engine)
+    remember(engine)
     for index, one in enumerate(plan):
         one.module.__dict__[Sharded.ATTRIBUTE] = Sharded(engine, hooks, index)
     for module in ignored:

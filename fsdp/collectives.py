@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp.errors import ShardingError
+from fsdp.lines import Lines
 from fsdp.summation import sum_over_ranks
-from fsdp.trail import RECENT, Trail, Watch, WatchedWork
+from fsdp.trail import RECENT, WatchedWork
 
 ReduceOp = Literal["sum", "max"]
 
@@ -74,6 +75,15 @@ class Collectives(Protocol):
     def recent(self) -> Sequence[str]:
         """The last calls on this rank, oldest first: what, and for which unit."""
 
+    def abandon(self, unit: str, failure: BaseException | None) -> None:
+        """This rank gives up a step: let the others know, who may wait for it. Does not wait for them."""
+
+    def completed(self) -> None:
+        """A backward has ended well."""
+
+    def connect_anew(self) -> None:
+        """After an abandoned step: meet the others and be ready for the next one."""
+
 
 # The three collectives of every step go to the group itself: torch's functions around them cost 3 to 5 µs a call, and
 # 2.13 renamed two of them, while the group's methods have the same names since 2.11.
@@ -112,8 +122,12 @@ class _ExchangedSum:
 class _FixedOrderTotal:
     """An exchange of chunks, summed at `wait`, where the sums are gathered again."""
 
-    def __init__(self, work: Work, received: Tensor, tensor: Tensor, gather: Callable[[Tensor], Work], own: int) -> None:
+    def __init__(
+        self, work: Work, sent: Tensor, received: Tensor, tensor: Tensor, gather: Callable[[Tensor], Work], own: int
+    ) -> None:
         self._work = work
+        self._sent = sent
+        """Kept until it has arrived."""
         self._received = received
         self._tensor = tensor
         self._gather = gather
@@ -160,6 +174,15 @@ class Alone:
     def recent(self) -> Sequence[str]:
         return ()
 
+    def abandon(self, unit: str, failure: BaseException | None) -> None:
+        return
+
+    def completed(self) -> None:
+        return
+
+    def connect_anew(self) -> None:
+        return
+
 
 class ProcessGroupCollectives:
     """A channel over one torch process group, of two ranks at least.
@@ -168,22 +191,32 @@ class ProcessGroupCollectives:
     all-reduce in disguise, which moves twice the bytes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, channel: str, watch: Watch | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, channel: str, lines: Lines | None) -> None:
         # torch owns the group: a strong reference would keep its threads alive beyond destroy_process_group()
         self._reference = weakref.ref(group)
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
-        self._watch = watch
-        self._trail = None if watch is None else Trail(watch, channel)
+        self._channel = channel
+        self._lines = lines
         self._recent: deque[tuple[str, str]] = deque(maxlen=RECENT)
 
-    def _launch(self, kind: str, label: str, size: int, host: bool, launch: Callable[[], Any]) -> Work:
+    def _launch(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any]) -> Work:
         """Launch a collective that every rank is about to call. On a device `wait` makes a stream wait, not the host."""
         self._recent.append((kind, label))
-        if self._trail is None or self._watch is None:
-            return cast(Work, launch())
-        note = self._trail.before(kind, label, size)
-        return WatchedWork(launch(), self._watch, note) if host else cast(Work, launch())
+        group, lines = self._group, self._lines
+        if lines is None:
+            return cast(Work, launch(group))
+        if lines.down:
+            lines.connect_anew()
+        channel = self._channel
+        note = lines.trails[channel].before(kind, label, tensor.nbytes)
+        if tensor.device.type != "cpu":
+            return cast(Work, launch(group))
+        try:
+            return WatchedWork(launch(lines.connections.get(channel, group)), lines.watch, note)
+        except RuntimeError as failure:
+            lines.watch.explain(failure)
+            raise
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -208,19 +241,14 @@ class ProcessGroupCollectives:
     def all_gather(self, whole: Tensor, label: str) -> Work:
         chunk = whole.numel() // self._size
         own = whole.narrow(0, self._rank * chunk, chunk)
-        host = whole.device.type == "cpu"
-        return self._launch("all_gather", label, whole.numel(), host, lambda: self._group._allgather_base(whole, own, _GATHER))
+        return self._launch("all_gather", label, whole, lambda group: group._allgather_base(whole, own, _GATHER))
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
-        size = bucket.numel() * bucket.element_size()
-        host = bucket.device.type == "cpu"
-        if not host and not fixed_order:
-            return self._launch(
-                "reduce_scatter", label, size, False, lambda: self._group._reduce_scatter_base(into, bucket, _REDUCE)
-            )
+        if bucket.device.type != "cpu" and not fixed_order:
+            return self._launch("reduce_scatter", label, bucket, lambda group: group._reduce_scatter_base(into, bucket, _REDUCE))
         received = torch.empty_like(bucket)
         work = self._launch(
-            "reduce_scatter", label, size, host, lambda: self._group.alltoall_base(received, bucket, [], [], _EXCHANGE)
+            "reduce_scatter", label, bucket, lambda group: group.alltoall_base(received, bucket, [], [], _EXCHANGE)
         )
         return _ExchangedSum(work, received, into)
 
@@ -230,14 +258,10 @@ class ProcessGroupCollectives:
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         if fixed_order and op == "sum":
             return self._exchange_all(tensor, label)
-        how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        return self._launch(
-            "all_reduce",
-            label,
-            tensor.numel() * tensor.element_size(),
-            tensor.device.type == "cpu",
-            lambda: dist.all_reduce(tensor, op=how, group=self._group, async_op=True),
-        )
+        how = c10d.AllreduceOptions()
+        how.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        how.asyncOp = True
+        return self._launch("all_reduce", label, tensor, lambda group: group.allreduce([tensor], how))
 
     def _exchange_all(self, tensor: Tensor, label: str) -> Work:
         """A sum over all ranks, in chunks of a tensor padded to the number of ranks."""
@@ -246,23 +270,14 @@ class ProcessGroupCollectives:
         padded.view(-1)[: tensor.numel()].copy_(tensor.view(-1))
         received = torch.empty_like(padded)
         work = self._launch(
-            "reduce_scatter",
-            label,
-            padded.numel() * padded.element_size(),
-            tensor.device.type == "cpu",
-            lambda: self._group.alltoall_base(received, padded, [], [], _EXCHANGE),
+            "reduce_scatter", label, padded, lambda group: group.alltoall_base(received, padded, [], [], _EXCHANGE)
         )
-        return _FixedOrderTotal(work, received, tensor, lambda sums: self.all_gather(sums, label), self._rank)
+        return _FixedOrderTotal(work, padded, received, tensor, lambda sums: self.all_gather(sums, label), self._rank)
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
-        origin = dist.get_global_rank(self._group, source)
-        return self._launch(
-            "broadcast",
-            label,
-            tensor.numel() * tensor.element_size(),
-            tensor.device.type == "cpu",
-            lambda: dist.broadcast(tensor, src=origin, group=self._group, async_op=True),
-        )
+        how = c10d.BroadcastOptions()
+        how.rootRank, how.asyncOp = source, True
+        return self._launch("broadcast", label, tensor, lambda group: group.broadcast([tensor], how))
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         if dist.get_backend(self._group) == "fake":
@@ -273,3 +288,15 @@ class ProcessGroupCollectives:
 
     def recent(self) -> Sequence[str]:
         return [f"{kind} {label}" for kind, label in self._recent]
+
+    def abandon(self, unit: str, failure: BaseException | None) -> None:
+        if self._lines is not None:
+            self._lines.abandon(unit, failure)
+
+    def completed(self) -> None:
+        if self._lines is not None:
+            self._lines.completed += 1
+
+    def connect_anew(self) -> None:
+        if self._lines is not None and self._lines.down:
+            self._lines.connect_anew()

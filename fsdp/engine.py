@@ -10,20 +10,36 @@ around reentrant checkpoints. When the backward dies instead, torch drops the ca
 while the exception is on its way to the user; `_RootCallback.__del__` hears that.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import torch
 from torch.autograd import Variable
 
+from fsdp.errors import WorldError
 from fsdp.groups import Channels
 from fsdp.nested import modules_within
+from fsdp.notes import add_note, add_note_to_what_ends_the_backward, is_noted
 from fsdp.reducer import Reducer
 from fsdp.schedule import Schedule
 from fsdp.stack import graph_task, in_autograd_grad, is_running
 from fsdp.storage import Ledger
 from fsdp.streams import Streams
 from fsdp.unit import Unit
-from state_machine import Action, Ask, BackwardState, Effect, Event, Lifecycle, Residency, ResidencyState, Root, Strategy
+from state_machine import (
+    Action,
+    Ask,
+    BackwardState,
+    Effect,
+    Event,
+    IllegalTransition,
+    Lifecycle,
+    Residency,
+    ResidencyState,
+    Root,
+    Strategy,
+)
 from state_machine.root import Instruction
 
 
@@ -61,6 +77,12 @@ class Engine:
         self._path: list[int] = []
         """The units whose forward is running, outermost first."""
         self._pass_number = 0
+        self._may_have_stepped = False
+        """A backward inside the forward that runs is over, so shards may be written at any time before it ends."""
+        self._heard = 0
+        """The unit of the last event."""
+        self._failed = 0
+        """The unit in which a forward failed last."""
         self.backward_synchronises = True
         """Whether the backward that runs reduces its gradients."""
         self._synchronises_gradients = True
@@ -68,7 +90,7 @@ class Engine:
         self.backward_number = 0
         self._task = -1
         """The graph task in which the backward came to the first unit."""
-        self.tell_peers: Callable[[bool, bool], None] | None = None
+        self.before_pass: Callable[[bool, bool], None] | None = None
         """Inside `join`: told of each pass, whether it is a backward, and whether it records a graph or reduces gradients."""
         self.watch_outputs: Callable[[int], None] = _nobody
         """Set by the hooks: puts pre-backward hooks on what the unit's forward has just returned."""
@@ -113,18 +135,42 @@ class Engine:
         Raises:
             IllegalTransition: nothing moved.
         """
-        self._carry_out(self.root.hear(index, event))
+        self._heard = index
+        try:
+            instructions = self.root.hear(index, event)
+        except IllegalTransition as refusal:
+            add_note(refusal, self, index)
+            raise
+        self._carry_out(instructions)
+
+    def note(self, error: BaseException, index: int | None = None) -> None:
+        """Say on `error` which unit it came from: of `index`, or the innermost one whose forward runs."""
+        index = index if index is not None else self._path[-1] if self._path else self._heard
+        if not is_noted(error):
+            self._failed = index
+            add_note(error, self, index)
+
+    def backward_fails(self) -> None:
+        """The backward that runs is dying: clean up, and let the other ranks know as soon as its exception shows."""
+        failed = self.units[self._heard].name
+        shows = add_note_to_what_ends_the_backward(self, self._heard, lambda error: self.tell_peers(failed, error))
+        with suppress(WorldError):  # it may die because of one
+            self.close_backward(Event.BACKWARD_FAILS)
+        if not shows:
+            self.tell_peers(failed, None)
 
     def forward_begins(self, index: int) -> None:
         """A forward outside any backward begins: keep the path, and clean up after a pass that died unnoticed."""
         if self._path and index not in self.descendants[self._path[-1]] and not is_running(self.units[self._path[-1]].module):
-            self.abandon()
+            self.give_up()
         if not self._path:
             if self.root.backward is BackwardState.RUNNING:
                 self.close_backward(Event.BACKWARD_FAILS)
-            if self.tell_peers is not None:
-                self.tell_peers(False, torch.is_grad_enabled())
+                self.tell_peers(self.units[self._heard].name, None)
+            if self.before_pass is not None:
+                self.before_pass(False, torch.is_grad_enabled())
             self._pass_number += 1
+            self._may_have_stepped = False
             if self._keepers:
                 self._free_stale_copies()
             self._forward_schedule.begin()
@@ -136,12 +182,12 @@ class Engine:
     def notice_a_dead_pass(self) -> None:
         """Clean up after a forward that Ctrl-C ended: no hook hears that."""
         if self._path and not is_running(self.units[self._path[0]].module):
-            self.abandon()
+            self.give_up()
 
     def abandon_forward_of(self, index: int) -> None:
         """A forward of this unit has died unheard: clean up after it, unless that was done."""
         if index in self._path:
-            self.abandon()
+            self.give_up()
 
     def forward_ends(self, index: int, event: Event) -> None:
         """A forward outside any backward ended, in one of its three ways."""
@@ -156,6 +202,8 @@ class Engine:
             for other, residency in enumerate(self._residencies):
                 if residency.state in leftovers:
                     self._ask(other, Ask.FREE)
+            if event is Event.FORWARD_FAILS:
+                self.tell_peers(self.units[self._failed].name, sys.exc_info()[1])
 
     def gradient_counts(self, bucket: int) -> None:
         """A gradient of a counted bucket has come."""
@@ -163,8 +211,8 @@ class Engine:
         if self.backward_synchronises and graph_task() == self._task and self.reducer.arrived(bucket):
             try:
                 self.reducer.advance(land=False)
-            except BaseException:
-                self.abandon()
+            except BaseException as failure:
+                self.give_up(failure, self.reducer.buckets[bucket].unit)
                 raise
 
     def gradients_come(self) -> None:
@@ -183,8 +231,23 @@ class Engine:
         if event is Event.BACKWARD_FAILS:
             self._carry_out_all(instructions)
         else:
+            self._may_have_stepped = bool(self._path)
             self._carry_out(instructions)
+            self.channels.completed()
             self.reducer.run_hooks()
+
+    def give_up(self, failure: BaseException | None = None, index: int | None = None) -> None:
+        """A step has failed: abandon it, and let the other ranks know."""
+        index = index if index is not None else self._path[-1] if self._path else self._heard
+        with suppress(Exception):  # none may hide the failure
+            self.abandon()
+        self.tell_peers(self.units[index].name, failure)
+
+    def tell_peers(self, unit: str, failure: BaseException | None) -> None:
+        """A step is over before its end: let the other ranks know, who may wait for this one."""
+        self._forward_schedule.forget()
+        self._backward_schedule.forget()
+        self.channels.abandon(unit, failure)
 
     def abandon(self) -> None:
         """Give up whatever is going on; afterwards every unit is IDLE and sharded, nothing is in flight."""
@@ -248,7 +311,8 @@ class Engine:
                 unit = self.units[index]
                 unit.gathered_in_pass = self._pass_number
                 if self.root.backward is BackwardState.RESTING:
-                    unit.check_shards()
+                    if unit.check_shards() or self._may_have_stepped:
+                        self._streams.pass_begins()
                     unit.gathered_versions = unit.versions
             self._effects[index][effect]()
 
@@ -256,8 +320,8 @@ class Engine:
         # autograd.grad brings no gradient to a parameter, so there is nothing to reduce, on any rank
         self._synchronises_gradients = self.synchronises
         self.backward_synchronises = self.synchronises and not in_autograd_grad()
-        if self.tell_peers is not None:
-            self.tell_peers(True, self.backward_synchronises)
+        if self.before_pass is not None:
+            self.before_pass(True, self.backward_synchronises)
         self.backward_number += 1
         self._task = graph_task()
         self._schedule = self._backward_schedule
@@ -272,11 +336,14 @@ class Engine:
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         """Carry out instructions in order; if one fails, give up the step before the error goes on."""
+        unit, action = self._heard, Action.NEED
         try:
             for unit, action in instructions:
                 self._deeds[action](unit)
-        except BaseException:
-            self.abandon()
+        except BaseException as failure:
+            # the first commit settles the whole backward
+            add_note(failure, self, 0 if action is Action.COMMIT else unit, ours=True)
+            self.give_up(failure, unit)
             raise
 
     def _carry_out_all(self, instructions: Iterable[Instruction]) -> None:
@@ -286,6 +353,7 @@ class Engine:
             try:
                 self._deeds[action](unit)
             except Exception as failure:
+                add_note(failure, self, unit, ours=True)
                 failures.append(failure)
         if failures:
             raise failures[0]
@@ -304,13 +372,16 @@ class _RootCallback:
         self._close(Event.BACKWARD_ENDS if self._engine.backward_synchronises else Event.BACKWARD_ENDS_UNSYNCED)
 
     def __del__(self) -> None:
-        if not self._called:
-            self._close(Event.BACKWARD_FAILS)
+        if not self._called and self._runs():
+            self._engine.backward_fails()
 
     def _close(self, event: Event) -> None:
-        # it may have been closed from elsewhere: by an abandoned step, or by the next forward
-        if self._engine.backward_number == self._number and self._engine.root.backward is BackwardState.RUNNING:
+        if self._runs():
             self._engine.close_backward(event)
+
+    def _runs(self) -> bool:
+        # it may have been closed from elsewhere: by an abandoned step, or by the next forward
+        return self._engine.backward_number == self._number and self._engine.root.backward is BackwardState.RUNNING
 
 
 def _nobody(*_: int) -> None:

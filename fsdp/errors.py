@@ -2,7 +2,7 @@
 
 from state_machine import IllegalTransition
 
-__all__ = ["IllegalTransition", "ShardingError", "WorldError"]
+__all__ = ["IllegalTransition", "PeerFailed", "ShardingError", "WorldError"]
 
 
 class ShardingError(ValueError):
@@ -11,3 +11,14 @@ class ShardingError(ValueError):
 
 class WorldError(RuntimeError):
     """Ranks that disagree: they called different collectives, or wait for each other for ever."""
+
+
+class PeerFailed(WorldError):
+    """Another rank has abandoned the step or ended, and this one waited for it. Says which, in which unit, and why."""
+
+    def __init__(self, text: str, rank: int, unit: str | None, reason: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.unit = unit
+        """The innermost unit it was in, if it could say so."""
+        self.reason = reason

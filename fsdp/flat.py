@@ -105,14 +105,15 @@ class FlatBuffer:
         """Whether a parameter was re-pointed from outside."""
         return [p.data_ptr() for p in self.shard_parameters] != self._shard_pointers
 
-    def check_shards(self, unit: str) -> None:
-        """Take over parameters that were re-pointed from outside since the last forward (`p.data = x`, `model.to(...)`).
+    def check_shards(self, unit: str) -> bool:
+        """Take over parameters that were re-pointed from outside since the last forward (`p.data = x`, `model.to(...)`);
+        return whether any was.
 
         Raises:
             ShardingError: the new data has another shape, dtype or device.
         """
         if not self.is_replaced:
-            return
+            return False
         for place, parameter, part in zip(self.places, self.shard_parameters, self.parts, strict=True):
             mine = self.shard_view(part)
             if parameter.shape != mine.shape or parameter.dtype != mine.dtype or parameter.device != mine.device:
@@ -128,6 +129,7 @@ class FlatBuffer:
                 mine.copy_(parameter.detach())
                 parameter.data = mine.data
         self._shard_pointers = [p.data_ptr() for p in self.shard_parameters]
+        return True
 
     def sync_requires_grad(self) -> bool:
         """Carry `requires_grad` from the shards to the whole parameters; return whether any changed."""

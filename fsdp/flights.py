@@ -72,6 +72,8 @@ class Flights:
             self._ledger.add("reduced", size_of(into))
             with self._streams.reducing():
                 self._go_on(Flight(buckets, into, DONE, None, 0, name))
+            # it was allocated on the compute stream, and may be given back already
+            self._streams.await_reductions()
             return
         for bucket in buckets:
             bucket.memory.allocate(self._ledger)
@@ -140,7 +142,8 @@ class Flights:
         failures = []
         for work in (*(one.work for one in flights), *others):
             try:
-                work.wait()
+                with self._streams.landing():
+                    work.wait()
             except BaseException as failure:  # the others are in flight all the same
                 failures.append(failure)
         self._streams.await_reductions()
@@ -180,7 +183,7 @@ class Flights:
         """The chunks are reduced among those that share the shards: go on to the sum over the replicas."""
         replicas = self._channels.replicas
         if self.hook is not None or replicas.size == 1:
-            self._finish(flight)
+            self._finish(flight._replace(work=DONE))
         else:
             work = replicas.all_reduce(_as_real(flight.into), "sum", flight.name, self._exact)
             self._second.append(flight._replace(work=work, joined=None, scratch=0))
@@ -189,8 +192,8 @@ class Flights:
         """Await the sum over the replicas, and have the average."""
         reduced = flight.into
         with self._streams.landing():
+            flight.work.wait()
             if self.hook is None:
-                flight.work.wait()
                 _, after = self._divisors(reduced.dtype)
                 if after != 1:
                     reduced.div_(after)

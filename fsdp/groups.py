@@ -11,6 +11,7 @@ from enum import Enum, auto
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp import simulated
 from fsdp.collectives import Alone, Collectives, ProcessGroupCollectives
 from fsdp.errors import ShardingError
-from fsdp.trail import Watch
+from fsdp.lines import Lines
 
 
 class Grouping(Enum):
@@ -45,6 +46,21 @@ class Channels(NamedTuple):
     def size(self) -> int:
         """How many ranks train together."""
         return self.reductions.size * self.replicas.size
+
+    def abandon(self, unit: str, failure: BaseException | None) -> None:
+        """This rank gives up a step: let all the others know."""
+        for channel in self:
+            channel.abandon(unit, failure)
+
+    def connect_anew(self) -> None:
+        """After an abandoned step: meet the others and be ready for the next one."""
+        for channel in self:
+            channel.connect_anew()
+
+    def completed(self) -> None:
+        """A backward has ended well."""
+        for channel in self:
+            channel.completed()
 
 
 def open_channels(process_group: Any, mesh: Any, grouping: Grouping) -> Channels:
@@ -157,18 +173,49 @@ def _pair(group: dist.ProcessGroup) -> tuple[Collectives, Collectives]:
     if dist.get_world_size(group) == 1:
         return _alone, _alone
     if group not in _pairs:
-        second = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-        watch = _watch(group)
+        lines = _lines(group)
+        second = group
+        # where gloo is all there is, the channels have connections of their own
+        if lines is None or _gloo(group) is None or torch.accelerator.is_available():
+            second = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
         _pairs[group] = (
-            ProcessGroupCollectives(group, "gathers", watch),
-            ProcessGroupCollectives(second, "reductions", watch),
+            ProcessGroupCollectives(group, "gathers", lines),
+            ProcessGroupCollectives(second, "reductions", lines),
         )
     return _pairs[group]
 
 
-def _watch(group: dist.ProcessGroup) -> Watch | None:
+def _gloo(group: dist.ProcessGroup) -> Any:
+    """What carries its collectives on the host, if that is gloo."""
+    if not any(device.type == "cpu" for device in group._device_types):
+        return None
+    found = group._get_backend(torch.device("cpu"))
+    return found if isinstance(found, getattr(dist, "ProcessGroupGloo", ())) else None
+
+
+def _lines(group: dist.ProcessGroup) -> Lines | None:
     """What the channels of a real group share."""
     if dist.get_backend(group) == "fake":
         return None
-    store = c10d.PrefixStore(f"fsdp/{group.group_name}", c10d._get_default_store())
-    return Watch(store, dist.get_rank(group), dist.get_world_size(group))
+    store = c10d._get_default_store()
+    rank, size, gloo = dist.get_rank(group), dist.get_world_size(group), _gloo(group)
+    # a group may be given the name of one that was destroyed
+    name = f"fsdp/{group.group_name}/{store.add(f'fsdp/{group.group_name}/made by {rank}', 1)}"
+
+    def scope(more: str) -> Any:
+        return c10d.PrefixStore(f"{name}/{more}", store)
+
+    def connect(more: str) -> Any:
+        return dist.ProcessGroupGloo(scope(f"lines/{more}"), rank, size, gloo.options._timeout)
+
+    lines = Lines(
+        c10d.PrefixStore(name, store),
+        scope,
+        dist.get_process_group_ranks(group),
+        rank,
+        ("gathers", "reductions"),
+        None if gloo is None else connect,
+    )
+    # torch owns the group: its threads and ours end with destroy_process_group()
+    weakref.finalize(group, lines.close).atexit = False
+    return lines

@@ -128,8 +128,9 @@ class Listener(Uncopied):
         except Exception:
             self._forward_ends(module, args, None)
             raise
-        except BaseException:
-            self._engine.abandon()
+        except BaseException as failure:
+            self._engine.note(failure)
+            self._engine.give_up(failure)
             raise
         changed = self._forward_ends(module, args, output)
         return output if changed is None else changed
@@ -177,6 +178,7 @@ class Listener(Uncopied):
                 if call.replay:
                     self._unit.take_edits_of_replay()
                 else:
+                    self._engine.note(passing, self._index)
                     self._unit.forget_edits()
                     self._engine.forward_ends(self._index, Event.FORWARD_FAILS)
                 return None
@@ -188,7 +190,8 @@ class Listener(Uncopied):
                 else:
                     call.versions += self._unit.take_edits()
                 self._find_outputs(call, output)
-            except ShardingError:
+            except ShardingError as refusal:
+                self._engine.note(refusal, self._index)
                 self._unit.forget_edits()
                 if not call.replay:
                     self._engine.forward_ends(self._index, Event.FORWARD_FAILS)
@@ -321,7 +324,7 @@ class Listener(Uncopied):
         """In a backward with create_graph=True: what comes out of the unit is made by nodes a second backward may enter."""
         for gradient in gradients:
             if gradient is not None and _is_batched(gradient):
-                raise ShardingError(
+                raise self._refusal(
                     f"a backward with is_grads_batched=True and create_graph=True goes through unit {self._unit.name!r}, and its "
                     "graph cannot be followed; take the gradients one by one."
                 )
@@ -341,10 +344,15 @@ class Listener(Uncopied):
 
     def _refuse_changed_parameters(self, versions: int) -> None:
         if versions != self._unit.versions:
-            raise ShardingError(
+            raise self._refusal(
                 f"parameters of unit {self._unit.name!r} were changed in place between its forward and its backward; "
                 "step the optimizer after the backward of every forward that used them."
             )
+
+    def _refusal(self, text: str) -> ShardingError:
+        error = ShardingError(text)
+        self._engine.note(error, self._index)
+        return error
 
     def _outside_gradient_comes(self) -> None:
         self._engine.hear(self._index, Event.GRADIENT_FROM_OUTSIDE)
@@ -352,7 +360,7 @@ class Listener(Uncopied):
     def gradient_arrives(self) -> None:
         """A gradient of one parameter has been accumulated, the first."""
         if torch.is_grad_enabled():
-            raise ShardingError(
+            raise self._refusal(
                 f"a backward with create_graph=True brings gradients to the parameters of unit {self._unit.name!r}, which are "
                 "reduced over the ranks and have no graph; ask for those of inputs only: "
                 "torch.autograd.grad(loss, inputs, create_graph=True)."

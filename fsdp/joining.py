@@ -145,16 +145,16 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
     if not callable(step):
         raise ShardingError(f"join takes a function that steps, such as optimizer.step, not {step!r}.")
     engine = engines[0]
-    if engine.tell_peers is not None:
+    if engine.before_pass is not None:
         raise ShardingError("join: this model is inside another join already.")
     joined = Joined(model, engine, step, inputs)
     handle = sharded.hooks.on_call(joined._remember)
-    engine.tell_peers = lambda backward, full: joined._hears(_DEEDS[backward, full])
+    engine.before_pass = lambda backward, full: joined._hears(_DEEDS[backward, full])
     try:
         yield joined
         joined._serve()
     finally:
-        engine.tell_peers = None
+        engine.before_pass = None
         engine.reducer.take_part(engine.channels.size)
         handle.remove()
 

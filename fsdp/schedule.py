@@ -31,6 +31,12 @@ class Schedule:
         self._followed = True
         return self._record[: self.depth]
 
+    def forget(self) -> None:
+        """Ranks that abandoned a step did so in different places: all begin anew."""
+        self._record = ()
+        self._current = []
+        self._followed = True
+
     def needed(self, unit: int) -> Sequence[int]:
         """Note that `unit` had to be gathered; return the units to gather ahead, nearest first."""
         position = len(self._current)

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fsdp.errors import ShardingError, WorldError
+from fsdp.errors import PeerFailed, ShardingError, WorldError
 from fsdp.simulated_data import (
     Buffer,
     Operation,
@@ -47,6 +47,7 @@ def simulate(world_size: int, fn: Callable[[int], T], seed: int = 0) -> list[T]:
     Raises:
         ShardingError: the world has no rank, `fn` cannot be called, or a world is running already.
         WorldError: the ranks called different collectives, wait for each other for ever, or released a buffer in flight.
+        PeerFailed: inside `fn`, where a rank waits for one that has failed.
         BaseException: what the first rank that failed raised, the very object, with a note that names the rank.
     """
     if not isinstance(world_size, int) or world_size < 1:
@@ -101,6 +102,10 @@ class SimulatedRank:
         if full not in self._channels:
             self._channels[full] = SimulatedCollectives(self._world, self, full, members)
         return self._channels[full]
+
+    def let_others_run(self) -> None:
+        """A point where another rank may take over, as every collective is one."""
+        self._world.switch(self.rank)
 
 
 class SimulatedCollectives:
@@ -189,6 +194,15 @@ class SimulatedCollectives:
     def recent(self) -> list[str]:
         """The last calls, oldest first."""
         return [f"{call.kind} {call.label}" for call in self._log if call.channel == self.name][-RECENT:]
+
+    def abandon(self, unit: str, failure: BaseException | None) -> None:
+        """The world sees it for itself."""
+
+    def completed(self) -> None:
+        """The world needs no count."""
+
+    def connect_anew(self) -> None:
+        """There is nothing to connect."""
 
     def _launch(self, kind: str, side: "Side", received: int) -> "_InFlight":
         self._log.append(Call(self.name, kind, side.label, received))
@@ -306,9 +320,12 @@ class _World:
             finally:
                 seat.waits_for = None
                 verdict, seat.verdict = seat.verdict, None
-            trouble = verdict or self._mismatch(operation) or self._missing(operation)
+            trouble = verdict or self._mismatch(operation)
             if trouble is not None:
                 raise WorldError(trouble)
+            missing = self._missing(operation)
+            if missing is not None:
+                raise missing
         if not operation.moved:
             self._move_up_to(operation)
         if operation.fault is not None:
@@ -380,11 +397,12 @@ class _World:
         first, *others = (f"{name_ranks(ranks)} called {call}" for call, ranks in callers.items())
         return f"The ranks disagree on {broken.place}: {first} where {' and '.join(others)}. Call the same in the same order."
 
-    def _missing(self, operation: "Operation") -> str | None:
+    def _missing(self, operation: "Operation") -> PeerFailed | None:
         """Which rank will never call this operation because it failed. The first one that failed is the cause."""
         for rank, failure in self._failures.items():
             if not operation.complete and rank in operation.ranks and rank not in operation.sides:
-                return f"Rank {rank} failed with {_quote(failure)}, and never called {operation.name}."
+                text = f"Rank {rank} failed with {_quote(failure)}, and never called {operation.name}."
+                return PeerFailed(text, rank, None, _quote(failure))
         return None
 
     def _deadlock(self, live: list[int]) -> str:

@@ -15,6 +15,7 @@ graph_task: Final = torch._C._current_graph_task_id
 _CALL: Final = nn.Module._call_impl.__code__
 _GRAD: Final = torch.autograd.grad.__code__
 _BACKWARD: Final = torch.autograd.backward.__code__
+_RUN: Final = torch.autograd.graph._engine_run_backward.__code__
 _LOAD: Final = nn.Module.load_state_dict.__code__
 
 
@@ -79,6 +80,11 @@ def graph_is_made() -> bool:
         if frame.f_code in (_BACKWARD, _GRAD)
     ]
     return any(found) or not found
+
+
+def running_backward() -> FrameType | None:
+    """The frame that has called autograd's engine, on the calling thread, if there is one."""
+    return next((frame for frame in _frames() if frame.f_code is _RUN), None)
 
 
 def _frames() -> Iterator[FrameType]:

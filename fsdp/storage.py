@@ -49,12 +49,14 @@ class Memory:
             self._held = True
             ledger.add(self._kind, self._size)
 
-    def release(self, ledger: Ledger) -> None:
-        """Give the memory back, unless it stays. Idempotent."""
-        if self._held and not self._stays:
-            self._storage.resize_(0)
-            self._held = False
-            ledger.add(self._kind, -self._size)
+    def release(self, ledger: Ledger) -> bool:
+        """Give the memory back, unless it stays; return whether there was any. Idempotent."""
+        if not self._held or self._stays:
+            return False
+        self._storage.resize_(0)
+        self._held = False
+        ledger.add(self._kind, -self._size)
+        return True
 
 
 class Borrowed:
@@ -65,8 +67,9 @@ class Borrowed:
     def allocate(self, ledger: Ledger) -> None:
         """It has memory."""
 
-    def release(self, ledger: Ledger) -> None:
+    def release(self, ledger: Ledger) -> bool:
         """It is not ours to give back."""
+        return False
 
 
 def size_of(tensor: Tensor) -> int:

@@ -71,40 +71,75 @@ class HostStreams:
         return
 
 
-class CudaStreams:
-    """One stream for gathers and one for reductions beside the compute stream, with events between."""
+class Queues(Protocol):
+    """Where `CudaStreams` gets streams and events from. Tests give virtual ones, which record who touches what."""
+
+    def stream(self) -> Any:
+        """A stream, with `wait_stream` and `wait_event`."""
+
+    def event(self) -> Any:
+        """An event, with `record(stream)` and `wait`."""
+
+    def current(self) -> Any:
+        """The stream that computes now."""
+
+    def entered(self, stream: Any) -> AbstractContextManager[Any]:
+        """Work inside runs on `stream`."""
+
+
+class CudaQueues:
+    """Those of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._gather = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._reduce = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._last_reader = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def stream(self) -> Any:
+        return torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def event(self) -> Any:
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def current(self) -> Any:
+        return torch.cuda.current_stream(self._device)
+
+    def entered(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+
+class CudaStreams:
+    """One stream for gathers and one for reductions beside the compute stream, with events between."""
+
+    def __init__(self, queues: Queues) -> None:
+        self._queues = queues
+        self._gather = queues.stream()
+        self._reduce = queues.stream()
+        self._last_reader = queues.event()
 
     def pass_begins(self) -> None:
-        self._gather.wait_stream(torch.cuda.current_stream(self._device))
+        self._gather.wait_stream(self._queues.current())
 
     def gathering(self) -> AbstractContextManager[Any]:
         self._gather.wait_event(self._last_reader)
-        return torch.cuda.stream(self._gather)
+        return self._queues.entered(self._gather)
 
     def gathered(self) -> Sequence[Any]:
         # one rank alone communicates with nobody, and its copy is all there is to wait for
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = self._queues.event()
         event.record(self._gather)
         return (event,)
 
     def released(self) -> None:
-        self._last_reader.record(torch.cuda.current_stream(self._device))
+        self._last_reader.record(self._queues.current())
 
     def reducing(self) -> AbstractContextManager[Any]:
-        self._reduce.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._reduce)
+        self._reduce.wait_stream(self._queues.current())
+        return self._queues.entered(self._reduce)
 
     def landing(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._reduce)
+        return self._queues.entered(self._reduce)
 
     def await_reductions(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._reduce)
+        self._queues.current().wait_stream(self._reduce)
 
 
 def default_device(can_carry: Callable[[torch.device], bool]) -> torch.device:
@@ -113,6 +148,11 @@ def default_device(can_carry: Callable[[torch.device], bool]) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
+def stall(seconds: float) -> None:
+    """The current stream of the current device does nothing for about as long."""
+    torch.cuda._sleep(int(seconds * 2e9))  # type: ignore[no-untyped-call]
+
+
 def make_streams(device: torch.device) -> Streams:
     """The streams of a device."""
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
+    return CudaStreams(CudaQueues(device)) if device.type == "cuda" else HostStreams()

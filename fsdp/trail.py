@@ -63,13 +63,19 @@ class Watch:
         self.launched: dict[str, int] = {}
         self.trouble: str | None = None
         """Why the group is of no use any more."""
+        self.ask_for_peers: Callable[[bool], None] = _nothing
+        """Raises PeerFailed if a peer is why this rank waits, or (if True) why its connections broke."""
+        self.hang_up: Callable[[], None] = _nothing
+        """Closes the connections."""
 
     def look(self, note: Note) -> None:
         """This rank has waited long: say what for, and find out whether it waits in vain.
 
         Raises:
-            WorldError: it does.
+            PeerFailed: it does, because a rank is gone or has abandoned the step.
+            WorldError: it does, because the ranks disagree.
         """
+        self.ask_for_peers(False)
         self.store.set(f"waits/{self.rank}", json.dumps(note))
         if self.trouble is None and self.store.check(["trouble"]):
             self.trouble = self.store.get("trouble").decode()
@@ -86,16 +92,27 @@ class Watch:
             raise WorldError(self.trouble)
 
     def explain(self, failure: RuntimeError) -> None:
-        """A collective failed: if that is because the ranks disagree, say so instead.
+        """A collective failed: if a peer is the reason, say so instead; or where everyone is, as far as they have said.
 
         Raises:
-            WorldError: they do.
+            PeerFailed: a rank is gone or has abandoned the step.
+            WorldError: the ranks disagree.
         """
         with suppress(RuntimeError):  # the store may be gone as well
             if self.trouble is None and self.store.check(["trouble"]):
                 self.trouble = self.store.get("trouble").decode()
         if self.trouble is not None:
             raise WorldError(self.trouble) from failure
+        late = "imed out" in str(failure)
+        try:
+            self.ask_for_peers(not late)
+        except WorldError as reason:
+            raise reason from failure
+        except RuntimeError:
+            failure.add_note("fsdp: the store of the group does not answer; the process that holds it may have ended.")
+            return
+        waits = [f"rank {rank} waits for {note.call}" for rank, note in self._read().items()]
+        failure.add_note(f"fsdp: {'; '.join(waits) or 'no rank has waited long'}. Ranks that are not named compute, or hang.")
 
     def goes_on(self) -> None:
         """It did not wait in vain."""
@@ -194,28 +211,44 @@ class WatchedWork:
         """Return when the result may be used.
 
         Raises:
+            PeerFailed: it will never be, because a rank is gone or has abandoned the step.
             WorldError: it will never be, because the ranks disagree.
         """
         told = False
-        while True:
-            if self._watch.trouble is not None and not self._work.is_completed():
-                raise WorldError(self._watch.trouble)
-            try:
-                self._work.wait(_PATIENCE)
-            except RuntimeError as failure:
-                if self._work.is_completed():
-                    # a peer that was told of a disagreement may have gone already
-                    self._watch.explain(failure)
-                    raise
-                self._watch.look(self._note())
-                told = True
-            else:
-                if told:
-                    self._watch.goes_on()
-                return
+        try:
+            while True:
+                if self._watch.trouble is not None and not self._work.is_completed():
+                    raise WorldError(self._watch.trouble)
+                try:
+                    self._work.wait(_PATIENCE)
+                except RuntimeError as failure:
+                    if self._work.is_completed():
+                        # a peer that was told of a disagreement may have gone already
+                        self._watch.explain(failure)
+                        raise
+                    self._watch.look(self._note())
+                    told = True
+                else:
+                    if told:
+                        self._watch.goes_on()
+                    return
+        except WorldError:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        """What it may yet write is given back now: it must be over before."""
+        self._watch.hang_up()
+        begin = time.monotonic()
+        while not self._work.is_completed() and time.monotonic() - begin < PATIENCE:
+            time.sleep(0.01)
 
 
 _PATIENCE: Final = timedelta(seconds=PATIENCE)
+
+
+def _nothing(*_: bool) -> None:
+    return
 
 
 def _nobody_can_go_on(notes: dict[int, Note], size: int) -> bool:

@@ -148,8 +148,8 @@ class Unit:
         if any([flat.sync_requires_grad() for flat in self.flats]):
             self.trains = any(map(any, (flat.trainable for flat in self.flats)))
 
-    def check_shards(self) -> None:
-        """Take over what the user did to the shards from outside, or refuse it.
+    def check_shards(self) -> bool:
+        """Take over what the user did to the shards from outside, or refuse it; return whether anything was copied.
 
         Raises:
             ShardingError: a shard was replaced by something that does not fit, or a copy was edited instead of it.
@@ -157,8 +157,7 @@ class Unit:
         self._check_copies()
         for face in self._faces:
             face.check(self.name)
-        for flat in self.flats:
-            flat.check_shards(self.name)
+        return any([flat.check_shards(self.name) for flat in self.flats])
 
     # uses outside the unit ----------------------------------------------------------------
 
@@ -278,9 +277,8 @@ class Unit:
 
     def release(self) -> None:
         """Give the memory of the whole parameters back. Idempotent."""
-        self._streams.released()
-        for flat in self.flats:
-            flat.memory.release(self._ledger)
+        if any([flat.memory.release(self._ledger) for flat in self.flats]):
+            self._streams.released()
 
     # the loan to the user -----------------------------------------------------------------
 

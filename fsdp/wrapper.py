@@ -39,11 +39,12 @@ class FullyShardedDataParallel(nn.Module):
             return self.module(*args, **kwargs)
         except Exception:
             raise  # the hooks have heard it
-        except BaseException:
+        except BaseException as failure:
             # torch calls no hook for Ctrl-C
             sharded = sharded_of(self.module)
             assert sharded is not None, "the constructor made it a unit"
-            sharded.engine.abandon()
+            sharded.engine.note(failure)
+            sharded.engine.give_up(failure)
             raise
 
     def __getattr__(self, name: str) -> Any:

@@ -29,6 +29,7 @@ ORDER = (
     "story",
     "reductions",
     "joining",
+    "abandoned",
     "clipping",
     "comm_hooks",
     "building",
@@ -47,6 +48,8 @@ ORDER = (
     "crossings",
     "escapes",
     "engine",
+    "dump",
+    "notes",
     "schedule",
     "reducer",
     "usage",
@@ -65,6 +68,7 @@ ORDER = (
     "outside",
     "face",
     "stack",
+    "delays",
     "streams",
     "storage",
     "sharded_value",
@@ -77,11 +81,12 @@ ORDER = (
     "simulated",
     "simulated_data",
     "summation",
+    "lines",
     "trail",
     "eager",
     "errors",
 )
-STATE_MACHINE_USERS = {"sharded", "engine", "hooks", "state_hooks", "summon", "config", "errors"}
+STATE_MACHINE_USERS = {"sharded", "engine", "notes", "hooks", "state_hooks", "summon", "config", "errors"}
 # torch's Distributed Checkpoint lies below torch.distributed, and communicates only where it is asked to
 DCP = "torch.distributed.checkpoint"
 DCP_USERS = {"sharded_value", "dcp"}

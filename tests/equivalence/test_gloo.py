@@ -16,6 +16,7 @@ from gloo_programs import BF16, FOUR, HOOKS, LAST, LIMIT, OTHERS, SGD, TRAININGS
 from models import CASES, Case, assert_close, assert_trained_alike, joined, loss_of, reference, train
 
 import fsdp
+from fsdp.delays import DELAYS
 
 pytestmark = pytest.mark.gloo
 
@@ -166,6 +167,16 @@ def test_ranks_that_finish_first_serve_the_others(ranks: list[dict[str, Any]]) -
     for one, other in zip(ranks, fsdp.simulate(size, OTHERS["uneven"]), strict=True):
         assert_close({name: one["uneven"][name] for name in wanted}, {**wanted})
         assert all(torch.equal(one["uneven"][name], other[name]) for name in wanted)
+
+
+def test_random_delays_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("deep prefetch",)
+    wanted = {name: fsdp.simulate(2, TRAININGS[name]) for name in names}
+    monkeypatch.setenv(DELAYS, "7")
+    found = run(2, tmp_path, *names)
+    for name in names:
+        for one, other in zip(found, wanted[name], strict=True):
+            assert_trained_alike(one[name], other, within=0)
 
 
 def test_bf16_computes_the_same_bits_too_and_stays_near_fp32(ranks: list[dict[str, Any]]) -> None:

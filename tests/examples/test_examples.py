@@ -24,6 +24,7 @@ SAYS = {
     "generate": "losses and weights are the same as without generation, bit for bit",
     "hugging_face": "the same with its cache and without",
     "lora": "the base is untouched, bit for bit",
+    "retry": "the weights are those of a run with enough memory",
 }
 
 Load = Callable[[str], ModuleType]
@@ -55,6 +56,14 @@ def test_checkpointing_keeps_a_fraction_of_the_activations_and_the_same_gradient
         assert any(gradient is not None and gradient.any() for gradient in result.plain.gradients)
         assert result.checkpointed.activation_bytes < result.plain.activation_bytes / 10
         assert result.checkpointed.engine_peak_bytes <= result.plain.engine_peak_bytes * 1.1
+
+
+def test_a_batch_that_does_not_fit_is_taken_in_parts(load: Load) -> None:
+    retry = load("retry")
+    short, ample = fsdp.simulate(2, retry.train), fsdp.simulate(2, lambda rank: retry.train(rank, limit=float("inf")))
+    for one, other in zip(short, ample, strict=True):
+        assert one.parts == [2, 1, 1] * 2 and other.parts == [1] * 6
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(one.weights, other.weights, strict=True))
 
 
 def test_the_generator_learns_every_centre(load: Load) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
+from fsdp.delays import DELAYS
 from fsdp.streams import CudaStreams
 
 pytestmark = [
@@ -102,6 +103,15 @@ def test_no_delay_on_any_stream_changes_a_bit(slow: str, name: str, monkeypatch:
     found = to_host(train(model, batches(case, 4), optimizer))
     assert_trained_alike(found, wanted, within=0)
     assert is_at_rest(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("seed", range(3))
+def test_random_delays_change_no_bit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["net in layers"]
+    wanted = to_host(train(on_device(case), batches(case, 4)))
+    monkeypatch.setenv(DELAYS, str(seed))
+    assert_trained_alike(to_host(train(on_device(case), batches(case, 4))), wanted, within=0)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -1,0 +1,252 @@
+"""The connections of a group's channels, which a rank hangs up when it abandons a step, so that the others hear of it.
+
+[Note: how a failure travels]
+Over gloo the channels have connections of their own. A rank that abandons a step writes who, where and why to the group's store
+and closes them: whatever waits for it breaks at once, on every rank, and nothing is in flight any more that could write memory
+that was given back. On whom it breaks, reads the store. A rank that died has written nothing: it is looked for among the
+processes of this host, and then the others call the roll. When every rank has hung up and wants to go on, they meet in the store
+and connect anew. While all goes well nobody asks anything. A group without gloo on the host (NCCL alone) has none of this.
+"""
+
+import atexit
+import json
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from threading import Thread
+from typing import Any, Final, NoReturn
+
+from fsdp.errors import PeerFailed, ShardingError, WorldError
+from fsdp.trail import Store, Trail, Watch
+
+SECONDS: Final = "FSDP_PEER_SECONDS"
+"""The environment variable for how long a rank whose connections broke looks for the reason; 2 if it is not set."""
+RETURN_SECONDS: Final = "FSDP_RETURN_SECONDS"
+"""The one for how long a rank that wants to go on waits for the others; 60 if it is not set."""
+CLOSING: Final = 2.0
+"""Seconds that are spent on closing connections at an end."""
+
+
+class Lines:
+    """The channels of one group: their connections, and what is known of the peers."""
+
+    def __init__(
+        self,
+        store: Store,
+        scope: Callable[[str], Store],
+        ranks: Sequence[int],
+        rank: int,
+        channels: Sequence[str],
+        connect: Callable[[str], Any] | None,
+    ) -> None:
+        self.completed = 0
+        """Backwards that ended well."""
+        self._store = store
+        self._scope = scope
+        self._ranks = tuple(ranks)
+        """As the user counts them."""
+        self._rank = rank
+        self._channels = tuple(channels)
+        self._connect = connect
+        self._patience = seconds(SECONDS, 2.0)
+        self._return_patience = seconds(RETURN_SECONDS, 60.0)
+        self._epoch = 0
+        self.connections: dict[str, Any] = {}
+        """What carries the collectives of a channel on the host, unless that is the group itself."""
+        self._closing: Thread | None = None
+        self.down = False
+        """Hung up; the next call connects anew."""
+        store.set(f"who/{rank}", json.dumps(this_process()))
+        _living.add(self)
+        self._start()
+
+    def _start(self) -> None:
+        epoch = self._epoch
+        self.watch = Watch(self._scope(f"{epoch}"), self._rank, len(self._ranks))
+        self.watch.ask_for_peers, self.watch.hang_up = self._ask_for_peers, self.hang_up
+        self.trails = {channel: Trail(self.watch, channel) for channel in self._channels}
+        if self._connect is not None:
+            self.connections = {channel: self._connect(f"{epoch}/{channel}") for channel in self._channels}
+        self.down = False
+
+    def abandon(self, unit: str, failure: BaseException | None) -> None:
+        """This rank gives up a step: say why, and hang up."""
+        if self._connect is None or self.down:
+            return
+        # on a mesh, who hears of a failure in one group tells those of the others
+        why: tuple[int, str | None, str]
+        if isinstance(failure, PeerFailed):
+            why = failure.rank, failure.unit, failure.reason
+        else:
+            why = self._ranks[self._rank], unit, "an error" if failure is None else f"{type(failure).__name__}: {failure}"
+        with suppress(RuntimeError):  # the store may be gone
+            number = self._store.add(f"abandoned/{self._epoch}", 1)
+            self._store.set(f"abandoned/{self._epoch}/{number}", json.dumps(why))
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close the connections. Idempotent."""
+        if self.down:
+            return
+        self.down = self._connect is not None
+        connections, self.connections = self.connections, {}
+        # closing waits for collectives in flight, which may wait for the peers to hang up as well
+        self._closing = Thread(target=connections.clear, name="fsdp hangs up", daemon=True)
+        self._closing.start()
+
+    def close(self) -> None:
+        """The group is destroyed, or the process ends: a thread that still closes something then would abort it."""
+        self.hang_up()
+        self._connect = None
+        if self._closing is not None:
+            self._closing.join(CLOSING)
+
+    def connect_anew(self) -> None:
+        """Meet the others, who have all abandoned the step, and connect.
+
+        Raises:
+            PeerFailed: a rank is gone, or does not come back.
+            WorldError: some ranks have completed a backward that others abandoned, or they disagreed before.
+        """
+        if self.watch.trouble is not None:
+            raise WorldError(self.watch.trouble)
+        epoch = self._epoch + 1
+        keys = [f"back/{epoch}/{rank}" for rank in range(len(self._ranks))]
+        self._store.set(keys[self._rank], str(self.completed))
+        begin, pause = time.monotonic(), 0.001
+        while not self._store.check(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            self._refuse_gone(missing, "while this rank waited for it to go on after an abandoned step")
+            if missing and time.monotonic() - begin > self._return_patience:
+                self._fail(missing, f"has not come back within {self._return_patience:g} s after a step was abandoned")
+        counts = [int(self._store.get(key)) for key in keys]
+        if len(set(counts)) > 1:
+            ahead, behind = counts.index(max(counts)), counts.index(min(counts))
+            self.watch.trouble = (
+                f"rank {self._ranks[ahead]} has completed a backward that rank {self._ranks[behind]} has abandoned, so their "
+                "parameters may be a step apart: load a checkpoint, on all ranks."
+            )
+            raise WorldError(self.watch.trouble)
+        self._epoch = epoch
+        try:
+            self._start()
+        except RuntimeError as failure:
+            self.down = True
+            self.watch.explain(failure)
+            raise
+
+    def _ask_for_peers(self, broken: bool) -> None:
+        """This rank waits, or its connections broke: is a peer the reason?
+
+        Raises:
+            PeerFailed: it is.
+        """
+        begin = time.monotonic()
+        everyone = range(len(self._ranks))
+        if broken:
+            self._store.set(f"here/{self._epoch}/{self._rank}", "")
+        while True:
+            if self._store.add(f"abandoned/{self._epoch}", 0):
+                self._refuse_abandoned()
+            self._refuse_gone(everyone, "while this rank waited for it")
+            if not broken:
+                return
+            if time.monotonic() - begin > self._patience:
+                missing = [rank for rank in everyone if not self._store.check([f"here/{self._epoch}/{rank}"])]
+                if missing:
+                    self._fail(missing, f"does not answer: its connections broke {self._patience:g} s ago")
+                return
+            time.sleep(0.02)
+
+    def _refuse_abandoned(self) -> None:
+        key = f"abandoned/{self._epoch}/1"
+        if self._store.check([key]):  # or it is being written
+            name, unit, reason = json.loads(self._store.get(key))
+            where = "" if unit is None else f", in unit {unit!r},"
+            raise PeerFailed(
+                f"rank {name} has abandoned the step{where} with {reason}. This step is over here too; start it again on all "
+                "ranks, or end.",
+                name,
+                unit,
+                reason,
+            )
+
+    def _refuse_gone(self, ranks: Sequence[int], when: str) -> None:
+        gone = [rank for rank in ranks if rank != self._rank and self._is_gone(rank)]
+        if gone:
+            self._fail(gone, f"has ended, {when}")
+
+    def _is_gone(self, rank: int) -> bool:
+        if self._store.check([f"gone/{rank}"]):
+            return True
+        return self._store.check([f"who/{rank}"]) and is_dead(json.loads(self._store.get(f"who/{rank}")))
+
+    def _fail(self, ranks: Sequence[int], reason: str) -> NoReturn:
+        names = [self._ranks[rank] for rank in ranks]
+        who = f"rank {names[0]}" if len(names) == 1 else f"each of the ranks {', '.join(map(str, names))}"
+        raise PeerFailed(f"{who} {reason}. Start the job again from a checkpoint.", names[0], None, reason)
+
+    def say_goodbye(self) -> None:
+        """This process ends."""
+        with suppress(RuntimeError):
+            self._store.set(f"gone/{self._rank}", "")
+        self.close()
+
+
+_living: "weakref.WeakSet[Lines]" = weakref.WeakSet()
+
+
+@atexit.register
+def _say_goodbye() -> None:
+    for lines in list(_living):
+        lines.say_goodbye()
+
+
+def seconds(variable: str, otherwise: float) -> float:
+    """A time from the environment.
+
+    Raises:
+        ShardingError: it is no number of seconds.
+    """
+    text = os.environ.get(variable, "")
+    try:
+        found = float(text or otherwise)
+    except ValueError:
+        found = -1.0
+    if found <= 0:
+        raise ShardingError(f"{variable} must be a number of seconds, not {text!r}.")
+    return found
+
+
+@cache
+def this_process() -> tuple[str, int, str]:
+    """The host (or container) as its processes count, this process, and when it began; nothing where Linux is not."""
+    try:
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        return host, os.getpid(), _state_and_begin(os.getpid())[1]
+    except OSError:
+        return "", os.getpid(), ""
+
+
+def is_dead(process: Sequence[Any]) -> bool:
+    """Whether a process that said so of itself was on this host and is no more."""
+    host, pid, begin = process
+    if not host or host != this_process()[0]:
+        return False
+    try:
+        state, began = _state_and_begin(pid)
+    except OSError:
+        return True
+    return state in "ZX" or began != begin
+
+
+def _state_and_begin(pid: int) -> tuple[str, str]:
+    # the name of the process, in parentheses, may contain anything
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]

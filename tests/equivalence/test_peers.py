@@ -1,0 +1,128 @@
+"""One rank abandons a step or dies, over gloo: the others are told who and why within seconds, and those that live go on."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, assert_trained_alike, own_batches, train, wrap
+from peer_programs import LIMIT, STEPS, Told
+
+import fsdp
+
+pytestmark = pytest.mark.gloo
+
+HERE = Path(__file__).resolve().parent
+ALIVE = [
+    "fails in a forward",
+    "fails in a backward",
+    "fails between units",
+    "fails in a forward, agreed",
+    "all fail in a backward",
+    "rank 0 fails in a forward",
+]
+HYBRID = ["hybrid, fails in a backward"]
+
+
+def run(size: int, folder: Path, *names: str) -> list[dict[str, Any]]:
+    """What every rank saved before it ended."""
+    path = os.pathsep.join([str(HERE.parent.parent), str(HERE.parent / "fsdp")])
+    ranks = []
+    for rank in range(size):
+        with open(folder / f"{rank}.txt", "wb") as output:
+            command = [sys.executable, str(HERE / "peer_programs.py"), str(rank), str(size), str(folder), *names]
+            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+            ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    try:
+        codes = [one.wait(timeout=LIMIT + 10) for one in ranks]
+    finally:
+        for one in ranks:
+            one.kill()  # nothing, to one that has ended
+            one.wait()
+    printed = [(folder / f"{rank}.txt").read_text() for rank in range(size)]
+    assert not any(code for code in codes[:-1]), "\n".join(printed)
+    assert "terminate called" not in "".join(printed)
+    return [torch.load(folder / f"{r}.pt", weights_only=False) if (folder / f"{r}.pt").exists() else {} for r in range(size)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """As in the processes: threads sum in an order of their own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(3, tmp_path_factory.mktemp("peers"), *ALIVE, "apart", "killed")
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(4, tmp_path_factory.mktemp("peers"), *HYBRID)
+
+
+def check(name: str, found: list[Any], **options: Any) -> None:
+    """Everyone was told once, and trained as if nothing had happened, to the bit."""
+    place = "Net" if "between" in name else "blocks.1"
+    culprit = 0 if name.startswith("rank 0") else 1
+    for rank, (_, heard) in enumerate(found):
+        ((kind, _, *why),) = heard
+        if rank == culprit or name.startswith("all"):
+            assert kind == "Mine"
+        else:
+            assert kind == "PeerFailed"
+            # on a mesh, some hear of it only from one who heard of it
+            assert options or why == [culprit, place, "Mine: no"]
+    case = CASES["net"]
+
+    def one_rank(rank: int) -> Any:
+        model = wrap(case, **options)
+        optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)  # noqa: E731
+        return train(model, own_batches(case, rank, STEPS), optimizer)
+
+    for (trained, _), wanted in zip(found, fsdp.simulate(len(found), one_rank), strict=True):
+        assert_trained_alike(trained, wanted, within=0)
+
+
+@pytest.mark.parametrize("name", ALIVE)
+def test_ranks_that_live_start_the_step_again(name: str, ranks: list[dict[str, Any]]) -> None:
+    check(name, [one[name] for one in ranks])
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_on_a_mesh_too(name: str, four_ranks: list[dict[str, Any]]) -> None:
+    check(name, [one[name] for one in four_ranks], sharding_strategy="HYBRID_SHARD", mesh=(2, 2))
+
+
+def test_ranks_that_may_be_a_step_apart_do_not_go_on(ranks: list[dict[str, Any]]) -> None:
+    for rank, one in enumerate(ranks):
+        first, last = one["apart"]
+        assert first[0] == ("Mine" if rank == 1 else "PeerFailed")
+        assert last[0] == "WorldError" and "rank 0 has completed a backward that rank 1 has abandoned" in last[1]
+
+
+def is_told_of_the_end(found: tuple[Told, float, list[Told]], rank: int) -> None:
+    first, seconds, (again,) = found
+    assert first[0] == "PeerFailed" and first[2] == rank
+    assert seconds < 5
+    assert again[0] == "PeerFailed" and f"rank {rank} has ended, while this rank waited for it to go on" in again[1]
+
+
+def test_who_is_killed_is_named_by_all_others(ranks: list[dict[str, Any]]) -> None:
+    assert "killed" not in ranks[2]
+    for one in ranks[:2]:
+        is_told_of_the_end(one["killed"], 2)
+        assert "rank 2 has ended" in one["killed"][0][1]
+
+
+def test_who_ends_by_an_error_is_named_with_it(tmp_path: Path) -> None:
+    found = run(2, tmp_path, "raises")[0]["raises"]
+    is_told_of_the_end(found, 1)
+    assert "rank 1 has abandoned the step, in unit 'blocks.1', with Mine: no" in found[0][1]

@@ -1,0 +1,169 @@
+"""What ranks know of each other's failures: through the store, and by calling the roll. Threads for ranks, no connections."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from test_trail import MemoryStore
+
+import fsdp
+from fsdp import lines as module
+from fsdp.errors import PeerFailed
+from fsdp.lines import Lines, is_dead, seconds, this_process
+
+
+class Scope(MemoryStore):
+    """Keys of one part of a store."""
+
+    def __init__(self, store: MemoryStore, name: str) -> None:
+        super().__init__()
+        self.held, self._lock, self._name = store.held, store._lock, name
+
+    def add(self, key: str, amount: int) -> int:
+        return super().add(f"{self._name}/{key}", amount)
+
+    def set(self, key: str, value: str) -> None:
+        super().set(f"{self._name}/{key}", value)
+
+    def get(self, key: str) -> bytes:
+        return super().get(f"{self._name}/{key}")
+
+    def check(self, keys: list[str]) -> bool:
+        return super().check([f"{self._name}/{key}" for key in keys])
+
+
+def make(size: int, connect: Callable[[str], Any] | None = str) -> list[Lines]:
+    store = MemoryStore()
+    return [
+        Lines(store, lambda name: Scope(store, name), [10 + r for r in range(size)], rank, ("gathers",), connect)
+        for rank in range(size)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(module.SECONDS, "0.1")
+    monkeypatch.setenv(module.RETURN_SECONDS, "0.3")
+
+
+def said(fn: Callable[[], object]) -> fsdp.WorldError:
+    with pytest.raises(fsdp.WorldError) as caught:
+        fn()
+    return caught.value
+
+
+def together(*programs: Callable[[], object]) -> list[BaseException | None]:
+    found: list[BaseException | None] = [None] * len(programs)
+
+    def live(number: int, program: Callable[[], object]) -> None:
+        try:
+            program()
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=live, args=one, daemon=True) for one in enumerate(programs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert not any(thread.is_alive() for thread in threads)
+    return found
+
+
+def test_who_abandons_says_why_to_those_who_wait() -> None:
+    failing, waiting, other = make(3)
+    failing.abandon("blocks.1", ValueError("no"))
+    assert failing.down
+    for one in (waiting, other):
+        for broken in (False, True):
+            error = said(lambda one=one, broken=broken: one.watch.ask_for_peers(broken))
+            assert isinstance(error, PeerFailed)
+            assert (error.rank, error.unit, error.reason) == (10, "blocks.1", "ValueError: no")
+            assert "rank 10 has abandoned the step, in unit 'blocks.1', with ValueError: no." in str(error)
+
+
+def test_who_hears_of_a_failure_passes_it_on_as_it_is() -> None:
+    """On a mesh the groups of a rank are different ones."""
+    messenger, waiting = make(2)
+    messenger.abandon("blocks.7", PeerFailed("text", 3, "blocks.1", "ValueError: no"))
+    error = said(lambda: waiting.watch.ask_for_peers(False))
+    assert isinstance(error, PeerFailed)
+    assert (error.rank, error.unit, error.reason) == (3, "blocks.1", "ValueError: no")
+
+
+def test_ranks_that_all_abandoned_connect_anew_and_start_from_nothing() -> None:
+    connected: list[str] = []
+    ranks = make(2, lambda name: connected.append(name) or object())
+    assert connected == ["0/gathers"] * 2
+    for one in ranks:
+        one.abandon("Net", None)
+    assert together(*(lambda one=one: one.connect_anew() for one in ranks)) == [None, None]
+    assert connected == ["0/gathers"] * 2 + ["1/gathers"] * 2
+    for one in ranks:
+        assert not one.down
+        one.watch.ask_for_peers(False)  # what is over is forgotten
+
+
+def test_who_does_not_come_back_is_named() -> None:
+    ranks = make(3)
+    for one in ranks:
+        one.abandon("Net", None)
+    errors = together(*(lambda one=one: one.connect_anew() for one in ranks[:2]))
+    for error in errors:
+        assert "rank 12 has not come back within 0.3 s" in str(error)
+
+
+def test_ranks_that_completed_different_backwards_do_not_go_on() -> None:
+    ranks = make(2)
+    ranks[1].completed += 1
+    for one in ranks:
+        one.hang_up()
+    errors = together(*(lambda one=one: one.connect_anew() for one in ranks))
+    for error in errors:
+        assert type(error) is fsdp.WorldError
+        assert "rank 11 has completed a backward that rank 10 has abandoned" in str(error)
+    assert "may be a step apart" in str(said(lambda: ranks[0].connect_anew()))
+
+
+def test_who_does_not_answer_the_roll_is_named() -> None:
+    ranks = make(4)
+    errors = together(*(lambda one=one: one.watch.ask_for_peers(True) for one in ranks[:3]))
+    for error in errors:
+        assert isinstance(error, PeerFailed) and error.rank == 13
+        assert "rank 13 does not answer: its connections broke 0.1 s ago" in str(error)
+
+
+def test_when_all_answer_nobody_is_named() -> None:
+    ranks = make(2)
+    assert together(*(lambda one=one: one.watch.ask_for_peers(True) for one in ranks)) == [None, None]
+
+
+def test_who_ended_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = make(2)
+    ranks[1].say_goodbye()
+    assert "rank 11 has ended" in str(said(lambda: ranks[0].watch.ask_for_peers(False)))
+
+
+def test_a_process_is_known_by_when_it_began() -> None:
+    host, pid, begin = this_process()
+    assert host, "where the tests run there is /proc"
+    assert not is_dead((host, pid, begin))
+    assert is_dead((host, pid, "1"))  # another one has its number now
+    assert is_dead((host, 2**22 + 1, begin))
+    assert not is_dead(("another host", 2**22 + 1, begin))
+    assert not is_dead(("", 2**22 + 1, begin))
+
+
+def test_a_group_without_connections_of_its_own_has_none_of_this() -> None:
+    one, other = make(2, None)
+    one.abandon("Net", ValueError("no"))
+    assert not one.down and not one.connections
+    other.watch.ask_for_peers(False)
+
+
+def test_seconds_must_be_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("soon", "0", "-1"):
+        monkeypatch.setenv(module.SECONDS, text)
+        with pytest.raises(fsdp.ShardingError, match=f"FSDP_PEER_SECONDS must be a number of seconds, not '{text}'"):
+            seconds(module.SECONDS, 2.0)
