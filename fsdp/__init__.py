@@ -1,6 +1,7 @@
 """A fully sharded data-parallel engine for PyTorch with an explicit state machine."""
 
-from fsdp.checkpoint import latest, load, save
+from fsdp.background import Saving
+from fsdp.checkpoint import latest, load
 from fsdp.clipping import ShardedGradScaler, clip_grad_norm_
 from fsdp.comm_hooks import register_comm_hook
 from fsdp.config import MixedPrecisionPolicy
@@ -10,6 +11,7 @@ from fsdp.hugging_face import export_safetensors, load_safetensors
 from fsdp.methods import register_forward_method
 from fsdp.optimizer_state import full_optim_state_dict, load_full_optim_state_dict
 from fsdp.outside import full_tensor, to_local
+from fsdp.saving import save
 from fsdp.simulated import simulate
 from fsdp.story import story
 from fsdp.summon import summon_full_params
@@ -19,6 +21,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "IllegalTransition",
     "MixedPrecisionPolicy",
+    "Saving",
     "ShardedGradScaler",
     "ShardingError",
     "WorldError",

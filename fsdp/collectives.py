@@ -160,7 +160,7 @@ class ProcessGroupCollectives:
         return WatchedWork(launch(), self._watch, note) if host else cast(Work, launch())
 
     @property
-    def _group(self) -> dist.ProcessGroup:
+    def group(self) -> dist.ProcessGroup:
         group = self._reference()
         if group is None:
             raise ShardingError(
@@ -177,23 +177,23 @@ class ProcessGroupCollectives:
         return self._size
 
     def can_carry(self, device: torch.device) -> bool:
-        return any(device.type == known.type for known in self._group._device_types)
+        return any(device.type == known.type for known in self.group._device_types)
 
     def all_gather(self, whole: Tensor, label: str) -> Work:
         chunk = whole.numel() // self._size
         own = whole.narrow(0, self._rank * chunk, chunk)
         host = whole.device.type == "cpu"
-        return self._launch("all_gather", label, whole.numel(), host, lambda: self._group._allgather_base(whole, own, _GATHER))
+        return self._launch("all_gather", label, whole.numel(), host, lambda: self.group._allgather_base(whole, own, _GATHER))
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str) -> Work:
         size = bucket.numel() * bucket.element_size()
         if bucket.device.type != "cpu":
             return self._launch(
-                "reduce_scatter", label, size, False, lambda: self._group._reduce_scatter_base(into, bucket, _REDUCE)
+                "reduce_scatter", label, size, False, lambda: self.group._reduce_scatter_base(into, bucket, _REDUCE)
             )
         received = torch.empty_like(bucket)
         work = self._launch(
-            "reduce_scatter", label, size, True, lambda: self._group.alltoall_base(received, bucket, [], [], _EXCHANGE)
+            "reduce_scatter", label, size, True, lambda: self.group.alltoall_base(received, bucket, [], [], _EXCHANGE)
         )
         return _ExchangedSum(work, received, into)
 
@@ -207,24 +207,24 @@ class ProcessGroupCollectives:
             label,
             tensor.numel() * tensor.element_size(),
             tensor.device.type == "cpu",
-            lambda: dist.all_reduce(tensor, op=how, group=self._group, async_op=True),
+            lambda: dist.all_reduce(tensor, op=how, group=self.group, async_op=True),
         )
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
-        origin = dist.get_global_rank(self._group, source)
+        origin = dist.get_global_rank(self.group, source)
         return self._launch(
             "broadcast",
             label,
             tensor.numel() * tensor.element_size(),
             tensor.device.type == "cpu",
-            lambda: dist.broadcast(tensor, src=origin, group=self._group, async_op=True),
+            lambda: dist.broadcast(tensor, src=origin, group=self.group, async_op=True),
         )
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
-        if dist.get_backend(self._group) == "fake":
+        if dist.get_backend(self.group) == "fake":
             return [thing] * self._size  # a fake group has no peers: all ranks are taken to be alike
         things: list[Any] = [None] * self._size
-        dist.all_gather_object(things, thing, group=self._group)
+        dist.all_gather_object(things, thing, group=self.group)
         return things
 
     def recent(self) -> Sequence[str]:

@@ -22,8 +22,10 @@ ORDER = (
     "wrapper",
     "offline",
     "checkpoint",
+    "saving",
     "hugging_face",
     "optimizer_state",
+    "gradients",
     "full_state",
     "summon",
     "story",
@@ -34,6 +36,7 @@ ORDER = (
     "manifest",
     "atomic",
     "agreement",
+    "background",
     "methods",
     "plan",
     "sharded",
@@ -72,6 +75,8 @@ ORDER = (
     "summation",
     "trail",
     "eager",
+    "progress",
+    "randomness",
     "errors",
 )
 STATE_MACHINE_USERS = {"sharded", "engine", "hooks", "state_hooks", "summon", "config", "errors"}

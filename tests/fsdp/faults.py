@@ -286,7 +286,7 @@ def die_at(stage: str) -> None:
             die()
 
     {
-        "before anything is written": lambda: setattr(dcp, "write", dying),
+        "before anything is written": lambda: setattr(dcp.Writing, "write", dying),
         "when rank 1 has written its parts": lambda: setattr(dcp.FileSystemWriter, "write_data", rank_1_dies),
         "before the metadata is written": lambda: setattr(dcp.FileSystemWriter, "finish", dying),
         "before the manifest is written": lambda: setattr(manifest.Manifest, "write", dying),

@@ -1,0 +1,387 @@
+"""What `save` keeps besides weights: saves in the background, random states, saves in the middle of a step."""
+
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CASES, Block, Case, loss_of, own_batches, train, weights_of, wrap
+from test_checkpoint import Noisy
+from test_optimizer_state import assert_same, in_groups, trained
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import background, dcp, saving
+
+NOISY = Case(Noisy, {Block})
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A real group of one rank: what goes on in the background goes on in a thread."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Gate:
+    """Writing begins when it is opened. `failure`: and then fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.failure: BaseException | None = None
+        real = dcp.FileSystemWriter.write_data
+
+        def write_data(writer: Any, plan: Any, planner: Any) -> Any:
+            assert self.open.wait(30)
+            if self.failure is not None:
+                raise self.failure
+            return real(writer, plan, planner)
+
+        monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write_data)
+
+
+@pytest.fixture
+def gate(one_process: None, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+def spoil(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Change everything that a save has seen, in place."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(13)
+            for kept in optimizer.state.get(p, {}).values():
+                kept.fill_(13)
+        for buffer in model.buffers():
+            buffer.fill_(13)
+
+
+def contents(path: Path, case: Case = CASES["net"]) -> tuple[Any, Any]:
+    """What a world of one finds in a checkpoint."""
+
+    def fn(rank: int) -> tuple[Any, Any]:
+        model = wrap(case)
+        optimizer = in_groups(model.parameters())
+        fsdp.load(path, model, optimizer)
+        return fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
+
+    return fsdp.simulate(1, fn)[0]
+
+
+class TestInTheBackground:
+    def test_it_returns_at_once_and_holds_what_was_there_at_the_call(self, gate: Gate, tmp_path: Path) -> None:
+        model, optimizer = trained(CASES["net"], 0, in_groups)
+        wanted = fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
+        under_way = fsdp.save(tmp_path / "a", model, optimizer, extra={"step": 2}, async_=True)
+        assert not under_way.done() and repr(under_way).endswith("under way)")
+        assert not (tmp_path / "a").exists() and fsdp.latest(tmp_path) is None
+        train(model, own_batches(CASES["net"], 0), lambda _: optimizer)
+        spoil(model, optimizer)
+        with pytest.raises(TimeoutError):
+            under_way.wait(timeout=0.01)
+        gate.open.set()
+        assert under_way.wait() == under_way.result() == fsdp.latest(tmp_path, verify=True) == tmp_path / "a"
+        assert under_way.done() and repr(under_way).endswith("done)")
+        assert_same(contents(tmp_path / "a"), wanted)
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+    def test_the_next_save_waits_for_the_one_before(self, gate: Gate, tmp_path: Path) -> None:
+        model, _ = trained(CASES["net"], 0, in_groups)
+        first = fsdp.save(tmp_path / "1", model, keep_last=2, async_=True)
+        second: list[fsdp.Saving] = []
+        both = threading.Thread(target=lambda: second.append(fsdp.save(tmp_path / "2", model, keep_last=2, async_=True)))
+        both.start()
+        both.join(0.2)
+        assert both.is_alive() and not list(tmp_path.glob(".2*")), "the second began before the first was over"
+        gate.open.set()
+        both.join(30)
+        assert first.done()
+        second[0].wait()
+        fsdp.save(tmp_path / "3", model, keep_last=2)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+
+    def test_a_failure_comes_from_wait_and_not_again(self, gate: Gate, tmp_path: Path) -> None:
+        model, _ = trained(CASES["net"], 0, in_groups)
+        gate.failure = OSError(28, "No space left on device")
+        gate.open.set()
+        with pytest.warns(UserWarning, match=r"a was not saved: .*No space left on device.*wait\(\), or the next save"):
+            under_way = fsdp.save(tmp_path / "a", model, async_=True)
+            for _ in range(2):
+                with pytest.raises(fsdp.ShardingError, match=r"a could not be written: .*No space left.*Nothing appeared there"):
+                    under_way.wait()
+        assert under_way.done() and not list(tmp_path.iterdir())
+        gate.failure = None
+        assert fsdp.save(tmp_path / "a", model).wait() == tmp_path / "a"
+
+    def test_a_failure_nobody_waited_for_comes_from_the_next_save(self, gate: Gate, tmp_path: Path) -> None:
+        model, _ = trained(CASES["net"], 0, in_groups)
+        gate.failure = MemoryError("none left")
+        gate.open.set()
+        with pytest.warns(UserWarning, match="was not saved"):
+            fsdp.save(tmp_path / "a", model, async_=True)
+            with pytest.raises(fsdp.ShardingError, match=r"the save of .*a before this one failed in the background: none left"):
+                fsdp.save(tmp_path / "b", model)
+        gate.failure = None
+        fsdp.save(tmp_path / "b", model)
+        assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+    def test_copies_are_given_back_when_they_are_written(self, gate: Gate, tmp_path: Path) -> None:
+        model, optimizer = trained(CASES["net"], 0, in_groups)
+        planners: list[Any] = []
+        real = dcp.Writing.stage
+
+        def stage(writing: Any) -> None:
+            real(writing)
+            planners.append(writing._planner)
+
+        pytest.MonkeyPatch().setattr(dcp.Writing, "stage", stage)
+        try:
+            under_way = fsdp.save(tmp_path / "a", model, optimizer, async_=True)
+        finally:
+            dcp.Writing.stage = real  # type: ignore[method-assign]
+        held = sum(one.nbytes for one in planners[0].aside.values() if isinstance(one, Tensor))
+        state = [one for kept in optimizer.state.values() for one in kept.values()]
+        assert held == sum(one.nbytes for one in (*model.state_dict().values(), *state))
+        gate.open.set()
+        under_way.wait()
+        assert not planners[0].aside
+
+    def test_what_is_refused_is_refused_at_the_call(self, one_process: None, tmp_path: Path) -> None:
+        model, _ = trained(CASES["net"], 0, in_groups)
+        fsdp.save(tmp_path / "a", model)
+        with pytest.raises(fsdp.ShardingError, match="a exists already"):
+            fsdp.save(tmp_path / "a", model, async_=True)
+
+
+@given(
+    size=st.integers(1, 4),
+    case=st.sampled_from(sorted(CASES)),
+    strategy=st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
+)
+@settings(max_examples=6)
+def test_property_what_is_copied_is_all_that_is_saved(
+    size: int, case: str, strategy: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "a"
+
+    late: dict[int, Callable[[], None]] = {}
+
+    def go_on(everyone: Any, folder: Path, work: Callable[[], None]) -> fsdp.Saving:
+        late[everyone.rank] = work
+        return background.finished(folder)
+
+    def fn(rank: int) -> tuple[Any, Any]:
+        model = wrap(CASES[case], sharding_strategy=strategy)
+        optimizer = in_groups(model.parameters())
+        train(model, own_batches(CASES[case], rank, 1), lambda _: optimizer)
+        wanted = fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
+        fsdp.save(path, model, optimizer, async_=True)
+        spoil(model, optimizer)
+        late[rank]()
+        return wanted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "go_on", go_on)
+        wanted = fsdp.simulate(size, fn)[0]
+    assert_same(contents(path, CASES[case]), wanted)
+
+
+def test_in_a_simulated_world_it_is_done_at_once_and_wait_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = dcp.FileSystemWriter.write_data
+
+    def write_data(self: Any, plan: Any, planner: Any) -> Any:
+        if "full" in str(self.path) and current() == 1:
+            raise OSError(28, "No space left on device")
+        return real(self, plan, planner)
+
+    def current() -> int:
+        rank = background.current_rank()
+        assert rank is not None
+        return rank.rank
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write_data)
+
+    def fn(rank: int) -> None:
+        model = wrap(CASES["net"])
+        fine = fsdp.save(tmp_path / "fine", model, async_=True)
+        assert fine.done() and fine.wait() == tmp_path / "fine" == fsdp.latest(tmp_path)
+        failed = fsdp.save(tmp_path / "full", model, async_=True)
+        if rank == 0:  # one rank has heard of it; the next save must not part them
+            with pytest.raises(fsdp.ShardingError, match=r"rank 1: .*No space left"):
+                failed.wait()
+        with pytest.raises(fsdp.ShardingError, match="full before this one failed in the background"):
+            fsdp.save(tmp_path / "next", model)
+        fsdp.save(tmp_path / "next", model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fsdp.simulate(2, fn)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fine", "next"]
+
+
+def draws() -> list[Any]:
+    return [random.random(), float(numpy.random.standard_normal()), torch.rand(3)]
+
+
+def test_resumption_draws_the_same_random_numbers(tmp_path: Path) -> None:
+    def fn(rank: int) -> None:
+        def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[Any]:
+            train(model, [[NOISY.batch(rank, step)] for step in range(first, last)], lambda _: optimizer)
+            return [weights_of(model), fsdp.full_optim_state_dict(model, optimizer), *draws()]
+
+        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+            seed(rank)
+        numpy.random.standard_normal()  # it draws two and keeps one
+        model = wrap(NOISY)
+        optimizer = in_groups(model.parameters())
+        steps(model, optimizer, 0, 2)
+        fsdp.save(tmp_path / "2", model, optimizer)
+        wanted = steps(model, optimizer, 2, 4)
+
+        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+            seed(100 + rank)
+        model = wrap(NOISY)
+        optimizer = in_groups(model.parameters())
+        assert fsdp.load(tmp_path / "2", model, optimizer) == {}
+        assert_same(steps(model, optimizer, 2, 4), wanted)
+
+    fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize(("saved", "loaded", "size"), [(False, True, 2), (True, False, 2), (True, True, 3)])
+def test_random_states_are_left_alone(saved: bool, loaded: bool, size: int, tmp_path: Path) -> None:
+    fsdp.simulate(2, lambda rank: fsdp.save(tmp_path / "a", wrap(CASES["net"]), rng=saved))
+
+    def fn(rank: int) -> None:
+        model = wrap(CASES["net"])
+        before = torch.get_rng_state(), random.getstate()
+        fsdp.load(tmp_path / "a", model, rng=loaded)
+        assert_same((torch.get_rng_state(), random.getstate()), before)
+
+    random.seed(7)
+    torch.manual_seed(7)
+    fsdp.simulate(size, fn)
+
+
+class TestInTheMiddleOfAStep:
+    def micro(self, model: nn.Module, case: Case, rank: int, step: int) -> None:
+        loss_of(model(case.batch(rank, step))).backward()
+
+    @pytest.mark.parametrize("case", ["net", "tied", "odd"])
+    @pytest.mark.parametrize(("strategy", "size", "loading"), [("FULL_SHARD", 2, 2), ("FULL_SHARD", 3, 2), ("NO_SHARD", 2, 3)])
+    def test_gradients_come_back_if_asked_for(self, case: str, strategy: str, size: int, loading: int, tmp_path: Path) -> None:
+        one = CASES[case]
+
+        def full_gradients(model: nn.Module) -> dict[str, Any]:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
+            return fsdp.full_state_dict(model)
+
+        def save(rank: int) -> dict[str, Any]:
+            model = wrap(one, sharding_strategy=strategy)
+            self.micro(model, one, rank, 0)
+            fsdp.save(tmp_path / "a", model, accumulated=True)
+            return full_gradients(model)
+
+        def load(rank: int) -> dict[str, Any]:
+            model = wrap(one)
+            self.micro(model, one, rank, 3)
+            fsdp.load(tmp_path / "a", model)
+            assert all(p.grad is None for p in model.parameters() if not p.numel())
+            return full_gradients(model)
+
+        wanted = fsdp.simulate(size, save)[0]
+        assert_same(fsdp.simulate(loading, load)[0], wanted)
+
+    def test_the_rest_of_the_step_is_exact_to_the_bit(self, tmp_path: Path) -> None:
+        case = CASES["net"]
+
+        def fn(rank: int) -> None:
+            def rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+                self.micro(model, case, rank, 1)
+                optimizer.step()
+                return weights_of(model)
+
+            model = wrap(case)
+            optimizer = in_groups(model.parameters())
+            self.micro(model, case, rank, 0)
+            fsdp.save(tmp_path / "a", model, optimizer, accumulated=True)
+            wanted = rest(model, optimizer)
+            model = wrap(case)
+            optimizer = in_groups(model.parameters())
+            fsdp.load(tmp_path / "a", model, optimizer)
+            assert_same(rest(model, optimizer), wanted)
+
+        fsdp.simulate(2, fn)
+
+    def test_without_being_asked_they_are_left_out(self, tmp_path: Path) -> None:
+        def fn(rank: int) -> None:
+            model = wrap(CASES["net"])
+            self.micro(model, CASES["net"], rank, 0)
+            fsdp.save(tmp_path / "a", model)
+            before = [p.grad for p in model.parameters()]
+            fsdp.load(tmp_path / "a", model)
+            assert all(p.grad is one for p, one in zip(model.parameters(), before, strict=True))
+
+        fsdp.simulate(2, fn)
+        assert not [key for key in dcp.Stored(tmp_path / "a").paths if key.startswith("gradients")]
+
+    @pytest.mark.parametrize("accumulated", [False, True])
+    def test_gradients_kept_under_no_sync_are_refused(self, accumulated: bool, tmp_path: Path) -> None:
+        def fn(rank: int) -> None:
+            model = wrap(CASES["net"])
+            with fsdp.no_sync(model):
+                self.micro(model, CASES["net"], rank, 0)
+            with pytest.raises(fsdp.ShardingError, match=r"gradients are kept under no_sync, whole on each rank"):
+                fsdp.save(tmp_path / "a", model, accumulated=accumulated)
+            assert not list(tmp_path.iterdir())
+            model.zero_grad()
+            fsdp.save(tmp_path / str(rank // 2), model, accumulated=accumulated)
+
+        fsdp.simulate(2, fn)
+
+    def test_gradients_that_only_some_ranks_have_are_named(self, tmp_path: Path) -> None:
+        def fn(rank: int) -> None:
+            model = wrap(CASES["net"])
+            self.micro(model, CASES["net"], rank, 0)
+            if rank == 1:
+                model.zero_grad()
+            with pytest.raises(fsdp.ShardingError, match=r"ranks \[1\] have no gradient of '.*', ranks \[0\] have"):
+                fsdp.save(tmp_path / "a", model, accumulated=True)
+
+        fsdp.simulate(2, fn)
+
+    def test_gradients_of_what_is_not_sharded_are_refused(self, tmp_path: Path) -> None:
+        def fn(rank: int) -> None:
+            net = CASES["net"].model()
+            model = fsdp.fully_shard(net, ignored_modules={net.leave})
+            self.micro(model, CASES["net"], rank, 0)
+            with pytest.raises(fsdp.ShardingError, match=r"gradient of 'leave.weight', which is not sharded, is each rank's own"):
+                fsdp.save(tmp_path / "a", model, accumulated=True)
+
+        fsdp.simulate(2, fn)
+
+    def test_a_gradient_the_model_has_no_parameter_for_is_named(self, tmp_path: Path) -> None:
+        def save(rank: int) -> None:
+            model = wrap(CASES["net"])
+            self.micro(model, CASES["net"], rank, 0)
+            fsdp.save(tmp_path / "a", model, accumulated=True)
+
+        def load(rank: int) -> None:
+            net = CASES["net"].model()
+            model = fsdp.fully_shard(net, ignored_modules={net.leave})
+            with pytest.raises(fsdp.ShardingError, match=r"there is a gradient of 'leave.weight', \(2, 8\), and no such sharded"):
+                fsdp.load(tmp_path / "a", model)
+
+        fsdp.simulate(2, save)
+        fsdp.simulate(2, load)
