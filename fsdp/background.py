@@ -96,7 +96,7 @@ def _run(path: Path, work: Callable[[], None], future: "Future[None]") -> None:
         if not isinstance(failure, Exception):
             raise
         # a program may end without waiting
-        warnings.warn(f"save: {path} was not saved: {failure}. wait(), or the next save, raises this.")
+        warnings.warn(f"save: {path} was not saved: {failure} (wait() raises this, or the next save)")
     else:
         future.set_result(None)
 

@@ -8,6 +8,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -33,6 +34,8 @@ from fsdp.errors import ShardingError
 from fsdp.manifest import record
 
 METADATA: Final = ".metadata"
+FILE_BYTES: Final = 1 << 30
+"""Of one file."""
 _HERE: Final = "torch.distributed.checkpoint."
 _ALLOWED: Final = {
     (_HERE + "metadata", name)
@@ -195,8 +198,8 @@ class _SavePlanner(DefaultSavePlanner):
 class Writing:
     """What one rank is about to write of a nested state dict, as all ranks have agreed."""
 
-    def __init__(self, folder: Path, state: Mapping[str, Any], collectives: Collectives) -> None:
-        """Plan it. The folder must exist. Communicates.
+    def __init__(self, folder: Path, state: Mapping[str, Any], collectives: Collectives, file_bytes: int = FILE_BYTES) -> None:
+        """Plan it, in files of at most `file_bytes`, or one tensor. The folder must exist. Communicates.
 
         Raises:
             Exception: on every rank, if any rank cannot (ShardingError, with the rank, where it is another).
@@ -205,6 +208,7 @@ class Writing:
         self._planner, self._writer = _SavePlanner(), FileSystemWriter(folder, sync_files=False)
         self._folder = folder
         self._staged = False
+        self._file_bytes = file_bytes
 
         def plan() -> SavePlan:
             self._planner.set_up_planner(dict(state), self._writer.storage_meta(), is_coordinator=collectives.rank == 0)
@@ -229,6 +233,7 @@ class Writing:
     def write(self, collectives: Collectives, told: Callable[[int], None]) -> dict[str, Any]:
         """Write it, and on rank 0 the metadata; return what the manifest says of all files.
 
+        Memory: torch's writer holds every tensor of a file, or a copy of it, until the file is complete.
         `told` hears of the bytes of what is about to be written, and of what was read again for its checksum. Communicates.
 
         Raises:
@@ -239,7 +244,7 @@ class Writing:
         def put() -> tuple[list[WriteResult], dict[str, Any]]:
             # the option is everybody's, and in the background others may be saving
             with nullcontext() if self._staged else _without_checksums_in_archives():
-                results = self._writer.write_data(self._plan, self._planner).wait()
+                results = [one for plan in self._files() for one in self._writer.write_data(plan, self._planner).wait()]
             return results, _records(self._folder, results, told, at_once=not self._staged)
 
         def finish() -> dict[str, Any]:
@@ -255,6 +260,20 @@ class Writing:
             self._planner.aside = {}
         files = {name: one for _, records in answers for name, one in records.items()}
         return {**files, **agree_on_refusals(collectives, finish)[0]}
+
+    def _files(self) -> Iterator[SavePlan]:
+        """The plan of each file of this rank."""
+        plans: list[list[WriteItem]] = [[]]
+        held = 0
+        for item in self._plan.items:
+            held += size_of(item)
+            if plans[-1] and held > self._file_bytes:
+                plans.append([])
+                held = size_of(item)
+            plans[-1].append(item)
+        for number, items in enumerate(plans):
+            prefix: str = self._plan.storage_data.prefix
+            yield replace(self._plan, items=items, storage_data=_StoragePrefix(f"{prefix}{number}_" if number else prefix))
 
 
 def size_of(item: WriteItem) -> int:

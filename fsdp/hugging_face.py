@@ -218,24 +218,43 @@ def _bytes(piece: Piece) -> int:
 
 def slices_in(path: Path, asker: str, stack: ExitStack) -> Iterator[tuple[str, Any]]:
     """Every tensor in the file or the files of a folder, by name, unread."""
-    from safetensors import safe_open
+    for file in files_in(path, asker):
+        opened = stack.enter_context(opened_file(file, asker))
+        for key in opened.keys():  # noqa: SIM118  # not a mapping
+            yield key, opened.get_slice(key)
 
+
+def files_in(path: Path, asker: str) -> list[Path]:
+    """The file, or the files of a folder.
+
+    Raises:
+        ShardingError: one is missing.
+    """
     if path.is_dir():
         index = path / INDEX
-        there = (
+        names = (
             set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else {file_name(0, 1)}
         )
     else:
-        there, path = {path.name}, path.parent
-    for name in sorted(there):
+        names, path = {path.name}, path.parent
+    for name in sorted(names):
         if not (path / name).is_file():
             raise ShardingError(f"{asker}: {name} is missing.")
-        try:
-            file = stack.enter_context(safe_open(path / name, framework="pt"))
-        except Exception as error:  # the package has an exception of its own, and raises others
-            raise ShardingError(f"{asker}: {name} is damaged: {error}.") from error
-        for key in file.keys():  # noqa: SIM118  # not a mapping
-            yield key, file.get_slice(key)
+    return [path / name for name in sorted(names)]
+
+
+def opened_file(file: Path, asker: str) -> Any:
+    """One file, mapped until it is closed.
+
+    Raises:
+        ShardingError: it is damaged.
+    """
+    from safetensors import safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except Exception as error:  # the package has an exception of its own, and raises others
+        raise ShardingError(f"{asker}: {file.name} is damaged: {error}.") from error
 
 
 def _read(there: Any, piece: Piece | None, tensor: Tensor) -> Tensor:

@@ -1,13 +1,12 @@
 """Checkpoints without a model, a GPU or other ranks: what is in one, and the same in another form.
 
-Rule: a conversion holds one tensor at a time; one file of the output, if that is safetensors. (What it reads from a file of
-torch.save is mapped, and the system's to keep or to drop.)
+Rule: a conversion holds one tensor at a time, or one file of the output where that has several: `max_shard_size`. (What it
+reads from a file of torch.save is mapped, and the system's to keep or to drop.)
 """
 
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fsdp.atomic import begin, publish
 from fsdp.collectives import Alone
 from fsdp.errors import ShardingError
-from fsdp.hugging_face import dtype_of, file_name, plan_files, require_safetensors, slices_in, write_index
+from fsdp.hugging_face import dtype_of, file_name, files_in, opened_file, plan_files, require_safetensors, write_index
 from fsdp.manifest import NAME, read_manifest
 from fsdp.progress import Progress
 from fsdp.saving import RANDOM, Draft, pack, unpack
@@ -77,20 +76,19 @@ def convert(path: Path, out: Path, to: str, max_shard_size: int) -> None:
         raise ShardingError(f"convert: {path} is damaged: {'; '.join(damage[:3])}.")
     if out.exists():
         raise ShardingError(f"convert: {out} exists already; give another name, or remove it first.")
-    with ExitStack() as stack:
-        source = _open(path, stack)
-        if to == "safetensors":
-            _to_safetensors(source, out, max_shard_size)
-        elif to == "torch":
-            _to_torch(_each_rank(source, unpack), out)
-        else:
-            if any(isinstance(name, int) for name in source.get("optimizer", {}).get("state", {})):
-                raise ShardingError(
-                    f"convert: the optimizer state in {path} is by number, and only its optimizer knows the names; load it with "
-                    "fsdp.load_full_optim_state_dict, then fsdp.save."
-                )
-            alone = Alone()
-            Draft(out, _each_rank(source, pack), {}, alone, None, Progress("convert", False, 0)).finish(alone)
+    source = _open(path)
+    if to == "safetensors":
+        _to_safetensors(source, out, max_shard_size)
+    elif to == "torch":
+        _to_torch(_each_rank(source, unpack), out)
+    else:
+        if any(isinstance(name, int) for name in source.get("optimizer", {}).get("state", {})):
+            raise ShardingError(
+                f"convert: the optimizer state in {path} is by number, and only its optimizer knows the names; load it with "
+                "fsdp.load_full_optim_state_dict, then fsdp.save."
+            )
+        alone = Alone()
+        Draft(out, _each_rank(source, pack), {}, alone, None, Progress("convert", False, 0), max_shard_size).finish(alone)
 
 
 def _each_rank(state: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -101,7 +99,7 @@ def _each_rank(state: dict[str, Any], change: Callable[[Any], Any]) -> dict[str,
     return {**state, **parts}
 
 
-def _open(path: Path, stack: ExitStack) -> dict[str, Any]:
+def _open(path: Path) -> dict[str, Any]:
     """All there is as one nested dict, in which tensors are unread, or mapped."""
     from fsdp import dcp
 
@@ -112,7 +110,7 @@ def _open(path: Path, stack: ExitStack) -> dict[str, Any]:
         return stored.nested({key: tensors[key] if key in tensors else values[key] for key in stored.paths})
     if path.is_dir() or path.suffix == ".safetensors":
         require_safetensors("convert")
-        return {"model": {name: _sliced(there) for name, there in slices_in(path, "convert", stack)}}
+        return {"model": dict(tensor for file in files_in(path, "convert") for tensor in _unread_in(file))}
     try:
         state = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except Exception as error:  # anything at all may be in a file
@@ -128,10 +126,21 @@ def _stored(stored: "Stored", key: str, found: Any) -> "Unread":
     return dcp.Unread(tuple(found.size), found.properties.dtype, lambda: stored.plan({key: stored.empty(key)}).read()[key])
 
 
-def _sliced(there: Any) -> "Unread":
+def _unread_in(file: Path) -> Iterator[tuple[str, "Unread"]]:
     from fsdp import dcp
 
-    return dcp.Unread(tuple(there.get_shape()), dtype_of(there.get_dtype()), lambda: there[...])
+    def reader(name: str) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            with opened_file(file, "convert") as there:  # what is mapped goes when it is closed
+                found: Tensor = there.get_tensor(name)
+                return found
+
+        return read
+
+    with opened_file(file, "convert") as opened:
+        for name in opened.keys():  # noqa: SIM118  # not a mapping
+            there = opened.get_slice(name)
+            yield name, dcp.Unread(tuple(there.get_shape()), dtype_of(there.get_dtype()), reader(name))
 
 
 def _read(value: Any) -> Any:

@@ -62,7 +62,7 @@ def save(
     random states of each rank are saved as well (Python's, numpy's if it is imported, torch's, of the model's device). With
     `accumulated`, so are gradients: for a save between the backwards of one step. With `keep_last`, the folder that `path` is in
     belongs to this run: afterwards it holds its newest `keep_last` checkpoints, and no unfinished ones. Communicates: every
-    rank must call it alike, with a path that is the same folder for all.
+    rank must call it alike, with a path that is the same folder for all. Memory: one file, of 1 GiB or one tensor.
 
     With `async_`, it returns when everything that this rank will write is copied to the host (as many bytes, until they are
     written); what is saved is what was there at the call, however training goes on. The rest happens on a thread and a process
@@ -123,6 +123,7 @@ class Draft:
         collectives: Collectives,
         keep_last: int | None,
         progress: Progress,
+        file_bytes: int | None = None,
     ) -> None:
         """Of this rank's part of a nested state dict. Communicates.
 
@@ -138,7 +139,7 @@ class Draft:
         name = agree_on_refusals(collectives, lambda: begin("save", folder) if collectives.rank == 0 else "")[0]
         self._working = folder.parent / name
         with self._or_nothing(collectives):
-            self._writing: Writing = dcp.Writing(self._working, state, collectives)
+            self._writing: Writing = dcp.Writing(self._working, state, collectives, file_bytes or dcp.FILE_BYTES)
 
     def stage(self, collectives: Collectives) -> None:
         """Copy what is to be written. Communicates."""

@@ -113,7 +113,9 @@ class TestInTheBackground:
         model, _ = trained(CASES["net"], 0, in_groups)
         gate.failure = OSError(28, "No space left on device")
         gate.open.set()
-        with pytest.warns(UserWarning, match=r"a was not saved: .*No space left on device.*wait\(\), or the next save"):
+        with pytest.warns(
+            UserWarning, match=r"a was not saved: .*No space left on device.*wait\(\) raises this, or the next save"
+        ):
             under_way = fsdp.save(tmp_path / "a", model, async_=True)
             for _ in range(2):
                 with pytest.raises(fsdp.ShardingError, match=r"a could not be written: .*No space left.*Nothing appeared there"):
