@@ -136,7 +136,9 @@ class TestInTheBackground:
         fsdp.save(tmp_path / "b", model)
         assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
-    def test_copies_are_given_back_when_they_are_written(self, gate: Gate, tmp_path: Path) -> None:
+    def test_copies_are_given_back_when_they_are_written(
+        self, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         model, optimizer = trained(CASES["net"], 0, in_groups)
         planners: list[Any] = []
         real = dcp.Writing.stage
@@ -145,17 +147,18 @@ class TestInTheBackground:
             real(writing)
             planners.append(writing._planner)
 
-        pytest.MonkeyPatch().setattr(dcp.Writing, "stage", stage)
-        try:
-            under_way = fsdp.save(tmp_path / "a", model, optimizer, async_=True)
-        finally:
-            dcp.Writing.stage = real  # type: ignore[method-assign]
+        monkeypatch.setattr(dcp.Writing, "stage", stage)
+        under_way = fsdp.save(tmp_path / "a", model, optimizer, async_=True)
         held = sum(one.nbytes for one in planners[0].aside.values() if isinstance(one, Tensor))
         state = [one for kept in optimizer.state.values() for one in kept.values()]
         assert held == sum(one.nbytes for one in (*model.state_dict().values(), *state))
         gate.open.set()
         under_way.wait()
         assert not planners[0].aside
+        gate.failure = OSError("broken")
+        with pytest.warns(UserWarning, match="was not saved"), pytest.raises(fsdp.ShardingError):
+            fsdp.save(tmp_path / "b", model, optimizer, async_=True).wait()
+        assert not planners[1].aside
 
     def test_what_is_refused_is_refused_at_the_call(self, one_process: None, tmp_path: Path) -> None:
         model, _ = trained(CASES["net"], 0, in_groups)
@@ -265,12 +268,12 @@ def test_random_states_are_left_alone(saved: bool, loaded: bool, size: int, tmp_
 
     def fn(rank: int) -> None:
         model = wrap(CASES["net"])
+        random.seed(7)
+        torch.manual_seed(7)
         before = torch.get_rng_state(), random.getstate()
         fsdp.load(tmp_path / "a", model, rng=loaded)
         assert_same((torch.get_rng_state(), random.getstate()), before)
 
-    random.seed(7)
-    torch.manual_seed(7)
     fsdp.simulate(size, fn)
 
 
@@ -279,7 +282,9 @@ class TestInTheMiddleOfAStep:
         loss_of(model(case.batch(rank, step))).backward()
 
     @pytest.mark.parametrize("case", ["net", "tied", "odd"])
-    @pytest.mark.parametrize(("strategy", "size", "loading"), [("FULL_SHARD", 2, 2), ("FULL_SHARD", 3, 2), ("NO_SHARD", 2, 3)])
+    @pytest.mark.parametrize(
+        ("strategy", "size", "loading"), [("FULL_SHARD", 2, 2), ("FULL_SHARD", 3, 2), ("NO_SHARD", 2, 3), ("HYBRID_SHARD", 4, 2)]
+    )
     def test_gradients_come_back_if_asked_for(self, case: str, strategy: str, size: int, loading: int, tmp_path: Path) -> None:
         one = CASES[case]
 
@@ -290,7 +295,7 @@ class TestInTheMiddleOfAStep:
             return fsdp.full_state_dict(model)
 
         def save(rank: int) -> dict[str, Any]:
-            model = wrap(one, sharding_strategy=strategy)
+            model = wrap(one, sharding_strategy=strategy, **({"mesh": (2, 2)} if size == 4 else {}))
             self.micro(model, one, rank, 0)
             fsdp.save(tmp_path / "a", model, accumulated=True)
             return full_gradients(model)
