@@ -37,6 +37,7 @@ def test_a_function_hears_from_nothing_to_everything(what: str, path: Path) -> N
     for told in fsdp.simulate(2, fn):
         done, totals = zip(*told, strict=True)
         assert len(done) > 4 and list(done) == sorted(done) and done[0] == 0
+        assert sum(one > done[-1] / 2 for one in done) > 2, "it jumps to the end"
         assert set(totals) == {done[-1]} and done[-1] > 200
 
 

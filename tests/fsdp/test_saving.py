@@ -357,16 +357,21 @@ class TestInTheMiddleOfAStep:
 
         fsdp.simulate(2, fn)
 
-    def test_gradients_that_only_some_ranks_have_are_named(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("options", [{}, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}], ids=["one row", "a mesh"])
+    def test_gradients_that_only_some_ranks_have_are_named(self, options: dict[str, Any], tmp_path: Path) -> None:
+        size = 4 if options else 2
+
         def fn(rank: int) -> None:
-            model = wrap(CASES["net"])
+            model = wrap(CASES["net"], **options)
             self.micro(model, CASES["net"], rank, 0)
-            if rank == 1:
+            if rank == size - 1:
                 model.zero_grad()
-            with pytest.raises(fsdp.ShardingError, match=r"ranks \[1\] have no gradient of '.*', ranks \[0\] have"):
+            with pytest.raises(
+                fsdp.ShardingError, match=rf"ranks \[{size - 1}\] have no gradient of '.*', ranks \[.*\] have; zero"
+            ):
                 fsdp.save(tmp_path / "a", model, accumulated=True)
 
-        fsdp.simulate(2, fn)
+        fsdp.simulate(size, fn)
 
     def test_gradients_of_what_is_not_sharded_are_refused(self, tmp_path: Path) -> None:
         def fn(rank: int) -> None:
