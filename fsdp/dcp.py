@@ -245,7 +245,8 @@ class Writing:
             # the option is everybody's, and in the background others may be saving
             with nullcontext() if self._staged else _without_checksums_in_archives():
                 results = [one for plan in self._files() for one in self._writer.write_data(plan, self._planner).wait()]
-            return results, _records(self._folder, results, told, at_once=not self._staged)
+            share = self.nbytes / max(sum(one.size_in_bytes for one in results), 1)  # torch wraps every tensor in an archive
+            return results, _records(self._folder, results, lambda count: told(int(count * share)), not self._staged)
 
         def finish() -> dict[str, Any]:
             if collectives.rank != 0:
