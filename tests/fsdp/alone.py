@@ -1,6 +1,6 @@
 """What needs an interpreter of its own: its memory, its end. Run as a script.
 
-python alone.py FOLDER    prints peaks of memory in bytes while checkpoints are converted, as JSON; ends while a save is under way
+python alone.py FOLDER    prints peaks of memory in bytes, as JSON; ends while a save is under way
 """
 
 import json
@@ -37,7 +37,8 @@ def peak_of(do: Callable[[], Any]) -> int:
     return highest() - before
 
 
-def convert(folder: Path) -> None:
+def convert(folder: Path) -> dict[str, int]:
+    """From each form into another."""
     state = {f"layer.{i}": torch.full((TENSOR // 4,), float(i)) for i in range(TENSORS)}
     distributed_checkpoint.save({"model": state}, checkpoint_id=folder / "dcp", no_dist=True)
     del state
@@ -52,10 +53,27 @@ def convert(folder: Path) -> None:
     found["safetensors to dcp"] = peak_of(converted("safetensors", "dcp"))
     again = torch.load(folder / "torch", weights_only=True)["model"]
     assert all(bool((again[f"layer.{i}"] == i).all()) for i in range(TENSORS))
-    print("\n" + json.dumps(found))
+    return found
+
+
+def export() -> dict[str, int]:
+    """What gathering a model in full holds on two ranks besides what rank 0 gets."""
+    found = {}
+
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Sequential(*(nn.Linear(2048, 1024) for _ in range(TENSORS))))
+        nbytes = 4 * TENSORS * (2048 * 1024 + 1024)
+        if rank == 1:
+            fsdp.full_state_dict(model)
+        else:
+            found["export"] = peak_of(lambda: fsdp.full_state_dict(model)) - nbytes
+
+    fsdp.simulate(2, fn)
+    return found
 
 
 def end(folder: Path) -> None:
+    """Leave a save under way."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     real = dcp.FileSystemWriter.write_data
 
@@ -70,5 +88,5 @@ def end(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    convert(Path(sys.argv[1]))
+    print("\n" + json.dumps({**convert(Path(sys.argv[1])), **export()}))
     end(Path(sys.argv[1]))

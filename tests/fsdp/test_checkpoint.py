@@ -23,8 +23,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 FULL = StateDictOptions(full_state_dict=True)
 
 
-def save_trained(rank: int, case: Case, path: Path, make: Any = in_groups) -> tuple[dict[str, Any], dict[str, Any]]:
-    model, optimizer = trained(case, rank, make)
+def save_trained(rank: int, case: Case, path: Path, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    model = wrap(case, **options)
+    optimizer = in_groups(model.parameters())
+    train(model, own_batches(case, rank, 2), lambda _: optimizer)
     fsdp.save(path, model, optimizer, extra={"rank": rank})
     return fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
 
@@ -57,7 +59,7 @@ def test_a_checkpoint_goes_from_one_world_into_another(case: str, saving: int, l
     width=st.integers(1, 12),
     blocks=st.integers(1, 2),
     policies=st.lists(st.sampled_from([None, (Block,), (nn.Linear,), (nn.Linear, nn.LayerNorm)]), min_size=2, max_size=2),
-    strategy=st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP"]),
+    strategies=st.lists(st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]), min_size=2, max_size=2),
 )
 @settings(max_examples=8)
 def test_property_any_cut_becomes_any_other(
@@ -66,13 +68,18 @@ def test_property_any_cut_becomes_any_other(
     width: int,
     blocks: int,
     policies: list[Any],
-    strategy: str,
+    strategies: list[str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "a"
     first, second = (Case(partial(Net, blocks, width), None if policy is None else set(policy)) for policy in policies)
-    weights, state = fsdp.simulate(saving, partial(save_trained, case=first, path=path))[0]
-    found = fsdp.simulate(loading, partial(loaded, case=second, path=path, sharding_strategy=strategy))[0]
+
+    def options(size: int, strategy: str) -> dict[str, Any]:
+        mesh = {"mesh": (2, size // 2) if size % 2 == 0 else (1, size)} if strategy == "HYBRID_SHARD" else {}
+        return {"sharding_strategy": strategy, **mesh}
+
+    weights, state = fsdp.simulate(saving, partial(save_trained, case=first, path=path, **options(saving, strategies[0])))[0]
+    found = fsdp.simulate(loading, partial(loaded, case=second, path=path, **options(loading, strategies[1])))[0]
     assert_same(found[:2], (weights, state))
 
 
