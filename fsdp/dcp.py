@@ -133,7 +133,8 @@ class Reading:
         Raises:
             ShardingError: a file is missing or cut, or a value is a pickle of something that is no plain data.
         """
-        self._planner.told = lambda item: told(self._stored.info(item).length)
+        stored = self._stored  # not self: no cycle may keep what was read alive
+        self._planner.told = lambda item: told(stored.info(item).length)
         reader = FileSystemReader(self._stored.folder)
         reader.set_up_storage_reader(self._stored.metadata, is_coordinator=False)
         try:

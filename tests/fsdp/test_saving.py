@@ -1,8 +1,10 @@
 """What `save` keeps besides weights: saves in the background, random states, saves in the middle of a step."""
 
+import gc
 import random
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -397,3 +399,28 @@ class TestInTheMiddleOfAStep:
 
         fsdp.simulate(2, save)
         fsdp.simulate(2, load)
+
+
+def test_nothing_that_was_read_or_written_lives_on_in_a_cycle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Any]] = []
+    for one in (dcp.Reading, dcp.Writing):
+        real = one.__init__
+
+        def noted(self: Any, *arguments: Any, real: Any = real) -> None:
+            real(self, *arguments)
+            alive.append(weakref.ref(self))
+
+        monkeypatch.setattr(one, "__init__", noted)
+
+    def fn(rank: int) -> None:
+        model, optimizer = trained(CASES["net"], rank, in_groups)
+        for number, in_background in enumerate((False, True)):
+            fsdp.save(tmp_path / str(number), model, optimizer, async_=in_background)
+        fsdp.load(tmp_path / "0", model, optimizer, progress=lambda done, total: None)
+
+    gc.disable()
+    try:
+        fsdp.simulate(2, fn)
+        assert len(alive) == 8 and not any(one() for one in alive)
+    finally:
+        gc.enable()
