@@ -229,6 +229,7 @@ class Writing:
         """Copy what this rank will write, and that alone, to the host: what is saved may change from now on."""
         self._planner.aside = {item.index: _copy(self._planner.resolve_data(item)) for item in self._plan.items}
         self._planner.state_dict = {}
+        self._writer.per_thread_copy_ahead = 0  # or torch's writer, on a thread, would wait for a stream of the first device
         self._staged = True
 
     def write(self, collectives: Collectives, told: Callable[[int], None]) -> dict[str, Any]:
