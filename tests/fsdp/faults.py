@@ -235,12 +235,12 @@ SAVING: Final = {
 }
 
 
-def refusal_of_save(folder: Path, step: int) -> str:
-    """What the second rank is told."""
+def refusal_of_save(folder: Path, step: int, in_background: bool = False) -> str:
+    """What the second rank is told, at the call or when it waits."""
 
     def fn(rank: int) -> str:
         try:
-            fsdp.save(folder / step_name(step), make_model())
+            fsdp.save(folder / step_name(step), make_model(), async_=in_background).wait()
         except fsdp.ShardingError as refusal:
             return str(refusal)
         raise AssertionError("it was saved")

@@ -13,6 +13,7 @@ from faults import (
     MODELS,
     SAVING,
     STAGES,
+    full_disk,
     load,
     make_model,
     page,
@@ -69,6 +70,18 @@ def test_a_save_that_fails_leaves_what_was_there(fault: str, tmp_path: Path, row
     assert fsdp.latest(tmp_path) == tmp_path / step_name(1)
     assert load(tmp_path / step_name(1)) == [1.0, 1.0]
     rows[fault] = f"refused on every rank: {found} Nothing is left behind."
+
+
+@pytest.mark.filterwarnings("ignore:save. .* was not saved:UserWarning")
+def test_a_save_in_the_background_that_fails_leaves_what_was_there(tmp_path: Path, rows: dict[str, str]) -> None:
+    save(tmp_path, 1)
+    with full_disk():
+        found = plain(refusal_of_save(tmp_path, 2, in_background=True), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
+    assert load(tmp_path / step_name(1)) == [1.0, 1.0]
+    rows["in a save in the background, the disk is full on one rank"] = (
+        f"warned of when it happens, and raised on every rank by `wait()`, or by the next save: {found} Nothing is left behind."
+    )
 
 
 def test_a_name_is_used_once(tmp_path: Path, rows: dict[str, str]) -> None:
@@ -142,7 +155,7 @@ def test_the_page_says_what_happened(rows: dict[str, str]) -> None:
     missing = [line for line in page(rows).splitlines() if line not in shown.splitlines()]
     assert not missing, remedy
     # if only some of this file's tests have run, only their lines are known
-    every = len(rows) == len(AT_REST) + len(MODELS) + len(SAVING) + len(STAGES) + len(KILLS) + 2
+    every = len(rows) == len(AT_REST) + len(MODELS) + len(SAVING) + len(STAGES) + len(KILLS) + 3
     assert not every or shown == HEAD + page(rows) + "\n", remedy
 
 
