@@ -1,8 +1,8 @@
-"""Real processes that are killed while they save, over gloo. Run as a script, it does so and leaves what it found.
+"""Ranks that are killed while they save: a whole simulated world, or processes over gloo. Run as a script, it does so.
 
-python kills.py FOLDER    a folder for each case, named by its number: checkpoints of step 1 and perhaps 2, and told.json
+python kills.py FOLDER    for each case a folder all/N or one/N: checkpoints of step 1 and perhaps 2, and what a rank was told
 
-One process imports torch; each case is two forks of it.
+One process imports torch; each case is a fork of it, or two.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-from faults import die, die_at, make_model, save, step_name
+from faults import STAGES, die, die_at, make_model, save, step_name
 
 import fsdp
 from fsdp import dcp
@@ -108,9 +108,23 @@ def rank_main(rank: int, kill: Kill, folder: Path) -> None:
     os._exit(0)  # the group cannot be destroyed any more
 
 
-def main(base: Path) -> None:
-    torch.set_num_threads(1)
-    save(base / "before", 1)
+def kill_all(base: Path) -> None:
+    """Both ranks of a simulated world at once, at each stage."""
+    for number, stage in enumerate(STAGES):
+        folder = base / str(number)
+        shutil.copytree(base / "before", folder)
+        child = os.fork()
+        if child == 0:
+            try:
+                die_at(stage)
+                save(folder, 2)
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL, f"it was not killed {stage}"
+
+
+def kill_one(base: Path) -> None:
+    """One of two processes, or both."""
     for number, kill in enumerate(KILLS):
         folder = base / str(number)
         shutil.copytree(base / "before", folder)
@@ -129,4 +143,7 @@ def main(base: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    torch.set_num_threads(1)
+    for name, run in (("all", kill_all), ("one", kill_one)):
+        save(Path(sys.argv[1]) / name / "before", 1)
+        run(Path(sys.argv[1]) / name)

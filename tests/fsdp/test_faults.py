@@ -96,17 +96,30 @@ def test_another_number_of_ranks_loads_it(tmp_path: Path, rows: dict[str, str]) 
     rows["another number of ranks"] = "loaded; `extra` is what rank 0 gave"
 
 
-def test_whenever_all_ranks_are_killed_a_complete_checkpoint_is_there(tmp_path: Path, rows: dict[str, str]) -> None:
-    run_script("faults.py", tmp_path)
-    for number, (stage, left) in enumerate(STAGES.items()):
-        rows[f"all ranks are killed {stage}"] = outcome(tmp_path / str(number), 2 if left == "the new one" else 1)
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a process left that killed parts of itself."""
+    folder = tmp_path_factory.mktemp("killed")
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
+    subprocess.run(
+        [sys.executable, str(HERE / "kills.py"), str(folder)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=100,
+    )
+    return folder
 
 
 @pytest.mark.gloo
-def test_whichever_of_two_processes_is_killed_a_complete_checkpoint_is_there(tmp_path: Path, rows: dict[str, str]) -> None:
-    run_script("kills.py", tmp_path)
+def test_whenever_all_ranks_are_killed_a_complete_checkpoint_is_there(killed: Path, rows: dict[str, str]) -> None:
+    for number, (stage, left) in enumerate(STAGES.items()):
+        rows[f"all ranks are killed {stage}"] = outcome(killed / "all" / str(number), 2 if left == "the new one" else 1)
+
+
+@pytest.mark.gloo
+def test_whichever_of_two_processes_is_killed_a_complete_checkpoint_is_there(killed: Path, rows: dict[str, str]) -> None:
     for number, kill in enumerate(KILLS):
-        folder = tmp_path / str(number)
+        folder = killed / "one" / str(number)
         told = ""
         if kill.victim is not None:
             found = json.loads((folder / "told.json").read_text())
@@ -115,17 +128,6 @@ def test_whichever_of_two_processes_is_killed_a_complete_checkpoint_is_there(tmp
         for name in ("store", "told.json"):
             (folder / name).unlink(missing_ok=True)
         rows[str(kill)] = told + outcome(folder, 2 if kill.appears else 1)
-
-
-def run_script(name: str, folder: Path) -> None:
-    """In a process that may be killed."""
-    path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
-    subprocess.run(
-        [sys.executable, str(HERE / name), str(folder)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=100,
-    )
 
 
 def outcome(folder: Path, step: int) -> str:
