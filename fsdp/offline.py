@@ -57,6 +57,9 @@ def describe(path: Path, tensors: bool = False) -> Iterator[str]:
         yield f"{part}: {len(there)} tensors, {sum(prod(one.size) for _, one in there):,} elements, {size / 1e6:,.1f} MB"
         if tensors:
             yield from (f"  {key} {tuple(one.size)} {one.properties.dtype} in {len(one.chunks)} boxes" for key, one in there)
+    for part in PACKED:
+        if ranks := sum(where[0] == part for where in stored.paths.values()):
+            yield f"{part}: of {ranks} {'rank' if ranks == 1 else 'ranks'}"
 
 
 def damage_in(path: Path) -> list[str]:

@@ -35,6 +35,7 @@ def test_inspect_says_what_is_inside(saved: Saved, capsys: pytest.CaptureFixture
     elements = sum(tensor.numel() for tensor in saved[1].values())
     assert "format 1, saved by 3 ranks on " in printed
     assert f"model: {len(saved[1])} tensors, {elements:,} elements" in printed
+    assert "extra: of 3 ranks\nrandom: of 3 ranks\n" in printed
     assert printed.endswith("healthy\n")
     assert "enter.weight" not in printed
     assert main(["inspect", "--tensors", str(saved[0])]) == 0
