@@ -2,7 +2,8 @@
 
     python benchmarks/checkpoint.py [--megabytes 400] [--ranks 2] [--repeat 3]
 
-Also what a full export of the parameters holds besides what it returns, by the peak of the process.
+Of saves in the background ("later"), the time until the call returns. Also what a full export of the parameters holds besides
+what it returns, by the peak of the process.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,18 +51,28 @@ def with_state(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def ours(folder: Path, megabytes: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+class Contender(NamedTuple):
+    """What is timed."""
+
+    save: Callable[[], Any]
+    later: Callable[[], Any]
+    """Begin a save in the background; what it returns has a result."""
+    load: Callable[[], Any]
+
+
+def ours(folder: Path, megabytes: int) -> Contender:
     model = make_model(megabytes)
     fsdp.fully_shard(model, auto_wrap_policy=lambda name, module: name.isdigit())
     optimizer = with_state(model)
 
-    def save() -> None:
-        fsdp.save(folder / "ours", model, optimizer)
+    return Contender(
+        lambda: fsdp.save(folder / "ours", model, optimizer),
+        lambda: fsdp.save(folder / "ours later", model, optimizer, async_=True),
+        lambda: fsdp.load(folder / "ours", model, optimizer),
+    )
 
-    return save, lambda: fsdp.load(folder / "ours", model, optimizer)
 
-
-def fsdp2(folder: Path, megabytes: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def fsdp2(folder: Path, megabytes: int) -> Contender:
     from torch.distributed.fsdp import fully_shard
 
     model = make_model(megabytes)
@@ -79,16 +90,20 @@ def fsdp2(folder: Path, megabytes: int) -> tuple[Callable[[], Any], Callable[[],
         set_model_state_dict(model, there["model"])
         set_optimizer_state_dict(model, optimizer, there["optimizer"])
 
-    return lambda: distributed_checkpoint.save(state(), checkpoint_id=folder / "fsdp2"), load
+    return Contender(
+        lambda: distributed_checkpoint.save(state(), checkpoint_id=folder / "fsdp2"),
+        lambda: distributed_checkpoint.async_save(state(), checkpoint_id=folder / "fsdp2 later"),
+        load,
+    )
 
 
-def seconds(do: Callable[[], Any]) -> float:
-    """Of the slowest rank."""
+def seconds(do: Callable[[], Any]) -> tuple[float, Any]:
+    """Of the slowest rank; and what this one has got."""
     dist.barrier()
     begin = time.perf_counter()
-    do()
+    result = do()
     dist.barrier()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, result
 
 
 def growth(do: Callable[[], Any]) -> tuple[float, Any]:
@@ -127,18 +142,22 @@ def rank_main(rank: int, args: argparse.Namespace, folder: Path) -> None:
     found: dict[str, Any] = {}
     for _ in range(args.repeat):
         for name, make in (("ours", ours), ("fsdp2", fsdp2)):
-            save, load = make(folder, args.megabytes)
+            contender = make(folder, args.megabytes)
             # each into a folder that is not there, and its turn at a disk cache that is as full as the other's
             if rank == 0:
                 shutil.rmtree(folder / name, ignore_errors=True)
-            for what, do in (("save", save), ("load", load)):
-                taken = seconds(do)
+                shutil.rmtree(folder / f"{name} later", ignore_errors=True)
+            for what in ("save", "load", "later"):
+                taken, result = seconds(getattr(contender, what))
+                if what == "later":
+                    result.result()
                 found[f"{name} {what}"] = min(found.get(f"{name} {what}", taken), taken)
-            del save, load
+            del contender
     dist.barrier()
     if rank == 0:
         found["save: ours / fsdp2"] = found["ours save"] / found["fsdp2 save"]
         found["load: ours / fsdp2"] = found["ours load"] / found["fsdp2 load"]
+        found["later: ours / fsdp2"] = found["ours later"] / found["fsdp2 later"]
     dist.destroy_process_group()
     if rank == 0:
         print(json.dumps({name: round(value, 3) for name, value in found.items()}, indent=1))

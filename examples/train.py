@@ -118,6 +118,7 @@ def train(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: "
     begin = len(curve.train)
     mine = slice(world.rank * args.batch, (world.rank + 1) * args.batch)
     seconds = 0.0
+    saving: fsdp.Saving | None = None
     with tqdm(total=args.steps, initial=begin, unit="step", disable=world.rank != 0, dynamic_ncols=True) as bar:
         for step in range(begin, args.steps):
             start = time.perf_counter()
@@ -129,15 +130,17 @@ def train(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: "
             if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
                 curve.held_out.append((step + 1, evaluate(model, args, corpus, world)))
             if args.checkpoint_every and (step + 1) % args.checkpoint_every == 0:
-                # the data of a step follow from its number, and nothing else is drawn at random
+                # the data of a step follow from its number
                 extra = {"train": curve.train, "held_out": curve.held_out}
-                fsdp.save(folder / f"step-{step + 1}", model, optimizer, extra=extra, keep_last=2)
+                saving = fsdp.save(folder / f"step-{step + 1}", model, optimizer, extra=extra, keep_last=2, async_=True)
             bar.set_postfix_str(
                 f"loss {curve.train[-1][1]:.3f}, held-out {curve.held_out[-1][1]:.3f}, {curve.tokens_per_second:,.0f} tokens/s, "
                 f"{megabytes(fsdp.memory_bytes(model))}/rank",
                 refresh=False,
             )
             bar.update()
+    if saving is not None:
+        saving.wait()  # before the group is destroyed, over which the ranks agree on it
     return curve
 
 

@@ -1,7 +1,8 @@
 """A fully sharded data-parallel engine for PyTorch with an explicit state machine."""
 
 from fsdp.abandoned import agree_abandoned
-from fsdp.checkpoint import latest, load, save
+from fsdp.background import Saving
+from fsdp.checkpoint import latest, load
 from fsdp.clipping import ShardedGradScaler, clip_grad_norm_
 from fsdp.comm_hooks import register_comm_hook
 from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
@@ -14,6 +15,7 @@ from fsdp.methods import register_forward_method
 from fsdp.optimizer_state import full_optim_state_dict, load_full_optim_state_dict
 from fsdp.outside import full_tensor, to_local
 from fsdp.reductions import reducer_stats, relearn_order
+from fsdp.saving import save
 from fsdp.simulated import simulate
 from fsdp.story import story
 from fsdp.summon import summon_full_params
@@ -25,6 +27,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "PeerFailed",
     "ReductionPolicy",
+    "Saving",
     "ShardedGradScaler",
     "ShardingError",
     "WorldError",

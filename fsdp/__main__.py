@@ -21,7 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     converting.add_argument("path", type=Path, help="a checkpoint, a file of torch.save, a safetensors file or folder")
     converting.add_argument("out", type=Path, help="must not exist")
     converting.add_argument("--to", choices=["safetensors", "torch", "dcp"], required=True)
-    converting.add_argument("--max-shard-size", default="5GB", help="of a safetensors file (default: %(default)s)")
+    converting.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        help="of a file, which is held while it is made; no matter for torch (default: %(default)s)",
+    )
     given = parser.parse_args(arguments)
     try:
         if given.command == "convert":

@@ -203,7 +203,7 @@ class ProcessGroupCollectives:
     def _launch(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any]) -> Work:
         """Launch a collective that every rank is about to call. On a device `wait` makes a stream wait, not the host."""
         self._recent.append((kind, label))
-        group, lines = self._group, self._lines
+        group, lines = self.group, self._lines
         if lines is None:
             return cast(Work, launch(group))
         if lines.down:
@@ -219,7 +219,7 @@ class ProcessGroupCollectives:
             raise
 
     @property
-    def _group(self) -> dist.ProcessGroup:
+    def group(self) -> dist.ProcessGroup:
         group = self._reference()
         if group is None:
             raise ShardingError(
@@ -236,7 +236,7 @@ class ProcessGroupCollectives:
         return self._size
 
     def can_carry(self, device: torch.device) -> bool:
-        return any(device.type == known.type for known in self._group._device_types)
+        return any(device.type == known.type for known in self.group._device_types)
 
     def all_gather(self, whole: Tensor, label: str) -> Work:
         chunk = whole.numel() // self._size
@@ -280,10 +280,10 @@ class ProcessGroupCollectives:
         return self._launch("broadcast", label, tensor, lambda group: group.broadcast([tensor], how))
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
-        if dist.get_backend(self._group) == "fake":
+        if dist.get_backend(self.group) == "fake":
             return [thing] * self._size  # a fake group has no peers: all ranks are taken to be alike
         things: list[Any] = [None] * self._size
-        dist.all_gather_object(things, thing, group=self._group)
+        dist.all_gather_object(things, thing, group=self.group)
         return things
 
     def recent(self) -> Sequence[str]:

@@ -6,8 +6,10 @@ Rule 2: nothing that was read is unpickled but by allow-list: metadata by the on
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,9 +17,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp.agreement import agree_on_refusals
@@ -26,6 +34,8 @@ from fsdp.errors import ShardingError
 from fsdp.manifest import record
 
 METADATA: Final = ".metadata"
+FILE_BYTES: Final = 1 << 30
+"""Of one file."""
 _HERE: Final = "torch.distributed.checkpoint."
 _ALLOWED: Final = {
     (_HERE + "metadata", name)
@@ -67,6 +77,11 @@ class Stored:
         found = self.metadata.state_dict_metadata[key]
         return found if isinstance(found, TensorStorageMetadata) else None
 
+    def info(self, item: ReadItem) -> _StorageInfo:
+        """Where one item is."""
+        found: _StorageInfo = self.metadata.storage_data[item.storage_index]
+        return found
+
     def empty(self, key: str) -> Tensor | None:
         """Memory on the CPU for all of what is stored under `key`; None if it is no tensor."""
         found = self.tensor(key)
@@ -94,7 +109,7 @@ class Reading:
     def __init__(self, stored: Stored, targets: dict[str, Any]) -> None:
         self._stored = stored
         self._targets = targets
-        self._planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(targets, stored.metadata, is_coordinator=False)
         self._plan: LoadPlan = self._planner.create_local_plan()
 
@@ -103,16 +118,23 @@ class Reading:
         """Which files, and at which offsets."""
         found: dict[str, set[int]] = {}
         for item in self._plan.items:
-            info: _StorageInfo = self._stored.metadata.storage_data[item.storage_index]
+            info = self._stored.info(item)
             found.setdefault(info.relative_path, set()).add(info.offset)
         return found
 
-    def read(self) -> dict[str, Any]:
-        """Read it; the targets, filled.
+    @property
+    def nbytes(self) -> int:
+        """What is stored there; twice, what is read twice."""
+        return sum(self._stored.info(item).length for item in self._plan.items)
+
+    def read(self, told: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
+        """Read it; the targets, filled. `told`: hears of the bytes of every item that was read.
 
         Raises:
             ShardingError: a file is missing or cut, or a value is a pickle of something that is no plain data.
         """
+        stored = self._stored  # not self: no cycle may keep what was read alive
+        self._planner.told = lambda item: told(stored.info(item).length)
         reader = FileSystemReader(self._stored.folder)
         reader.set_up_storage_reader(self._stored.metadata, is_coordinator=False)
         try:
@@ -126,49 +148,147 @@ class Reading:
         return self._targets
 
 
-class _Planner(DefaultLoadPlanner):
-    """torch's, but for how it reads what is no tensor."""
+class _LoadPlanner(DefaultLoadPlanner):
+    """torch's, but for how it reads what is no tensor, and that it tells how far it is."""
+
+    told: Callable[[ReadItem], None] = staticmethod(lambda item: None)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        self.told(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self.told(read_item)
 
 
-def write(folder: Path, state: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
-    """Write this rank's part of a nested state dict, and on rank 0 the metadata; return what the manifest says of all files.
+class Unread:
+    """A tensor that is read when it is written, and not before: what a conversion hands on."""
 
-    Communicates. The folder must exist.
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.read = read
 
-    Raises:
-        Exception: on every rank, if any rank cannot write (ShardingError, with the rank, where it is another).
-    """
-    # each file goes down to the disk when it is recorded
-    planner, writer = DefaultSavePlanner(), FileSystemWriter(folder, sync_files=False)
+    @property
+    def nbytes(self) -> int:
+        """When it is read."""
+        return prod(self.shape) * self.dtype.itemsize
 
-    def plan() -> Any:
-        planner.set_up_planner(dict(state), writer.storage_meta(), is_coordinator=collectives.rank == 0)
-        writer.set_up_storage_writer(collectives.rank == 0)
-        return writer.prepare_local_plan(planner.create_local_plan())
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
+        offsets, sizes = torch.Size([0] * len(self.shape)), torch.Size(self.shape)
+        data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=self.dtype), sizes)
+        return [WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data)]
 
-    # every rank computes the same global plan, which saves handing it out
-    central, metadata = planner.create_global_plan(agree_on_refusals(collectives, plan))
-    mine = planner.finish_plan(writer.prepare_global_plan(central)[collectives.rank])
 
-    def put() -> tuple[list[WriteResult], dict[str, Any]]:
-        with _without_checksums_in_archives():
-            results = writer.write_data(mine, planner).wait()
-        return results, _records(folder, results)
+class _SavePlanner(DefaultSavePlanner):
+    """torch's, but for where values come from: copies that were set aside, and what is read only now."""
 
-    answers = agree_on_refusals(collectives, put)
-    files = {name: one for _, records in answers for name, one in records.items()}
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside: dict[MetadataIndex, Tensor | io.BytesIO] = {}
+        self.told: Callable[[int], None] = lambda count: None
 
-    def finish() -> dict[str, Any]:
-        if collectives.rank != 0:
-            return {}
-        writer.finish(metadata, [results for results, _ in answers])
-        path = folder / METADATA
-        return {METADATA: record(path, [(0, path.stat().st_size)])}
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        self.told(size_of(write_item))
+        if write_item.index in self.aside:
+            return self.aside.pop(write_item.index)  # nobody needs it again
+        value = self.state_dict[write_item.index.fqn]
+        return value.read() if isinstance(value, Unread) else super().resolve_data(write_item)
 
-    return {**files, **agree_on_refusals(collectives, finish)[0]}
+
+class Writing:
+    """What one rank is about to write of a nested state dict, as all ranks have agreed."""
+
+    def __init__(self, folder: Path, state: Mapping[str, Any], collectives: Collectives, file_bytes: int = FILE_BYTES) -> None:
+        """Plan it, in files of at most `file_bytes`, or one tensor. The folder must exist. Communicates.
+
+        Raises:
+            Exception: on every rank, if any rank cannot (ShardingError, with the rank, where it is another).
+        """
+        # each file goes down to the disk when it is recorded
+        self._planner, self._writer = _SavePlanner(), FileSystemWriter(folder, sync_files=False)
+        self._folder = folder
+        self._staged = False
+        self._file_bytes = file_bytes
+
+        def plan() -> SavePlan:
+            self._planner.set_up_planner(dict(state), self._writer.storage_meta(), is_coordinator=collectives.rank == 0)
+            self._writer.set_up_storage_writer(collectives.rank == 0)
+            return self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+        # every rank computes the same global plan, which saves handing it out
+        central, self._metadata = self._planner.create_global_plan(agree_on_refusals(collectives, plan))
+        self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(central)[collectives.rank])
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors this rank writes."""
+        return sum(map(size_of, self._plan.items))
+
+    def stage(self) -> None:
+        """Copy what this rank will write, and that alone, to the host: what is saved may change from now on."""
+        self._planner.aside = {item.index: _copy(self._planner.resolve_data(item)) for item in self._plan.items}
+        self._planner.state_dict = {}
+        self._writer.per_thread_copy_ahead = 0  # or torch's writer, on a thread, would wait for a stream of the first device
+        self._staged = True
+
+    def write(self, collectives: Collectives, told: Callable[[int], None]) -> dict[str, Any]:
+        """Write it, and on rank 0 the metadata; return what the manifest says of all files.
+
+        Memory: torch's writer holds every tensor of a file, or a copy of it, until the file is complete.
+        `told` hears of the bytes of what is about to be written, and of what was read again for its checksum. Communicates.
+
+        Raises:
+            Exception: as above.
+        """
+        self._planner.told = told
+
+        def put() -> tuple[list[WriteResult], dict[str, Any]]:
+            # the option is everybody's, and in the background others may be saving
+            with nullcontext() if self._staged else _without_checksums_in_archives():
+                results = [one for plan in self._files() for one in self._writer.write_data(plan, self._planner).wait()]
+            share = self.nbytes / max(sum(one.size_in_bytes for one in results), 1)  # torch wraps every tensor in an archive
+            return results, _records(self._folder, results, lambda count: told(int(count * share)), not self._staged)
+
+        def finish() -> dict[str, Any]:
+            if collectives.rank != 0:
+                return {}
+            self._writer.finish(self._metadata, [results for results, _ in answers])
+            path = self._folder / METADATA
+            return {METADATA: record(path, [(0, path.stat().st_size)], at_once=not self._staged)}
+
+        try:
+            answers = agree_on_refusals(collectives, put)
+        finally:
+            self._planner.aside = {}
+        files = {name: one for _, records in answers for name, one in records.items()}
+        return {**files, **agree_on_refusals(collectives, finish)[0]}
+
+    def _files(self) -> Iterator[SavePlan]:
+        """The plan of each file of this rank."""
+        plans: list[list[WriteItem]] = [[]]
+        held = 0
+        for item in self._plan.items:
+            held += size_of(item)
+            if plans[-1] and held > self._file_bytes:
+                plans.append([])
+                held = size_of(item)
+            plans[-1].append(item)
+        for number, items in enumerate(plans):
+            prefix: str = self._plan.storage_data.prefix
+            yield replace(self._plan, items=items, storage_data=_StoragePrefix(f"{prefix}{number}_" if number else prefix))
+
+
+def size_of(item: WriteItem) -> int:
+    """The bytes of a tensor that is to be written; 0 of what is no tensor."""
+    data = item.tensor_data
+    return 0 if data is None else prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def _copy(value: Tensor | io.BytesIO) -> Tensor | io.BytesIO:
+    if isinstance(value, io.BytesIO):
+        return value  # a pickle that was made just now
+    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -211,9 +331,9 @@ def _without_checksums_in_archives() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _records(folder: Path, results: list[WriteResult]) -> dict[str, Any]:
+def _records(folder: Path, results: list[WriteResult], told: Callable[[int], None], at_once: bool) -> dict[str, Any]:
     items: dict[str, list[tuple[int, int]]] = {}
     for result in results:
         info: _StorageInfo = result.storage_data
         items.setdefault(info.relative_path, []).append((info.offset, info.length))
-    return {name: record(folder / name, there) for name, there in items.items()}
+    return {name: record(folder / name, there, told, at_once) for name, there in items.items()}

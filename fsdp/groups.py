@@ -105,6 +105,20 @@ def open_channels(process_group: Any, mesh: Any, grouping: Grouping) -> Channels
     return Channels(first, second, _alone, second)
 
 
+def channel_beside(everyone: Collectives) -> Collectives:
+    """A channel to the same ranks, for a thread that must not come between the calls of training.
+
+    Its group is gloo's, which carries what is on the host. Communicates the first time.
+    """
+    if not isinstance(everyone, ProcessGroupCollectives) or dist.get_backend(everyone.group) == "fake":
+        return everyone
+    if everyone.group not in _beside:
+        ranks = dist.get_process_group_ranks(everyone.group)
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _beside[everyone.group] = ProcessGroupCollectives(group, "beside", None)
+    return _beside[everyone.group]
+
+
 def _check_shape(shape: tuple[int, ...], ranks: int) -> None:
     """(replicas, shards) of a mesh over `ranks` ranks."""
     if len(shape) != 2 or not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) != ranks:
@@ -164,6 +178,7 @@ def _default_group() -> dist.ProcessGroup:
 # torch owns the groups, and forgets them in destroy_process_group()
 _alone = Alone()
 _pairs: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Collectives, Collectives]] = weakref.WeakKeyDictionary()
+_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
 _flattened: weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = weakref.WeakValueDictionary()
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 

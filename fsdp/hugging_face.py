@@ -24,6 +24,7 @@ from fsdp.errors import ShardingError
 from fsdp.full_state import BUCKET_BYTES
 from fsdp.names import check_names, entries
 from fsdp.piece import Piece, check_fit, pieces_in
+from fsdp.progress import Asked, Progress
 from fsdp.ranges import Range, gather_range, memory_for, ranges_of
 from fsdp.sharded import everyone_in, resting_units_in
 
@@ -32,11 +33,12 @@ UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 
 
 @torch.no_grad()
-def export_safetensors(model: nn.Module, path: str | Path, max_shard_size: int | str = "5GB") -> None:
+def export_safetensors(model: nn.Module, path: str | Path, max_shard_size: int | str = "5GB", *, progress: Asked = False) -> None:
     """Write parameters and persistent buffers as the folder `path`, which appears when it is complete.
 
     Tied parameters are written once, under their first name, as `transformers` does. A file has at most `max_shard_size` bytes
-    of tensors ("5GB", "500MB", or a number), or one tensor. Communicates: every rank must call it alike.
+    of tensors ("5GB", "500MB", or a number), or one tensor. `progress`: True for a bar on rank 0 (package tqdm), or a function
+    of (done_bytes, total_bytes). Communicates: every rank must call it alike.
 
     Memory: one file on the rank that writes it, and on every rank one range of 32 MiB or one parameter.
 
@@ -55,10 +57,16 @@ def export_safetensors(model: nn.Module, path: str | Path, max_shard_size: int |
     planned = [(name, tensor.nbytes) for name, tensor in plain]
     planned += [(names[id(piece.parameter)], _bytes(piece)) for _, one in ranges for piece in one.pieces]
     files = plan_files(planned, limit)
-    name = agree_on_refusals(collectives, lambda: begin("export_safetensors", folder) if collectives.rank == 0 else "")[0]
-    working = folder.parent / name
+    shown: list[Progress] = []
+
+    def prepare() -> str:
+        shown.append(Progress("export_safetensors", progress, collectives.rank))
+        return begin("export_safetensors", folder) if collectives.rank == 0 else ""
+
+    working = folder.parent / agree_on_refusals(collectives, prepare)[0]
     try:
-        writer = _Writer(working, files, collectives.rank, collectives.size)
+        shown[0].begin(sum(size for _, size in planned))
+        writer = _Writer(working, files, collectives.rank, collectives.size, shown[0])
         for label, tensor in plain:
             writer.take(label, tensor)
         memory = memory_for([one for _, one in ranges])
@@ -66,17 +74,20 @@ def export_safetensors(model: nn.Module, path: str | Path, max_shard_size: int |
             _take_range(one, gather_range(one, unit.collectives, unit.name, memory), names, writer)
         agree_on_refusals(collectives, lambda: _finish(writer, working, files) if collectives.rank == 0 else writer.finish())
         agree_on_refusals(collectives, lambda: publish("export_safetensors", working, folder) if collectives.rank == 0 else None)
+        shown[0].end()
     except BaseException:
+        shown[0].end(finished=False)
         if collectives.rank == 0:
             shutil.rmtree(working, ignore_errors=True)
         raise
 
 
 @torch.no_grad()
-def load_safetensors(model: nn.Module, path: str | Path) -> None:
+def load_safetensors(model: nn.Module, path: str | Path, *, progress: Asked = False) -> None:
     """Load parameters and buffers from a safetensors file or a folder of them; each rank reads its own rows only.
 
-    Of tied parameters, one name is enough. Communicates: every rank must call it alike.
+    Of tied parameters, one name is enough. `progress`: True for a bar on rank 0 (package tqdm), or a function of this rank's
+    (done_bytes, total_bytes). Communicates: every rank must call it alike.
 
     Raises:
         ShardingError: on every rank; the package `safetensors` or a file is missing, or names, shapes or dtypes are not the
@@ -88,8 +99,10 @@ def load_safetensors(model: nn.Module, path: str | Path) -> None:
     pieces, asker = pieces_in(model), f"load_safetensors {path}"
     with ExitStack() as stack:
         targets: list[tuple[Tensor, Any]] = []
+        shown: list[Progress] = []
 
         def prepare() -> None:
+            shown.append(Progress("load_safetensors", progress, collectives.rank))
             slices = dict(slices_in(Path(path), asker, stack))
             of: dict[int, str] = {}
             for name, tensor in entries(model):
@@ -103,22 +116,26 @@ def load_safetensors(model: nn.Module, path: str | Path) -> None:
                 check_fit(
                     asker,
                     name,
-                    torch.empty(there.get_shape(), dtype=_dtype(there.get_dtype()), device="meta"),
+                    torch.empty(there.get_shape(), dtype=dtype_of(there.get_dtype()), device="meta"),
                     shape,
                     tensor.dtype,
                 )
                 targets.append((tensor, there))
 
         agree_on_refusals(collectives, prepare)
+        shown[0].begin(sum(tensor.nbytes for tensor, _ in targets))
         for tensor, there in targets:
             piece = pieces.get(id(tensor))
             tensor.copy_(_read(there, piece, tensor))
+            shown[0].add(tensor.nbytes)
+        shown[0].end()
 
 
 class _Writer:
     """The files of one rank: each is written as soon as all of its tensors have come."""
 
-    def __init__(self, working: Path, files: list[list[tuple[str, int]]], rank: int, size: int) -> None:
+    def __init__(self, working: Path, files: list[list[tuple[str, int]]], rank: int, size: int, progress: Progress) -> None:
+        self._progress = progress
         self._working = working
         self._names = [file_name(number, len(files)) for number in range(len(files))]
         self._mine = {name: number for number, there in enumerate(files) if number % size == rank for name, _ in there}
@@ -128,6 +145,7 @@ class _Writer:
 
     def take(self, name: str, tensor: Tensor) -> None:
         """A tensor in full, of which a copy is kept if it is this rank's to write."""
+        self._progress.add(tensor.nbytes)
         number = self._mine.get(name)
         if number is None:
             return
@@ -200,24 +218,43 @@ def _bytes(piece: Piece) -> int:
 
 def slices_in(path: Path, asker: str, stack: ExitStack) -> Iterator[tuple[str, Any]]:
     """Every tensor in the file or the files of a folder, by name, unread."""
-    from safetensors import safe_open
+    for file in files_in(path, asker):
+        opened = stack.enter_context(opened_file(file, asker))
+        for key in opened.keys():  # noqa: SIM118  # not a mapping
+            yield key, opened.get_slice(key)
 
+
+def files_in(path: Path, asker: str) -> list[Path]:
+    """The file, or the files of a folder.
+
+    Raises:
+        ShardingError: one is missing.
+    """
     if path.is_dir():
         index = path / INDEX
-        there = (
+        names = (
             set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else {file_name(0, 1)}
         )
     else:
-        there, path = {path.name}, path.parent
-    for name in sorted(there):
+        names, path = {path.name}, path.parent
+    for name in sorted(names):
         if not (path / name).is_file():
             raise ShardingError(f"{asker}: {name} is missing.")
-        try:
-            file = stack.enter_context(safe_open(path / name, framework="pt"))
-        except Exception as error:  # the package has an exception of its own, and raises others
-            raise ShardingError(f"{asker}: {name} is damaged: {error}.") from error
-        for key in file.keys():  # noqa: SIM118  # not a mapping
-            yield key, file.get_slice(key)
+    return [path / name for name in sorted(names)]
+
+
+def opened_file(file: Path, asker: str) -> Any:
+    """One file, mapped until it is closed.
+
+    Raises:
+        ShardingError: it is damaged.
+    """
+    from safetensors import safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except Exception as error:  # the package has an exception of its own, and raises others
+        raise ShardingError(f"{asker}: {file.name} is damaged: {error}.") from error
 
 
 def _read(there: Any, piece: Piece | None, tensor: Tensor) -> Tensor:
@@ -231,7 +268,8 @@ def _read(there: Any, piece: Piece | None, tensor: Tensor) -> Tensor:
     return rows[part.first - low * row : part.first - low * row + part.numel].view(part.shape)
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """Of a name that safetensors gives to it."""
     from safetensors.torch import _TYPES
 
     types: dict[str, Any] = dict(_TYPES)

@@ -6,7 +6,7 @@ Rule 2: nothing in it is executed, and it says of every byte of every file wheth
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,10 +47,12 @@ class Manifest:
         """Of all files."""
         return sum(file["bytes"] for file in self.files.values())
 
-    def damage(self, folder: Path, ranges: Mapping[str, set[int]] | None = None) -> Iterator[str]:
+    def damage(
+        self, folder: Path, ranges: Mapping[str, set[int]] | None = None, told: Callable[[int], None] = lambda count: None
+    ) -> Iterator[str]:
         """One sentence for everything that is not as it was written; files are read, an item at a time.
 
-        `ranges`: of these files only, the items at these offsets only.
+        `ranges`: of these files only, the items at these offsets only. `told`: hears of every item that was read, its bytes.
         """
         for name, file in self.files.items():
             if ranges is not None and name not in ranges:
@@ -62,7 +64,7 @@ class Manifest:
                 yield f"{name} has {there:,} bytes, of {file['bytes']:,} that were written"
             else:
                 items = [item for item in file["items"] if ranges is None or item[0] in ranges[name]]
-                yield from _damaged(path, items)
+                yield from _damaged(path, items, told)
 
     def missing_or_cut(self, folder: Path) -> str | None:
         """The first file that is not there in full, if any; nothing is read."""
@@ -92,22 +94,38 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(**body)
 
 
-def record(path: Path, items: list[tuple[int, int]]) -> dict[str, Any]:
+def record(
+    path: Path, items: list[tuple[int, int]], told: Callable[[int], None] = lambda count: None, at_once: bool = True
+) -> dict[str, Any]:
     """What the manifest says of one file with these items, each (offset, length); it is down to the disk afterwards.
 
-    Checksums are computed while the disk works, and so cost nearly nothing.
+    With `at_once`, checksums are computed while the disk works, and so cost nearly nothing. That takes a thread, which
+    nobody can start any more when the interpreter ends. `told`: hears of every item that was read, its bytes.
     """
-    with open(path, "rb") as file, ThreadPoolExecutor(1) as disk:
-        synced = disk.submit(os.fsync, file.fileno())
-        checked = [[at, length, _crc_at(file, at, length)] for at, length in sorted(items)]
-        synced.result()
+
+    def check(file: Any) -> Iterator[list[int]]:
+        for at, length in sorted(items):
+            yield [at, length, _crc_at(file, at, length)]
+            told(length)
+
+    with open(path, "rb") as file:
+        if at_once:
+            with ThreadPoolExecutor(1) as disk:
+                synced = disk.submit(os.fsync, file.fileno())
+                checked = list(check(file))
+                synced.result()
+        else:
+            os.fsync(file.fileno())
+            checked = list(check(file))
         return {"bytes": path.stat().st_size, "items": checked}
 
 
-def _damaged(path: Path, items: list[list[int]]) -> Iterator[str]:
+def _damaged(path: Path, items: list[list[int]], told: Callable[[int], None]) -> Iterator[str]:
     with open(path, "rb") as file:
         for at, length, crc in items:
-            if _crc_at(file, at, length) != crc:
+            found = _crc_at(file, at, length)
+            told(length)
+            if found != crc:
                 yield f"{path.name} is damaged between bytes {at:,} and {at + length:,} (its checksum differs)"
 
 

@@ -1,30 +1,35 @@
 """Checkpoints without a model, a GPU or other ranks: what is in one, and the same in another form.
 
-Rule: a conversion holds what it reads tensor by tensor, up to one file of the output; only a single file of torch.save is written
-from memory, because torch writes it at once.
+Rule: a conversion holds one tensor at a time, or one file of the output where that has several: `max_shard_size`. (What it
+reads from a file of torch.save is mapped, and the system's to keep or to drop.)
 """
 
+import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp.atomic import begin, publish
-from fsdp.checkpoint import pack, unpack, write_checkpoint
-from fsdp.collectives import Collectives
+from fsdp.collectives import Alone
 from fsdp.errors import ShardingError
-from fsdp.hugging_face import file_name, plan_files, require_safetensors, slices_in, write_index
+from fsdp.hugging_face import dtype_of, file_name, files_in, opened_file, plan_files, require_safetensors, write_index
 from fsdp.manifest import NAME, read_manifest
-from fsdp.simulated import current_rank, simulate
+from fsdp.progress import Progress
+from fsdp.saving import RANDOM, Draft, pack, unpack
 
 if TYPE_CHECKING:
-    from fsdp.dcp import Stored
+    from fsdp.dcp import Stored, Unread
+
+PACKED: Final = ("extra", RANDOM)
+"""Parts that hold each rank's own, packed."""
 
 
 def describe(path: Path, tensors: bool = False) -> Iterator[str]:
@@ -52,6 +57,9 @@ def describe(path: Path, tensors: bool = False) -> Iterator[str]:
         yield f"{part}: {len(there)} tensors, {sum(prod(one.size) for _, one in there):,} elements, {size / 1e6:,.1f} MB"
         if tensors:
             yield from (f"  {key} {tuple(one.size)} {one.properties.dtype} in {len(one.chunks)} boxes" for key, one in there)
+    for part in PACKED:
+        if ranks := sum(where[0] == part for where in stored.paths.values()):
+            yield f"{part}: of {ranks} {'rank' if ranks == 1 else 'ranks'}"
 
 
 def damage_in(path: Path) -> list[str]:
@@ -71,103 +79,120 @@ def convert(path: Path, out: Path, to: str, max_shard_size: int) -> None:
         raise ShardingError(f"convert: {path} is damaged: {'; '.join(damage[:3])}.")
     if out.exists():
         raise ShardingError(f"convert: {out} exists already; give another name, or remove it first.")
-    with ExitStack() as stack:
-        source = _open(path, stack)
-        if to == "safetensors":
-            _to_safetensors(source, out, max_shard_size)
-        elif to == "torch":
-            working = out.with_name(f".{out.name}.incomplete")
-            state = source.everything()
-            torch.save({**state, **{"extra": {rank: unpack(one) for rank, one in state.get("extra", {}).items()}}}, working)
-            working.rename(out)
-        else:
-            state = source.everything()
-            if any(isinstance(name, int) for name in state.get("optimizer", {}).get("state", {})):
-                raise ShardingError(
-                    f"convert: the optimizer state in {path} is by number, and only its optimizer knows the names; load it with "
-                    "fsdp.load_full_optim_state_dict, then fsdp.save."
-                )
-            state["extra"] = {str(rank): pack(one) for rank, one in state.get("extra", {}).items()}
-            simulate(1, lambda rank: write_checkpoint(out, state, {}, alone()))
+    source = _open(path)
+    if to == "safetensors":
+        _to_safetensors(source, out, max_shard_size)
+    elif to == "torch":
+        _to_torch(_each_rank(source, unpack), out)
+    else:
+        if any(isinstance(name, int) for name in source.get("optimizer", {}).get("state", {})):
+            raise ShardingError(
+                f"convert: the optimizer state in {path} is by number, and only its optimizer knows the names; load it with "
+                "fsdp.load_full_optim_state_dict, then fsdp.save."
+            )
+        alone = Alone()
+        Draft(out, _each_rank(source, pack), {}, alone, None, Progress("convert", False, 0), max_shard_size).finish(alone)
 
 
-def alone() -> Collectives:
-    """A channel of the simulated world of one."""
-    rank = current_rank()
-    assert rank is not None, "inside simulate"
-    return rank.channel("offline")
+def _each_rank(state: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The same, with what each rank packed changed into another form."""
+    parts: dict[str, Any] = {
+        part: {str(rank): change(one) for rank, one in state[part].items()} for part in PACKED if part in state
+    }
+    return {**state, **parts}
 
 
-class _Source:
-    """A model's tensors by name, each read when it is asked for, and all there is as one nested dict."""
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        """Of what is in memory, or mapped there: {"model": {...}, ...}."""
-        self._state = state
-
-    def outline(self) -> list[tuple[str, int]]:
-        """The tensors of the model: names and bytes."""
-        return [(name, value.nbytes) for name, value in self._state["model"].items() if isinstance(value, Tensor)]
-
-    def tensor(self, name: str) -> Tensor:
-        """One of them."""
-        found: Tensor = self._state["model"][name]
-        return found
-
-    def everything(self) -> dict[str, Any]:
-        """All there is."""
-        return dict(self._state)
-
-
-class _StoredSource(_Source):
-    """A folder of Distributed Checkpoint."""
-
-    def __init__(self, stored: "Stored") -> None:
-        super().__init__({})
-        self._stored = stored
-        self._keys = {str(where[1]): key for key, where in stored.paths.items() if where[0] == "model" and len(where) == 2}
-
-    def outline(self) -> list[tuple[str, int]]:
-        found = ((name, self._stored.tensor(key)) for name, key in self._keys.items())
-        return [(name, prod(one.size) * one.properties.dtype.itemsize) for name, one in found if one is not None]
-
-    def tensor(self, name: str) -> Tensor:
-        key = self._keys[name]
-        found: Tensor = self._stored.plan({key: self._stored.empty(key)}).read()[key]
-        return found
-
-    def everything(self) -> dict[str, Any]:
-        state = self._stored.nested(self._stored.plan({key: self._stored.empty(key) for key in self._stored.paths}).read())
-        return state
-
-
-def _open(path: Path, stack: ExitStack) -> _Source:
+def _open(path: Path) -> dict[str, Any]:
+    """All there is as one nested dict, in which tensors are unread, or mapped."""
     from fsdp import dcp
 
     if (path / dcp.METADATA).exists():
-        return _StoredSource(dcp.Stored(path))
+        stored = dcp.Stored(path)
+        tensors = {key: _stored(stored, key, found) for key in stored.paths if (found := stored.tensor(key)) is not None}
+        values = stored.plan({key: None for key in stored.paths if key not in tensors}).read()
+        return stored.nested({key: tensors[key] if key in tensors else values[key] for key in stored.paths})
     if path.is_dir() or path.suffix == ".safetensors":
         require_safetensors("convert")
-        return _Source({"model": {name: there[...] for name, there in slices_in(path, "convert", stack)}})
+        return {"model": dict(tensor for file in files_in(path, "convert") for tensor in _unread_in(file))}
     try:
         state = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except Exception as error:  # anything at all may be in a file
         raise ShardingError(
             f"convert: {path} is no checkpoint, and no file of torch.save with plain data: {type(error).__name__}."
         ) from error
-    return _Source(state if "model" in state and isinstance(state["model"], Mapping) else {"model": state})
+    return dict(state) if "model" in state and isinstance(state["model"], Mapping) else {"model": state}
 
 
-def _to_safetensors(source: _Source, out: Path, limit: int) -> None:
+def _stored(stored: "Stored", key: str, found: Any) -> "Unread":
+    from fsdp import dcp
+
+    return dcp.Unread(tuple(found.size), found.properties.dtype, lambda: stored.plan({key: stored.empty(key)}).read()[key])
+
+
+def _unread_in(file: Path) -> Iterator[tuple[str, "Unread"]]:
+    from fsdp import dcp
+
+    def reader(name: str) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            with opened_file(file, "convert") as there:  # what is mapped goes when it is closed
+                found: Tensor = there.get_tensor(name)
+                return found
+
+        return read
+
+    with opened_file(file, "convert") as opened:
+        for name in opened.keys():  # noqa: SIM118  # not a mapping
+            there = opened.get_slice(name)
+            yield name, dcp.Unread(tuple(there.get_shape()), dtype_of(there.get_dtype()), reader(name))
+
+
+def _read(value: Any) -> Any:
+    """A tensor, in memory or mapped there."""
+    return value if isinstance(value, Tensor) else value.read()
+
+
+def _to_torch(state: dict[str, Any], out: Path) -> None:
+    """A file of torch.save. torch writes it with holes for the tensors, and says where they are; they follow one by one.
+
+    The archive therefore has no checksums of them. torch never looks at these.
+    """
+    with FakeTensorMode():
+        outline = tree_map(lambda value: torch.empty(value.shape, dtype=value.dtype) if _is_tensor(value) else value, state)
+    working = out.with_name(f".{out.name}.incomplete")
+    try:
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(outline, working)
+        with FakeTensorMode():
+            holes = torch.load(working, weights_only=True)
+        with open(working, "r+b") as file:
+            for value, hole in zip(tree_leaves(state), tree_leaves(holes), strict=True):
+                if _is_tensor(value):
+                    file.seek(hole.untyped_storage()._checkpoint_offset)
+                    file.write(_read(value).detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        working.rename(out)
+    except BaseException:
+        working.unlink(missing_ok=True)
+        raise
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "shape")
+
+
+def _to_safetensors(source: dict[str, Any], out: Path, limit: int) -> None:
     require_safetensors("convert")
     from safetensors.torch import save_file
 
-    files = plan_files(source.outline(), limit)
+    tensors = {name: value for name, value in source["model"].items() if _is_tensor(value)}
+    files = plan_files([(name, value.nbytes) for name, value in tensors.items()], limit)
     working = out.parent / begin("convert", out)
     try:
         for number, there in enumerate(files):
-            tensors = {name: source.tensor(name).contiguous().clone() for name, _ in there}
-            save_file(tensors, working / file_name(number, len(files)), metadata={"format": "pt"})
+            held = {name: _read(tensors[name]).contiguous().clone() for name, _ in there}
+            save_file(held, working / file_name(number, len(files)), metadata={"format": "pt"})
+            del held
         write_index(working, files)
         publish("convert", working, out)
     except BaseException:

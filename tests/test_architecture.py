@@ -22,8 +22,10 @@ ORDER = (
     "wrapper",
     "offline",
     "checkpoint",
+    "saving",
     "hugging_face",
     "optimizer_state",
+    "gradients",
     "full_state",
     "summon",
     "story",
@@ -37,6 +39,7 @@ ORDER = (
     "manifest",
     "atomic",
     "agreement",
+    "background",
     "methods",
     "plan",
     "sharded",
@@ -84,6 +87,8 @@ ORDER = (
     "lines",
     "trail",
     "eager",
+    "progress",
+    "randomness",
     "errors",
 )
 STATE_MACHINE_USERS = {"sharded", "engine", "notes", "hooks", "state_hooks", "summon", "config", "errors"}

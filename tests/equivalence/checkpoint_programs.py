@@ -1,15 +1,11 @@
-"""What ranks of a real group do with checkpoints: with FSDP2's, and when one of them is killed. Run by gloo_programs.py."""
+"""What ranks of a real group do with checkpoints: with FSDP2's, and in the background. Run by gloo_programs.py."""
 
-import os
-import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
 from models import CASES, Block, make_net, own_batches, train, wrap
 from torch import nn
@@ -23,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import fsdp
-from fsdp import dcp
 
 State = dict[str, Any]
 CASE: Final = CASES["net"]
@@ -110,41 +105,32 @@ def plain_dcp(rank: int) -> State:
     return at_once
 
 
-def killed(rank: int) -> tuple[str, float]:
-    """Rank 1 is killed when it has written its parts: what rank 0 is told, and after how many seconds."""
+def in_the_background(rank: int) -> list[tuple[State, State]]:
+    """Three saves while training goes on, which none of them waits for or disturbs: what was loaded and what was there."""
     model = wrap(CASE)
-    fsdp.save(folder() / "run" / "1", model)
-    real = dcp.FileSystemWriter.write_data
-
-    def write_data(self: Any, plan: Any, planner: Any) -> Any:
-        done = real(self, plan, planner)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return done
-
-    dcp.FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
-    begin = time.monotonic()
-    try:
-        fsdp.save(folder() / "run" / "2", model)
-    except Exception as told:
-        torch.save((str(told), time.monotonic() - begin), folder() / "told.pt")
-    os._exit(0)  # the group cannot be destroyed any more
-
-
-def reads_alone(rank: int) -> State:
-    """Any process of another world reads what those left."""
-    model = wrap(CASE)
-    newest = fsdp.latest(folder() / "run")
-    assert newest == folder() / "run" / "1"
-    fsdp.load(newest, model)
-    assert dist.get_world_size() == 1
-    return fsdp.full_state_dict(model)
+    optimizer = make_optimizer(model)
+    wanted, under_way = [], []
+    for step in range(3):
+        train(model, own_batches(CASE, rank, 2), lambda _: optimizer)
+        wanted.append(ours_of(model, optimizer))
+        path = folder() / "background" / str(step)
+        under_way.append(fsdp.save(path, model, optimizer, extra={"rank": rank}, keep_last=2, async_=True))
+        train(model, own_batches(CASE, rank, 2), lambda _: optimizer)
+    if rank == 0:  # waiting is each rank's own affair
+        assert under_way[-1].wait() == folder() / "background" / "2"
+    train(model, own_batches(CASE, rank, 2), lambda _: optimizer)
+    under_way[-1].wait()
+    found = []
+    for step in (1, 2):
+        assert fsdp.load(under_way[step].path, model, optimizer) == {"rank": rank}
+        found.append(ours_of(model, optimizer))
+    assert not under_way[0].path.exists()
+    return list(zip(found, wanted[1:], strict=True))
 
 
 CHECKPOINTS: Final[dict[str, Callable[[int], Any]]] = {
     "from FSDP2": from_fsdp2,
     "into FSDP2": into_fsdp2,
     "plain DCP": plain_dcp,
-    "killed": killed,
-    "reads alone": reads_alone,
+    "in the background": in_the_background,
 }

@@ -1,7 +1,4 @@
-"""Everything that is done to checkpoints to break them, and a page of what happens then. Run as a script, it dies while saving.
-
-python faults.py FOLDER STAGE    saves in FOLDER and is killed at that stage
-"""
+"""Everything that is done to checkpoints to break them, and a page of what happens then."""
 
 import errno
 import io
@@ -10,7 +7,6 @@ import os
 import pickle
 import re
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -235,12 +231,12 @@ SAVING: Final = {
 }
 
 
-def refusal_of_save(folder: Path, step: int) -> str:
-    """What the second rank is told."""
+def refusal_of_save(folder: Path, step: int, in_background: bool = False) -> str:
+    """What the second rank is told, at the call or when it waits."""
 
     def fn(rank: int) -> str:
         try:
-            fsdp.save(folder / step_name(step), make_model())
+            fsdp.save(folder / step_name(step), make_model(), async_=in_background).wait()
         except fsdp.ShardingError as refusal:
             return str(refusal)
         raise AssertionError("it was saved")
@@ -286,7 +282,7 @@ def die_at(stage: str) -> None:
             die()
 
     {
-        "before anything is written": lambda: setattr(dcp, "write", dying),
+        "before anything is written": lambda: setattr(dcp.Writing, "write", dying),
         "when rank 1 has written its parts": lambda: setattr(dcp.FileSystemWriter, "write_data", rank_1_dies),
         "before the metadata is written": lambda: setattr(dcp.FileSystemWriter, "finish", dying),
         "before the manifest is written": lambda: setattr(manifest.Manifest, "write", dying),
@@ -294,18 +290,3 @@ def die_at(stage: str) -> None:
         "before the folder gets its name": lambda: setattr(atomic, "sync", dying),
         "when the folder has its name": lambda: setattr(atomic, "sync", second),
     }[stage]()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    save(Path(sys.argv[1]) / "first", 1)
-    for number, one in enumerate(STAGES):
-        base = Path(sys.argv[1]) / str(number)
-        save(base, 1)
-        child = os.fork()
-        if child == 0:
-            die_at(one)
-            save(base, 2)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"it was not killed {one}"

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CASES, Block, Case, Net, loss_of, make_net, own_batches, train, weights_of, wrap
-from test_optimizer_state import ROWS, assert_same, in_groups, trained
+from test_optimizer_state import OPTIMIZERS, ROWS, RowStatistics, assert_same, in_groups, trained
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -23,8 +23,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 FULL = StateDictOptions(full_state_dict=True)
 
 
-def save_trained(rank: int, case: Case, path: Path, make: Any = in_groups) -> tuple[dict[str, Any], dict[str, Any]]:
-    model, optimizer = trained(case, rank, make)
+def save_trained(rank: int, case: Case, path: Path, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    model = wrap(case, **options)
+    optimizer = in_groups(model.parameters())
+    train(model, own_batches(case, rank, 2), lambda _: optimizer)
     fsdp.save(path, model, optimizer, extra={"rank": rank})
     return fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
 
@@ -57,7 +59,7 @@ def test_a_checkpoint_goes_from_one_world_into_another(case: str, saving: int, l
     width=st.integers(1, 12),
     blocks=st.integers(1, 2),
     policies=st.lists(st.sampled_from([None, (Block,), (nn.Linear,), (nn.Linear, nn.LayerNorm)]), min_size=2, max_size=2),
-    strategy=st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP"]),
+    strategies=st.lists(st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]), min_size=2, max_size=2),
 )
 @settings(max_examples=8)
 def test_property_any_cut_becomes_any_other(
@@ -66,13 +68,18 @@ def test_property_any_cut_becomes_any_other(
     width: int,
     blocks: int,
     policies: list[Any],
-    strategy: str,
+    strategies: list[str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "a"
     first, second = (Case(partial(Net, blocks, width), None if policy is None else set(policy)) for policy in policies)
-    weights, state = fsdp.simulate(saving, partial(save_trained, case=first, path=path))[0]
-    found = fsdp.simulate(loading, partial(loaded, case=second, path=path, sharding_strategy=strategy))[0]
+
+    def options(size: int, strategy: str) -> dict[str, Any]:
+        mesh = {"mesh": (2, size // 2) if size % 2 == 0 else (1, size)} if strategy == "HYBRID_SHARD" else {}
+        return {"sharding_strategy": strategy, **mesh}
+
+    weights, state = fsdp.simulate(saving, partial(save_trained, case=first, path=path, **options(saving, strategies[0])))[0]
+    found = fsdp.simulate(loading, partial(loaded, case=second, path=path, **options(loading, strategies[1])))[0]
     assert_same(found[:2], (weights, state))
 
 
@@ -217,6 +224,27 @@ def test_extra_state_of_modules_comes_back(tmp_path: Path) -> None:
     fsdp.simulate(2, fn)
 
 
+@pytest.mark.parametrize("make", [*OPTIMIZERS.values(), RowStatistics], ids=[*OPTIMIZERS, "number a row"])
+def test_the_state_of_any_optimizer_goes_through_a_checkpoint(make: Any, tmp_path: Path) -> None:
+    case = ROWS if make is RowStatistics else CASES["odd"]
+
+    def save(rank: int) -> dict[str, Any]:
+        model, optimizer = trained(case, rank, make)
+        fsdp.save(tmp_path / "a", model, optimizer)
+        return fsdp.full_optim_state_dict(model, optimizer)
+
+    def load(rank: int) -> dict[str, Any]:
+        model = wrap(case)
+        optimizer = make(model.parameters())
+        fsdp.load(tmp_path / "a", model, optimizer)
+        assert all(p.numel() or p not in optimizer.state for p in model.parameters()), "state was invented"
+        return fsdp.full_optim_state_dict(model, optimizer)
+
+    wanted = fsdp.simulate(3, save)[0]
+    assert wanted["state"]
+    assert_same(fsdp.simulate(2, load)[0], wanted)
+
+
 def test_statistics_over_one_ranks_rows_come_back_on_as_many_ranks_only(tmp_path: Path) -> None:
     def save(rank: int) -> None:
         model, optimizer = trained(ROWS, rank, torch.optim.Adafactor)
@@ -274,6 +302,33 @@ def test_every_rank_writes_its_own_parts_and_nothing_twice(tmp_path: Path) -> No
     held = sum(t.nbytes for t in CASES["net in float64"].model().state_dict().values())
     tensors = 2 * len(CASES["net"].model().state_dict())
     assert held < sum(files.values()) < held + 3000 * tensors, "torch adds less than 3 kB to each box"
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_files_are_limited_and_all_of_them_are_read(in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp.dcp.FILE_BYTES", 300)
+    case = CASES["net"]
+
+    def save(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        model, optimizer = trained(case, rank, in_groups)
+        fsdp.save(tmp_path / "a", model, optimizer, extra={"rank": rank}, async_=in_background)
+        return fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
+
+    wanted = fsdp.simulate(2, save)[0]
+    tensors: dict[str, int] = {}
+    for index, info in Stored(tmp_path / "a").metadata.storage_data.items():
+        stored = Stored(tmp_path / "a").tensor(index.fqn)
+        if stored is not None:
+            (chunk,) = (one for one in stored.chunks if tuple(one.offsets) == tuple(index.offset))
+            size = torch.Size(chunk.sizes).numel() * stored.properties.dtype.itemsize
+            tensors.setdefault(info.relative_path, 0)
+            tensors[info.relative_path] += size
+    largest = max(t.nbytes for t in case.model().state_dict().values())
+    assert len(tensors) > 6 and max(tensors.values()) <= max(300, largest)
+    assert_same(fsdp.simulate(3, partial(loaded, case=case, path=tmp_path / "a"))[0][:2], wanted)
+    (tmp_path / "a" / sorted(tensors)[-1]).unlink()
+    with pytest.warns(UserWarning, match="is missing"):
+        assert fsdp.latest(tmp_path) is None
 
 
 WAYS = {"NO_SHARD": {}, "HYBRID_SHARD": {"mesh": (2, 2)}, "FULL_SHARD": {}}

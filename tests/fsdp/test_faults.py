@@ -1,5 +1,6 @@
 """Checkpoints that are broken, and saves that are cut short: what happens is what docs/faults.md says."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from faults import (
     MODELS,
     SAVING,
     STAGES,
+    full_disk,
     load,
     make_model,
     page,
@@ -21,6 +23,7 @@ from faults import (
     save,
     step_name,
 )
+from kills import KILLS, LIMIT
 
 import fsdp
 
@@ -69,6 +72,18 @@ def test_a_save_that_fails_leaves_what_was_there(fault: str, tmp_path: Path, row
     rows[fault] = f"refused on every rank: {found} Nothing is left behind."
 
 
+@pytest.mark.filterwarnings("ignore:save. .* was not saved:UserWarning")
+def test_a_save_in_the_background_that_fails_leaves_what_was_there(tmp_path: Path, rows: dict[str, str]) -> None:
+    save(tmp_path, 1)
+    with full_disk():
+        found = plain(refusal_of_save(tmp_path, 2, in_background=True), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
+    assert load(tmp_path / step_name(1)) == [1.0, 1.0]
+    rows["in a save in the background, the disk is full on one rank"] = (
+        f"warned of when it happens, and raised on every rank by `wait()`, or by the next save: {found} Nothing is left behind."
+    )
+
+
 def test_a_name_is_used_once(tmp_path: Path, rows: dict[str, str]) -> None:
     save(tmp_path, 1)
     rows["the name is taken"] = f"refused on every rank: {plain(refusal_of_save(tmp_path, 1), tmp_path)}"
@@ -81,29 +96,53 @@ def test_another_number_of_ranks_loads_it(tmp_path: Path, rows: dict[str, str]) 
     rows["another number of ranks"] = "loaded; `extra` is what rank 0 gave"
 
 
-def test_whenever_all_ranks_are_killed_a_complete_checkpoint_is_there(tmp_path: Path, rows: dict[str, str]) -> None:
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a process left that killed parts of itself."""
+    folder = tmp_path_factory.mktemp("killed")
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
     subprocess.run(
-        [sys.executable, str(HERE / "faults.py"), str(tmp_path)],
+        [sys.executable, str(HERE / "kills.py"), str(folder)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         check=True,
         timeout=100,
     )
+    return folder
+
+
+@pytest.mark.gloo
+def test_whenever_all_ranks_are_killed_a_complete_checkpoint_is_there(killed: Path, rows: dict[str, str]) -> None:
     for number, (stage, left) in enumerate(STAGES.items()):
-        folder = tmp_path / str(number)
-        newest = fsdp.latest(folder)
-        step = 2 if left == "the new one" else 1
-        assert newest == folder / step_name(step), stage
-        assert load(newest) == [step, step], stage
-        rows[f"all ranks are killed {stage}"] = (
-            "the new checkpoint is complete"
-            if step == 2
-            else "the one before is the newest; a hidden folder is left, which the next save with `keep_last` removes"
-        )
-        fsdp.simulate(1, lambda rank, folder=folder: save_once_more(folder))
-        assert sorted(path.name for path in folder.iterdir()) == sorted(
-            path.name for path in folder.iterdir() if path.name[0] != "."
-        )
+        rows[f"all ranks are killed {stage}"] = outcome(killed / "all" / str(number), 2 if left == "the new one" else 1)
+
+
+@pytest.mark.gloo
+def test_whichever_of_two_processes_is_killed_a_complete_checkpoint_is_there(killed: Path, rows: dict[str, str]) -> None:
+    for number, kill in enumerate(KILLS):
+        folder = killed / "one" / str(number)
+        told = ""
+        if kill.victim is not None:
+            found = json.loads((folder / "told.json").read_text())
+            assert "Connection" in found["told"] and found["seconds"] < LIMIT / 2, (kill, found)
+            told = "the other rank gets an error at once; "
+        for name in ("store", "told.json"):
+            (folder / name).unlink(missing_ok=True)
+        rows[str(kill)] = told + outcome(folder, 2 if kill.appears else 1)
+
+
+def outcome(folder: Path, step: int) -> str:
+    """What is there after a save was cut short, which must be the whole checkpoint of `step`; and the next save cleans up."""
+    newest = fsdp.latest(folder, verify=True)
+    assert newest == folder / step_name(step), folder
+    assert load(newest) == [step, step], folder
+    assert (folder / step_name(2)).exists() == (step == 2)
+    hidden = list(folder.glob(".*"))
+    fsdp.simulate(1, lambda rank: save_once_more(folder))
+    assert sorted(path.name for path in folder.iterdir()) == [step_name(one) for one in sorted({1, step, 3})]
+    if step == 2:
+        return "the new checkpoint is complete"
+    left = "; a hidden folder is left, which the next save with `keep_last` removes" if hidden else "; nothing is left behind"
+    return f"the one before is the newest{left}"
 
 
 def save_once_more(folder: Path) -> None:
@@ -118,13 +157,13 @@ def test_the_page_says_what_happened(rows: dict[str, str]) -> None:
     missing = [line for line in page(rows).splitlines() if line not in shown.splitlines()]
     assert not missing, remedy
     # if only some of this file's tests have run, only their lines are known
-    every = len(rows) == len(AT_REST) + len(MODELS) + len(SAVING) + len(STAGES) + 2
+    every = len(rows) == len(AT_REST) + len(MODELS) + len(SAVING) + len(STAGES) + len(KILLS) + 3
     assert not every or shown == HEAD + page(rows) + "\n", remedy
 
 
 HEAD = """# What happens to checkpoints when something breaks
 
-Written by `tests/fsdp/test_faults.py` from what happened on two simulated ranks; rank 1 is quoted. A refusal comes on every rank,
-before anything is loaded. Sizes are written N.
+Written by `tests/fsdp/test_faults.py` from what happened on two simulated ranks (over gloo, where it says processes); rank 1 is
+quoted. A refusal comes on every rank, before anything is loaded. Sizes are written N.
 
 """

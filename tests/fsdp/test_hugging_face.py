@@ -12,6 +12,7 @@ from test_state import STATEFUL, assert_same_state, shifted
 from torch import Tensor, nn
 
 import fsdp
+from fsdp import hugging_face
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -66,6 +67,51 @@ def test_files_are_limited_and_the_index_names_each_tensor_once(tmp_path: Path) 
         assert set(safetensors.load_file(tmp_path / "a" / file)) == {
             n for n, where in index["weight_map"].items() if where == file
         }
+
+
+def test_no_rank_holds_more_than_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: dict[int, int] = {}
+    real = hugging_face._Writer.take
+
+    def take(writer: hugging_face._Writer, name: str, tensor: Tensor) -> None:
+        real(writer, name, tensor)
+        now = sum(one.nbytes for there in writer._held.values() for one in there.values())
+        held[id(writer)] = max(held.get(id(writer), 0), now)
+
+    monkeypatch.setattr(hugging_face._Writer, "take", take)
+    export(CASES["net"], 3, tmp_path / "a", max_shard_size=600)
+    largest = max(t.nbytes for t in make_net().state_dict().values())
+    assert len(held) == 3 and 0 < max(held.values()) <= max(600, largest)
+
+
+def test_each_rank_reads_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export(CASES["net"], 1, tmp_path / "a")
+    read: list[tuple[int, int, int]] = []
+    real = hugging_face._read
+
+    class Noted:
+        """A slice that notes how much is read of it."""
+
+        def __init__(self, there: Any) -> None:
+            self.there, self.numel = there, 0
+
+        def __getitem__(self, key: Any) -> Tensor:
+            found: Tensor = self.there[key]
+            self.numel += found.numel()
+            return found
+
+    def noted(there: Any, piece: Any, tensor: Tensor) -> Tensor:
+        given = Noted(there)
+        result = real(given, piece, tensor)
+        if piece is not None and piece.shape:
+            read.append((given.numel, tensor.numel(), piece.part.shape[0] if tensor.dim() == 1 else piece.shape[-1]))
+        return result
+
+    monkeypatch.setattr(hugging_face, "_read", noted)
+    fsdp.simulate(3, lambda rank: fsdp.load_safetensors(wrap(CASES["net"]), tmp_path / "a"))
+    assert read and any(own == 0 for _, own, _ in read)
+    for found, own, row in read:
+        assert own <= found <= own + 2 * row
 
 
 def test_one_file_needs_no_index(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import Evil
 from models import CASES, make_net, wrap
 from test_checkpoint import loaded, save_trained
 from test_optimizer_state import assert_same
@@ -34,6 +35,7 @@ def test_inspect_says_what_is_inside(saved: Saved, capsys: pytest.CaptureFixture
     elements = sum(tensor.numel() for tensor in saved[1].values())
     assert "format 1, saved by 3 ranks on " in printed
     assert f"model: {len(saved[1])} tensors, {elements:,} elements" in printed
+    assert "extra: of 3 ranks\nrandom: of 3 ranks\n" in printed
     assert printed.endswith("healthy\n")
     assert "enter.weight" not in printed
     assert main(["inspect", "--tensors", str(saved[0])]) == 0
@@ -86,11 +88,15 @@ def test_it_becomes_safetensors_and_a_checkpoint_again(saved: Saved, tmp_path: P
     ("content", "text"),
     [
         (b"no archive", "no file of torch.save with plain data"),
+        (Evil(Path("owned")), "no file of torch.save with plain data"),
         ({"model": {}, "optimizer": {"state": {0: {"step": 1}}, "param_groups": []}}, "by number, and only its optimizer knows"),
     ],
-    ids=["foreign", "by number"],
+    ids=["foreign", "malicious", "by number"],
 )
-def test_what_cannot_be_converted_is_named(content: Any, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_converted_is_named(
+    content: Any, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "a.pt"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -98,6 +104,7 @@ def test_what_cannot_be_converted_is_named(content: Any, text: str, tmp_path: Pa
         torch.save(content, path)
     assert main(["convert", str(path), str(tmp_path / "out"), "--to", "dcp"]) == 1
     assert text in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["a.pt"]
     assert main(["convert", str(path), str(path), "--to", "dcp"]) == 1
     assert "a.pt exists already" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,3 +181,20 @@ def test_a_scaler_skips_the_step_that_overflows() -> None:
         scales.append(scaler.get_scale())
     assert scales == [2.0**10, 2.0**9, 2.0**9]
     assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_save_in_the_background_keeps_what_was_there_and_the_device_draws_on(tmp_path: Path) -> None:
+    case = CASES["net"]
+    model = on_device(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, batches(case), lambda _: optimizer)
+    wanted = fsdp.full_state_dict(model)
+    saving = fsdp.save(tmp_path / "a", model, optimizer, async_=True)
+    train(model, batches(case), lambda _: optimizer)
+    drawn = torch.rand(3, device="cuda")
+    saving.wait()
+    torch.rand(5, device="cuda")
+    fsdp.load(tmp_path / "a", model, optimizer)
+    assert torch.equal(torch.rand(3, device="cuda"), drawn)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in fsdp.full_state_dict(model).items())
