@@ -128,6 +128,8 @@ class Config:
     """How many units may be gathered ahead of the one that computes."""
     sync_module_states: bool
     reduction: ReductionPolicy
+    broadcast_buffers: bool
+    """Whether a forward of the root begins with rank 0's buffers."""
 
     @property
     def bucket_bytes(self) -> int | None:
@@ -152,6 +154,7 @@ def make_config(
     sync_module_states: bool = False,
     guard: bool | None = None,
     reduction: Any = None,
+    broadcast_buffers: bool = False,
 ) -> Config:
     """Check the options against each other.
 
@@ -182,8 +185,21 @@ def make_config(
             "reduction.find_unused_parameters needs sharding_strategy='NO_SHARD': under "
             f"{sharding_strategy!r} a unit is gathered by all ranks or none. Some ranks only may use a parameter without it."
         )
+    if not isinstance(broadcast_buffers, bool):
+        raise ShardingError(f"broadcast_buffers must be True or False, not {broadcast_buffers!r}.")
     precision = _precision(mp_policy)
-    return Config(strategy, grouping, keeps_buckets, keep_root, precision, guarded, prefetch, bool(sync_module_states), reduction)
+    return Config(
+        strategy,
+        grouping,
+        keeps_buckets,
+        keep_root,
+        precision,
+        guarded,
+        prefetch,
+        bool(sync_module_states),
+        reduction,
+        broadcast_buffers,
+    )
 
 
 def find_strategy(sharding_strategy: Any) -> Sharding:

@@ -17,6 +17,7 @@ from contextlib import suppress
 import torch
 from torch.autograd import Variable
 
+from fsdp.buffers import broadcast_buffers
 from fsdp.errors import WorldError
 from fsdp.groups import Channels
 from fsdp.nested import modules_within
@@ -169,6 +170,8 @@ class Engine:
                 self.tell_peers(self.units[self._heard].name, None)
             if self.before_pass is not None:
                 self.before_pass(False, torch.is_grad_enabled())
+            if self.units[0].config.broadcast_buffers and torch.is_grad_enabled():
+                broadcast_buffers(self.units[0].module, self.channels.everyone)
             self._pass_number += 1
             self._may_have_stepped = False
             if self._keepers:

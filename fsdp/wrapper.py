@@ -101,6 +101,7 @@ def fully_shard(
     prefetch: int = 1,
     guard: bool | None = None,
     reduction: ReductionPolicy | None = None,
+    broadcast_buffers: bool = False,
     **unknown: Any,
 ) -> Module:
     """Shard `module` in place over the ranks of a group; return the same module, class and names untouched.
@@ -131,12 +132,23 @@ def fully_shard(
             of a weight that leaves no trace. It costs a look at every tensor that is saved for the backward, and a second copy of
             the whole parameters while a unit's forward runs. None means whether the environment variable FSDP_GUARD is 1.
         reduction: how gradients are put into buckets and summed, see `fsdp.ReductionPolicy`.
+        broadcast_buffers: overwrite the buffers with rank 0's at the beginning of each forward of the outermost unit that records
+            a graph, as DDP does; False leaves each rank its own. That of the outermost unit counts.
 
     Raises:
         ShardingError: an option, the module or the ranks are not as they must be. Nothing was sharded.
     """
     channels = open_channels(process_group, mesh, find_strategy(sharding_strategy).grouping)
-    options = (sharding_strategy, reshard_after_forward, mp_policy, prefetch, sync_module_states, guard, reduction)
+    options = (
+        sharding_strategy,
+        reshard_after_forward,
+        mp_policy,
+        prefetch,
+        sync_module_states,
+        guard,
+        reduction,
+        broadcast_buffers,
+    )
 
     def prepare() -> tuple[Config, list[Planned]]:
         config, plan = _prepare(module, auto_wrap_policy, ignored_modules, channels, options, unknown)

@@ -53,6 +53,7 @@ ORDER = (
     "engine",
     "dump",
     "notes",
+    "buffers",
     "schedule",
     "reducer",
     "usage",

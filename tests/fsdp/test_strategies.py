@@ -165,6 +165,26 @@ def test_two_portions_and_uses_that_differ_by_rank(size: int, options: dict[str,
     assert_close({name: join([one[name] for one in found], shape) for name, shape in shapes.items()}, gradients_of(plain))
 
 
+@EVERY
+def test_buffers_are_those_of_rank_0_if_asked(size: int, options: dict[str, Any]) -> None:
+    """At the beginning of each training forward, in one collective for each dtype; an evaluation asks nobody."""
+
+    def one_rank(rank: int) -> tuple[float, int, int]:
+        net = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
+        model = fsdp.fully_shard(net, auto_wrap_policy={nn.Linear}, broadcast_buffers=True, **options)
+        model(torch.full((2, 6), float(rank)))
+        model(torch.zeros(2, 6))
+        here = current_rank()
+        assert here is not None
+        asked = [call.label for call in here.log].count("buffers")
+        with torch.no_grad():
+            model(torch.zeros(2, 6))
+        return float(model[0].running_mean.sum()), asked, [call.label for call in here.log].count("buffers")
+
+    # rank 0 saw zeros alone
+    assert fsdp.simulate(size, one_rank) == [(0.0, 4, 4)] * size
+
+
 def bytes_of_a_step(size: int, width: int, **options: Any) -> tuple[int, int]:
     """Bytes that rank 0 receives in a second step, and holds after it."""
 
@@ -238,6 +258,7 @@ REFUSED = {
     r"mesh must be a DeviceMesh, .* not \(2, 2\); for other strategies leave it out": {"mesh": (2, 2)},
     "mesh must be a DeviceMesh, or .* not 'cpu'": {"sharding_strategy": "HYBRID_SHARD", "mesh": "cpu"},
     "mesh must be a DeviceMesh, .* not 4": {"mesh": 4},
+    "broadcast_buffers must be True or False, not 1": {"broadcast_buffers": 1},
     "reshard_after_forward=True contradicts sharding_strategy='NO_SHARD'": {
         "sharding_strategy": "NO_SHARD",
         "reshard_after_forward": True,
