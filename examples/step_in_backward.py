@@ -5,7 +5,7 @@
 
 `register_post_accumulate_grad_hook` runs on the parameters of `model.parameters()`, this rank's shards, with the reduced gradient
 in `.grad`. Hooks run after the last gradient of a backward has been committed: a backward that fails has stepped nothing. So a
-hook may let go of its gradient (`.grad` is None when `backward` returns), but the gradients of all shards have been there together.
+hook may let go of its gradient (`.grad` is None when `backward` returns), but all gradients have been there at one time.
 """
 
 from typing import NamedTuple

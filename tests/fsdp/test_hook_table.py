@@ -92,7 +92,7 @@ def on_nodes(name: str, heard: Heard, module: nn.Module, args: Any, output: Tens
 
 def on_accumulation(name: str, heard: Heard, module: nn.Module, args: Any) -> None:
     """In the manner of data-parallel reducers: on the node that accumulates into the parameter that computes."""
-    for key, parameter in module.named_parameters(recurse=False):
+    for key, parameter in module.named_parameters(recurse=isinstance(module, Block)):  # of the root, only its own are whole
         view = parameter.expand_as(parameter)
         assert view.grad_fn is not None
         node = view.grad_fn.next_functions[0][0]
