@@ -211,6 +211,41 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join([first.strip().ljust(widths[0]), *rest]).rstrip())
 
 
+def print_markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """As documents include it."""
+    print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+
+
+def exact_bar(claim: str, value: float, limit: float) -> dict[str, Any]:
+    """A number without noise that must not exceed `limit`."""
+    return {"claim": claim, "value": value, "limit": limit, "verdict": "PASS" if value <= limit else "FAIL"}
+
+
+def print_exact_bars(bars: Sequence[Mapping[str, Any]]) -> None:
+    print_markdown(
+        ["bar", "at most", "found", ""], [[b["claim"], f"{b['limit']:g}", f"{b['value']:.5g}", b["verdict"]] for b in bars]
+    )
+
+
+def draw(plot: Callable[[Any], None], path: Path) -> None:
+    """One figure as a PNG, where matplotlib is there (`pip install 'fsdp[bench]'`)."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"no figure: matplotlib is not installed, so {path.name} was not drawn", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    plot(axes)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
+    print(f"figure: {path}")
+
+
 def machine(date: str | None) -> dict[str, Any]:
     """What a reader needs to judge the numbers, and nothing that tells whose machine it was."""
     return {
