@@ -28,6 +28,7 @@ bench: $(VENV)/.made
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/host.py
 	$(BIN)/python benchmarks/wire.py
+	$(BIN)/python benchmarks/memory.py
 
 $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
