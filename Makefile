@@ -29,6 +29,8 @@ bench: $(VENV)/.made
 	$(BIN)/python benchmarks/host.py
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/overlap.py
 
 $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

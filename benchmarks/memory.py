@@ -148,7 +148,7 @@ def _measure(settings: Settings) -> dict[str, Any]:
     for name in settings.contenders:
         kinds: dict[str, int] = {}
         with peaks_by_kind(kinds), backend_reduces() if name == OVER_NCCL else nullcontext():
-            model = _contender(name).wrap(copy.deepcopy(module), Block)
+            model = contender_of(name).wrap(copy.deepcopy(module), Block)
             _train(model, tokens)  # lazy initialisation
             peak = held(model) + allocated(lambda model=model: _train(model, tokens))
         report["contenders"][name] = {"at_rest": held(model), "peak": peak, "engine": peak - activations, "kinds": kinds}
@@ -157,7 +157,7 @@ def _measure(settings: Settings) -> dict[str, Any]:
     return report
 
 
-def _contender(name: str) -> Contender:
+def contender_of(name: str) -> Contender:
     return CONTENDERS["ours" if name == OVER_NCCL else name]
 
 
@@ -259,7 +259,7 @@ def main() -> None:
     report = {
         "benchmark": "memory",
         "machine": machine(options.date),
-        "options": {name: _contender(name).options for name in settings[0].contenders},
+        "options": {name: contender_of(name).options for name in settings[0].contenders},
         "skipped": skipped,
         "cases": cases,
         "bars": bars,
