@@ -31,6 +31,7 @@ bench: $(VENV)/.made
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/where.py
 
 $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

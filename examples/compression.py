@@ -74,6 +74,7 @@ class Compression:
         self.uncompressed_bytes += instead_of.nbytes // self.size * (self.size - 1)
         work = dist.all_to_all_single(received, messages, group=self.group, async_op=True)
 
+        # runs, and ends, in a thread of the group: one that held the last reference to the group would have to wait for itself
         def finish(done: Future[Any]) -> Tensor:
             done.wait()  # raises what the exchange raised
             return average(received)
@@ -109,8 +110,8 @@ def int8_reduce_scatter(state: Compression, bucket: Any) -> Future[Tensor]:
         # an overflow is this step's alone: what a GradScaler skips must not come back with every later step
         lost = torch.nan_to_num(chunks - dequantise(messages, state.block, chunks.shape[1]), nan=0, posinf=0, neginf=0)
         state.errors[bucket.index()] = lost.view(-1)
-    chunk = chunks.shape[1]
-    return state.exchange(messages, gradients, lambda received: dequantise(received, state.block, chunk).mean(0))
+    block, chunk = state.block, chunks.shape[1]
+    return state.exchange(messages, gradients, lambda received: dequantise(received, block, chunk).mean(0))
 
 
 def quantise(chunks: Tensor, block: int) -> Tensor:
@@ -135,7 +136,7 @@ def dequantise(messages: Tensor, block: int, chunk: int) -> Tensor:
 
 # what it costs and what it gives, on a small model --------------------------------------------------------------
 
-CONTEXT, BATCH, STEPS = 64, 8, 12
+CONTEXT, BATCH, STEPS = 64, 4, 8
 WAYS: dict[str, tuple[Any, bool]] = {
     "the engine's own, fp32": (None, False),
     "bf16": (bf16_reduce_scatter, False),

@@ -11,6 +11,7 @@ import pytest
 import scale
 import torch
 import torch.distributed as dist
+import where
 from simulated_link import Link, joined
 
 import fsdp
@@ -102,3 +103,20 @@ def test_scale_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # on the CPU a reduction adds what 64 ranks sent in more operations than what 4 sent
     assert found["ours", 4, 64]["dispatched"] > found["ours", 4, 4]["dispatched"]
     assert "| ours | 8 | 4 |" in capsys.readouterr().out
+
+
+def test_where_names_the_files_and_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "where.json"
+    monkeypatch.setattr(sys, "argv", ["where.py", "--contenders", "ours", "--units", "3", "--width", "4", "--out", str(out)])
+    monkeypatch.setattr(where, "measure_elsewhere", where.measure)
+    where.main()
+    functions = json.loads(out.read_text())["functions"]["ours"]
+    places = {row["place"] for phase in functions.values() for row in phase}
+    assert {"C++", "fsdp/engine", "fsdp/reducer"} <= places
+    assert not [place for place in places if place.startswith("/")]
+    assert "| fsdp/engine |" in capsys.readouterr().out
+    assert where.place_of(fsdp.__file__) == "fsdp/__init__"
+    assert where.place_of(dist.__file__) == "torch/distributed/__init__"
+    assert where.place_of("/somewhere/else.py") == "else"

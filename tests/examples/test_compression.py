@@ -77,3 +77,10 @@ def test_gradients_of_any_real_precision_are_taken(dtype: torch.dtype) -> None:
         found = hook(compression.Compression(), Shown(gradients)).wait()
         torch.testing.assert_close(found.to(dtype), before, rtol=0, atol=1 / 254)
         assert torch.equal(gradients, before), "the bucket is the engine's"
+
+
+def test_the_script_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    compression.main()
+    printed = capsys.readouterr().out
+    assert "the losses are within 0.01 of each other" in printed
+    assert all(f"| {way} |" in printed for way in compression.WAYS)
