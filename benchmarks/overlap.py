@@ -44,6 +44,8 @@ from common import (
 from simulated_link import Link, joined
 from torch import Tensor, nn
 
+import fsdp
+
 LOADS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 
 
@@ -91,11 +93,22 @@ class Model(nn.Module):
         return x.sum()
 
 
+def _bytes_of_a_block(module: nn.Module, unit: type[nn.Module]) -> int:
+    block = next(child for child in module.modules() if isinstance(child, unit))
+    return sum(parameter.numel() * parameter.element_size() for parameter in block.parameters())
+
+
 def _ddp(module: nn.Module, unit: type[nn.Module]) -> nn.Module:
-    block = sum(p.numel() * p.element_size() for p in next(m for m in module.modules() if isinstance(m, unit)).parameters())
+    block = _bytes_of_a_block(module, unit)
     return nn.parallel.DistributedDataParallel(
         module, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=block / 2**20, init_sync=False
     )
+
+
+def _no_shard(module: nn.Module, unit: type[nn.Module]) -> nn.Module:
+    block = _bytes_of_a_block(module, unit) / 2**20
+    reduction = fsdp.ReductionPolicy(bucket_cap_mb=block, first_bucket_mb=block)
+    return fsdp.FullyShardedDataParallel(module, auto_wrap_policy={unit}, sharding_strategy="NO_SHARD", reduction=reduction)
 
 
 def _fsdp2_prefetch(module: nn.Module, unit: type[nn.Module]) -> nn.Module:
@@ -113,6 +126,7 @@ def _fsdp2_prefetch(module: nn.Module, unit: type[nn.Module]) -> nn.Module:
 HERE = {
     **CONTENDERS,
     "ddp": Contender("ddp", "gradient_as_bucket_view=True, broadcast_buffers=False, a bucket as large as a block", _ddp),
+    "ours_no_shard": Contender("ours_no_shard", 'sharding_strategy="NO_SHARD", a bucket as large as a block', _no_shard),
     "fsdp2_prefetch": Contender(
         "fsdp2_prefetch",
         "fsdp2 with _set_unshard_async_op(True), one unit prefetched in forward and in backward",

@@ -26,7 +26,9 @@ GATHERED, REDUCED = 2, 4
 """Bytes of an element of bf16 and fp32."""
 HOST = 8
 """HYBRID_SHARD: so many ranks share the shards."""
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER", "HYBRID_SHARD", "NO_SHARD")
+GATHER_ONCE = ("SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER")
+"""In a step: whole parameters are kept from forward to backward, or always, and gathered anew when an optimizer has stepped."""
 SHOWN = (8, 64, 512)
 """In the table, of strategies other than FULL_SHARD; the JSON has all."""
 JUDGED_WORLDS = range(8, 513)
@@ -66,7 +68,7 @@ def measure(model: str, units: Sequence[UnitShapes], strategy: str, world: int) 
     received = floor = 0.0
     for number, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
         # the root's own are kept between forward and backward
-        gathers = 0 if shards == 1 else 1 if strategy == "SHARD_GRAD_OP" or number == 0 else 2
+        gathers = 0 if shards == 1 else 1 if strategy in GATHER_ONCE or number == 0 else 2
         messages += [layout.chunk * GATHERED] * gathers
         received += gathers * layout.chunk * GATHERED * (shards - 1)
         floor += gathers * unit.numel * GATHERED * (shards - 1) / shards

@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,17 +24,19 @@ def test_the_models_have_as_many_parameters_as_those_that_are_published(name: st
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world", "options"),
-    [("FULL_SHARD", 3, {}), ("SHARD_GRAD_OP", 2, {"sharding_strategy": "SHARD_GRAD_OP"})],
+    ("strategy", "world"), [("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("SHARD_GRADIENTS", 2), ("SHARD_OPTIMIZER", 3)]
 )
-def test_the_bytes_are_those_that_the_engine_sends(strategy: str, world: int, options: dict[str, Any]) -> None:
+def test_the_bytes_are_those_that_the_engine_sends(strategy: str, world: int) -> None:
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def one_rank(rank: int) -> int:
-        model = fsdp.fully_shard(Net(), auto_wrap_policy={Block}, mp_policy=policy, **options)
+        model = fsdp.fully_shard(Net(), auto_wrap_policy={Block}, mp_policy=policy, sharding_strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters())
         for _ in range(2):
             before = len(world_log())
             loss_of(model(torch.ones(2, 6))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         return sum(call.received for call in world_log()[before:] if call.kind in ("all_gather", "reduce_scatter"))
 
     units = units_of(Net(), Block)
