@@ -4,10 +4,11 @@ Hooks on modules and on activations see what this rank computes, so they are com
 `docs/hooks.md` is the table.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -132,14 +133,19 @@ Around = Callable[[Heard], AbstractContextManager[Any]]
 
 
 def run(
-    rank: int, set_hooks: Set, sharded: bool, before: bool = False, around: Around = lambda heard: nullcontext()
+    rank: int,
+    set_hooks: Set,
+    sharded: bool,
+    before: bool = False,
+    around: Around = lambda heard: nullcontext(),
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Heard, nn.Module]:
     """Some steps with hooks, set before or after wrapping. Weights stay: the ranks of the plain module do not talk."""
     heard, model = Heard(), make()
     if before or not sharded:
         set_hooks(model, heard)
     if sharded:
-        fsdp.fully_shard(model, auto_wrap_policy={Block})
+        fsdp.fully_shard(model, auto_wrap_policy={Block}, **options)
         if not before:
             set_hooks(model, heard)
     for step in range(STEPS):
@@ -420,6 +426,31 @@ def test_on_the_accumulating_node_outside_a_forward_hear_nothing(before: bool) -
 
     assert fsdp.simulate(RANKS, lambda rank: len(run(rank, hook, True, before)[0].calls)) == [0] * RANKS
     assert len(run(0, hook, False)[0].calls) == STEPS
+
+
+# all together, however it is sharded ------------------------------------------------------------------------------
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    **{name: {"sharding_strategy": name} for name in ("SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER", "NO_SHARD")},
+    "HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD", "mesh": (1, RANKS)},
+}
+
+
+def every_listener(model: nn.Module, heard: Heard) -> None:
+    for kind, set_hooks in ON_MODULES.items():
+        if "change" not in kind:
+            set_hooks(model, heard)
+    on_parameters(model, heard)
+
+
+@ENTER_HAS_NO_GRADIENT
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_kind_at_once_under_every_strategy(strategy: str) -> None:
+    def one_rank(rank: int) -> None:
+        found = run(rank, every_listener, True, before=True, options=STRATEGIES[strategy])[0]
+        assert_heard_alike(found, run(rank, every_listener, False)[0])
+
+    fsdp.simulate(RANKS, one_rank)
 
 
 # the page ---------------------------------------------------------------------------------------------------------
