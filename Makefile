@@ -27,11 +27,16 @@ mutants: $(VENV)/.made
 bench: $(VENV)/.made
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/host.py
+	$(BIN)/python benchmarks/wire.py
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/where.py
 
 $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[examples,test,fairscale]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[bench,examples,test,fairscale]'
 	touch $@
 
 clean:

@@ -12,7 +12,8 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,20 @@ def be_quiet() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\..*")
 
 
+@contextmanager
+def no_standard_error() -> Iterator[None]:
+    """The profiler's C++ side announces each start and stop there; exceptions are not affected."""
+    sys.stderr.flush()
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """Repeated measurements of one thing. The least says what the code costs; the median what the machine allowed."""
@@ -209,6 +224,41 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in [header, ["-" * width for width in widths], *rows]:
         first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join([first.strip().ljust(widths[0]), *rest]).rstrip())
+
+
+def print_markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """As documents include it."""
+    print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+
+
+def exact_bar(claim: str, value: float, limit: float) -> dict[str, Any]:
+    """A number without noise that must not exceed `limit`."""
+    return {"claim": claim, "value": value, "limit": limit, "verdict": "PASS" if value <= limit else "FAIL"}
+
+
+def print_exact_bars(bars: Sequence[Mapping[str, Any]]) -> None:
+    print_markdown(
+        ["bar", "at most", "found", ""], [[b["claim"], f"{b['limit']:g}", f"{b['value']:.5g}", b["verdict"]] for b in bars]
+    )
+
+
+def draw(plot: Callable[[Any], None], path: Path) -> None:
+    """One figure as a PNG, where matplotlib is there (`pip install 'fsdp[bench]'`)."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"no figure: matplotlib is not installed, so {path.name} was not drawn", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    plot(axes)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
+    print(f"figure: {path}")
 
 
 def machine(date: str | None) -> dict[str, Any]:

@@ -22,8 +22,6 @@ import argparse
 import copy
 import gc
 import multiprocessing
-import os
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +33,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import CONTENDERS, Bar, Sample, be_quiet, choose, machine, print_bars, print_table, rotated, warn_if_busy, write
+from common import (
+    CONTENDERS,
+    Bar,
+    Sample,
+    be_quiet,
+    choose,
+    machine,
+    no_standard_error,
+    print_bars,
+    print_table,
+    rotated,
+    warn_if_busy,
+    write,
+)
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -132,23 +143,9 @@ def _dispatched(found: Counter[str]) -> Iterator[None]:
 
 @contextmanager
 def _profiled(found: Counter[str]) -> Iterator[None]:
-    with _no_standard_error(), profile(activities=[ProfilerActivity.CPU]) as recording:
+    with no_standard_error(), profile(activities=[ProfilerActivity.CPU]) as recording:
         yield
     found.update(event.name for event in recording.events() if event.name.startswith(("aten::", "c10d::", "_c10d")))
-
-
-@contextmanager
-def _no_standard_error() -> Iterator[None]:
-    """The profiler's C++ side announces each start and stop there; exceptions are not affected."""
-    sys.stderr.flush()
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
 
 
 COUNTERS = {"dispatched": _dispatched, "profiled": _profiled}

@@ -19,8 +19,15 @@ class GradientBucket:
         self._index = index
         self._is_last = is_last
 
+    def zero_padding(self) -> None:
+        """New memory holds anything, which a hook that looks at many elements at once (a norm, a scale) takes for gradients."""
+        slots = self._bucket.flat.layout.slots
+        ends = [0, *(slot.end for slot in slots)]
+        for end, start in zip(ends, [*(slot.start for slot in slots), self._buffer.numel()], strict=True):
+            self._buffer[end:start].zero_()
+
     def buffer(self) -> Tensor:
-        """The gradients of this rank (W * C,), padding included; see `fsdp.register_comm_hook`."""
+        """The gradients of this rank (W * C,), padding of zeros included; see `fsdp.register_comm_hook`."""
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
@@ -53,6 +60,7 @@ class CommHook(NamedTuple):
 
     def launch(self, bucket: GradientBucket, result: Tensor, unit: str) -> "HookedWork":
         """Let the hook begin; what it promises is checked, and copied to `result` (C,), at `wait`."""
+        bucket.zero_padding()
         promise = self.hook(self.state, bucket)
         if not isinstance(promise, torch._C.Future):
             raise ShardingError(

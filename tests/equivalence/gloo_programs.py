@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from checkpoint_programs import CHECKPOINTS
+from compressed_programs import COMPRESSED
 from models import CASES, Block, Net, Trained, loss_of, own_batches, train, wrap
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -195,6 +196,7 @@ OTHERS: Final[dict[str, Callable[[int], Any]]] = {
     "built differently": built_differently,
     "hooked": hooked,
     "uneven": uneven,
+    **COMPRESSED,
 }
 
 

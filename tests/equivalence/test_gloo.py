@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_programs import STEPS as COMPRESSED_STEPS
 from gloo_programs import BF16, FOUR, HOOKS, LAST, LIMIT, OTHERS, SGD, TRAININGS
-from models import CASES, Case, assert_close, assert_trained_alike, joined, loss_of, reference, train
+from models import CASES, Case, assert_close, assert_trained_alike, join, joined, loss_of, reference, train
 
 import fsdp
 from fsdp.delays import DELAYS
@@ -199,6 +200,68 @@ def test_the_hooks_of_torch_do_what_they_do_under_ddp(name: str, ranks: list[dic
     for one in ranks:
         ours, theirs = ({key: pair[side] for key, pair in one["hooked"][name].items()} for side in (0, 1))
         assert_close(ours, theirs, within=WITHIN.get(name, 1e-6))
+
+
+def distances(ranks: list[dict[str, Any]], hook: str, which: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """By parameter: how far a compressed average is off in each element, and the whole gradients of each rank."""
+    found = [one["compressed"][hook] for one in ranks]
+    steps = COMPRESSED_STEPS if which == "total" else 1
+    for name, gradient in found[0].own.items():
+        whole = torch.stack([one.own[name] for one in found]).double()
+        joined_up = join([getattr(one, which)[name] for one in found], gradient.shape)
+        assert joined_up is not None
+        yield (joined_up.double() - steps * whole.mean(0)).abs(), whole
+
+
+ROUNDING = 1 + 1e-4
+"""Beside what is derived: sums in fp32."""
+
+
+def test_a_reduction_in_bf16_is_off_by_one_rounding_of_each_rank(ranks: list[dict[str, Any]]) -> None:
+    for off, whole in distances(ranks, "bf16", "first"):
+        # half of the distance of neighbours that have 8 bits; and what gradients in fp32 are good for
+        assert bool((off <= 2**-8 * whole.abs().mean(0) + 1e-6 * whole.abs().max()).all())
+    assert max(float(off.max()) for off, _ in distances(ranks, "bf16", "first")) > 0, "nothing was compressed"
+
+
+@pytest.mark.parametrize("hook", ["int8", "int8, error feedback"])
+def test_a_reduction_in_int8_is_off_by_half_a_level_of_each_rank(hook: str, ranks: list[dict[str, Any]]) -> None:
+    bound = int8_bound(ranks)
+    worst = max(float(off.max()) for off, _ in distances(ranks, hook, "first"))
+    assert 0 < worst <= ROUNDING * bound
+
+
+def int8_bound(ranks: list[dict[str, Any]]) -> float:
+    """A block's largest value is at most that of all; of each rank, then the mean."""
+    largest = [max(float(one.abs().max()) for one in rank["compressed"]["int8"].own.values()) for rank in ranks]
+    return sum(largest) / len(largest) / 254
+
+
+def test_with_error_feedback_the_sum_over_steps_is_off_by_no_more_than_one_step(ranks: list[dict[str, Any]]) -> None:
+    """What one step loses goes with the next. What the last one lost may be half a level of a block with what was lost before."""
+    bound = ROUNDING * (1 + 1 / 254) * int8_bound(ranks)
+    with_feedback = max(float(off.max()) for off, _ in distances(ranks, "int8, error feedback", "total"))
+    without = max(float(off.max()) for off, _ in distances(ranks, "int8", "total"))
+    assert with_feedback <= bound
+    # the same is lost in each step
+    first = max(float(off.max()) for off, _ in distances(ranks, "int8", "first"))
+    assert without == pytest.approx(COMPRESSED_STEPS * first, rel=1e-2)
+    assert without > bound
+
+
+def test_what_compressed_reductions_receive(ranks: list[dict[str, Any]]) -> None:
+    """Exactly two bytes an element, and one with four bytes for every block that is begun."""
+    for one in ranks:
+        others = len(ranks) - 1
+        chunks = one["compressed"]["bf16"].chunks
+        assert one["compressed"]["bf16"].received == others * 2 * sum(chunks)
+        assert one["compressed"]["int8"].received == others * sum(-(-chunk // 256) * 260 for chunk in chunks)
+
+
+def test_compression_for_shards_is_refused_where_there_are_none(ranks: list[dict[str, Any]]) -> None:
+    for one in ranks:
+        said = one["compressed under NO_SHARD"]
+        assert "the communication hook must come to" in said or "has no chunk for each of 3 ranks" in said
 
 
 def test_the_norm_is_global_and_the_same_on_every_rank(ranks: list[dict[str, Any]]) -> None:

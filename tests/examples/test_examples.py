@@ -125,6 +125,17 @@ def test_generation_leaves_training_as_it_was(load: Load) -> None:
     assert first.silent.losses != second.silent.losses, "each rank has its own dropout"
 
 
+def test_a_step_in_the_backward_is_the_step_after_it(load: Load) -> None:
+    example = load("step_in_backward")
+    after, inside = (
+        fsdp.simulate(2, lambda rank, where=where: example.train(rank, in_backward=where)) for where in (False, True)
+    )
+    for one, other in zip(after, inside, strict=True):
+        assert example.same(one, other)
+        assert one.gradients_left > 0
+        assert other.gradients_left == 0
+
+
 @contextmanager
 def started(name: str, processes: int, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """An example running in a new folder; ended at the end, workers included."""

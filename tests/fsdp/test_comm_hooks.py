@@ -12,6 +12,7 @@ from torch.futures import Future
 import fsdp
 from fsdp.hooked import GradientBucket
 from fsdp.simulated import current_rank
+from fsdp.storage import Ledger, Memory
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "FULL_SHARD": (3, {}),
@@ -92,6 +93,35 @@ def test_a_hook_is_shown_the_gradients_of_its_rank(size: int, options: dict[str,
         assert_close({name: together[name] for name, _ in plain.named_parameters()}, gradients_of(plain))
 
     fsdp.simulate(size, one_rank)
+
+
+@EVERY
+def test_padding_is_zero(size: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that takes a norm or a scale of many elements looks at padding too, and new memory holds anything."""
+    allocate = Memory.allocate
+
+    def allocate_dirty(self: Memory, ledger: Ledger) -> None:
+        fresh = not self._held
+        allocate(self, ledger)
+        if fresh:
+            torch.empty(0, dtype=torch.uint8).set_(self._storage).fill_(255)  # NaN in any floating-point type
+
+    def one_rank(rank: int) -> int:
+        padded = []
+
+        def hook(shards: int, bucket: GradientBucket) -> Future[Tensor]:
+            padded.append(bucket.buffer().numel() - sum(gradient.numel() for gradient in bucket.gradients()))
+            squares = sum(gradient.square().sum() for gradient in bucket.gradients())
+            torch.testing.assert_close(bucket.buffer().square().sum(), squares)
+            return average(shards, bucket)
+
+        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, **options)
+        fsdp.register_comm_hook(model, shards_of(size, options), hook)
+        loss_of(model(data(rank))).backward()
+        return max(padded)
+
+    monkeypatch.setattr(Memory, "allocate", allocate_dirty)
+    assert min(fsdp.simulate(size, one_rank)) > 0, "no bucket has padding"
 
 
 def in_place(shards: int, bucket: GradientBucket) -> Future[Tensor]:

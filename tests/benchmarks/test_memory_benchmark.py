@@ -1,0 +1,33 @@
+"""`benchmarks/memory.py` counts the same bytes in two ways."""
+
+import json
+import sys
+from pathlib import Path
+
+import memory
+import pytest
+
+TINY = ("--blocks", "3", "--width", "32", "--heads", "2", "--vocabulary", "32", "--sequence", "4")
+
+
+def test_the_script_writes_what_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "memory.json"
+    monkeypatch.setattr(
+        sys, "argv", ["memory.py", *TINY, "--world", "4", "--contenders", "fsdp2", "ours", memory.OVER_NCCL, "--out", str(out)]
+    )
+    # in this process: a start costs more than all else
+    monkeypatch.setattr(memory, "measure_elsewhere", lambda settings, timeout: memory.measure(settings))
+    memory.main()
+    (case,) = json.loads(out.read_text())["cases"]
+    ours, over_nccl = case["contenders"]["ours"], case["contenders"][memory.OVER_NCCL]
+    assert ours["kinds"]["shards"] == ours["at_rest"] == over_nccl["at_rest"]
+    assert ours["peak"] - over_nccl["peak"] == ours["kinds"]["scratch"] > 0
+    assert "scratch" not in over_nccl["kinds"]
+    # what the ledger knows, and up to one block's gradients in the hands of autograd
+    booked = sum(ours["kinds"].values())
+    assert booked <= ours["engine"] <= booked + ours["kinds"]["bucket"] * 1.1
+    assert case["activations"] > 0
+    assert "| 4 | fsdp2 |" in capsys.readouterr().out
+    assert out.with_suffix(".png").stat().st_size > 1000
