@@ -34,5 +34,15 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Callable[[Any, Any], 
             raise ShardingError("register_comm_hook: call it outside any forward, backward and summon_full_params.")
         if engine.reducer.hook is not None:
             raise ShardingError("register_comm_hook: this model has a communication hook already; a second would replace it.")
+        policy = engine.reducer.policy
+        for name, given in (
+            ("deterministic=True", policy.deterministic),
+            ("average=False", not policy.average),
+            ("predivide_factor", policy.predivide_factor is not None),
+        ):
+            if given:
+                raise ShardingError(
+                    f"register_comm_hook: the hook does the sums, so reduction.{name} means nothing; leave it out."
+                )
     for engine in engines:
         engine.reducer.hook = CommHook(state, hook)

@@ -136,7 +136,7 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
     Every rank calls forward, backward and `joined.step` in the same order; one backward goes through all forwards since the last.
 
     Raises:
-        ShardingError: `model` is not one root, or ranks with data do different things.
+        ShardingError: `model` is not one root, has a communication hook or a static graph, or ranks with data do different things.
     """
     sharded = sharded_of(getattr(model, "module", model)) or sharded_of(model)
     engines = engines_in(model, "join")
@@ -147,6 +147,10 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
     engine = engines[0]
     if engine.before_pass is not None:
         raise ShardingError("join: this model is inside another join already.")
+    if engine.reducer.hook is not None:
+        raise ShardingError("join: the communication hook of this model averages over all ranks, also those that have finished.")
+    if engine.reducer.policy.static_graph:
+        raise ShardingError("join: a rank that has finished has no gradients, so leave out reduction.static_graph.")
     joined = Joined(model, engine, step, inputs)
     handle = sharded.hooks.on_call(joined._remember)
     engine.before_pass = lambda backward, full: joined._hears(_DEEDS[backward, full])

@@ -389,3 +389,13 @@ def test_options_that_do_not_fit_are_refused_before_anything_moves(text: str) ->
         fsdp.fully_shard(net)
 
     fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("option", [{"deterministic": True}, {"average": False}, {"predivide_factor": 2.0}], ids=str)
+def test_a_hook_leaves_no_sum_to_have_options(option: dict[str, Any]) -> None:
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Linear(2, 2), reduction=fsdp.ReductionPolicy(**option))
+        with pytest.raises(fsdp.ShardingError, match=f"the hook does the sums, so reduction.{next(iter(option))}"):
+            fsdp.register_comm_hook(model, None, print)
+
+    fsdp.simulate(1, fn)

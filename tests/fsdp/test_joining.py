@@ -151,6 +151,23 @@ def test_what_does_not_fit_is_refused(model: Any, step: Any, text: str) -> None:
     fsdp.simulate(1, fn)
 
 
+def hooked_model() -> nn.Module:
+    model = fsdp.fully_shard(nn.Linear(2, 2))
+    fsdp.register_comm_hook(model, None, lambda state, bucket: torch.futures.Future())
+    return model
+
+
+def test_what_a_finished_rank_cannot_serve_is_refused() -> None:
+    def fn(rank: int) -> None:
+        with pytest.raises(fsdp.ShardingError, match="averages over all ranks"), fsdp.join(hooked_model(), print):
+            pass
+        model = fsdp.fully_shard(nn.Linear(2, 2), reduction=fsdp.ReductionPolicy(static_graph=True))
+        with pytest.raises(fsdp.ShardingError, match="leave out reduction"), fsdp.join(model, print):
+            pass
+
+    fsdp.simulate(2, fn)
+
+
 def test_after_it_everything_is_as_before() -> None:
     def fn(rank: int) -> None:
         model = fsdp.fully_shard(Net(1))
