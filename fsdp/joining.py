@@ -136,7 +136,8 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
     Every rank calls forward, backward and `joined.step` in the same order; one backward goes through all forwards since the last.
 
     Raises:
-        ShardingError: `model` is not one root, has a communication hook or a static graph, or ranks with data do different things.
+        ShardingError: `model` is not one root, has a communication hook or a static graph, or ranks with data do
+            different things.
     """
     sharded = sharded_of(getattr(model, "module", model)) or sharded_of(model)
     engines = engines_in(model, "join")

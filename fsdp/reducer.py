@@ -140,7 +140,8 @@ class Reducer:
     def arrived(self, number: int) -> bool:
         """One more gradient of a counted bucket came; return whether that makes launching possible."""
         self._expected[number] -= 1
-        if self._expected[number] or self.policy.at_end:
+        # a hook may wait for its collectives where they end: one at a time
+        if self._expected[number] or self.policy.at_end or self.hook is not None:
             return False
         self._note(number)
         return True
