@@ -21,12 +21,15 @@ from fsdp.sharded import engines_in, sharded_of
 class _Deed(IntEnum):
     """What ranks with data are about to do, and its place in the message."""
 
-    TAKES_PART = 0
-    TRAINS = 1
-    EVALUATES = 2
-    REDUCES = 3
-    KEEPS = 4
-    STEPS = 5
+    TRAINS = 0
+    EVALUATES = 1
+    REDUCES = 2
+    KEEPS = 3
+    STEPS = 4
+
+
+_CLEARED = len(_Deed)
+"""The place in the message of how many ranks have no gradients: where all of them have none, they were set to none."""
 
 
 class Joined:
@@ -52,18 +55,24 @@ class Joined:
         Raises:
             ShardingError: they do not all do the same.
         """
-        message = torch.zeros(len(_Deed), dtype=torch.int64, device=self._engine.units[0].device)
+        message = torch.zeros(_CLEARED + 1, dtype=torch.int64, device=self._engine.units[0].device)
+        shards = [parameter for unit in self._engine.units for parameter in unit.shard_parameters]
         if deed is not None:
-            message[_Deed.TAKES_PART] = message[deed] = 1
+            message[deed] = 1
+            message[_CLEARED] = all(parameter.grad is None for parameter in shards)
         self._engine.channels.everyone.all_reduce(message, "sum", "who has data left").wait()
-        left, *counts = message.tolist()
+        *counts, cleared = message.tolist()
+        left = sum(counts)
         if not left:
             return None
         self._engine.reducer.take_part(left)
         if counts.count(0) != len(counts) - 1:
-            told = ", ".join(f"{count} {of.name.lower()}" for of, count in zip(list(_Deed)[1:], counts, strict=True) if count)
+            told = ", ".join(f"{count} {of.name.lower()}" for of, count in zip(_Deed, counts, strict=True) if count)
             raise ShardingError(f"inside fsdp.join, of {left} ranks that have data left {told} at the same time.")
-        return _Deed(next(place for place, count in enumerate(counts, 1) if count))
+        if self._finished and cleared == left:
+            for parameter in shards:
+                parameter.grad = None
+        return _Deed(counts.index(left))
 
     def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._finished:
@@ -119,9 +128,9 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
 
         with fsdp.join(model, optimizer.step) as joined:
             for batch in batches:
+                optimizer.zero_grad()
                 loss_of(model(batch)).backward()
                 joined.step()
-                optimizer.zero_grad()
 
     Inside, gradients are averaged over the ranks that still have data. A rank that leaves the block waits there and serves the
     others: it runs its last batch beside them, and its gradients count for nothing. Weights, optimizer and gradients of all ranks
@@ -130,7 +139,8 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
     Args:
         model: a root.
         step: what is done between two batches with gradients and weights, clipping included; all ranks call it, also those that
-            have finished, so it must be the same on all, and collectives of your own belong in it.
+            have finished, so it must be the same on all, and collectives of your own belong in it. Gradients that the others set
+            to None are set to None there too.
         inputs: the arguments of a forward, for a rank that may have no batch at all.
 
     Every rank calls forward, backward and `joined.step` in the same order; one backward goes through all forwards since the last.
