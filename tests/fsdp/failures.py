@@ -349,7 +349,8 @@ under `no_sync`, with gradients kept by one before).
 - *raised after the commit*: these hooks of the user run when all gradients are in place, and there they stay.
 - *all are told*: the other rank had completed the backward already, whose end needs no peer any more, and under `no_sync` much of
   it; so the two may be a step apart, and every rank is told so instead of going on.
-- *–*: that part of a step does not come there. *not run*: it may end so that nobody can go on, and these models share their groups.
+- *–*: that part of a step does not come there. *not run*: nobody may be able to go on after it, and
+  these models share their groups.
 """
 
 
