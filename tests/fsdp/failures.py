@@ -188,14 +188,27 @@ def attempt(model: nn.Module, phase: str, fault: Fault, error: BaseException | N
         fault.armed = None
 
 
-def live(point: Point, strategy: str, phase: str, error: BaseException | None, alone: bool) -> tuple[str, list[Any]]:
+@contextmanager
+def own_group(strategy: str, alone: bool) -> Iterator[Any]:
+    """Some cells leave a group on which nobody can go on."""
+    if not alone or "mesh" in STRATEGIES[strategy][1]:
+        yield None
+        return
+    group = dist.new_group()
+    yield group
+    dist.destroy_process_group(group)
+
+
+def live(
+    point: Point, strategy: str, phase: str, error: BaseException | None, alone: bool, group: Any = None
+) -> tuple[str, list[Any]]:
     """What happened, and the gradients and weights at the end, on one rank. Without `error`: as if nothing failed."""
     install, _, short = point
     torch.manual_seed(3)
     net = (Checkpointed if phase == "replay" else Net)(2)
     options = dict(STRATEGIES[strategy][1])
-    if alone and "mesh" not in options:
-        options["process_group"] = dist.new_group()  # some cells leave one on which nobody can go on
+    if group is not None:
+        options["process_group"] = group
     model = fsdp.FullyShardedDataParallel(net, auto_wrap_policy={Block}, sharding_strategy=strategy, **options)
     fault = _faults[here()] = Fault()
     install(net, fault)
@@ -272,11 +285,13 @@ def look_around(model: nn.Module) -> None:
 def cell(name: str, strategy: str, phase: str, alone: bool = False) -> str:
     """What happened on this rank; the numbers are those of a run in which nothing failed."""
     point = POINTS[name]
-    result, end = live(point, strategy, phase, point[1]("no"), alone)
+    with own_group(strategy, alone) as group:
+        result, end = live(point, strategy, phase, point[1]("no"), alone, group)
     # what is installed changes no number, but for the communication hook
     key = (here(), point[0] is _comm_hook, strategy, phase)
     if key not in _wanted:
-        _wanted[key] = live(point, strategy, phase, None, alone)[1]
+        with own_group(strategy, alone) as group:
+            _wanted[key] = live(point, strategy, phase, None, alone, group)[1]
     wanted = _wanted[key]
     if result not in (TOO_LATE, APART):
         assert all(same(one, other) for one, other in zip(end, wanted, strict=True)), "the numbers are others"
