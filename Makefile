@@ -6,7 +6,7 @@ NPROC ?= 2
 DATA ?=
 ARGS ?=
 
-.PHONY: train test wander mutants bench clean
+.PHONY: train test wander mutants soak bench clean
 
 train: $(VENV)/.made
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) examples/train.py $(DATA) $(ARGS)
@@ -23,6 +23,11 @@ wander: $(VENV)/.made
 # deletes or redirects every row of every table and reports which of the changes some test notices
 mutants: $(VENV)/.made
 	$(BIN)/python tests/mutate_tables.py
+
+# random programs and random faults for as long as asked: make soak SOAK_SECONDS=1800
+SOAK_SECONDS ?= 60
+soak: $(VENV)/.made
+	OMP_NUM_THREADS=1 SOAK_SECONDS=$(SOAK_SECONDS) PYTHONPATH=. $(BIN)/python tests/fsdp/soak.py
 
 bench: $(VENV)/.made
 	$(BIN)/python benchmarks/step.py

@@ -4,6 +4,7 @@ python gloo_programs.py RANK WORLD_SIZE FOLDER [PROGRAM ...]
 """
 
 import faulthandler
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fsdp
+from fsdp.delays import DELAYS
 
 LIMIT: Final = 60
 """Seconds until a rank prints its stacks and dies."""
@@ -38,6 +40,15 @@ def trained(case_name: str, rank: int, steps: int = 3, micro: int = 1, no_sync: 
 
 def _mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def delayed(rank: int) -> Trained:
+    """With random delays before everything that computes or communicates."""
+    os.environ[DELAYS] = "7"
+    try:
+        return trained("net in layers", rank, prefetch=2)
+    finally:
+        del os.environ[DELAYS]
 
 
 def clipped(rank: int) -> tuple[float, Trained]:
@@ -163,6 +174,7 @@ TRAININGS: Final[dict[str, Callable[[int], Trained]]] = {
     "reshard": lambda rank: trained("net in layers", rank, reshard_after_forward=True),
     "no prefetch": lambda rank: trained("net", rank, prefetch=0),
     "deep prefetch": lambda rank: trained("net in layers", rank, prefetch=4),
+    "delayed": delayed,
     "tied": lambda rank: trained("tied", rank),
     "recurrent": lambda rank: trained("recurrent", rank),
     "odd": lambda rank: trained("odd", rank),

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 from compressed_programs import STEPS as COMPRESSED_STEPS
-from gloo_programs import BF16, FOUR, HOOKS, LAST, LIMIT, OTHERS, SGD, TRAININGS
+from gloo_programs import BF16, FOUR, HOOKS, LAST, LIMIT, OTHERS, SGD, TRAININGS, trained
 from models import CASES, Case, assert_close, assert_trained_alike, join, joined, loss_of, reference, train
 
 import fsdp
-from fsdp.delays import DELAYS
 
 pytestmark = pytest.mark.gloo
 
@@ -29,6 +28,7 @@ CASE_OF = {
     "twenty steps in float64": "net in float64",
     "reshard": "net in layers",
     "deep prefetch": "net in layers",
+    "delayed": "net in layers",
     "tied": "tied",
     "recurrent": "recurrent",
     "odd": "odd",
@@ -170,14 +170,9 @@ def test_ranks_that_finish_first_serve_the_others(ranks: list[dict[str, Any]]) -
         assert all(torch.equal(one["uneven"][name], other[name]) for name in wanted)
 
 
-def test_random_delays_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("deep prefetch",)
-    wanted = {name: fsdp.simulate(2, TRAININGS[name]) for name in names}
-    monkeypatch.setenv(DELAYS, "7")
-    found = run(2, tmp_path, *names)
-    for name in names:
-        for one, other in zip(found, wanted[name], strict=True):
-            assert_trained_alike(one[name], other, within=0)
+def test_random_delays_change_no_bit(ranks: list[dict[str, Any]]) -> None:
+    for one, other in zip(ranks, fsdp.simulate(len(ranks), lambda rank: trained("net in layers", rank, prefetch=2)), strict=True):
+        assert_trained_alike(one["delayed"], other, within=0)
 
 
 def test_bf16_computes_the_same_bits_too_and_stays_near_fp32(ranks: list[dict[str, Any]]) -> None:

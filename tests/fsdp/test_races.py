@@ -59,10 +59,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def training(**options: Any) -> None:
-    """Three steps, clipped, and an evaluation between."""
+    """Two steps, clipped, and an evaluation between."""
     model = net(**options)
     optimizer = sgd(model)
-    for step in range(3):
+    for step in range(2):
         loss_of(model(batch(step))).backward()
         fsdp.clip_grad_norm_(model, 1.0)
         optimizer.step()
@@ -249,8 +249,15 @@ def races_of(size: int, story: Callable[[], None], skipped: Site | None = None) 
     return world
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("story", STORIES)
+# a mesh takes four ranks, and differs from the others in how reductions go on
+MESH_STORIES: Final = ("training", "accumulation", "a communication hook", "a failing backward")
+FEW_OPTIONS: Final = ("deep prefetch", "bf16", "bf16, reduced in bf16")
+
+
+@pytest.mark.parametrize(
+    ("story", "strategy"),
+    [(story, one) for story in STORIES for one in STRATEGIES if one != "HYBRID_SHARD" or story in MESH_STORIES],
+)
 def test_no_accesses_race(story: str, strategy: str) -> None:
     size, options = STRATEGIES[strategy]
     world = races_of(size, lambda: STORIES[story](**options))
@@ -258,17 +265,23 @@ def test_no_accesses_race(story: str, strategy: str) -> None:
     assert not world.races, world.races[:5]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "option"),
+    [
+        (strategy, option)
+        for strategy in STRATEGIES
+        for option in OPTIONS
+        # the others share what these three have to wait for; and "reshard" contradicts NO_SHARD
+        if (strategy == "FULL_SHARD" or option in FEW_OPTIONS) or (strategy == "NO_SHARD" and option != "reshard")
+    ],
+)
 def test_no_accesses_race_with_any_option(strategy: str, option: str) -> None:
     size, options = STRATEGIES[strategy]
-    if option == "reshard" and strategy in ("SHARD_GRAD_OP", "NO_SHARD"):
-        pytest.skip("contradicts the strategy")
     world = races_of(size, lambda: training(**options, **OPTIONS[option]))
     assert not world.races, world.races[:5]
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.data(), world_sizes.filter(lambda size: size < 4), st.integers(0, 2**16))
 def test_no_accesses_race_in_any_program(data: st.DataObject, world_size: int, seed: int) -> None:
     tree = data.draw(trees(), label="tree")

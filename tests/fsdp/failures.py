@@ -1,0 +1,389 @@
+"""Every place where a step can fail, in every part of a step, with every strategy; and a page of what happens then.
+
+python failures.py gloo     writes docs/failures.md: simulated ranks fail alike, of two or four processes over gloo one alone
+python failures.py RANK WORLD_SIZE FOLDER     is one of these processes
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from models import Block, Net, gradients_of, is_at_rest, loss_of, weights_of
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp
+from fsdp import storage
+from fsdp.collectives import ProcessGroupCollectives
+from fsdp.sharded import sharded_of
+from fsdp.simulated import SimulatedCollectives, current_rank
+
+PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "failures.md"
+PHASES: Final = ("forward", "backward", "replay", "no_sync")
+STRATEGIES: Final[dict[str, tuple[int, dict[str, Any]]]] = {
+    "FULL_SHARD": (2, {}),
+    "SHARD_GRAD_OP": (2, {}),
+    "NO_SHARD": (2, {}),
+    "HYBRID_SHARD": (4, {"mesh": (2, 2)}),
+}
+RECOVERED: Final = "recovered"
+NOT_REACHED: Final = "–"
+TOO_LATE: Final = "raised after the commit"
+APART: Final = "all are told"
+NOT_RUN: Final = "not run"
+
+
+class Mine(Exception):
+    """What a hook or a module of the user raises."""
+
+
+class Fault:
+    """Raises what it is armed with, once."""
+
+    def __init__(self) -> None:
+        self.armed: BaseException | None = None
+
+    def fire(self, *_: Any) -> None:
+        armed, self.armed = self.armed, None
+        if armed is not None:
+            raise armed
+
+
+_faults: Final[dict[int, Fault]] = {}
+
+
+def here() -> int:
+    world = current_rank()
+    return dist.get_rank() if world is None else world.rank
+
+
+class Checkpointed(Net):
+    """Each block is replayed in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.leave(x)
+
+
+def _comm_hook(model: nn.Module, fault: Fault) -> None:
+    engine = sharded_of(model).engine  # type: ignore[union-attr]
+    shards, rank = engine.channels.reductions.size, engine.channels.reductions.rank
+
+    def hook(state: None, bucket: Any) -> "torch.futures.Future[Tensor]":
+        fault.fire()
+        # a hook replaces the whole reduction; this one takes the rank's own gradient for it: wrong, and the same each time
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer().chunk(shards)[rank] * 1.0)
+        return future
+
+    fsdp.register_comm_hook(model, None, hook)
+
+
+def _root_callback(model: nn.Module, fault: Fault) -> None:
+    """In what runs once when a backward is over."""
+    reducer = sharded_of(model).engine.reducer  # type: ignore[union-attr]
+    commit = reducer._settle
+
+    def settle() -> None:
+        commit()
+        fault.fire()
+
+    reducer._settle = settle
+
+
+def _parameter_hook(model: nn.Module, fault: Fault) -> None:
+    for parameter in model.parameters():
+        parameter.register_hook(fault.fire)
+
+
+def _post_hook(model: nn.Module, fault: Fault) -> None:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(fault.fire)
+
+
+def _nothing(model: nn.Module, fault: Fault) -> None:
+    """What fails is one of the functions that are replaced for all models."""
+
+
+Point = tuple[Callable[[nn.Module, Fault], Any], type[BaseException], str]
+OOM: Final = torch.OutOfMemoryError
+
+POINTS: Final[dict[str, Point]] = {
+    "a module inside a unit": (lambda m, f: m.blocks[1].up.register_forward_hook(f.fire), Mine, ""),
+    "between units": (lambda m, f: m.leave.register_forward_pre_hook(f.fire), Mine, ""),
+    "a forward pre-hook of a unit": (lambda m, f: m.blocks[1].register_forward_pre_hook(f.fire), Mine, ""),
+    "a forward hook of a unit": (lambda m, f: m.blocks[1].register_forward_hook(f.fire), Mine, ""),
+    "a node of the backward": (lambda m, f: m.blocks[1].up.register_full_backward_hook(f.fire), Mine, ""),
+    "a hook on a parameter": (_parameter_hook, Mine, ""),
+    "the communication hook": (_comm_hook, Mine, ""),
+    "the root callback": (_root_callback, Mine, ""),
+    "a post-accumulate hook": (_post_hook, Mine, ""),
+    "Ctrl-C in a module": (lambda m, f: m.blocks[1].up.register_forward_hook(f.fire), KeyboardInterrupt, ""),
+    "Ctrl-C in a node": (lambda m, f: m.blocks[1].up.register_full_backward_hook(f.fire), KeyboardInterrupt, ""),
+    "out of memory in a gather": (_nothing, OOM, "whole"),
+    "out of memory for a bucket": (_nothing, OOM, "bucket"),
+    "out of memory in a reduction": (_nothing, OOM, "reduce"),
+}
+
+
+LATE: Final = ("a hook on a parameter", "the root callback")
+"""When they fail the other ranks have completed the backward."""
+
+
+@contextmanager
+def tight() -> Iterator[None]:
+    """Functions of the engine that run out of memory when the fault of their rank is armed for them. Around all ranks."""
+    allocate = storage.Memory.allocate
+
+    def allocated(memory: Any, ledger: Any) -> None:
+        if memory._kind == _short.get(here()):
+            _faults[here()].fire()
+        allocate(memory, ledger)
+
+    def reducing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(channel: Any, tensor: Tensor, *args: Any) -> Any:
+            if _short.get(here()) == "reduce" and tensor.is_floating_point():
+                _faults[here()].fire()
+            return real(channel, tensor, *args)
+
+        return launch
+
+    with (
+        mock.patch.object(storage.Memory, "allocate", allocated),
+        mock.patch.object(SimulatedCollectives, "reduce_scatter", reducing(SimulatedCollectives.reduce_scatter)),
+        mock.patch.object(SimulatedCollectives, "all_reduce", reducing(SimulatedCollectives.all_reduce)),
+        mock.patch.object(ProcessGroupCollectives, "reduce_scatter", reducing(ProcessGroupCollectives.reduce_scatter)),
+        mock.patch.object(ProcessGroupCollectives, "all_reduce", reducing(ProcessGroupCollectives.all_reduce)),
+    ):
+        yield
+
+
+_short: Final[dict[int, str]] = {}
+
+
+def x_of(rank: int, step: int) -> Tensor:
+    return torch.linspace(-1, 1, 12).view(2, 6) + 0.1 * rank + step
+
+
+def attempt(model: nn.Module, phase: str, fault: Fault, error: BaseException | None) -> None:
+    """One forward and backward; the fault is armed for the part that is to fail."""
+    x = x_of(here(), 1)
+    with fsdp.no_sync(model) if phase == "no_sync" else nullcontext():
+        fault.armed = error if phase in ("forward", "no_sync") else None
+        loss = loss_of(model(x))
+        fault.armed = error if phase in ("backward", "replay") else fault.armed if phase == "no_sync" else None
+        loss.backward()
+        fault.armed = None
+
+
+@contextmanager
+def own_group(strategy: str, alone: bool) -> Iterator[Any]:
+    """Some cells leave a group on which nobody can go on."""
+    if not alone or "mesh" in STRATEGIES[strategy][1]:
+        yield None
+        return
+    group = dist.new_group()
+    yield group
+    dist.destroy_process_group(group)
+
+
+def live(
+    point: Point, strategy: str, phase: str, error: BaseException | None, alone: bool, group: Any = None
+) -> tuple[str, list[Any]]:
+    """What happened, and the gradients and weights at the end, on one rank. Without `error`: as if nothing failed."""
+    install, _, short = point
+    torch.manual_seed(3)
+    net = (Checkpointed if phase == "replay" else Net)(2)
+    options = dict(STRATEGIES[strategy][1])
+    if group is not None:
+        options["process_group"] = group
+    model = fsdp.FullyShardedDataParallel(net, auto_wrap_policy={Block}, sharding_strategy=strategy, **options)
+    fault = _faults[here()] = Fault()
+    install(net, fault)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model(x_of(here(), 0))).backward()
+    optimizer.step()
+    if phase == "no_sync":
+        with fsdp.no_sync(model):
+            loss_of(model(x_of(here(), 2))).backward()
+    before, kept = gradients_of(model), held(model)
+    _short[here()] = short
+    mine = error if not alone or here() == 1 else None
+    result = NOT_REACHED
+    try:
+        attempt(model, phase, fault, mine)
+    except (Mine, KeyboardInterrupt, OOM, fsdp.PeerFailed) as caught:
+        fault.armed = None
+        if isinstance(caught, fsdp.PeerFailed):
+            assert alone and here() != 1, "it was told of another rank"
+        else:
+            assert caught is mine
+        del caught
+        result = RECOVERED
+        if not same(gradients_of(model), before):
+            if alone:
+                look_around(model)
+            return TOO_LATE, []
+        assert is_at_rest(model), fsdp.story(model)
+        assert held(model) == kept, f"{held(model)} instead of {kept}"
+    try:
+        if result is RECOVERED:
+            with_peers(lambda: attempt(model, phase, fault, None))
+        if phase == "no_sync":
+            with_peers(lambda: loss_of(model(x_of(here(), 3))).backward())
+        end: list[Any] = [gradients_of(model)]
+        optimizer.step()
+        end.append(weights_of(model))
+        if alone:
+            with_peers(lambda: look_around(model))
+    except fsdp.WorldError as caught:
+        assert alone and "may be a step apart" in str(caught)
+        return APART, []
+    return result, end
+
+
+_wanted: Final[dict[tuple[int, bool, str, str], list[Any]]] = {}
+
+
+def held(model: nn.Module) -> dict[str, int]:
+    """Bytes at rest, by kind; what a forward keeps for its backward is another matter."""
+    ledger = sharded_of(model.module).engine.ledger  # type: ignore[union-attr, arg-type]
+    return {kind: count for kind, count in ledger.held.items() if count and kind != "whole"}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return list(one) == list(other) and all(
+        a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(one.values(), other.values(), strict=True)
+    )
+
+
+def with_peers(part: Callable[[], None]) -> None:
+    """A part of a step, started again when a peer has failed meanwhile."""
+    try:
+        part()
+    except fsdp.PeerFailed:
+        part()
+
+
+def look_around(model: nn.Module) -> None:
+    """Whoever has heard of nothing yet hears of it here."""
+    loss_of(model(x_of(here(), 4))).backward()
+
+
+def cell(name: str, strategy: str, phase: str, alone: bool = False) -> str:
+    """What happened on this rank; the numbers are those of a run in which nothing failed."""
+    point = POINTS[name]
+    with own_group(strategy, alone) as group:
+        result, end = live(point, strategy, phase, point[1]("no"), alone, group)
+    # what is installed changes no number, but for the communication hook
+    key = (here(), point[0] is _comm_hook, strategy, phase)
+    if key not in _wanted:
+        with own_group(strategy, alone) as group:
+            _wanted[key] = live(point, strategy, phase, None, alone, group)[1]
+    wanted = _wanted[key]
+    if result not in (TOO_LATE, APART):
+        assert all(same(one, other) for one, other in zip(end, wanted, strict=True)), "the numbers are others"
+    return result
+
+
+def simulated(name: str, strategy: str, phase: str) -> str:
+    """On simulated ranks, which all fail alike."""
+    with tight():
+        found = set(fsdp.simulate(STRATEGIES[strategy][0], lambda rank: cell(name, strategy, phase)))
+    assert len(found) == 1, found
+    return found.pop()
+
+
+def over_gloo(rank: int, size: int, folder: Path) -> None:
+    """One of the processes: rank 1 fails alone."""
+    import faulthandler
+
+    faulthandler.dump_traceback_later(400, exit=True)
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store{size}"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    found = {}
+    with tight():
+        for strategy, (needed, _) in STRATEGIES.items():
+            # on a mesh all models share their groups, and one on which nobody can go on would end the run
+            for name in POINTS if needed == size else ():
+                for phase in PHASES if needed == 2 else () if name in LATE else PHASES[:3]:
+                    found[f"{name}/{strategy}/{phase}"] = cell(name, strategy, phase, alone=True)
+                    print(f"{name}/{strategy}/{phase}: {found[f'{name}/{strategy}/{phase}']}", flush=True)
+    (folder / f"{size}-{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def all_over_gloo() -> dict[str, str]:
+    """By cell: what happened on the rank that failed."""
+    found: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as base:
+        folder = Path(base)
+        for size in (2, 4):
+            ranks = [
+                subprocess.Popen([sys.executable, __file__, str(rank), str(size), base], stdout=subprocess.DEVNULL)
+                for rank in range(size)
+            ]
+            assert [one.wait() for one in ranks] == [0] * size
+            found |= json.loads((folder / f"{size}-1.json").read_text())
+    return found
+
+
+def page(rows: dict[tuple[str, str], dict[str, str]]) -> str:
+    lines = [f"| what fails | strategy | {' | '.join(PHASES)} |", "| --- | --- |" + " --- |" * len(PHASES)]
+    for (name, strategy), row in rows.items():
+        lines.append(f"| {name} | {strategy} | {' | '.join(row[phase] for phase in PHASES)} |")
+    return "\n".join(lines)
+
+
+def row_of(name: str, strategy: str, find: Callable[[str, str, str], str]) -> dict[str, str]:
+    return {phase: find(name, strategy, phase) for phase in PHASES}
+
+
+HEAD: Final = """# When a step fails
+
+Written by `python tests/fsdp/failures.py gloo`; the first table is checked by tests/fsdp/test_failures.py. In each cell one thing
+fails, once, in that part of a step (*replay*: while a checkpoint is replayed in the backward; *no_sync*: in a forward or backward
+under `no_sync`, with gradients kept by one before).
+
+- *recovered*: the very exception reached the caller, `.grad` and what `no_sync` keeps were as before, every unit was at rest with
+  nothing in flight and no memory held beyond, and the same step, started again with no other call, gave the numbers of a run in
+  which nothing failed, to the bit.
+- *raised after the commit*: these hooks of the user run when all gradients are in place, and there they stay.
+- *all are told*: the other rank had completed the backward already, whose end needs no peer any more, and under `no_sync` much of
+  it; so the two may be a step apart, and every rank is told so instead of going on.
+- *–*: that part of a step does not come there. *not run*: nobody may be able to go on after it, and
+  these models share their groups.
+"""
+
+
+def write() -> None:
+    cells = [(name, strategy) for name in POINTS for strategy in STRATEGIES]
+    alike = {one: row_of(*one, simulated) for one in cells}
+    gloo = all_over_gloo()
+    alone = {one: row_of(*one, lambda name, strategy, phase: gloo.get(f"{name}/{strategy}/{phase}", NOT_RUN)) for one in cells}
+    PAGE.write_text(
+        f"{HEAD}\n## All ranks fail alike, simulated\n\n{page(alike)}\n\n## One rank fails alone, over gloo\n\n"
+        f"The others raise `fsdp.PeerFailed`, and start the step again as it does.\n\n{page(alone)}\n",
+        encoding="utf-8",
+    )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if sys.argv[1] == "gloo":
+        write()
+    else:
+        over_gloo(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,42 @@
+"""Steps that fail: what happens is what docs/failures.md says."""
+
+import os
+
+import pytest
+from failures import (
+    APART,
+    HEAD,
+    NOT_REACHED,
+    NOT_RUN,
+    PAGE,
+    PHASES,
+    POINTS,
+    RECOVERED,
+    STRATEGIES,
+    TOO_LATE,
+    page,
+    row_of,
+    simulated,
+)
+
+# one strategy for each point, in turn; all of them if the environment asks
+ALL = [(name, strategy) for name in POINTS for strategy in STRATEGIES]
+SOME = [(name, tuple(STRATEGIES)[number % len(STRATEGIES)]) for number, name in enumerate(POINTS)]
+
+
+@pytest.mark.parametrize(("name", "strategy"), ALL if os.environ.get("ALL_FAILURES") else SOME)
+def test_what_happens_when_a_step_fails_is_on_the_page(name: str, strategy: str) -> None:
+    row = {(name, strategy): row_of(name, strategy, simulated)}
+    assert page(row).splitlines()[-1] in PAGE.read_text(encoding="utf-8").partition("over gloo")[0]
+
+
+def test_the_page_has_every_row_twice_and_nothing_that_is_not_recovered_but_late_hooks() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text.startswith(HEAD)
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| what", "| ---"))]
+    assert len(rows) == 2 * len(ALL)
+    for number, row in enumerate(rows):
+        name, _, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        assert len(cells) == len(PHASES)
+        good = {NOT_REACHED, TOO_LATE if name == "a post-accumulate hook" else RECOVERED}
+        assert set(cells) <= good | ({APART, NOT_RUN} if number >= len(ALL) else set())
