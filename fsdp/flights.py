@@ -69,20 +69,21 @@ class Flights:
                 bucket.fill(chunk)
             if before != 1:
                 into.div_(before)
-            self._ledger.add("reduced", size_of(into))
             with self._streams.reducing():
                 self._go_on(Flight(buckets, into, DONE, None, 0, name))
+            self._ledger.add("reduced", size_of(into))
             # it was allocated on the compute stream, and may be given back already
             self._streams.await_reductions()
             return
-        for bucket in buckets:
-            bucket.memory.allocate(self._ledger)
-            bucket.fill()
-        joined = self._join(buckets) if len(buckets) > 1 else None
-        given = buckets[0].buffer if joined is None else joined
-        if before != 1:
-            given.div_(before)
+        joined = None
         try:
+            for bucket in buckets:
+                bucket.memory.allocate(self._ledger)
+                bucket.fill()
+            joined = self._join(buckets) if len(buckets) > 1 else None
+            given = buckets[0].buffer if joined is None else joined
+            if before != 1:
+                given.div_(before)
             with self._streams.reducing():
                 into = given.new_empty(size)
                 work = shards.reduce_scatter(_as_real(given), _as_real(into), name, self._exact)
@@ -97,9 +98,9 @@ class Flights:
     def launch_hooked(self, bucket: Bucket, shown: GradientBucket) -> None:
         """Fill one bucket and let the hook reduce it."""
         assert self.hook is not None
-        bucket.memory.allocate(self._ledger)
-        bucket.fill()
         try:
+            bucket.memory.allocate(self._ledger)
+            bucket.fill()
             with self._streams.reducing():
                 into = bucket.buffer.new_empty(bucket.flat.layout.chunk)
                 work = self.hook.launch(shown, into, bucket.name)
