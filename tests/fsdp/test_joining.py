@@ -69,9 +69,13 @@ def whole(found: list[dict[str, Tensor]], options: dict[str, Any]) -> dict[str, 
     return {name: join([one[name] for one in found[:shards]], shape) for name, shape in shapes.items()}
 
 
-@EVERY
-@pytest.mark.parametrize("counts", [COUNTS, (0, 2, 2, 3), (2, 2, 2, 2), (1, 0, 0, 0)], ids=str)
-def test_gradients_are_averaged_over_the_ranks_that_have_data_left(options: dict[str, Any], counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [*((name, COUNTS) for name in STRATEGIES), *(("FULL_SHARD", one) for one in ((0, 2, 2, 3), (2, 2, 2, 2), (1, 0, 0, 0)))],
+    ids=str,
+)
+def test_gradients_are_averaged_over_the_ranks_that_have_data_left(name: str, counts: tuple[int, ...]) -> None:
+    options = STRATEGIES[name]
     found = fsdp.simulate(4, lambda rank: trained(rank, counts, **options))
     assert_close(whole(found, options), alone(counts))
 
