@@ -98,6 +98,13 @@ class Bucket:
             self._ledger.add("kept", -size_of(kept.whole))
         return kept
 
+    def forget_all(self) -> None:
+        """Let go of everything that is kept, and of what the shards show for it."""
+        for i in list(self.stash):
+            kept = self.forget(i)
+            if kept is not None and kept.shown_is_ours:
+                self.flat.shard_parameters[i].grad = None
+
     def take_stock(self, launched: bool) -> Sequence[bool]:
         """Note which gradients came, also after the bucket was launched; return which are here that were not launched."""
         flat = self.flat
@@ -197,11 +204,8 @@ class Bucket:
                 sums.append(gradient)
         if targets:
             torch._foreach_add_(targets, sums)
-        for i in list(self.stash):
-            # what is left was shown for parameters this rank holds nothing of
-            kept = self.forget(i)
-            if kept is not None and kept.shown_is_ours:
-                flat.shard_parameters[i].grad = None
+        # what is left was shown for parameters this rank holds nothing of
+        self.forget_all()
         self.owed = False
         return hooked
 

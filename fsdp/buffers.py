@@ -16,10 +16,12 @@ def broadcast_buffers(module: nn.Module, everyone: Collectives) -> None:
         if buffer.numel():
             kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     for buffers in kinds.values():
-        together = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        mine = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        together = mine.clone()
         # as bytes: not every backend knows every dtype
         everyone.broadcast(together.view(torch.uint8), 0, "buffers").wait()
-        if everyone.rank:
+        # what is the same is left alone: a graph may have saved it
+        if not torch.equal(together, mine):
             _give_out(together, buffers)
 
 

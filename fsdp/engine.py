@@ -172,6 +172,10 @@ class Engine:
                 self.before_pass(False, torch.is_grad_enabled())
             if self.units[0].config.broadcast_buffers and torch.is_grad_enabled():
                 broadcast_buffers(self.units[0].module, self.channels.everyone)
+            if self.reducer.policy.find_unused_parameters:
+                # a rank may not come to a unit that all of them have frozen
+                for unit in self.units:
+                    unit.sync_requires_grad()
             self._pass_number += 1
             self._may_have_stepped = False
             if self._keepers:
@@ -273,25 +277,26 @@ class Engine:
     def _refresh(self, index: int) -> None:
         unit = self.units[index]
         unit.sync_requires_grad()
-        outlived = unit.gathered_in_pass != self._pass_number and index not in self._keepers
-        if outlived or unit.gathered_versions != unit.versions_in_forward:
+        keeps = index in self._keepers
+        outlived = unit.gathered_in_pass != self._pass_number and not keeps
+        # an optimizer passes by empty shards, so after its step the counters of ranks differ
+        if outlived or (keeps and self._may_have_stepped) or unit.gathered_versions != unit.versions_in_forward:
             self._ask(index, Ask.FREE)
 
     def _free_stale_copies(self) -> None:
         """A pass begins: of the copies that outlived the last one, free those whose weights may have changed, on any rank.
 
-        After a backward that synchronised, those of trainable weights; around a pass without gradients, all. What is left is
-        compared by version counters on every rank, which costs a collective of one byte.
+        After a backward that synchronised, those of trainable weights; around a pass without gradients, all. Of what is left
+        every rank compares version counters and checksums with those of the gather, and tells: a collective of one byte.
         """
-        kept = [index for index in self._keepers if self._residencies[index].state is ResidencyState.KEPT]
+        kept = [i for i in self._keepers if self._residencies[i].state is ResidencyState.KEPT and self.units[i].flats]
         trains = torch.is_grad_enabled()
         everything = not (trains and self._trained)
         stale = [index for index in kept if everything or (self._stepped and self.units[index].trains)]
         left = [index for index in kept if index not in stale]
         self._stepped, self._trained = False, trains
         if left:
-            changed = any(self.units[index].has_changed for index in left)
-            flag = torch.tensor([changed], dtype=torch.uint8, device=self.units[left[0]].device)
+            flag = torch.stack([self.units[index].has_changed() for index in left]).any().to(torch.uint8).view(1)
             self.channels.everyone.all_reduce(flag, "max", "which weights changed").wait()
             if flag.item():
                 stale = kept
@@ -317,13 +322,15 @@ class Engine:
                     if unit.check_shards() or self._may_have_stepped:
                         self._streams.pass_begins()
                     unit.gathered_versions = unit.versions
+                if index in self._keepers:
+                    unit.remember_sums()
             self._effects[index][effect]()
 
     def _join_backward(self, index: int) -> None:
         # autograd.grad brings no gradient to a parameter, so there is nothing to reduce, on any rank
         self._synchronises_gradients = self.synchronises
         self.backward_synchronises = self.synchronises and not in_autograd_grad()
-        if self.before_pass is not None:
+        if self.before_pass is not None and not self._path:
             self.before_pass(True, self.backward_synchronises)
         self.backward_number += 1
         self._task = graph_task()

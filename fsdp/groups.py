@@ -40,7 +40,7 @@ class Channels(NamedTuple):
     replicas: Collectives
     """Among the ranks that hold the same shards."""
     everyone: Collectives
-    """Among all ranks."""
+    """Among all ranks. Not that of the reductions: which of these come before a question to all may differ between ranks."""
 
     @property
     def size(self) -> int:
@@ -101,8 +101,8 @@ def open_channels(process_group: Any, mesh: Any, grouping: Grouping) -> Channels
         process_group = _default_group()
     first, second = _pair(process_group)
     if grouping is Grouping.REPLICATED:
-        return Channels(_alone, _alone, second, second)
-    return Channels(first, second, _alone, second)
+        return Channels(_alone, _alone, second, first)
+    return Channels(first, second, _alone, first)
 
 
 def channel_beside(everyone: Collectives) -> Collectives:
@@ -130,9 +130,9 @@ def _simulated_channels(world: simulated.SimulatedRank, process_group: Any, mesh
         raise ShardingError("process_group and mesh have no meaning inside fsdp.simulate; leave them out.")
     gathers, reductions = world.channel("gathers"), world.channel("reductions")
     if grouping is Grouping.SHARDED:
-        return Channels(gathers, reductions, _alone, reductions)
+        return Channels(gathers, reductions, _alone, gathers)
     if grouping is Grouping.REPLICATED:
-        return Channels(_alone, _alone, reductions, reductions)
+        return Channels(_alone, _alone, reductions, gathers)
     if not isinstance(mesh, tuple | list):
         raise ShardingError("inside fsdp.simulate there are no meshes; give the shape (replicas, shards) as mesh.")
     _check_shape(tuple(mesh), world.size)

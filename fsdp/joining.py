@@ -86,6 +86,8 @@ class Joined:
         """Do what the others do, until nobody has data left."""
         self._finished = True
         self._engine.reducer.muted = True
+        # half of an accumulation that will not be completed
+        self._engine.reducer.forget_kept()
         try:
             while (deed := self._say(None)) is not None:
                 if deed is _Deed.STEPS:
@@ -115,11 +117,22 @@ class Joined:
 
     def _go_back(self, reduces: bool) -> None:
         outputs, self._outputs = self._outputs, []
+        if not outputs:
+            raise ShardingError(
+                "inside fsdp.join, ranks that have data left go backward twice through one forward, which a rank that has "
+                "finished cannot do beside them; take one backward for each forward."
+            )
+        leaves = [one for one in tensors_in((self._args, self._kwargs)) if one.requires_grad and one.is_leaf]
+        gradients = [one.grad for one in leaves]
+        for leaf in leaves:
+            leaf.grad = None
         synchronises, self._engine.synchronises = self._engine.synchronises, reduces
         try:
             torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
         finally:
             self._engine.synchronises = synchronises
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                leaf.grad = gradient
 
 
 @contextmanager
@@ -143,7 +156,9 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
             to None are set to None there too.
         inputs: the arguments of a forward, for a rank that may have no batch at all.
 
-    Every rank calls forward, backward and `joined.step` in the same order; one backward goes through all forwards since the last.
+    Every rank calls forward (of `model`, not of a unit in it), backward and `joined.step` in the same order. One backward goes
+    through all forwards since the last, and every output of `model` that requires a gradient leads to the loss. What a rank
+    keeps under `no_sync` when it leaves is forgotten.
 
     Raises:
         ShardingError: `model` is not one root, has a communication hook or a static graph, or ranks with data do
@@ -162,6 +177,8 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
         raise ShardingError("join: the communication hook of this model averages over all ranks, also those that have finished.")
     if engine.reducer.policy.static_graph:
         raise ShardingError("join: a rank that has finished has no gradients, so leave out reduction.static_graph.")
+    if engine.units[0].config.broadcast_buffers:
+        raise ShardingError("join: rank 0, whose buffers broadcast_buffers=True gives to all, may have finished; leave it out.")
     joined = Joined(model, engine, step, inputs)
     handle = sharded.hooks.on_call(joined._remember)
     engine.before_pass = lambda backward, full: joined._hears(_DEEDS[backward, full])

@@ -14,6 +14,8 @@ class Item(NamedTuple):
     """Bytes."""
     kind: Hashable
     """Buckets of one kind (dtypes, device) can share a collective."""
+    ends: bool = False
+    """It is the last of its parcel."""
 
 
 Parcel = tuple[int, ...]
@@ -21,7 +23,7 @@ Parcel = tuple[int, ...]
 
 
 def make_parcels(order: Sequence[int], items: Sequence[Item], cap: int | None, first: int) -> tuple[Parcel, ...]:
-    """Put buckets (by number, in `order`) into parcels of at most `cap` bytes, the first one of at most `first`.
+    """Put buckets (by number, in `order`) into parcels of at most `cap` bytes, the first one of at most `first`; or of one.
 
     A parcel is launched when its last bucket is ready, so parcels come in the order of their last ones. `cap` None: no two
     share one.
@@ -37,11 +39,15 @@ def _fill(order: Sequence[int], items: Sequence[Item], cap: int, first: int) -> 
     limit = first
     filling: dict[Hashable, tuple[int, int, Parcel]] = {}
     for place, number in enumerate(order):
-        size, kind = items[number]
-        last, total, parcel = filling.get(kind, (place, 0, ()))
+        size, kind, ends = items[number]
+        last, total, parcel = filling.pop(kind, (place, 0, ()))
         if parcel and total + size > limit:
             yield last, parcel
             limit, total, parcel = cap, 0, ()
-        filling[kind] = (place, total + size, (*parcel, number))
+        if ends:
+            yield place, (*parcel, number)
+            limit = cap
+        else:
+            filling[kind] = (place, total + size, (*parcel, number))
     for last, _, parcel in filling.values():
         yield last, parcel

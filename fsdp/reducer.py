@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from fsdp.bucket import Bucket, dense
+from fsdp.config import ReductionPolicy
 from fsdp.flights import Flights
 from fsdp.groups import Channels, Grouping
 from fsdp.hooked import CommHook, GradientBucket
@@ -49,7 +50,7 @@ class Reducer:
         self._cap = units[0].config.bucket_bytes
         self._replicated = units[0].config.grouping is Grouping.REPLICATED
         self.buckets = tuple(
-            Bucket(flat, index, unit.name, _reduce_dtype(unit, flat.whole.dtype), unit.config.keeps_buckets, ledger)
+            Bucket(flat, index, unit.name, _reduce_dtype(unit, flat.whole.dtype, self.policy), unit.config.keeps_buckets, ledger)
             for index, unit in enumerate(units)
             for flat in unit.flats
         )
@@ -183,9 +184,8 @@ class Reducer:
                 self._note(number)
             if wanted:
                 self._launch(wanted, land=True)
-        for number in self._of_unit[index]:
-            if usage.launched[number] and (usage.has[number] or (self._again[index] and usage.some_rank_has_more(number))):
-                self._launch((number,), land=True)
+        if all(self._closing):
+            self._launch_second_portions()
 
     def commit(self, index: int) -> None:
         """Set or accumulate the reduced gradients of a unit into `.grad` of its shards."""
@@ -243,13 +243,23 @@ class Reducer:
         # a hook is shown the buckets one by one, the same in every step
         cap = None if self.hook is not None else self._cap
         items = [
-            Item(size_of(bucket.buffer), (bucket.dtype, bucket.flat.shard.dtype, bucket.flat.device)) for bucket in self.buckets
+            Item(
+                size_of(bucket.buffer),
+                (bucket.dtype, bucket.flat.shard.dtype, bucket.flat.device),
+                any(place.names[0] in self.policy.triggers for place in bucket.flat.places[:1]),
+            )
+            for bucket in self.buckets
         ]
         self._parcels: Sequence[Parcel] = make_parcels(self._sequence, items, cap, int(self.policy.first_bucket_mb * 2**20))
 
     def _in_units(self, order: Sequence[int]) -> Sequence[int]:
         """The buckets of units in their order; those of one unit from the last to the first, as a backward goes."""
         return tuple(number for index in order for number in reversed(self._of_unit[index]))
+
+    def forget_kept(self) -> None:
+        """Let go of what is kept under `no_sync`."""
+        for bucket in self.buckets:
+            bucket.forget_all()
 
     def _learn_order(self) -> None:
         """After the first backward that synchronises, rank 0's order of arrival is everyone's."""
@@ -316,6 +326,18 @@ class Reducer:
             self._note(number)
         self.advance(land=True)
 
+    def _launch_second_portions(self) -> None:
+        """What came after its bucket was launched, on any rank, in the agreed order.
+
+        Where every rank launched at the moment of the unit, a second portion is one of a unit that all of them come to again. A
+        counted bucket, and one of a rank that came through other units, may have one on some ranks only: all of them look.
+        """
+        usage = self._usage
+        for number in self._sequence:
+            looks = self.policy.find_unused_parameters or number in self.counted or self._again[self.buckets[number].unit]
+            if usage.launched[number] and (usage.has[number] or (looks and usage.some_rank_has_more(number))):
+                self._launch((number,), land=True)
+
     def _settle(self) -> None:
         """Await everything in flight and learn which gradients no rank had. All that can fail is over after this."""
         if self._settled:
@@ -338,9 +360,9 @@ class Reducer:
         self.launches.end()
 
 
-def _reduce_dtype(unit: Unit, dtype: torch.dtype) -> torch.dtype:
+def _reduce_dtype(unit: Unit, dtype: torch.dtype, reduction: ReductionPolicy) -> torch.dtype:
     """In which gradients of parameters that compute in `dtype` are reduced."""
     policy = unit.config.mp_policy.reduce_dtype
     wanted = dtype if policy is None or not dtype.is_floating_point else policy
     halved = wanted.is_floating_point and wanted.itemsize < 4
-    return torch.float32 if halved and unit.config.reduction.deterministic else wanted
+    return torch.float32 if halved and reduction.deterministic else wanted

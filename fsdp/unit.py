@@ -48,6 +48,7 @@ class Unit:
         self.versions_in_forward = 0
         """Of the shards, when the last forward began."""
         self.gathered_versions = 0
+        self._sums: Tensor
         """Of the shards, when the copy in memory was gathered."""
         self._open = False
         self._edits_of_replays = 0
@@ -108,10 +109,22 @@ class Unit:
         """Grows with every in-place change of a shard, but for those a replay repeats."""
         return sum([p._version for flat in self.flats for p in flat.shard_parameters]) - self._edits_of_replays
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether a shard was changed in place, or replaced, since the copy in memory was gathered."""
-        return self.versions != self.gathered_versions or any(flat.is_replaced for flat in self.flats)
+    def remember_sums(self) -> None:
+        """A copy is about to be gathered: note the checksums of what it will be a copy of."""
+        self._sums = self._count_sums()
+
+    def has_changed(self) -> Tensor:
+        """Whether a shard was changed, also through `.data`, or replaced, since then: () bool, on the device of the shards."""
+        if self.versions != self.gathered_versions or any(flat.is_replaced for flat in self.flats):
+            return torch.ones((), dtype=torch.bool, device=self.device)
+        return (self._count_sums() != self._sums).any()
+
+    def _count_sums(self) -> Tensor:
+        """Of each flat buffer, the sum of its bits, taken as numbers of four bytes."""
+        if not self.flats:
+            return torch.zeros(0, dtype=torch.int64)
+        with torch.no_grad():
+            return torch.stack([flat.shard.view(torch.int32).sum(dtype=torch.int64) for flat in self.flats])
 
     def open(self) -> None:
         """Its own forward, or a replay of it, runs on the whole parameters."""

@@ -42,6 +42,7 @@ class Usage:
         self._question: _Question | None = None
         self._usual: list[bool] | None = None
         """Of a static graph: what its first backward used on any rank, and what here."""
+        self._usual_more: list[bool] = []
         self._usual_here: list[list[bool]] = []
         self.begin()
 
@@ -68,7 +69,7 @@ class Usage:
         self.has = [True in one for one in fresh]
         if self._usual is not None:
             self._check_usual()
-            self._used = self._usual
+            self._used, self._more = self._usual, self._usual_more
             return
         if self._static:
             self._usual_here = [list(bucket.came) for bucket in self._buckets]
@@ -95,9 +96,7 @@ class Usage:
         return any(self.of(number))
 
     def some_rank_has_more(self, number: int) -> bool:
-        """Whether any rank has a second portion of a bucket; of a static graph, whether this one has, which is the same."""
-        if self._usual is not None:
-            return self.has[number]
+        """Whether any rank has a second portion of a bucket."""
         self.settle(read=True)
         return any(self._more[self._offsets[number] : self._offsets[number + 1]])
 
@@ -113,7 +112,7 @@ class Usage:
             self._used = [flag > 0 for flag in flags]
             self._more = [flag > 1 for flag in flags]
             if self._static:
-                self._usual = self._used
+                self._usual, self._usual_more = self._used, self._more
 
     def take(self) -> _Question | None:
         """What is in flight, to be awaited elsewhere."""

@@ -1,6 +1,7 @@
 """How gradients are put into buckets, in which order these go, and how they are summed: fsdp.ReductionPolicy."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -24,6 +25,7 @@ from models import (
 from torch import nn
 
 import fsdp
+import fsdp.sharded
 from fsdp.parcels import Item, make_parcels
 from fsdp.summation import sum_over_ranks
 
@@ -401,3 +403,69 @@ def test_a_hook_leaves_no_sum_to_have_options(option: dict[str, Any]) -> None:
             fsdp.register_comm_hook(model, None, print)
 
     fsdp.simulate(1, fn)
+
+
+@pytest.mark.parametrize("cap", [None, 1.0])
+def test_a_trigger_ends_a_bucket_that_others_would_share(cap: float | None) -> None:
+    policy = fsdp.ReductionPolicy(triggers=("2.weight", "4.weight"), bucket_cap_mb=cap)
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        stats, _ = launches(2, lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(6))), policy, sharding_strategy=strategy)
+        assert len(stats) == 3
+
+
+def test_the_policy_of_the_outermost_unit_counts() -> None:
+    def fn(rank: int) -> set[torch.dtype]:
+        half = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = Net(2)
+        for block in model.blocks:
+            fsdp.fully_shard(block, mp_policy=half)
+        fsdp.fully_shard(model, mp_policy=half, reduction=fsdp.ReductionPolicy(deterministic=True))
+        sharded = fsdp.sharded.sharded_of(model)
+        return {bucket.dtype for bucket in sharded.engine.reducer.buckets}
+
+    assert fsdp.simulate(2, fn) == [{torch.float32}] * 2
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("broken", ["all_reduce", "reduce_scatter", "fill"])
+def test_a_launch_that_fails_leaves_no_byte(strategy: str, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(rank: int) -> None:
+        policy = fsdp.ReductionPolicy(bucket_cap_mb=1, first_bucket_mb=1)
+        model = fsdp.fully_shard(Net(2), auto_wrap_policy={Block}, sharding_strategy=strategy, reduction=policy)
+        loss_of(model(X)).backward()
+        model.zero_grad()
+        resting = fsdp.memory_bytes(model)
+        engine = fsdp.sharded.sharded_of(model).engine
+        holder = engine.reducer.buckets[1].__class__ if broken == "fill" else engine.channels.reductions.__class__
+        if broken == "all_reduce":
+            holder = engine.channels.replicas.__class__
+        loss = loss_of(model(X))
+
+        def fails(*_: Any, **__: Any) -> None:
+            raise MemoryError(broken)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(holder, broken, fails)
+            with suppress(MemoryError):
+                loss.backward()
+        del loss
+        assert fsdp.memory_bytes(model) == resting
+
+    fsdp.simulate(1, fn)
+
+
+def test_predividing_keeps_what_would_overflow() -> None:
+    def fn(rank: int) -> list[bool]:
+        found = []
+        for factor in (None, 1.0):
+            model = fsdp.fully_shard(
+                nn.Linear(2, 2, bias=False),
+                mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float16),
+                reduction=fsdp.ReductionPolicy(predivide_factor=factor),
+                sharding_strategy="NO_SHARD",
+            )
+            (model(torch.full((1, 2), 4e4)).sum()).backward()
+            found.append(bool(model.weight.grad.isfinite().all()))
+        return found
+
+    assert fsdp.simulate(2, fn) == [[True, False]] * 2

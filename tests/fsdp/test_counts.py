@@ -132,7 +132,7 @@ def test_frozen_units_are_not_reduced() -> None:
 
 def test_gathers_and_reductions_have_channels_of_their_own() -> None:
     for call in calls(step)[1]:
-        assert call.channel == ("gathers" if call.kind == "all_gather" else "reductions")
+        assert call.channel == ("reductions" if call.kind == "reduce_scatter" else "gathers")
 
 
 def test_prefetch_gathers_ahead_of_the_need() -> None:

@@ -23,9 +23,10 @@ def test_a_step_can_be_read() -> None:
     assert before.splitlines()[0].startswith("root 'Net', rank 1 of 2, backward RESTING; bytes held: ")
     held = int(before.splitlines()[0].rpartition("held: ")[2].split()[0].replace(",", ""))
     assert shards <= held <= 1.1 * shards
-    assert "  gathers: nothing called yet" in before and before.endswith("nothing yet")
+    assert "  gathers: gather_objects agreement\n  reductions: nothing called yet" in before and before.endswith("nothing yet")
 
-    assert "  gathers: all_gather Net, all_gather blocks.0, all_gather blocks.1" in inside.splitlines()
+    calls = "gather_objects agreement, all_gather Net, all_gather blocks.0, all_gather blocks.1"
+    assert f"  gathers: {calls}" in inside.splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in inside.splitlines()[3:]}
     assert rows["Net"] == ["FORWARD", "WHOLE", "FORWARD_BEGINS"]
     assert rows["blocks.0"] == ["IDLE", "SHARDED", "FORWARD_BEGINS", "FORWARD_ENDS"]
@@ -46,7 +47,7 @@ def test_every_channel_of_a_mesh_is_told_of_once() -> None:
             told.append(" ".join(line.split(":")[0].strip() for line in fsdp.story(model).splitlines()[1:-1]))
         return told
 
-    assert fsdp.simulate(4, one_rank)[0] == ["gathers reductions", "replicas", "gathers reductions replicas everyone"]
+    assert fsdp.simulate(4, one_rank)[0] == ["gathers reductions", "replicas everyone", "gathers reductions replicas everyone"]
 
 
 def test_who_has_no_story_is_told_so() -> None:
