@@ -180,7 +180,7 @@ def test_a_refusal_has_the_story() -> None:
 
     lines = fsdp.simulate(2, one_rank)[1].splitlines()
     assert lines[0] == f"{MARK} 'Summons', FORWARD, whole parameters WHOLE, on rank 1 of 2"
-    assert "  gathers: all_gather Summons" in lines
+    assert "  gathers: gather_objects agreement, all_gather Summons" in lines
     assert lines[-1].split() == ["Summons", "FORWARD", "WHOLE", "FORWARD_BEGINS"]
 
 

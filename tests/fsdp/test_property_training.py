@@ -17,7 +17,7 @@ ROUNDING = 2.0**-24
 PROMISED = 1e-6
 
 
-@settings(max_examples=2 * settings.default.max_examples)
+@settings(max_examples=3 * settings.default.max_examples // 2)
 @given(st.data(), world_sizes, st.integers(0, 2**16))
 def test_any_program_on_any_tree_trains_like_the_plain_model(data: st.DataObject, world_size: int, seed: int) -> None:
     tree = data.draw(trees(), label="tree")

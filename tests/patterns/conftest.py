@@ -1,29 +1,14 @@
-"""What both worlds share: one thread, little garbage to search, and processes that run beside the simulated world."""
+"""What both worlds share: one thread, little garbage to search; and the processes of the real one."""
 
 import gc
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.patterns.harness import Outcome
 from tests.patterns.processes import SIZES, run_all
-
-HERE = Path(__file__).resolve().parent
-
-
-def _waits(item: pytest.Item) -> bool:
-    """For processes that were started before."""
-    return item.path.name == "test_gloo.py" and item.path.parent == HERE
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the tests in this folder, those that wait for processes come last."""
-    places = [place for place, item in enumerate(items) if item.path.parent == HERE]
-    for place, item in zip(places, sorted((items[place] for place in places), key=_waits), strict=True):
-        items[place] = item
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -44,9 +29,8 @@ def imported_modules_are_no_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture(autouse=True, scope="package")
-def processes(request: pytest.FixtureRequest) -> Iterator[dict[int, Future[dict[str, list[Outcome]]]]]:
-    """Of every size the outcomes of all patterns. Started before the simulated world, if they are asked for at all."""
-    wanted = any(map(_waits, request.session.items))
+@pytest.fixture(scope="package")
+def processes() -> Iterator[dict[int, Future[dict[str, list[Outcome]]]]]:
+    """Of every size the outcomes of all patterns, from when somebody asks: other tests run beside, in a process of their own."""
     with ThreadPoolExecutor(len(SIZES)) as pool:
-        yield {size: pool.submit(run_all, size) for size in SIZES if wanted}
+        yield {size: pool.submit(run_all, size) for size in SIZES}
