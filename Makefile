@@ -14,7 +14,7 @@ train: $(VENV)/.made
 test: $(VENV)/.made
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # the properties again, wandering freely for as long as asked: make wander ARGS="--hypothesis-seed=1"
 wander: $(VENV)/.made

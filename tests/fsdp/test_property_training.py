@@ -1,7 +1,7 @@
 """Random trees of units, random training programs, random interleavings of the ranks: the numbers of plain torch."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,7 +17,6 @@ ROUNDING = 2.0**-24
 PROMISED = 1e-6
 
 
-@settings(max_examples=3 * settings.default.max_examples // 2)
 @given(st.data(), world_sizes, st.integers(0, 2**16))
 def test_any_program_on_any_tree_trains_like_the_plain_model(data: st.DataObject, world_size: int, seed: int) -> None:
     tree = data.draw(trees(), label="tree")
