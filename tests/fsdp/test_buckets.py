@@ -266,8 +266,6 @@ def test_deterministic_reductions_have_the_same_bits_under_every_strategy(dtype:
             **options,
         )
         loss_of(model(torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))).float()).backward()
-        with fsdp.summon_full_params(model):
-            pass
         return gradients_of(model), {name: tuple(p.shape) for name, p in Net(2, 16).named_parameters()}
 
     def full(**options: Any) -> dict[str, torch.Tensor]:

@@ -162,6 +162,9 @@ def test_a_failed_step_gives_the_whole_parameters_back(strategy: str) -> None:
         handle = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(X)
+        flats = [flat for unit in units_of(model) for flat in unit.flats]
+        buckets = 1 if strategy == "SHARD_OPTIMIZER" else 0
+        assert fsdp.memory_bytes(model) == sum(flat.shard.nbytes + buckets * flat.whole.nbytes for flat in flats)
         handle.remove()
         loss_of(model(X)).backward()
         return [None if p.grad is None else p.grad.clone() for p in model.parameters()], [
