@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fsdp.errors import ShardingError
 from fsdp.flat import FlatBuffer
 from fsdp.outside import RefusedUse
+from fsdp.sparse import as_rows, dense, no_rows
 from fsdp.stash import Kept
 from fsdp.storage import Ledger, Memory, size_of
 
@@ -27,6 +28,7 @@ class Bucket:
         "launched",
         "memory",
         "name",
+        "nbytes",
         "owed",
         "pending",
         "stash",
@@ -44,6 +46,8 @@ class Bucket:
         self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
         self.views = [self.buffer[slot.start : slot.end].view(slot.shape) for slot in flat.layout.slots]
         self.memory = Memory(self.buffer, "bucket", stays)
+        self.nbytes = size_of(self.buffer)
+        """Of the gradients; of sparse ones, of those that were launched last."""
         self.pending: Tensor | None = None
         self.launched = False
         """Its gradients were sent in this backward; what comes after is a second portion."""
@@ -82,12 +86,17 @@ class Bucket:
 
     def keep(self, i: int, gradient: Tensor) -> None:
         """Add a whole gradient to what is kept under `no_sync`."""
+        gradient = (as_rows(gradient) if self.flat.is_sparse else self._dense(i, gradient)).to(self.dtype)
         kept = self.stash.get(i)
         if kept is not None:
+            self._ledger.add("kept", -size_of(kept.whole))
             kept.whole.add_(gradient)
+            self._ledger.add("kept", size_of(kept.whole))
             return
         shard, part = self.flat.shard_parameters[i], self.flat.parts[i]
-        own = gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
+        own = gradient
+        if not gradient.is_sparse:
+            own = gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
         self.stash[i] = Kept(gradient, shard, own.to(shard.dtype, copy=True))
         self._ledger.add("kept", size_of(gradient))
 
@@ -122,7 +131,11 @@ class Bucket:
         self.complete = settled and all([came or not trains for came, trains in zip(came, trainable, strict=True)])
 
     def fill(self, buffer: Tensor | None = None) -> None:
-        """Copy the whole gradients, and those kept under `no_sync`, into the bucket or a buffer like it; drop the former."""
+        """Copy the whole gradients, and those kept under `no_sync`, into the bucket or a buffer like it; drop the former.
+
+        Raises:
+            ShardingError: one is sparse that was to be dense.
+        """
         flat = self.flat
         slots = flat.layout.slots
         views = self.views if buffer is None else [buffer[slot.start : slot.end].view(slot.shape) for slot in slots]
@@ -139,7 +152,7 @@ class Bucket:
         for i, (view, gradient) in enumerate(zip(views, gradients, strict=True)):
             # what was kept went with the first portion
             kept = None if second else self.stash.get(i)
-            parts = [dense(part) for part in (gradient, None if kept is None else kept.whole) if part is not None]
+            parts = [self._dense(i, part) for part in (gradient, None if kept is None else kept.whole) if part is not None]
             came.append(came_before[i] or bool(parts))
             if parts:
                 view.copy_(parts[0])
@@ -148,6 +161,27 @@ class Bucket:
             for part in parts[1:]:
                 view.add_(part)
         self._note_came(came)
+
+    def take_rows(self) -> Tensor:
+        """Of a sparse bucket: the gradient of its one parameter (V, *rest), and what is kept of it; drop the former."""
+        whole = self.flat.whole_parameters[0]
+        gradient, whole.grad = whole.grad, None
+        second, self.launched = self.launched, True
+        kept = None if second else self.stash.get(0)
+        parts = [as_rows(part).to(self.dtype) for part in (gradient, None if kept is None else kept.whole) if part is not None]
+        self._note_came([bool(parts) or (second and self.came[0])])
+        rows = (parts[0] + parts[1]).coalesce() if len(parts) > 1 else parts[0] if parts else no_rows(whole, self.dtype)
+        self.nbytes = size_of(rows)
+        return rows
+
+    def _dense(self, i: int, gradient: Tensor) -> Tensor:
+        """A gradient that may have come sparse, as a dense bucket takes it."""
+        if gradient.is_sparse and self.flat.is_replicated and not self.flat.is_sparse:
+            raise ShardingError(
+                f"the gradient of {self.flat.places[i].names[0]!r} in unit {self.name!r} is sparse, and nothing said so when it "
+                "was wrapped: set `sparse` of its nn.Embedding or nn.EmbeddingBag before wrapping, or compute a dense gradient."
+            )
+        return dense(gradient)
 
     def show_to_hooks(self, used: Sequence[bool]) -> None:
         """Run the hooks that the user has set on shard parameters (`p.register_hook`) on their reduced gradients.
@@ -164,7 +198,8 @@ class Bucket:
             if hooks is None or len(hooks) < 2 or not used[i]:
                 continue
             part = flat.parts[i]
-            view = self.pending[part.offset : part.offset + part.numel].view(shape)
+            sparse = self.pending.is_sparse
+            view = self.pending if sparse else self.pending[part.offset : part.offset + part.numel].view(shape)
             for hook in list(hooks.values()):
                 changed = None if isinstance(hook, RefusedUse) else hook(view)
                 if changed is None:
@@ -175,7 +210,10 @@ class Bucket:
                         f"{tuple(view.shape)}, this rank's part of the gradient; it returned "
                         f"{tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__}."
                     )
-                view.copy_(changed)
+                if sparse:
+                    self.pending = view = as_rows(changed)
+                else:
+                    view.copy_(changed)
 
     def put(self, reduced: Tensor, used: Sequence[bool]) -> list[nn.Parameter]:
         """Set or accumulate one reduced shard (C,) into `.grad` of the shard parameters.
@@ -186,7 +224,7 @@ class Bucket:
         hooked = []
         self.launched = False
         flat = self.flat
-        parts = torch.split_with_sizes(reduced, flat.segments)
+        parts = () if reduced.is_sparse else torch.split_with_sizes(reduced, flat.segments)
         targets, sums = [], []
         for i, segment, shape in flat.held:
             parameter = flat.shard_parameters[i]
@@ -194,11 +232,13 @@ class Bucket:
                 continue
             if parameter._post_accumulate_grad_hooks:
                 hooked.append(parameter)
-            gradient = parts[segment].view(shape)
+            gradient = parts[segment].view(shape) if parts else reduced
             before = parameter.grad
             kept = self.forget(i)
             if before is None or (kept is not None and kept.shown_is_ours):
                 parameter.grad = gradient
+            elif before.is_sparse or gradient.is_sparse:
+                before.add_(gradient)
             else:
                 targets.append(before)
                 sums.append(gradient)
@@ -208,8 +248,3 @@ class Bucket:
         self.forget_all()
         self.owed = False
         return hooked
-
-
-def dense(gradient: Tensor) -> Tensor:
-    """Embeddings with sparse=True give sparse gradients; buckets and shards are dense."""
-    return gradient.to_dense() if gradient.is_sparse else gradient

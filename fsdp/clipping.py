@@ -40,7 +40,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         if engine.reducer.keeps_gradients:
             raise ShardingError("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.")
     gradients = [p.grad for p in model.parameters() if p.grad is not None and owner_of(p) is not None]
-    filled = [gradient for gradient in gradients if gradient.numel()]
+    sparse = [gradient for gradient in gradients if gradient.is_sparse]
+    strided = [gradient for gradient in gradients if not gradient.is_sparse]
+    filled = [values for values in (*strided, *(one.coalesce().values() for one in sparse)) if values.numel()]
     device = engines[0].units[0].device
     norms = torch._foreach_norm(filled, power) if filled else ()
     local = (
@@ -50,8 +52,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     )
     total = _combine(channels.reductions, local, power)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
+    if strided:
+        torch._foreach_mul_(strided, factor)
+    for gradient in sparse:
+        gradient.mul_(factor)
     return total
 
 

@@ -24,7 +24,7 @@ from fsdp.nested import modules_within
 from fsdp.notes import add_note, add_note_to_what_ends_the_backward, is_noted
 from fsdp.reducer import Reducer
 from fsdp.schedule import Schedule
-from fsdp.stack import graph_task, in_autograd_grad, is_running
+from fsdp.stack import gets_gradient, graph_task, in_autograd_grad, is_running
 from fsdp.storage import Ledger
 from fsdp.streams import Streams
 from fsdp.unit import Unit
@@ -338,6 +338,8 @@ class Engine:
         self.reducer.begin()
         if not self.synchronises:
             self.reducer.owe()
+        if self.backward_synchronises and self.reducer.policy.find_unused_parameters:
+            self.reducer.expect_only(gets_gradient)
         Variable._execution_engine.queue_callback(_RootCallback(self, self.backward_number))
         self._streams.pass_begins()
         # what this backward needs first may be gathered while the root's own layers compute

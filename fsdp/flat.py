@@ -23,6 +23,11 @@ class Place:
         """Plain names below the unit's root, the first being the canonical one."""
         self.slots: list[tuple[nn.Module, str]] = []
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether a module says that its gradients are sparse."""
+        return any(isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module, _ in self.slots)
+
 
 class FlatBuffer:
     """The parameters of a unit that share a dtype and are trainable alike, laid end to end.
@@ -34,6 +39,9 @@ class FlatBuffer:
 
     def __init__(self, places: Sequence[Place], dtype: torch.dtype, collectives: Collectives, replicated: bool) -> None:
         self.places = tuple(places)
+        self.is_replicated = replicated
+        self.is_sparse = replicated and places[0].is_sparse
+        """Its one parameter has sparse gradients, which stay so."""
         self.rank = collectives.rank
         self.world_size = collectives.size
         originals = [place.parameter for place in places]

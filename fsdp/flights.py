@@ -15,6 +15,7 @@ from fsdp.collectives import DONE, Work
 from fsdp.config import ReductionPolicy
 from fsdp.groups import Channels
 from fsdp.hooked import CommHook, GradientBucket
+from fsdp.sparse import SparseTotal, as_rows
 from fsdp.storage import Ledger, size_of
 from fsdp.streams import Streams
 
@@ -59,6 +60,9 @@ class Flights:
         Memory:  W * C elements until landed, C until committed; where several share a collective, small ones twice while it is
                  put together
         """
+        if buckets[0].flat.is_sparse:
+            self._launch_rows(buckets[0])
+            return
         before, _ = self._divisors(buckets[0].dtype)
         name, size = buckets[0].name, sum(bucket.flat.layout.chunk for bucket in buckets)
         shards = self._channels.reductions
@@ -95,6 +99,17 @@ class Flights:
         self._ledger.add("scratch", scratch)
         self._first.append(Flight(buckets, into, work, joined, scratch, name))
 
+    def _launch_rows(self, bucket: Bucket) -> None:
+        """The same for a sparse bucket, which shares no collective and has no second sum."""
+        before, _ = self._divisors(bucket.dtype)
+        rows = bucket.take_rows()
+        if before != 1:
+            rows = rows / before  # it may be what is kept under `no_sync`
+        with self._streams.reducing():
+            work = SparseTotal(rows, self._channels.replicas, bucket.name)
+        self._ledger.add("reduced", size_of(rows))
+        self._second.append(Flight((bucket,), rows, work, None, 0, bucket.name))
+
     def launch_hooked(self, bucket: Bucket, shown: GradientBucket) -> None:
         """Fill one bucket and let the hook reduce it."""
         assert self.hook is not None
@@ -129,8 +144,12 @@ class Flights:
     def settle(self) -> None:
         """Await everything; the average of each bucket is its `pending`."""
         self.land()
+        given = []
         while self._second:
-            self._finish(self._second[0])
+            flight = self._second[0]
+            self._finish(flight)
+            if isinstance(flight.work, SparseTotal):
+                given.append(flight.into)  # memory of the compute stream, which is read on the other
             del self._second[0]
         self._streams.await_reductions()
 
@@ -194,21 +213,31 @@ class Flights:
         reduced = flight.into
         with self._streams.landing():
             flight.work.wait()
+            if isinstance(flight.work, SparseTotal):
+                reduced = self._replace(reduced, flight.work.result)
             if self.hook is None:
                 _, after = self._divisors(reduced.dtype)
                 if after != 1:
                     reduced.div_(after)
             dtype = flight.buckets[0].flat.shard.dtype
             if reduced.dtype != dtype:
-                self._ledger.add("reduced", -size_of(reduced))
-                reduced = reduced.to(dtype)
-                self._ledger.add("reduced", size_of(reduced))
+                reduced = self._replace(reduced, reduced.to(dtype))
             for bucket, chunk in zip(flight.buckets, _split(reduced, flight.buckets), strict=True):
+                if bucket.flat.is_sparse and not chunk.is_sparse:
+                    # a hook has seen it in full
+                    whole = bucket.flat.whole_parameters[0]
+                    chunk = self._replace(chunk, as_rows(chunk[: whole.numel()].view(whole.shape)))
                 if bucket.pending is None:
                     bucket.pending = chunk
                 else:
+                    self._ledger.add("reduced", -size_of(chunk) - size_of(bucket.pending))
                     bucket.pending.add_(chunk)
-                    self._ledger.add("reduced", -size_of(chunk))
+                    self._ledger.add("reduced", size_of(bucket.pending))
+
+    def _replace(self, old: Tensor, new: Tensor) -> Tensor:
+        """In the books."""
+        self._ledger.add("reduced", size_of(new) - size_of(old))
+        return new
 
 
 def _split(chunks: Tensor, buckets: Sequence[Bucket]) -> Sequence[Tensor]:

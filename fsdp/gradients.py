@@ -13,6 +13,7 @@ from fsdp.errors import ShardingError
 from fsdp.names import entries
 from fsdp.piece import Piece, pieces_in
 from fsdp.sharded import engines_in
+from fsdp.sparse import as_rows, dense
 
 PART = "gradients"
 
@@ -65,7 +66,7 @@ def gradient_state(model: nn.Module, by_rank: list[list[str]], everyone: Collect
         if absent:
             raise ShardingError(f"save: ranks {absent} have no gradient of {name!r}, ranks {there} have; zero it on every rank.")
         part = tensor if tensor.grad is None else tensor.grad  # no elements here, if there is none
-        state[name] = piece.value(name, part.detach())
+        state[name] = piece.value(name, dense(part.detach()))
     return state
 
 
@@ -74,7 +75,9 @@ def take_gradients(model: nn.Module, given: dict[str, Any]) -> None:
     pieces = pieces_in(model)
     for name, tensor in _first(model):
         if id(tensor) in pieces:
-            tensor.grad = given[name].local if name in given and pieces[id(tensor)].part.numel else None
+            piece = pieces[id(tensor)]
+            gradient = given[name].local if name in given and piece.part.numel else None
+            tensor.grad = as_rows(gradient) if gradient is not None and piece.flat.is_sparse else gradient
 
 
 def target_of_gradient(asker: str, name: str, piece: Piece | None, shape: tuple[int, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Torch hooks -> events. Registers every hook, but for those on nodes (crossings) and inside units (escapes); decides nothing."""
+"""Torch hooks -> events. Registers every hook, but for those on nodes (crossings, accumulators) and in units (escapes)."""
 
 import sys
 import weakref
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fsdp.accumulators import Accumulators
 from fsdp.arrivals import hear_arrivals
 from fsdp.crossings import Call, Crossing, Ends, Way, inputs_of, node_behind
 from fsdp.eager import uncompiled
@@ -90,6 +91,7 @@ class Listener(Uncopied):
             module.register_forward_hook(self._forward_ends, always_call=True),
         ]
         self._state_hooks = StateHooks(engine, index)
+        self._accumulators = Accumulators(self._unit)
         for number, bucket in enumerate(engine.reducer.buckets):
             hear = hear_arrivals(weakref.ref(self), number if number in engine.reducer.counted else None)
             for whole in bucket.flat.whole_parameters if bucket.unit == index else ():
@@ -106,6 +108,7 @@ class Listener(Uncopied):
         """Take the hooks away again."""
         self._escapes.remove()
         self._state_hooks.remove()
+        self._accumulators.remove()
         for handle in self._handles:
             handle.remove()
 
@@ -148,6 +151,7 @@ class Listener(Uncopied):
         elif call.replay:
             self._engine.hear(self._index, Event.REPLAY_BEGINS)
         else:
+            self._accumulators.check()
             self._escapes.begin()
             self._engine.forward_begins(self._index)
         call.refused = False

@@ -5,7 +5,6 @@ from time import perf_counter
 from typing import NamedTuple
 
 from fsdp.bucket import Bucket
-from fsdp.storage import size_of
 
 
 class BucketStats(NamedTuple):
@@ -14,7 +13,7 @@ class BucketStats(NamedTuple):
     units: tuple[str, ...]
     """Whose gradients it reduced."""
     bytes: int
-    """Of the whole gradients, in the dtype they were reduced in, padding included."""
+    """Of the whole gradients, in the dtype they were reduced in, padding included; of sparse ones, what this rank has."""
     pending: tuple[str, ...]
     """Trainable parameters whose gradients had not come when it was launched: zeros stood for them."""
     ready_s: float
@@ -26,6 +25,7 @@ class BucketStats(NamedTuple):
 class _Launch(NamedTuple):
     buckets: Sequence[Bucket]
     came: Sequence[Sequence[bool]]
+    bytes: int
     ready: float
     launched: float
 
@@ -45,7 +45,8 @@ class Launches:
     def note(self, buckets: Sequence[Bucket], ready: float) -> None:
         """Some buckets were filled and launched; `ready` is when the last of them was (`time.perf_counter`)."""
         came = [bucket.came for bucket in buckets]
-        self._now.append(_Launch(buckets, came, ready - self._began, perf_counter() - self._began))
+        size = sum([bucket.nbytes for bucket in buckets])
+        self._now.append(_Launch(buckets, came, size, ready - self._began, perf_counter() - self._began))
 
     def end(self) -> None:
         """A backward that synchronised is over."""
@@ -56,7 +57,7 @@ class Launches:
         return [
             BucketStats(
                 tuple(dict.fromkeys(bucket.name for bucket in one.buckets)),
-                sum(size_of(bucket.buffer) for bucket in one.buckets),
+                one.bytes,
                 tuple(name for bucket, came in zip(one.buckets, one.came, strict=True) for name in bucket.missing(came)),
                 one.ready,
                 one.launched,

@@ -12,13 +12,13 @@ anything in between: so it is launched without awaiting those before it, and onl
 With gathers between the ranks that holds for units without units inside; without gathers, for all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
 from torch import nn
 
-from fsdp.bucket import Bucket, dense
+from fsdp.bucket import Bucket
 from fsdp.config import ReductionPolicy
 from fsdp.flights import Flights
 from fsdp.groups import Channels, Grouping
@@ -138,6 +138,17 @@ class Reducer:
         """A unit that was done is gathered again in the same backward: every rank expects a second portion."""
         self._again[index] = self._again[index] or self._over[index]
 
+    def expect_only(self, comes: Callable[[nn.Parameter], bool]) -> None:
+        """A backward that synchronises begins, which may pass parameters by: do not wait for these."""
+        for number, bucket in enumerate(self.buckets):
+            flat = bucket.flat
+            count = sum(trains and comes(p) for p, trains in zip(flat.whole_parameters, flat.trainable, strict=True))
+            if number in self.counted:
+                self._expected[number] = count
+            if not count:
+                # no arrival: another backward may use it, in the order that is learned now
+                self._ready[number] = perf_counter()
+
     def arrived(self, number: int) -> bool:
         """One more gradient of a counted bucket came; return whether that makes launching possible."""
         self._expected[number] -= 1
@@ -212,7 +223,7 @@ class Reducer:
             for i, whole in enumerate(bucket.flat.whole_parameters):
                 if whole.grad is not None:
                     gradient, whole.grad = whole.grad, None
-                    bucket.keep(i, dense(gradient).to(bucket.dtype))
+                    bucket.keep(i, gradient)
 
     def drain(self) -> None:
         """Wait until nothing is in flight. Idempotent; raises what the collective raises."""
@@ -245,10 +256,11 @@ class Reducer:
         items = [
             Item(
                 size_of(bucket.buffer),
-                (bucket.dtype, bucket.flat.shard.dtype, bucket.flat.device),
+                # a sparse one has a collective of its own
+                (bucket.dtype, bucket.flat.shard.dtype, bucket.flat.device, number if bucket.flat.is_sparse else None),
                 any(place.names[0] in self.policy.triggers for place in bucket.flat.places[:1]),
             )
-            for bucket in self.buckets
+            for number, bucket in enumerate(self.buckets)
         ]
         self._parcels: Sequence[Parcel] = make_parcels(self._sequence, items, cap, int(self.policy.first_bucket_mb * 2**20))
 
@@ -263,7 +275,9 @@ class Reducer:
 
     def _learn_order(self) -> None:
         """After the first backward that synchronises, rank 0's order of arrival is everyone's."""
-        arrivals = torch.tensor(self._arrivals, dtype=torch.int64, device=self._device)
+        # what is not among the arrivals was not waited for
+        every = dict.fromkeys((*self._arrivals, *self._in_units(self._default_order)))
+        arrivals = torch.tensor(list(every), dtype=torch.int64, device=self._device)
         self._channels.everyone.broadcast(arrivals, 0, "the order of reductions").wait()
         sequence = [int(number) for number in arrivals.tolist()]
         units = dict.fromkeys(self.buckets[number].unit for number in sequence)

@@ -7,7 +7,8 @@ from types import CodeType, FrameType
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 graph_task: Final = torch._C._current_graph_task_id
 """The backward the calling thread is inside, as autograd counts: a reentrant checkpoint runs one of its own; or -1."""
@@ -46,6 +47,12 @@ def loading_call() -> tuple[nn.Module, dict[str, Any], bool] | None:
         if frame.f_code is _LOAD:
             return frame.f_locals["self"], frame.f_locals["state_dict"], frame.f_locals["strict"]
     return None
+
+
+def gets_gradient(leaf: Tensor) -> bool:
+    """Whether the graph task that runs brings a gradient to `leaf`. A reentrant checkpoint has a task of its own."""
+    # the engine has walked the graph already
+    return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
 
 
 def in_autograd_grad() -> bool:

@@ -35,7 +35,8 @@ class Kept:
             return False
         if self.shown._version == self.version:
             return True
-        if self.shown.numel() and bool(self.shown.any()):
+        values = self.shown._values() if self.shown.is_sparse else self.shown
+        if values.numel() and bool(values.any()):
             raise ShardingError(
                 f"the gradient of {name!r} was edited while gradients are kept under no_sync; scale or clip after "
                 "the backward that synchronises."

@@ -73,7 +73,9 @@ class Borrowed:
 
 
 def size_of(tensor: Tensor) -> int:
-    """Bytes of the elements of `tensor`."""
+    """Bytes of the elements of `tensor`; of a sparse one, of what it has."""
+    if tensor.is_sparse:
+        return size_of(tensor._indices()) + size_of(tensor._values())
     return tensor.numel() * tensor.element_size()
 
 

@@ -7,6 +7,7 @@ Rule 2: the modules show the whole face only between SHOW and HIDE; whoever look
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -357,11 +358,13 @@ class Unit:
 def _pieces(places: Sequence[Place], config: Config) -> Iterator[list[Place]]:
     """The parameters of a unit by dtype and whether they are trainable, in pieces of one bucket each.
 
-    Frozen ones too: a frozen twin of a trained unit (a momentum encoder) is to be laid out like it.
+    Frozen ones too: a frozen twin of a trained unit (a momentum encoder) is to be laid out like it. One whose gradients stay
+    sparse is a piece of its own.
     """
-    groups: dict[tuple[torch.dtype, bool], list[Place]] = {}
+    groups: dict[tuple[Any, ...], list[Place]] = {}
     for place in places:
-        groups.setdefault((place.parameter.dtype, place.parameter.requires_grad), []).append(place)
+        alone = id(place) if place.is_sparse and config.grouping is Grouping.REPLICATED else None
+        groups.setdefault((place.parameter.dtype, place.parameter.requires_grad, alone), []).append(place)
     for members in groups.values():
         piece: list[Place] = []
         taken = 0

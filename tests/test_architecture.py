@@ -47,6 +47,7 @@ ORDER = (
     "state_hooks",
     "guard",
     "arrivals",
+    "accumulators",
     "readiness",
     "crossings",
     "escapes",
@@ -63,6 +64,7 @@ ORDER = (
     "hooked",
     "bucket",
     "stash",
+    "sparse",
     "names",
     "ranges",
     "spread",
@@ -207,7 +209,7 @@ def test_only_hooks_registers_a_hook() -> None:
         last = [one.rsplit(".", 1)[-1] for one in calls_in(FSDP / f"{name}.py")]
         return [one for one in last if one.startswith("register_") and one.endswith("hook") and "state_dict" not in one]
 
-    only_in({"hooks", "crossings", "escapes"}, {name: registrations(name) for name in FILES})
+    only_in({"hooks", "accumulators", "crossings", "escapes"}, {name: registrations(name) for name in FILES})
 
 
 def test_only_storage_resizes_memory() -> None:

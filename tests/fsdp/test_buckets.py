@@ -23,10 +23,12 @@ from models import (
     wrap,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp
 import fsdp.sharded
 from fsdp.parcels import Item, make_parcels
+from fsdp.simulated import current_rank
 from fsdp.summation import sum_over_ranks
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -326,6 +328,45 @@ def test_under_no_shard_ranks_may_come_through_different_units() -> None:
         assert found["branches.2.weight"] is None, "nobody used it"
         for name, wanted in gradients_of(plain).items():
             assert wanted is None or torch.allclose(found[name], wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "in a reentrant checkpoint"])
+def test_what_the_backward_passes_by_holds_nothing_up(checkpointed: bool) -> None:
+    """A unit that comes first in the order and is not used: what comes after it is launched all along the backward."""
+
+    class Passing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+        def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
+            for layer in self.layers[:used]:
+                x = checkpoint(layer, x, use_reentrant=True) if checkpointed else layer(x)
+                if current_rank() is not None:
+                    x.register_hook(lambda _: self.seen.append(len(world_log("all_reduce"))))
+            return x
+
+    def fn(rank: int) -> Any:
+        torch.manual_seed(0)
+        policy = fsdp.ReductionPolicy(find_unused_parameters=True, bucket_cap_mb=KIB / 8)
+        net = Passing()
+        model = fsdp.fully_shard(net, auto_wrap_policy={nn.Linear}, sharding_strategy="NO_SHARD", reduction=policy)
+        for used in (4, 3, 4):
+            model.seen = []
+            model.zero_grad()
+            before = len(world_log("all_reduce"))
+            loss_of(model(X.clone().requires_grad_(), used)).backward()
+            if used == 3 and not checkpointed:
+                launched = [count - before for count in model.seen]
+                assert launched == [0, 4, 6], "two of each layer, and the unused ones with the first"
+        return gradients_of(model)
+
+    torch.manual_seed(0)
+    plain = Passing()
+    loss_of(plain(X.clone().requires_grad_(), 4)).backward()
+    for found in fsdp.simulate(1 if checkpointed else 2, fn):
+        for name, wanted in gradients_of(plain).items():
+            assert torch.allclose(found[name], wanted, atol=1e-6), name
 
 
 def test_a_static_graph_says_who_has_what_once() -> None:

@@ -414,18 +414,46 @@ def test_a_hook_that_is_removed_is_not_called() -> None:
     fsdp.simulate(RANKS, one_rank)
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["set before wrapping", "set after wrapping"])
-def test_on_the_accumulating_node_outside_a_forward_hear_nothing(before: bool) -> None:
-    """It is the node of the shard, into which nothing accumulates: a limit, which the page states."""
-
-    def hook(model: nn.Module, heard: Heard) -> None:
-        parameter = model.get_parameter("enter.weight")
+def on_the_accumulating_node(model: nn.Module, heard: Heard) -> None:
+    heard.kept = []  # type: ignore[attr-defined]
+    for name in PARAMETERS:
+        parameter = model.get_parameter(name)
         node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        heard.kept = node  # type: ignore[attr-defined]
-        node.register_hook(lambda inputs, outputs: heard.note("came", outputs))
+        heard.kept.append(node)  # type: ignore[attr-defined]
+        node.register_prehook(lambda outputs, name=name: heard.note(f"before {name}", outputs))
+        node.register_hook(lambda inputs, outputs, name=name: heard.note(name, (*inputs, *outputs)))
 
-    assert fsdp.simulate(RANKS, lambda rank: len(run(rank, hook, True, before)[0].calls)) == [0] * RANKS
-    assert len(run(0, hook, False)[0].calls) == STEPS
+
+def test_on_the_accumulating_node_before_wrapping_see_the_whole_gradient_of_this_rank_once_a_backward() -> None:
+    """Beside hooks on the tensor itself, which hear of each gradient once, as on the plain module."""
+
+    def both(model: nn.Module, heard: Heard) -> None:
+        on_the_accumulating_node(model, heard)
+        on_parameters(model, heard)
+
+    def one_rank(rank: int) -> None:
+        found, model = run(rank, both, True, before=True)
+        assert_heard_alike(found, run(rank, both, False)[0])
+        assert len(found.calls) == 3 * len(PARAMETERS) * STEPS
+        assert all(p.requires_grad for p in model.parameters())
+
+    fsdp.simulate(RANKS, one_rank)
+
+
+def test_on_the_accumulating_node_of_a_shard_are_refused_at_the_first_forward() -> None:
+    """After wrapping, outside a forward: into that node nothing accumulates."""
+
+    def one_rank(rank: int) -> None:
+        model = fsdp.fully_shard(make(), auto_wrap_policy={Block})
+        heard = Heard()
+        on_the_accumulating_node(model, heard)
+        with pytest.raises(fsdp.ShardingError, match=r"keeps the node .* of 'enter\.weight'"):
+            model(data(rank, 0))
+        heard.kept.clear()  # type: ignore[attr-defined]
+        loss_of(model(data(rank, 0))).backward()
+        assert not heard.calls
+
+    fsdp.simulate(RANKS, one_rank)
 
 
 # all together, however it is sharded ------------------------------------------------------------------------------
