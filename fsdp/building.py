@@ -62,7 +62,7 @@ def build(
     if config.sync_module_states:
         _broadcast(((name, buffer.detach()) for name, buffer in plan[0].module.named_buffers()), channels)
     device = next((unit.device for unit in units if unit.flats), torch.device("cpu"))
-    streams = delayed(make_streams(device), channels.everyone.rank, device)
+    streams = delayed(make_streams(device, len(channels.lanes)), channels.everyone.rank, device)
     ledger = Ledger()
     for unit in units:
         unit.join(streams, ledger)

@@ -55,6 +55,12 @@ class Collectives(Protocol):
         Traffic: this rank receives (W - 1) * C elements.
         """
 
+    def coalesces(self, device: torch.device, fixed_order: bool = False) -> bool:
+        """Whether `reduce_scatter_each` can be called for tensors on `device`."""
+
+    def reduce_scatter_each(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
+        """`reduce_scatter` of each bucket, together, as one operation of the backend."""
+
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         """What a `reduce_scatter` of `bucket` holds besides its arguments, until `wait`."""
 
@@ -159,6 +165,12 @@ class Alone:
         into.copy_(bucket)
         return DONE
 
+    def coalesces(self, device: torch.device, fixed_order: bool = False) -> bool:
+        return False
+
+    def reduce_scatter_each(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
+        raise NotImplementedError
+
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         return 0
 
@@ -200,8 +212,11 @@ class ProcessGroupCollectives:
         self._lines = lines
         self._recent: deque[tuple[str, str]] = deque(maxlen=RECENT)
 
-    def _launch(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any]) -> Work:
-        """Launch a collective that every rank is about to call. On a device `wait` makes a stream wait, not the host."""
+    def _launch(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any], nbytes: int = 0) -> Work:
+        """Launch a collective that every rank is about to call. On a device `wait` makes a stream wait, not the host.
+
+        `nbytes`: what it is about, if that is more than `tensor`.
+        """
         self._recent.append((kind, label))
         group, lines = self.group, self._lines
         if lines is None:
@@ -209,7 +224,7 @@ class ProcessGroupCollectives:
         if lines.down:
             lines.connect_anew()
         channel = self._channel
-        note = lines.trails[channel].before(kind, label, tensor.nbytes)
+        note = lines.trails[channel].before(kind, label, nbytes or tensor.nbytes)
         if tensor.device.type != "cpu":
             return cast(Work, launch(group))
         try:
@@ -251,6 +266,24 @@ class ProcessGroupCollectives:
             "reduce_scatter", label, bucket, lambda group: group.alltoall_base(received, bucket, [], [], _EXCHANGE)
         )
         return _ExchangedSum(work, received, into)
+
+    def coalesces(self, device: torch.device, fixed_order: bool = False) -> bool:
+        # on the host a reduction is an exchange, which gloo cannot coalesce
+        return device.type != "cpu" and not fixed_order and bool(self.group._get_backend(device).supports_coalescing)
+
+    def reduce_scatter_each(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
+        device = buckets[0].device
+
+        def launch(group: dist.ProcessGroup) -> Any:
+            group._start_coalescing(device)
+            try:
+                for bucket, chunk in zip(buckets, into, strict=True):
+                    group._reduce_scatter_base(chunk, bucket, _REDUCE)
+            finally:
+                work = group._end_coalescing(device)
+            return work
+
+        return self._launch("reduce_scatter", label, buckets[0], launch, sum(bucket.nbytes for bucket in buckets))
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         return bucket.numel() * bucket.element_size() if fixed_order or bucket.device.type == "cpu" else 0

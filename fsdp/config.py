@@ -80,6 +80,8 @@ class ReductionPolicy:
     predivide_factor: float | None = None
     """Divide by this before the sum, and by the rest after it. None means the number of ranks in fp16, which would overflow, and
     1 in every other dtype."""
+    streams: int = 1
+    """How many reductions may run at the same time, each on a communicator and a stream of its own. They take turns."""
     deterministic: bool = False
     """Sum in fp32 and in a fixed order of the ranks on every backend: the same bits for the same number of ranks under every
     strategy, and for the rows of "HYBRID_SHARD" where their length is a power of 2. Half precision travels as fp32. On CUDA, and
@@ -98,6 +100,8 @@ class ReductionPolicy:
                 raise ShardingError(
                     f"reduction.{name} must be a positive number{' or None' if optional else ''}, not {number!r}."
                 )
+        if not isinstance(self.streams, int) or isinstance(self.streams, bool) or self.streams < 1:
+            raise ShardingError(f"reduction.streams must be a number of streams, 1 or more, not {self.streams!r}.")
         if isinstance(self.triggers, str) or not all(isinstance(name, str) for name in self.triggers):
             raise ShardingError(f"reduction.triggers must be names of parameters, not {self.triggers!r}.")
         object.__setattr__(self, "triggers", tuple(self.triggers))

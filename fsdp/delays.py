@@ -50,11 +50,11 @@ class DelayedStreams:
         self.wait()
         self._streams.released()
 
-    def reducing(self) -> AbstractContextManager[Any]:
-        return self._late(self._streams.reducing())
+    def reducing(self, lane: int = 0) -> AbstractContextManager[Any]:
+        return self._late(self._streams.reducing(lane))
 
-    def landing(self) -> AbstractContextManager[Any]:
-        return self._late(self._streams.landing())
+    def landing(self, lane: int = 0) -> AbstractContextManager[Any]:
+        return self._late(self._streams.landing(lane))
 
     def await_reductions(self) -> None:
         self._streams.await_reductions()

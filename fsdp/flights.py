@@ -33,6 +33,8 @@ class Flight(NamedTuple):
     """Bytes that the channel holds meanwhile."""
     name: str
     """Of the first unit."""
+    lane: int = 0
+    """Which of the channels and streams for reductions it has taken."""
 
 
 class Flights:
@@ -52,6 +54,11 @@ class Flights:
         """Among the ranks that share the shards."""
         self._second: list[Flight] = []
         """Among those that hold the same shards. What they fill is kept until the commit in any case."""
+        self._launched = 0
+
+    def begin(self) -> None:
+        """A backward begins: the lanes take turns from the first one, on every rank."""
+        self._launched = 0
 
     def launch(self, buckets: Sequence[Bucket]) -> None:
         """Fill the buckets of a parcel on the compute stream and reduce them on the reduction stream.
@@ -60,12 +67,13 @@ class Flights:
         Memory:  W * C elements until landed, C until committed; where several share a collective, small ones twice while it is
                  put together
         """
+        lane, self._launched = self._launched % len(self._channels.lanes), self._launched + 1
         if buckets[0].flat.is_sparse:
-            self._launch_rows(buckets[0])
+            self._launch_rows(buckets[0], lane)
             return
         before, _ = self._divisors(buckets[0].dtype)
         name, size = buckets[0].name, sum(bucket.flat.layout.chunk for bucket in buckets)
-        shards = self._channels.reductions
+        shards = self._channels.lanes[lane].reductions
         if shards.size == 1:
             # the chunk is the bucket
             into = buckets[0].buffer.new_empty(size)
@@ -73,8 +81,8 @@ class Flights:
                 bucket.fill(chunk)
             if before != 1:
                 into.div_(before)
-            with self._streams.reducing():
-                self._go_on(Flight(buckets, into, DONE, None, 0, name))
+            with self._streams.reducing(lane):
+                self._go_on(Flight(buckets, into, DONE, None, 0, name, lane))
             self._ledger.add("reduced", size_of(into))
             # it was allocated on the compute stream, and may be given back already
             self._streams.await_reductions()
@@ -84,31 +92,36 @@ class Flights:
             for bucket in buckets:
                 bucket.memory.allocate(self._ledger)
                 bucket.fill()
-            joined = self._join(buckets) if len(buckets) > 1 else None
-            given = buckets[0].buffer if joined is None else joined
+            each = len(buckets) > 1 and shards.coalesces(buckets[0].flat.device, self._exact)
+            joined = self._join(buckets) if len(buckets) > 1 and not each else None
+            given = [bucket.buffer for bucket in buckets] if joined is None else [joined]
             if before != 1:
-                given.div_(before)
-            with self._streams.reducing():
-                into = given.new_empty(size)
-                work = shards.reduce_scatter(_as_real(given), _as_real(into), name, self._exact)
+                torch._foreach_div_(given, before)
+            with self._streams.reducing(lane):
+                into = given[0].new_empty(size)
+                if each:
+                    chunks = [_as_real(chunk) for chunk in _split(into, buckets)]
+                    work = shards.reduce_scatter_each([_as_real(one) for one in given], chunks, name)
+                else:
+                    work = shards.reduce_scatter(_as_real(given[0]), _as_real(into), name, self._exact)
         except BaseException:
             self._release(buckets, joined)
             raise
-        scratch = shards.scratch_bytes(given, self._exact)
+        scratch = 0 if each else shards.scratch_bytes(given[0], self._exact)
         self._ledger.add("reduced", size_of(into))
         self._ledger.add("scratch", scratch)
-        self._first.append(Flight(buckets, into, work, joined, scratch, name))
+        self._first.append(Flight(buckets, into, work, joined, scratch, name, lane))
 
-    def _launch_rows(self, bucket: Bucket) -> None:
+    def _launch_rows(self, bucket: Bucket, lane: int) -> None:
         """The same for a sparse bucket, which shares no collective and has no second sum."""
         before, _ = self._divisors(bucket.dtype)
         rows = bucket.take_rows()
         if before != 1:
             rows = rows / before  # it may be what is kept under `no_sync`
-        with self._streams.reducing():
-            work = SparseTotal(rows, self._channels.replicas, bucket.name)
+        with self._streams.reducing(lane):
+            work = SparseTotal(rows, self._channels.lanes[lane].replicas, bucket.name)
         self._ledger.add("reduced", size_of(rows))
-        self._second.append(Flight((bucket,), rows, work, None, 0, bucket.name))
+        self._second.append(Flight((bucket,), rows, work, None, 0, bucket.name, lane))
 
     def launch_hooked(self, bucket: Bucket, shown: GradientBucket) -> None:
         """Fill one bucket and let the hook reduce it."""
@@ -125,12 +138,16 @@ class Flights:
         self._ledger.add("reduced", size_of(into))
         self._first.append(Flight((bucket,), into, work, None, 0, bucket.name))
 
-    def land(self) -> None:
-        """Await what is in flight among the ranks that share the shards; its sums go on to the other replicas."""
-        while self._first:
+    def make_room(self) -> None:
+        """Await what is in flight until there is a lane free."""
+        self._land(len(self._channels.lanes) - 1)
+
+    def _land(self, left: int) -> None:
+        """Await what is in flight among the ranks that share the shards, but so many; its sums go on to the other replicas."""
+        while len(self._first) > left:
             flight = self._first.pop(0)
             try:
-                with self._streams.landing():
+                with self._streams.landing(flight.lane):
                     flight.work.wait()
                     self._go_on(flight)
                 self._streams.await_reductions()
@@ -143,7 +160,7 @@ class Flights:
 
     def settle(self) -> None:
         """Await everything; the average of each bucket is its `pending`."""
-        self.land()
+        self._land(0)
         given = []
         while self._second:
             flight = self._second[0]
@@ -160,9 +177,9 @@ class Flights:
         flights = [*second, *first]
         self._ledger.add("reduced", -sum(size_of(one.into) for one in flights))
         failures = []
-        for work in (*(one.work for one in flights), *others):
+        for work, lane in (*((one.work, one.lane) for one in flights), *((one, 0) for one in others)):
             try:
-                with self._streams.landing():
+                with self._streams.landing(lane):
                     work.wait()
             except BaseException as failure:  # the others are in flight all the same
                 failures.append(failure)
@@ -201,7 +218,7 @@ class Flights:
 
     def _go_on(self, flight: Flight) -> None:
         """The chunks are reduced among those that share the shards: go on to the sum over the replicas."""
-        replicas = self._channels.replicas
+        replicas = self._channels.lanes[flight.lane].replicas
         if self.hook is not None or replicas.size == 1:
             self._finish(flight._replace(work=DONE))
         else:
@@ -211,7 +228,7 @@ class Flights:
     def _finish(self, flight: Flight) -> None:
         """Await the sum over the replicas, and have the average."""
         reduced = flight.into
-        with self._streams.landing():
+        with self._streams.landing(flight.lane):
             flight.work.wait()
             if isinstance(flight.work, SparseTotal):
                 reduced = self._replace(reduced, flight.work.result)

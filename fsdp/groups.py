@@ -7,6 +7,7 @@ NO_SHARD        each rank alone   all ranks
 """
 
 import weakref
+from collections.abc import Callable
 from enum import Enum, auto
 from math import prod
 from typing import Any, NamedTuple
@@ -30,17 +31,34 @@ class Grouping(Enum):
     REPLICATED = auto()
 
 
+class Lane(NamedTuple):
+    """One way for reductions, which do not wait for those on another."""
+
+    reductions: Collectives
+    """Among the ranks that share the shards of a unit."""
+    replicas: Collectives
+    """Among the ranks that hold the same shards."""
+
+
 class Channels(NamedTuple):
     """Gathers and reductions on groups of their own, so that neither can reorder the other."""
 
     gathers: Collectives
     """Among the ranks that share the shards of a unit."""
-    reductions: Collectives
-    """Among the same ranks."""
-    replicas: Collectives
-    """Among the ranks that hold the same shards."""
     everyone: Collectives
     """Among all ranks. Not that of the reductions: which of these come before a question to all may differ between ranks."""
+    lanes: tuple[Lane, ...]
+    """As many as there are reduction streams."""
+
+    @property
+    def reductions(self) -> Collectives:
+        """Those of the first lane."""
+        return self.lanes[0].reductions
+
+    @property
+    def replicas(self) -> Collectives:
+        """Those of the first lane."""
+        return self.lanes[0].replicas
 
     @property
     def size(self) -> int:
@@ -49,21 +67,32 @@ class Channels(NamedTuple):
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """This rank gives up a step: let all the others know."""
-        for channel in self:
+        for channel in self.each().values():
             channel.abandon(unit, failure)
 
     def connect_anew(self) -> None:
         """After an abandoned step: meet the others and be ready for the next one."""
-        for channel in self:
+        for channel in self.each().values():
             channel.connect_anew()
 
     def completed(self) -> None:
         """A backward has ended well."""
-        for channel in self:
+        for channel in self.each().values():
             channel.completed()
 
+    def each(self) -> dict[str, Collectives]:
+        """Every channel once, by name."""
+        lanes = [
+            (_lane_name(name, number), channel)
+            for number, lane in enumerate(self.lanes)
+            for name, channel in zip(lane._fields, lane, strict=True)
+        ]
+        names = {id(channel): name for name, channel in (("everyone", self.everyone), *lanes, ("gathers", self.gathers))}
+        found = {"gathers": self.gathers, **dict(lanes), "everyone": self.everyone}
+        return {name: channel for name, channel in found.items() if names[id(channel)] == name}
 
-def open_channels(process_group: Any, mesh: Any, grouping: Grouping) -> Channels:
+
+def open_channels(process_group: Any, mesh: Any, grouping: Grouping, lanes: int = 1) -> Channels:
     """The channels of a group: the given one, or a mesh's, or the default group, or the simulated world's.
 
     Communicates the first time a group or a mesh is seen: groups are made of it.
@@ -92,17 +121,18 @@ def open_channels(process_group: Any, mesh: Any, grouping: Grouping) -> Channels
         )
     world = simulated.current_rank()
     if world is not None:
-        return _simulated_channels(world, process_group, mesh, grouping)
+        return _simulated_channels(world, process_group, mesh, grouping, lanes)
     if grouping is Grouping.HYBRID:
-        return _hybrid_channels(mesh)
+        return _hybrid_channels(mesh, lanes)
     if mesh is not None:
         process_group = mesh.get_group()
     if process_group is None:
         process_group = _default_group()
-    first, second = _pair(process_group)
+    gathers = _gathers(process_group)
+    found = [_reductions(process_group, number) for number in range(lanes)]
     if grouping is Grouping.REPLICATED:
-        return Channels(_alone, _alone, second, first)
-    return Channels(first, second, _alone, first)
+        return Channels(_alone, gathers, tuple(Lane(_alone, one) for one in found))
+    return Channels(gathers, gathers, tuple(Lane(one, _alone) for one in found))
 
 
 def channel_beside(everyone: Collectives) -> Collectives:
@@ -125,25 +155,32 @@ def _check_shape(shape: tuple[int, ...], ranks: int) -> None:
         raise ShardingError(f"mesh {shape} does not fit: give (replicas, shards) with a product of {ranks}, the number of ranks.")
 
 
-def _simulated_channels(world: simulated.SimulatedRank, process_group: Any, mesh: Any, grouping: Grouping) -> Channels:
+def _simulated_channels(
+    world: simulated.SimulatedRank, process_group: Any, mesh: Any, grouping: Grouping, lanes: int
+) -> Channels:
     if process_group is not None or (mesh is not None and grouping is not Grouping.HYBRID):
         raise ShardingError("process_group and mesh have no meaning inside fsdp.simulate; leave them out.")
-    gathers, reductions = world.channel("gathers"), world.channel("reductions")
+    gathers, names = world.channel("gathers"), [_lane_name("reductions", number) for number in range(lanes)]
     if grouping is Grouping.SHARDED:
-        return Channels(gathers, reductions, _alone, gathers)
+        return Channels(gathers, gathers, tuple(Lane(world.channel(name), _alone) for name in names))
     if grouping is Grouping.REPLICATED:
-        return Channels(_alone, _alone, reductions, gathers)
+        return Channels(_alone, gathers, tuple(Lane(_alone, world.channel(name)) for name in names))
     if not isinstance(mesh, tuple | list):
         raise ShardingError("inside fsdp.simulate there are no meshes; give the shape (replicas, shards) as mesh.")
     _check_shape(tuple(mesh), world.size)
     row, column = divmod(world.rank, mesh[1])
     shards = tuple(range(row * mesh[1], (row + 1) * mesh[1]))
     replicas = tuple(range(column, world.size, mesh[1]))
-    first, second = (world.channel("gathers", shards), world.channel("reductions", shards)) if mesh[1] > 1 else (_alone, _alone)
-    return Channels(first, second, world.channel("replicas", replicas) if mesh[0] > 1 else _alone, reductions)
+
+    def channel(name: str, ranks: tuple[int, ...]) -> Collectives:
+        return world.channel(name, ranks) if len(ranks) > 1 else _alone
+
+    columns = [_lane_name("replicas", number) for number in range(lanes)]
+    ways = (Lane(channel(name, shards), channel(column, replicas)) for name, column in zip(names, columns, strict=True))
+    return Channels(channel("gathers", shards), world.channel("reductions"), tuple(ways))
 
 
-def _hybrid_channels(mesh: Any) -> Channels:
+def _hybrid_channels(mesh: Any, lanes: int) -> Channels:
     if isinstance(mesh, tuple | list):
         mesh = _mesh(tuple(mesh))
     if mesh.ndim != 2:
@@ -151,8 +188,9 @@ def _hybrid_channels(mesh: Any) -> Channels:
     everyone = tuple(mesh.mesh.flatten().tolist())
     if everyone not in _flattened:
         _flattened[everyone] = dist.new_group(list(everyone), use_local_synchronization=True)
-    first, second = _pair(mesh.get_group(1))
-    return Channels(first, second, _pair(mesh.get_group(0))[1], _pair(_flattened[everyone])[1])
+    columns, rows = mesh.get_group(0), mesh.get_group(1)
+    ways = tuple(Lane(_reductions(rows, number), _reductions(columns, number)) for number in range(lanes))
+    return Channels(_gathers(rows), _reductions(_flattened[everyone], 0), ways)
 
 
 def _mesh(shape: tuple[int, ...]) -> Any:
@@ -177,27 +215,45 @@ def _default_group() -> dist.ProcessGroup:
 
 # torch owns the groups, and forgets them in destroy_process_group()
 _alone = Alone()
-_pairs: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Collectives, Collectives]] = weakref.WeakKeyDictionary()
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Collectives]] = weakref.WeakKeyDictionary()
+_lines_of: weakref.WeakKeyDictionary[dist.ProcessGroup, Lines | None] = weakref.WeakKeyDictionary()
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
 _flattened: weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = weakref.WeakValueDictionary()
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
-def _pair(group: dist.ProcessGroup) -> tuple[Collectives, Collectives]:
-    """Two channels over the same ranks."""
-    if dist.get_world_size(group) == 1:
-        return _alone, _alone
-    if group not in _pairs:
-        lines = _lines(group)
-        second = group
+def _gathers(group: dist.ProcessGroup) -> Collectives:
+    """The channel of the gathers over the ranks of a group."""
+    return _channel(group, "gathers", lambda lines: group)
+
+
+def _reductions(group: dist.ProcessGroup, number: int) -> Collectives:
+    """That of a lane of reductions. Whoever asks for it, asks for the gathers as well."""
+
+    def carrier(lines: Lines | None) -> Any:
         # where gloo is all there is, the channels have connections of their own
-        if lines is None or _gloo(group) is None or torch.accelerator.is_available():
-            second = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-        _pairs[group] = (
-            ProcessGroupCollectives(group, "gathers", lines),
-            ProcessGroupCollectives(second, "reductions", lines),
-        )
-    return _pairs[group]
+        if lines is not None and _gloo(group) is not None and not torch.accelerator.is_available():
+            return group
+        return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+
+    return _channel(group, _lane_name("reductions", number), carrier)
+
+
+def _lane_name(name: str, number: int) -> str:
+    return f"{name} {number}" if number else name
+
+
+def _channel(group: dist.ProcessGroup, name: str, carrier: Callable[[Lines | None], Any]) -> Collectives:
+    if dist.get_world_size(group) == 1:
+        return _alone
+    if group not in _lines_of:
+        _lines_of[group] = _lines(group)
+    known, lines = _opened.setdefault(group, {}), _lines_of[group]
+    if name not in known:
+        if lines is not None:
+            lines.open(name)
+        known[name] = ProcessGroupCollectives(carrier(lines), name, lines)
+    return known[name]
 
 
 def _gloo(group: dist.ProcessGroup) -> Any:
@@ -228,7 +284,6 @@ def _lines(group: dist.ProcessGroup) -> Lines | None:
         scope,
         dist.get_process_group_ranks(group),
         rank,
-        ("gathers", "reductions"),
         None if gloo is None else connect,
     )
     # torch owns the group: its threads and ours end with destroy_process_group()

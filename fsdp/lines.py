@@ -40,7 +40,6 @@ class Lines:
         scope: Callable[[str], Store],
         ranks: Sequence[int],
         rank: int,
-        channels: Sequence[str],
         connect: Callable[[str], Any] | None,
     ) -> None:
         self.completed = 0
@@ -50,7 +49,7 @@ class Lines:
         self._ranks = tuple(ranks)
         """As the user counts them."""
         self._rank = rank
-        self._channels = tuple(channels)
+        self._channels: list[str] = []
         self._connect = connect
         self._patience = seconds(SECONDS, 2.0)
         self._return_patience = seconds(RETURN_SECONDS, 60.0)
@@ -68,10 +67,21 @@ class Lines:
         epoch = self._epoch
         self.watch = Watch(self._scope(f"{epoch}"), self._rank, len(self._ranks))
         self.watch.ask_for_peers, self.watch.hang_up = self._ask_for_peers, self.hang_up
-        self.trails = {channel: Trail(self.watch, channel) for channel in self._channels}
-        if self._connect is not None:
-            self.connections = {channel: self._connect(f"{epoch}/{channel}") for channel in self._channels}
+        self.trails: dict[str, Trail] = {}
+        for channel in self._channels:
+            self._connect_channel(channel)
         self.down = False
+
+    def open(self, channel: str) -> None:
+        """One more channel. Every rank opens the same ones in the same order."""
+        self._channels.append(channel)
+        if not self.down:
+            self._connect_channel(channel)
+
+    def _connect_channel(self, channel: str) -> None:
+        self.trails[channel] = Trail(self.watch, channel)
+        if self._connect is not None:
+            self.connections[channel] = self._connect(f"{self._epoch}/{channel}")
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """This rank gives up a step: say why, and hang up."""

@@ -100,8 +100,8 @@ def _head(engine: Told) -> Iterator[str]:
         f"root {engine.units[0].name!r}, rank {channels.everyone.rank} of {channels.everyone.size}, backward "
         f"{engine.root.backward.name}; bytes held: {held or 'none'}"
     )
-    for name, channel in zip(channels._fields, channels, strict=True):
-        if channel.size > 1 and not (name == "everyone" and channel in channels[:3]):
+    for name, channel in channels.each().items():
+        if channel.size > 1:
             yield f"  {name}: {', '.join(channel.recent()) or 'nothing called yet'}"
 
 

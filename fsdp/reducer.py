@@ -110,6 +110,7 @@ class Reducer:
             bucket.forget_zeroed()
         count = len(self.buckets)
         self.launches.begin()
+        self._flights.begin()
         self._turn = 0
         self._ready: list[float] = [0.0] * count
         """When each bucket was ready, or 0."""
@@ -167,7 +168,7 @@ class Reducer:
             self.advance(land=True)
 
     def advance(self, land: bool) -> None:
-        """Launch what is ready, in the agreed order. With `land`, await those before, so that one bucket is in memory."""
+        """Launch what is ready, in the agreed order. With `land`, await those before, so that one bucket a lane is in memory."""
         while self._turn < len(self._parcels):
             parcel = self._parcels[self._turn]
             if not all([self._ready[number] for number in parcel]):
@@ -317,7 +318,7 @@ class Reducer:
         if not buckets:
             return
         if land:
-            self._flights.land()
+            self._flights.make_room()
         if self.hook is None:
             self._flights.launch(buckets)
         else:

@@ -155,6 +155,14 @@ class SimulatedCollectives:
         side = Side(f"reduce_scatter({label!r}, {describe(bucket)})", label, move_sums, (given, target))
         return self._launch("reduce_scatter", side, bucket.nbytes - into.nbytes)
 
+    def coalesces(self, device: torch.device, fixed_order: bool = False) -> bool:
+        """No: tests put another answer here."""
+        return False
+
+    def reduce_scatter_each(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> "_Several":
+        """`reduce_scatter` of each bucket."""
+        return _Several([self.reduce_scatter(bucket, chunk, label) for bucket, chunk in zip(buckets, into, strict=True)])
+
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         """Nothing: the sum goes straight to its place."""
         return 0
@@ -228,6 +236,19 @@ class _InFlight:
             WorldError: the operation cannot end, or a buffer of it was released. The rank may go on after that.
         """
         self._world.wait(self._rank, self.operation)
+
+
+class _Several:
+    """Collectives in flight that are waited for together."""
+
+    __slots__ = ("_flights",)
+
+    def __init__(self, flights: Sequence[_InFlight]) -> None:
+        self._flights = flights
+
+    def wait(self) -> None:
+        for flight in self._flights:
+            flight.wait()
 
 
 class _World:

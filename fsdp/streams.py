@@ -33,14 +33,14 @@ class Streams(Protocol):
     def released(self) -> None:
         """The compute stream has made its last use of a whole buffer."""
 
-    def reducing(self) -> AbstractContextManager[Any]:
-        """Work inside runs on the reduction stream, after what the compute stream has done so far."""
+    def reducing(self, lane: int = 0) -> AbstractContextManager[Any]:
+        """Work inside runs on a reduction stream, after what the compute stream has done so far."""
 
-    def landing(self) -> AbstractContextManager[Any]:
-        """Work inside runs on the reduction stream, without waiting for the compute stream."""
+    def landing(self, lane: int = 0) -> AbstractContextManager[Any]:
+        """Work inside runs on a reduction stream, without waiting for the compute stream."""
 
     def await_reductions(self) -> None:
-        """The compute stream waits for the reduction stream."""
+        """The compute stream waits for the reduction streams."""
 
 
 _NOTHING: Final = nullcontext()
@@ -61,10 +61,10 @@ class HostStreams:
     def released(self) -> None:
         return
 
-    def reducing(self) -> AbstractContextManager[Any]:
+    def reducing(self, lane: int = 0) -> AbstractContextManager[Any]:
         return _NOTHING
 
-    def landing(self) -> AbstractContextManager[Any]:
+    def landing(self, lane: int = 0) -> AbstractContextManager[Any]:
         return _NOTHING
 
     def await_reductions(self) -> None:
@@ -107,12 +107,12 @@ class CudaQueues:
 
 
 class CudaStreams:
-    """One stream for gathers and one for reductions beside the compute stream, with events between."""
+    """One stream for gathers and one for each lane of reductions beside the compute stream, with events between."""
 
-    def __init__(self, queues: Queues) -> None:
+    def __init__(self, queues: Queues, lanes: int) -> None:
         self._queues = queues
         self._gather = queues.stream()
-        self._reduce = queues.stream()
+        self._reduce = [queues.stream() for _ in range(lanes)]
         self._last_reader = queues.event()
 
     def pass_begins(self) -> None:
@@ -131,15 +131,16 @@ class CudaStreams:
     def released(self) -> None:
         self._last_reader.record(self._queues.current())
 
-    def reducing(self) -> AbstractContextManager[Any]:
-        self._reduce.wait_stream(self._queues.current())
-        return self._queues.entered(self._reduce)
+    def reducing(self, lane: int = 0) -> AbstractContextManager[Any]:
+        self._reduce[lane].wait_stream(self._queues.current())
+        return self._queues.entered(self._reduce[lane])
 
-    def landing(self) -> AbstractContextManager[Any]:
-        return self._queues.entered(self._reduce)
+    def landing(self, lane: int = 0) -> AbstractContextManager[Any]:
+        return self._queues.entered(self._reduce[lane])
 
     def await_reductions(self) -> None:
-        self._queues.current().wait_stream(self._reduce)
+        for stream in self._reduce:
+            self._queues.current().wait_stream(stream)
 
 
 def default_device(can_carry: Callable[[torch.device], bool]) -> torch.device:
@@ -153,6 +154,6 @@ def stall(seconds: float) -> None:
     torch.cuda._sleep(int(seconds * 2e9))  # type: ignore[no-untyped-call]
 
 
-def make_streams(device: torch.device) -> Streams:
-    """The streams of a device."""
-    return CudaStreams(CudaQueues(device)) if device.type == "cuda" else HostStreams()
+def make_streams(device: torch.device, lanes: int) -> Streams:
+    """The streams of a device, with so many for reductions."""
+    return CudaStreams(CudaQueues(device), lanes) if device.type == "cuda" else HostStreams()

@@ -138,7 +138,8 @@ def fully_shard(
     Raises:
         ShardingError: an option, the module or the ranks are not as they must be. Nothing was sharded.
     """
-    channels = open_channels(process_group, mesh, find_strategy(sharding_strategy).grouping)
+    ranks = process_group, mesh, find_strategy(sharding_strategy).grouping
+    channels = open_channels(*ranks)
     options = (
         sharding_strategy,
         reshard_after_forward,
@@ -156,7 +157,7 @@ def fully_shard(
         return config, plan
 
     config, plan = agree(channels.everyone, prepare)
-    build(plan, config, channels, param_init_fn, ignored_modules or ())
+    build(plan, config, open_channels(*ranks, config.reduction.streams), param_init_fn, ignored_modules or ())
     return module
 
 

@@ -165,6 +165,7 @@ BF16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.
 
 PIECES = fsdp.ReductionPolicy(bucket_cap_mb=0.0002)
 SHARED = fsdp.ReductionPolicy(bucket_cap_mb=1, first_bucket_mb=0.0002)
+TWO = fsdp.ReductionPolicy(streams=2)
 EXACT = fsdp.ReductionPolicy(deterministic=True, bucket_cap_mb=1)
 
 TRAININGS: Final[dict[str, Callable[[int], Trained]]] = {
@@ -187,6 +188,8 @@ TRAININGS: Final[dict[str, Callable[[int], Trained]]] = {
     "in pieces": lambda rank: trained("net in layers", rank, reduction=PIECES),
     "shared": lambda rank: trained("net in layers", rank, reduction=SHARED),
     "at the end": lambda rank: trained("net", rank, reduction=fsdp.ReductionPolicy(at_end=True, static_graph=True)),
+    "on three streams": lambda rank: trained("net in layers", rank, reduction=fsdp.ReductionPolicy(streams=3)),
+    "sparse": lambda rank: trained("sparse", rank, sharding_strategy="NO_SHARD", reduction=TWO),
 }
 HYBRID: Final = {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}
 # of four processes
@@ -196,6 +199,7 @@ FOUR: Final[dict[str, Callable[[int], Trained]]] = {
     "hybrid, no_sync": lambda rank: trained("net", rank, micro=3, no_sync=True, **HYBRID),
     "a mesh of one dimension": lambda rank: trained("net", rank, mesh=_mesh()["shard"], sharding_strategy="FULL_SHARD"),
     "NO_SHARD, four": lambda rank: trained("tied", rank, sharding_strategy="NO_SHARD"),
+    "hybrid, on two streams": lambda rank: trained("net", rank, reduction=TWO, **HYBRID),
     "deterministic": lambda rank: trained("net", rank, reduction=EXACT),
     "deterministic, hybrid": lambda rank: trained("net", rank, reduction=EXACT, **HYBRID),
     "deterministic, NO_SHARD": lambda rank: trained("net", rank, reduction=EXACT, sharding_strategy="NO_SHARD"),

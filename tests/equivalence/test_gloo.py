@@ -34,6 +34,8 @@ CASE_OF = {
     "odd": "odd",
     "in pieces": "net in layers",
     "shared": "net in layers",
+    "on three streams": "net in layers",
+    "sparse": "sparse",
 }
 STEPS = {"twenty steps in float64": 20}
 MICRO = {"no_sync": 3, "hybrid, no_sync": 3, "SHARD_GRADIENTS": 3}

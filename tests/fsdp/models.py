@@ -60,6 +60,18 @@ class Tied(nn.Module):
         return self.head(self.block(self.embedding(tokens)))
 
 
+class Sparse(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8, sparse=True)
+        self.block = Block(8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.block(self.embedding(tokens))
+
+
 class Recurrent(nn.Module):
     """An LSTM keeps a second book of its weights."""
 
@@ -122,6 +134,7 @@ CASES = {
     "tied": Case(Tied, {Block, nn.Embedding, nn.Linear}, integers=True),
     "recurrent": Case(Recurrent, {nn.LSTM}),
     "odd": Case(Odd, {nn.Linear}),
+    "sparse": Case(Sparse, {Block}, integers=True),
 }
 
 
@@ -146,7 +159,8 @@ class Trained(NamedTuple):
 
 
 def gradients_of(model: nn.Module) -> Gradients:
-    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
+    """Sparse ones as dense ones."""
+    return {name: None if p.grad is None else p.grad.detach().clone().to_dense() for name, p in model.named_parameters()}
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -1,10 +1,13 @@
 """How gradients are put into buckets, in which order these go, and how they are summed: fsdp.ReductionPolicy."""
 
+import dataclasses
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,8 +30,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 import fsdp.sharded
+from fsdp.collectives import ProcessGroupCollectives
+from fsdp.flights import Flights
 from fsdp.parcels import Item, make_parcels
-from fsdp.simulated import current_rank
+from fsdp.simulated import SimulatedCollectives, current_rank
 from fsdp.summation import sum_over_ranks
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -53,6 +58,8 @@ POLICIES = {
     "divided before": fsdp.ReductionPolicy(predivide_factor=2.0),
     "static graph": fsdp.ReductionPolicy(static_graph=True, bucket_cap_mb=KIB),
     "triggers": fsdp.ReductionPolicy(triggers=("leave.weight",)),
+    "on three streams": fsdp.ReductionPolicy(streams=3),
+    "in pieces, on two streams, deterministic": fsdp.ReductionPolicy(bucket_cap_mb=KIB / 4, streams=2, deterministic=True),
 }
 
 
@@ -310,6 +317,82 @@ class Branches(nn.Module):
         return self.branches[chosen](torch.tanh(self.branches[0](x)))
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_reductions_take_turns_on_several_streams(way: str) -> None:
+    def fn(rank: int) -> list[str]:
+        options = {**WAYS[way], "auto_wrap_policy": {Block}, "reduction": fsdp.ReductionPolicy(streams=2, bucket_cap_mb=KIB)}
+        model = fsdp.fully_shard(Net(BLOCKS), **options)
+        for _ in range(2):
+            before = len(world_log())
+            loss_of(model(X)).backward()
+        kinds = ("all_reduce",) if way == "NO_SHARD" else ("reduce_scatter",)
+        found = [call.channel for call in world_log()[before:] if call.kind in kinds and call.label.startswith("blocks")]
+        return [channel.split(" of ")[0] for channel in found]
+
+    for found in fsdp.simulate(SIZE, fn):
+        assert len(found) >= BLOCKS
+        assert all({one, other} == {"reductions", "reductions 1"} for one, other in pairwise(found))
+
+
+@pytest.mark.parametrize("way", ["FULL_SHARD", "HYBRID_SHARD"])
+def test_where_the_backend_coalesces_buckets_share_a_collective_without_a_copy(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They give the same, and no memory is taken to put them together."""
+    case, policy = CASES["net in layers"], fsdp.ReductionPolicy(bucket_cap_mb=2 * KIB, first_bucket_mb=KIB)
+    policies = [policy, dataclasses.replace(policy, predivide_factor=2.0)]
+
+    def fn(rank: int) -> list[Any]:
+        return [train(wrap(case, reduction=one, **WAYS[way]), own_batches(case, rank), SGD) for one in policies]
+
+    apart = fsdp.simulate(SIZE, fn)
+    monkeypatch.setattr(SimulatedCollectives, "coalesces", lambda *_: True)
+    joins = mock.patch.object(Flights, "_join", side_effect=AssertionError("a copy"))
+    several = mock.patch.object(SimulatedCollectives, "reduce_scatter_each", autospec=True, side_effect=EACH)
+    with joins, several as counted:
+        together = fsdp.simulate(SIZE, fn)
+    assert counted.call_count
+    for one, other in zip(apart, together, strict=True):
+        for found, wanted in zip(one, other, strict=True):
+            assert_trained_alike(found, wanted, within=0)
+
+
+EACH = SimulatedCollectives.reduce_scatter_each
+
+
+def test_a_backend_that_coalesces_is_given_all_buckets_between_a_beginning_and_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL is; the calls alone, since there is none here."""
+    calls: list[Any] = []
+
+    class Group:
+        supports_coalescing = True
+
+        def _get_backend(self, device: torch.device) -> "Group":
+            return self
+
+        def _start_coalescing(self, device: torch.device) -> None:
+            calls.append("start")
+
+        def _reduce_scatter_base(self, into: torch.Tensor, bucket: torch.Tensor, options: Any) -> None:
+            calls.append((into.shape, bucket.shape))
+            if len(calls) > 3:
+                raise RuntimeError("refused")
+
+        def _end_coalescing(self, device: torch.device) -> str:
+            calls.append("end")
+            return "work"
+
+    channel = object.__new__(ProcessGroupCollectives)
+    channel._recent, channel._lines, channel._size = deque(), None, 2  # type: ignore[misc]
+    monkeypatch.setattr(ProcessGroupCollectives, "group", property(lambda _: Group()))
+    meta = torch.device("meta")
+    assert channel.coalesces(meta) and not channel.coalesces(meta, True) and not channel.coalesces(torch.device("cpu"))
+    buckets, into = ([torch.empty(size * n, device=meta) for n in (4, 8)] for size in (2, 1))
+    assert channel.reduce_scatter_each(buckets, into, "a unit") == "work"
+    assert calls == ["start", ((4,), (8,)), ((8,), (16,)), "end"]
+    with pytest.raises(RuntimeError, match="refused"):
+        channel.reduce_scatter_each(buckets, into, "a unit")
+    assert calls[4:] == ["start", ((4,), (8,)), "end"], "an error leaves nothing begun"
+
+
 def test_under_no_shard_ranks_may_come_through_different_units() -> None:
     def fn(rank: int) -> Any:
         torch.manual_seed(0)
@@ -402,6 +485,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "first_bucket_mb must be a positive number, not None": lambda: fsdp.ReductionPolicy(first_bucket_mb=None),
     "predivide_factor must be a positive number or None, not -1": lambda: fsdp.ReductionPolicy(predivide_factor=-1),
     "triggers must be names of parameters, not 'weight'": lambda: fsdp.ReductionPolicy(triggers="weight"),
+    "streams must be a number of streams, 1 or more, not 0": lambda: fsdp.ReductionPolicy(streams=0),
     "deterministic must be True or False, not 1": lambda: fsdp.ReductionPolicy(deterministic=1),
     "find_unused_parameters and static_graph contradict": lambda: fsdp.ReductionPolicy(
         find_unused_parameters=True, static_graph=True

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp.simulated import current_rank
+from fsdp.simulated import SimulatedCollectives, current_rank
 from tests.fsdp.models import Block, Net, loss_of
 from tests.fsdp.runs import ShardedRun
 from tests.fsdp.strategies import programs, trees, world_sizes
@@ -42,6 +42,7 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "guard": {"guard": True},
     "in pieces": {"reduction": fsdp.ReductionPolicy(bucket_cap_mb=0.0002), "prefetch": 2},
     "shared, deterministic": {"reduction": fsdp.ReductionPolicy(bucket_cap_mb=1, deterministic=True)},
+    "in pieces, on two streams": {"reduction": fsdp.ReductionPolicy(bucket_cap_mb=0.0002, streams=2), "mp_policy": HALF},
 }
 
 
@@ -228,6 +229,18 @@ def nested(**options: Any) -> None:
         optimizer.zero_grad()
 
 
+def sparse(**options: Any) -> None:
+    """An embedding with sparse gradients, which stay so under NO_SHARD."""
+    torch.manual_seed(3)
+    table = nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Linear(6, 2))
+    model = fsdp.fully_shard(table, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss_of(model(torch.arange(3) + step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 STORIES: Final[dict[str, Callable[..., None]]] = {
     "training": training,
     "accumulation": accumulation,
@@ -239,7 +252,16 @@ STORIES: Final[dict[str, Callable[..., None]]] = {
     "parameters pointed elsewhere": pointed,
     "weights edited in a forward": edited,
     "a step inside a forward": nested,
+    "sparse gradients": sparse,
 }
+
+
+@pytest.mark.parametrize("story", ["training", "failing"])
+def test_no_accesses_race_where_the_backend_coalesces(story: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedCollectives, "coalesces", lambda *_: True)
+    shared = {"reduction": fsdp.ReductionPolicy(bucket_cap_mb=1, first_bucket_mb=1, predivide_factor=2.0)}
+    world = races_of(2, lambda: {"training": training, "failing": failing}[story](**shared))
+    assert not world.races, world.races[:5]
 
 
 def races_of(size: int, story: Callable[[], None], skipped: Site | None = None) -> World:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp import building, storage, streams, wrapper
 from fsdp.collectives import Alone, Collectives, ReduceOp, Work
-from fsdp.groups import Channels, open_channels
+from fsdp.groups import Channels, Lane, open_channels
 from fsdp.storage import storage_key
 
 Clock = dict[str, int]
@@ -322,6 +322,10 @@ class VirtualChannel:
         launch = lambda: self._inner.reduce_scatter(bucket, into, label, fixed_order)  # noqa: E731
         return self._launch(f"reduce_scatter of {label}", [bucket], [into], launch)
 
+    def reduce_scatter_each(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
+        launch = lambda: self._inner.reduce_scatter_each(buckets, into, label)  # noqa: E731
+        return self._launch(f"reduce_scatter_each of {label}", buckets, into, launch)
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         launch = lambda: self._inner.all_reduce(tensor, op, label, fixed_order)  # noqa: E731
         return self._launch(f"all_reduce of {label}", [], [tensor], launch)
@@ -396,7 +400,7 @@ class World:
             mock.patch.object(storage.Memory, "allocate", allocated),
             mock.patch.object(storage.Memory, "release", released),
             mock.patch.object(Tensor, "tolist", listed),
-            mock.patch.object(building, "make_streams", lambda device: streams.CudaStreams(self._here.recorder)),
+            mock.patch.object(building, "make_streams", lambda device, lanes: streams.CudaStreams(self._here.recorder, lanes)),
             mock.patch.object(wrapper, "open_channels", self._open),
         ):
             yield
@@ -411,7 +415,8 @@ class World:
                 known[inner] = VirtualChannel(inner, recorder, f"collectives {len(known)}")
             return known[inner]
 
-        return Channels(*map(channel, open_channels(*args)))
+        gathers, everyone, lanes = open_channels(*args)
+        return Channels(channel(gathers), channel(everyone), tuple(Lane(*map(channel, lane)) for lane in lanes))
 
 
 _alone = Alone()
