@@ -35,10 +35,11 @@ class Scope(MemoryStore):
 
 def make(size: int, connect: Callable[[str], Any] | None = str) -> list[Lines]:
     store = MemoryStore()
-    return [
-        Lines(store, lambda name: Scope(store, name), [10 + r for r in range(size)], rank, ("gathers",), connect)
-        for rank in range(size)
-    ]
+    ranks = [10 + r for r in range(size)]
+    lines = [Lines(store, lambda name: Scope(store, name), ranks, rank, connect) for rank in range(size)]
+    for one in lines:
+        one.open("gathers")
+    return lines
 
 
 @pytest.fixture(autouse=True)
