@@ -130,7 +130,7 @@ class Bucket:
         settled = not self.owed or all(trainable)
         self.complete = settled and all([came or not trains for came, trains in zip(came, trainable, strict=True)])
 
-    def fill(self, buffer: Tensor | None = None) -> None:
+    def fill(self, buffer: Tensor | None = None, divisor: float = 1) -> None:
         """Copy the whole gradients, and those kept under `no_sync`, into the bucket or a buffer like it; drop the former.
 
         Raises:
@@ -145,7 +145,7 @@ class Bucket:
         second, self.launched = self.launched, True
         if not self.stash and not self.owed and not any([gradient is None or gradient.is_sparse for gradient in gradients]):
             self.came, self.complete = self.all_used, True
-            torch._foreach_copy_(views, cast(list[Tensor], gradients))
+            _copy_divided(views, cast(list[Tensor], gradients), divisor)
             return
         came_before = self.came if second else [False] * len(views)
         came = []
@@ -160,6 +160,8 @@ class Bucket:
                 view.zero_()
             for part in parts[1:]:
                 view.add_(part)
+        if divisor != 1:
+            torch._foreach_div_(views, divisor)
         self._note_came(came)
 
     def take_rows(self) -> Tensor:
@@ -248,3 +250,14 @@ class Bucket:
         self.forget_all()
         self.owed = False
         return hooked
+
+
+def _copy_divided(views: list[Tensor], gradients: list[Tensor], divisor: float) -> None:
+    """On the host in one pass over the memory, unless the precision changes."""
+    if divisor == 1 or views[0].device.type != "cpu" or gradients[0].dtype != views[0].dtype:
+        torch._foreach_copy_(views, gradients)
+        if divisor != 1:
+            torch._foreach_div_(views, divisor)
+        return
+    for view, gradient in zip(views, gradients, strict=True):
+        torch.div(gradient, divisor, out=view)

@@ -79,7 +79,7 @@ class ReductionPolicy:
     """Divide the sum over the ranks by their number."""
     predivide_factor: float | None = None
     """Divide by this before the sum, and by the rest after it. None means the number of ranks in fp16, which would overflow, and
-    1 in every other dtype."""
+    under "NO_SHARD" unless `deterministic`, where it costs nothing; and otherwise 1."""
     streams: int = 1
     """How many reductions may run at the same time, each on a communicator and a stream of its own. They take turns."""
     deterministic: bool = False

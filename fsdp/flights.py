@@ -78,9 +78,7 @@ class Flights:
             # the chunk is the bucket
             into = buckets[0].buffer.new_empty(size)
             for bucket, chunk in zip(buckets, _split(into, buckets), strict=True):
-                bucket.fill(chunk)
-            if before != 1:
-                into.div_(before)
+                bucket.fill(chunk, before)
             with self._streams.reducing(lane):
                 self._go_on(Flight(buckets, into, DONE, None, 0, name, lane))
             self._ledger.add("reduced", size_of(into))
@@ -91,12 +89,10 @@ class Flights:
         try:
             for bucket in buckets:
                 bucket.memory.allocate(self._ledger)
-                bucket.fill()
+                bucket.fill(divisor=before)
             each = len(buckets) > 1 and shards.coalesces(buckets[0].flat.device, self._exact)
             joined = self._join(buckets) if len(buckets) > 1 and not each else None
             given = [bucket.buffer for bucket in buckets] if joined is None else [joined]
-            if before != 1:
-                torch._foreach_div_(given, before)
             with self._streams.reducing(lane):
                 into = given[0].new_empty(size)
                 if each:
@@ -197,8 +193,9 @@ class Flights:
         total = self.ranks if self._policy.average else 1
         before = self._policy.predivide_factor
         if before is None:
-            # half precision would overflow in the sum; everything else is divided after it, on the shard alone
-            before = total if dtype is torch.float16 else 1
+            # half precision would overflow in the sum; everything else is divided after it, on the shard alone, if it is one
+            whole = self._channels.reductions.size == 1 and not self._exact
+            before = total if whole or dtype is torch.float16 else 1
         return before, total / before
 
     def _join(self, buckets: Sequence[Bucket]) -> Tensor:
