@@ -64,6 +64,9 @@ class Collectives(Protocol):
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         """What a `reduce_scatter` of `bucket` holds besides its arguments, until `wait`."""
 
+    def total_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
+        """The same of the sum of an `all_reduce`; `wait` takes half as much again."""
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         """Combine `tensor` (any shape) over all ranks, in place.
 
@@ -172,6 +175,9 @@ class Alone:
         raise NotImplementedError
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
+        return 0
+
+    def total_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
         return 0
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
@@ -287,6 +293,10 @@ class ProcessGroupCollectives:
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         return bucket.numel() * bucket.element_size() if fixed_order or bucket.device.type == "cpu" else 0
+
+    def total_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
+        chunk = -(-tensor.numel() // self._size)
+        return 2 * self._size * chunk * tensor.element_size() if fixed_order else 0
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         if fixed_order and op == "sum":

@@ -164,6 +164,7 @@ class Flights:
             if isinstance(flight.work, SparseTotal):
                 given.append(flight.into)  # memory of the compute stream, which is read on the other
             del self._second[0]
+            self._ledger.add("scratch", -flight.scratch)
         self._streams.await_reductions()
 
     def drain(self, others: Sequence[Work]) -> None:
@@ -180,8 +181,8 @@ class Flights:
             except BaseException as failure:  # the others are in flight all the same
                 failures.append(failure)
         self._streams.await_reductions()
+        self._ledger.add("scratch", -sum(one.scratch for one in flights))
         for flight in first:
-            self._ledger.add("scratch", -flight.scratch)
             self._release(flight.buckets, flight.joined)
         if failures:
             raise failures[0]
@@ -220,7 +221,9 @@ class Flights:
             self._finish(flight._replace(work=DONE))
         else:
             work = replicas.all_reduce(_as_real(flight.into), "sum", flight.name, self._exact)
-            self._second.append(flight._replace(work=work, joined=None, scratch=0))
+            scratch = replicas.total_scratch_bytes(flight.into, self._exact)
+            self._ledger.add("scratch", scratch)
+            self._second.append(flight._replace(work=work, joined=None, scratch=scratch))
 
     def _finish(self, flight: Flight) -> None:
         """Await the sum over the replicas, and have the average."""

@@ -167,6 +167,10 @@ class SimulatedCollectives:
         """Nothing: the sum goes straight to its place."""
         return 0
 
+    def total_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
+        """Nothing either."""
+        return 0
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> "_InFlight":
         """Combine `tensor` (any shape) over all ranks, in place, in rank order, half precision in fp32."""
         if op not in ("sum", "max"):

@@ -1,9 +1,10 @@
 """How gradients are put into buckets, in which order these go, and how they are summed: fsdp.ReductionPolicy."""
 
 import dataclasses
+import operator
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,7 @@ from models import (
     Net,
     assert_trained_alike,
     gradients_of,
+    is_at_rest,
     joined,
     loss_of,
     own_batches,
@@ -390,7 +392,29 @@ def test_a_backend_that_coalesces_is_given_all_buckets_between_a_beginning_and_a
     assert calls == ["start", ((4,), (8,)), ((8,), (16,)), "end"]
     with pytest.raises(RuntimeError, match="refused"):
         channel.reduce_scatter_each(buckets, into, "a unit")
+    assert channel.total_scratch_bytes(torch.empty(5), True) == 2 * 6 * 4
     assert calls[4:] == ["start", ((4,), (8,)), "end"], "an error leaves nothing begun"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_deterministic_sum_over_all_ranks_holds_is_in_the_books(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedCollectives, "total_scratch_bytes", lambda _, tensor, exact: tensor.nbytes if exact else 0)
+
+    def fn(rank: int, exact: bool) -> int:
+        policy = fsdp.ReductionPolicy(deterministic=exact, bucket_cap_mb=KIB)
+        model = fsdp.fully_shard(Net(), auto_wrap_policy={Block}, sharding_strategy="NO_SHARD", reduction=policy)
+        x = X.clone().requires_grad_()
+        if fails:
+            x.register_hook(lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            loss_of(model(x)).backward()
+        assert is_at_rest(model)
+        ledger = fsdp.sharded.sharded_of(model).engine.ledger  # type: ignore[union-attr]
+        assert ledger.held.get("scratch", 0) == 0
+        return ledger.peak
+
+    exact, other = (fsdp.simulate(2, partial(fn, exact=exact)) for exact in (True, False))
+    assert all(map(operator.gt, exact, other))
 
 
 def test_under_no_shard_ranks_may_come_through_different_units() -> None:
