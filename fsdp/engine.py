@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Variable
 
 from fsdp.buffers import broadcast_buffers
+from fsdp.copies import Copies
 from fsdp.errors import WorldError
 from fsdp.groups import Channels
 from fsdp.nested import modules_within
@@ -64,10 +65,7 @@ class Engine:
         strategies[0] = units[0].config.root_strategy
         self._keepers = tuple(index for index, strategy in enumerate(strategies) if strategy is Strategy.KEEP_ALWAYS)
         """The units whose copies outlive a pass."""
-        self._stepped = True
-        """A backward that synchronised has ended since the last pass began: an optimizer may have stepped."""
-        self._trained = False
-        """The last pass recorded a graph."""
+        self._copies = Copies(self.units, channels.everyone)
         self.root = Root([Lifecycle(unit.name, strategy) for unit, strategy in zip(units, strategies, strict=True)])
         self._residencies = tuple(Residency(unit.name) for unit in units)
         self.reducer = Reducer(units, [not inside for inside in descendants], channels, streams, ledger)
@@ -168,18 +166,13 @@ class Engine:
             if self.root.backward is BackwardState.RUNNING:
                 self.close_backward(Event.BACKWARD_FAILS)
                 self.tell_peers(self.units[self._heard].name, None)
-            if self.before_pass is not None:
-                self.before_pass(False, torch.is_grad_enabled())
-            if self.units[0].config.broadcast_buffers and torch.is_grad_enabled():
-                broadcast_buffers(self.units[0].module, self.channels.everyone)
-            if self.reducer.policy.find_unused_parameters:
-                # a rank may not come to a unit that all of them have frozen
-                for unit in self.units:
-                    unit.sync_requires_grad()
-            self._pass_number += 1
-            self._may_have_stepped = False
-            if self._keepers:
-                self._free_stale_copies()
+            try:
+                self._prepare_pass()
+            except BaseException as failure:
+                # a peer may have abandoned the step before, or disagree; this rank waited for it between two passes
+                add_note(failure, self, index, ours=True)
+                self.give_up(failure, index)
+                raise
             self._forward_schedule.begin()
             self._streams.pass_begins()
         self._schedule = self._forward_schedule
@@ -234,7 +227,8 @@ class Engine:
         """Tell every unit how the backward ended, in the agreed order."""
         instructions = self.root.close(event, self.reducer.order)
         self.forget_arrivals()
-        self._stepped = self._stepped or event is Event.BACKWARD_ENDS
+        if event is Event.BACKWARD_ENDS:
+            self._copies.backward_synchronised()
         if event is Event.BACKWARD_FAILS:
             self._carry_out_all(instructions)
         else:
@@ -272,6 +266,24 @@ class Engine:
         """Whether the unit computes with its whole face."""
         return self._residencies[index].state is ResidencyState.WHOLE
 
+    def _prepare_pass(self) -> None:
+        """What all ranks do together before a forward begins."""
+        trains = torch.is_grad_enabled()
+        if self.before_pass is not None:
+            self.before_pass(False, trains)
+        if self.units[0].config.broadcast_buffers and trains:
+            broadcast_buffers(self.units[0].module, self.channels.everyone)
+        if self.reducer.policy.find_unused_parameters:
+            # a rank may not come to a unit that all of them have frozen
+            for unit in self.units:
+                unit.sync_requires_grad()
+        self._pass_number += 1
+        self._may_have_stepped = False
+        if self._keepers:
+            kept = [i for i in self._keepers if self._residencies[i].state is ResidencyState.KEPT and self.units[i].flats]
+            for index in self._copies.pass_begins(kept):
+                self._ask(index, Ask.FREE)
+
     # actions ------------------------------------------------------------------------------
 
     def _refresh(self, index: int) -> None:
@@ -281,26 +293,6 @@ class Engine:
         outlived = unit.gathered_in_pass != self._pass_number and not keeps
         # an optimizer passes by empty shards, so after its step the counters of ranks differ
         if outlived or (keeps and self._may_have_stepped) or unit.gathered_versions != unit.versions_in_forward:
-            self._ask(index, Ask.FREE)
-
-    def _free_stale_copies(self) -> None:
-        """A pass begins: of the copies that outlived the last one, free those whose weights may have changed, on any rank.
-
-        After a backward that synchronised, those of trainable weights; around a pass without gradients, all. Of what is left
-        every rank compares version counters and checksums with those of the gather, and tells: a collective of one byte.
-        """
-        kept = [i for i in self._keepers if self._residencies[i].state is ResidencyState.KEPT and self.units[i].flats]
-        trains = torch.is_grad_enabled()
-        everything = not (trains and self._trained)
-        stale = [index for index in kept if everything or (self._stepped and self.units[index].trains)]
-        left = [index for index in kept if index not in stale]
-        self._stepped, self._trained = False, trains
-        if left:
-            flag = torch.stack([self.units[index].has_changed() for index in left]).any().to(torch.uint8).view(1)
-            self.channels.everyone.all_reduce(flag, "max", "which weights changed").wait()
-            if flag.item():
-                stale = kept
-        for index in stale:
             self._ask(index, Ask.FREE)
 
     def _need(self, index: int) -> None:

@@ -55,6 +55,7 @@ ORDER = (
     "dump",
     "notes",
     "buffers",
+    "copies",
     "schedule",
     "reducer",
     "usage",

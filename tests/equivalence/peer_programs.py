@@ -60,18 +60,27 @@ def fail(*_: Any) -> None:
     raise Mine("no")
 
 
-def retried(place: Callable[[nn.Module], Any], failing: int | None = 1, agree: bool = False, **options: Any) -> Any:
-    """Training in which one rank fails in its second step, or all do (None); every rank starts the step again."""
+def retried(
+    place: Callable[[nn.Module], Any], failing: int | None = 1, agree: bool = False, forwards: int = 0, **options: Any
+) -> Any:
+    """Training in which one rank fails in its second step, or all do (None); every rank starts the step again.
+
+    `forwards`: how many come before the step's own, once before it fails and again in it.
+    """
 
     def program(rank: int) -> tuple[Trained, list[Told]]:
         case = CASES["net"]
-        model = wrap(case, process_group=None if options else dist.new_group(), **options)
+        model = wrap(case, process_group=None if "mesh" in options else dist.new_group(), **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         gradients, heard = [], []
         for step, (batch,) in enumerate(own_batches(case, rank, STEPS)):
+            for _ in range(forwards):
+                model(batch)
             handle = place(model) if step == 1 and failing in (rank, None) else None
             while True:
                 try:
+                    for _ in range(forwards):
+                        model(batch)
                     loss_of(model(batch)).backward()
                     break
                 except (Mine, fsdp.PeerFailed) as error:
@@ -158,6 +167,8 @@ PROGRAMS: Final[dict[str, Callable[[int], Any]]] = {
     "fails in a forward, agreed": retried(forward, agree=True),
     "all fail in a backward": retried(backward, failing=None),
     "rank 0 fails in a forward": retried(forward, failing=0),
+    # the others come through the forward that fails, and wait where the next one begins
+    "fails in a forward, copies are kept": retried(forward, forwards=1, sharding_strategy="SHARD_GRADIENTS"),
     "apart": apart,
     "hybrid, fails in a forward": hybrid(forward),
     "hybrid, fails in a backward": hybrid(backward),

@@ -24,6 +24,7 @@ ALIVE = [
     "fails in a forward, agreed",
     "all fail in a backward",
     "rank 0 fails in a forward",
+    "fails in a forward, copies are kept",
 ]
 HYBRID = ["hybrid, fails in a backward"]
 
