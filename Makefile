@@ -24,10 +24,10 @@ wander: $(VENV)/.made
 mutants: $(VENV)/.made
 	$(BIN)/python tests/mutate_tables.py
 
-# random programs and random faults for as long as asked: make soak SOAK_SECONDS=1800
+# random programs and random faults for as long as asked: make soak SOAK_SECONDS=1800 ARGS="--programs 20000"
 SOAK_SECONDS ?= 60
 soak: $(VENV)/.made
-	OMP_NUM_THREADS=1 SOAK_SECONDS=$(SOAK_SECONDS) PYTHONPATH=. $(BIN)/python tests/fsdp/soak.py
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/fsdp/soak.py --seconds $(SOAK_SECONDS) $(ARGS)
 
 bench: $(VENV)/.made
 	$(BIN)/python benchmarks/step.py

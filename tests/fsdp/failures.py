@@ -33,6 +33,7 @@ PHASES: Final = ("forward", "backward", "replay", "no_sync")
 STRATEGIES: Final[dict[str, tuple[int, dict[str, Any]]]] = {
     "FULL_SHARD": (2, {}),
     "SHARD_GRAD_OP": (2, {}),
+    "SHARD_GRADIENTS": (2, {}),
     "NO_SHARD": (2, {}),
     "HYBRID_SHARD": (4, {"mesh": (2, 2)}),
 }
