@@ -345,12 +345,14 @@ class Reducer:
         """What came after its bucket was launched, on any rank, in the agreed order.
 
         Where every rank launched at the moment of the unit, a second portion is one of a unit that all of them come to again. A
-        counted bucket, and one of a rank that came through other units, may have one on some ranks only: all of them look.
+        counted bucket, and one of a rank that came through other units, may have one on some ranks only: all of them look, also
+        those that had launched nothing of it before they were asked.
         """
         usage = self._usage
         for number in self._sequence:
             looks = self.policy.find_unused_parameters or number in self.counted or self._again[self.buckets[number].unit]
-            if usage.launched[number] and (usage.has[number] or (looks and usage.some_rank_has_more(number))):
+            mine = usage.launched[number] and usage.has[number]
+            if mine or (looks and usage.some_rank_has_more(number)):
                 self._launch((number,), land=True)
 
     def _settle(self) -> None:

@@ -52,6 +52,24 @@ class OnOneRank(Portions):
         return torch.tanh(x @ self.w) @ self.b
 
 
+class Early(nn.Module):
+    """Rank 0 alone uses all of a bucket, so it alone reduces it early; then a checkpoint brings more for that bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.some = nn.Parameter(torch.eye(4) + 0.1 * torch.randn(4, 4)), nn.Parameter(torch.ones(4))
+        # of another precision, hence in a bucket of its own
+        self.fine = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        def body(x: Tensor) -> Tensor:
+            x = torch.tanh(x @ self.a) * self.fine.float()
+            return x * self.some if rank == 0 else x
+
+        return body(checkpoint(body, x.clone().requires_grad_(), use_reentrant=True))
+
+
 def trained(rank: int, kind: type[nn.Module], steps: int, policy: fsdp.ReductionPolicy, **options: Any) -> Any:
     model = fsdp.fully_shard(kind(), auto_wrap_policy={nn.Linear}, reduction=policy, **options)
     for _ in range(steps):
@@ -61,7 +79,7 @@ def trained(rank: int, kind: type[nn.Module], steps: int, policy: fsdp.Reduction
     return gradients_of(model)
 
 
-@pytest.mark.parametrize("kind", [Partly, Portions, OnOneRank])
+@pytest.mark.parametrize("kind", [Partly, Portions, OnOneRank, Early])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "policy",
