@@ -124,7 +124,8 @@ def _when_it_raises(frame: FrameType, hear: Any) -> None:
     def trace(where: FrameType, event: str, told: Any) -> Any:
         if event != "exception":
             return trace if before is None else before(where, event, told) and trace
-        frame.f_trace = before
+        # not `frame`: a cycle through it would keep the graph, until two collections of garbage later
+        where.f_trace = before
         if outer is None:
             sys.settrace(None)
         if isinstance(told[1], BaseException):

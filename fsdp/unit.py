@@ -230,6 +230,9 @@ class Unit:
             return full[slot.start : slot.end].view(slot.shape).clone()
 
         value: Tensor = FullUse.apply(flat.whole_parameters[i], gather, self._announce)  # type: ignore[no-untyped-call]
+        if in_backward() and value.requires_grad:
+            # a replay; the gradient may come in a graph task of the checkpoint's own, and the backward is not over with that
+            self.announce()
         return value
 
     def _announce(self) -> None:

@@ -54,7 +54,8 @@ class ShardedRun:
         parameters = self.model.named_parameters() if tree.hooked else ()
         self.hooked = {name: p for name, p in parameters if name.startswith(prefix) and p.requires_grad and p.numel()}
         for name, parameter in self.hooked.items():
-            parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: self.hook_calls.update([name]))
+            # the model must not lead back to the losses: a graph with a checkpoint leads to the model, and no collector sees it
+            parameter.register_post_accumulate_grad_hook(lambda parameter, name=name, calls=self.hook_calls: calls.update([name]))
 
     def run(self, program: Program) -> list[Seen]:
         seen = [self.see(Seen())]

@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 import weakref
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +39,33 @@ def test_a_model_is_freed_with_its_last_reference() -> None:
         return [reference() is None for reference in references]
 
     assert fsdp.simulate(2, one_rank) == [[True] * 4] * 2
+
+
+def test_a_model_whose_backward_failed_is_freed_with_its_last_reference() -> None:
+    """The trace function that hears the exception keeps nothing: one collection of garbage will do."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+    def one_rank(rank: int) -> bool:
+        def train() -> weakref.ref[nn.Module]:
+            model = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})
+            model[0].register_forward_hook(lambda module, args, output: Fails.apply(output))
+            with pytest.raises(ZeroDivisionError):
+                model(torch.ones(1, 2)).sum().backward()
+            return weakref.ref(model)
+
+        reference = train()
+        gc.collect()
+        return reference() is None
+
+    assert fsdp.simulate(1, one_rank) == [True]
 
 
 def test_a_graph_is_freed_with_its_loss() -> None:
