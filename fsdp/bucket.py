@@ -24,6 +24,7 @@ class Bucket:
         "buffer",
         "came",
         "complete",
+        "filled",
         "flat",
         "launched",
         "memory",
@@ -44,7 +45,9 @@ class Bucket:
         """Of its unit."""
         self._ledger = ledger
         self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
-        self.views = [self.buffer[slot.start : slot.end].view(slot.shape) for slot in flat.layout.slots]
+        self.views = flat.views_of(self.buffer)
+        self.filled: tuple[Tensor, Sequence[Tensor]] | None = None
+        """A buffer like it that was filled instead, and the views into that."""
         self.memory = Memory(self.buffer, "bucket", stays)
         self.nbytes = size_of(self.buffer)
         """Of the gradients; of sparse ones, of those that were launched last."""
@@ -137,8 +140,10 @@ class Bucket:
             ShardingError: one is sparse that was to be dense.
         """
         flat = self.flat
-        slots = flat.layout.slots
-        views = self.views if buffer is None else [buffer[slot.start : slot.end].view(slot.shape) for slot in slots]
+        views = self.views
+        if buffer is not None:
+            views = flat.views_of(buffer)
+            self.filled = buffer, views
         gradients = [whole.grad for whole in flat.whole_parameters]
         for whole in flat.whole_parameters:
             whole.grad = None
@@ -226,15 +231,14 @@ class Bucket:
         hooked = []
         self.launched = False
         flat = self.flat
-        parts = () if reduced.is_sparse else torch.split_with_sizes(reduced, flat.segments)
+        gradients = self._gradients_in(reduced)
         targets, sums = [], []
-        for i, segment, shape in flat.held:
+        for (i, _, _), gradient in zip(flat.held, gradients, strict=True):
             parameter = flat.shard_parameters[i]
             if not used[i] or not (parameter.requires_grad or self.owed):
                 continue
             if parameter._post_accumulate_grad_hooks:
                 hooked.append(parameter)
-            gradient = parts[segment].view(shape) if parts else reduced
             before = parameter.grad
             kept = self.forget(i)
             if before is None or (kept is not None and kept.shown_is_ours):
@@ -250,6 +254,17 @@ class Bucket:
         self.forget_all()
         self.owed = False
         return hooked
+
+    def _gradients_in(self, reduced: Tensor) -> Sequence[Tensor]:
+        """Of each parameter this rank holds something of, in the shape it has here."""
+        flat = self.flat
+        filled, self.filled = self.filled, None
+        if reduced.is_sparse:
+            return (reduced,)
+        if filled is not None and filled[0].data_ptr() == reduced.data_ptr():
+            return [filled[1][i] for i, _, _ in flat.held]  # it was reduced where it was filled
+        parts = torch.split_with_sizes(reduced, flat.segments)
+        return [parts[segment].view(shape) for _, segment, shape in flat.held]
 
 
 def _copy_divided(views: list[Tensor], gradients: list[Tensor], divisor: float) -> None:

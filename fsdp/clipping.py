@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from fsdp.collectives import Collectives
 from fsdp.errors import ShardingError
-from fsdp.face import owner_of
 from fsdp.sharded import engines_in
 
 
@@ -27,29 +26,33 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         raise ShardingError(f"norm_type must be a positive number or inf, not {norm_type!r}.")
     engines = engines_in(model, "clip_grad_norm_")
     channels = engines[0].channels
-    inside = {id(p) for engine in engines for p in engine.units[0].module.parameters()}
-    unsharded = [name for name, p in model.named_parameters() if id(p) not in inside]
+    named = {id(p): (name, p) for name, p in model.named_parameters()}
+    sharded = {id(p): p for engine in engines for unit in engine.units for p in unit.shard_parameters}
+    unsharded = [key for key in named if key not in sharded]
+    if unsharded:  # those of ignored modules are left out
+        inside = {id(p) for engine in engines for p in engine.units[0].module.parameters()}
+        unsharded = [key for key in unsharded if key not in inside]
     if unsharded or any(engine.channels != channels for engine in engines):
+        why = f"{named[unsharded[0]][0]!r} is not sharded" if unsharded else "the roots have different process groups"
         raise ShardingError(
-            f"clip_grad_norm_: {f'{unsharded[0]!r} is not sharded' if unsharded else 'the roots have different process groups'}, "
-            "so the norm over all of them is not defined here; wrap the whole model over one group."
+            f"clip_grad_norm_: {why}, so the norm over all of them is not defined here; wrap the whole model over one group."
         )
     for engine in engines:
         if not engine.root.at_rest:
             raise ShardingError("clip_grad_norm_: call it outside any forward, backward and summon_full_params.")
         if engine.reducer.keeps_gradients:
             raise ShardingError("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.")
-    gradients = [p.grad for p in model.parameters() if p.grad is not None and owner_of(p) is not None]
+    gradients = [p.grad for key, (_, p) in named.items() if p.grad is not None and key in sharded]
     sparse = [gradient for gradient in gradients if gradient.is_sparse]
     strided = [gradient for gradient in gradients if not gradient.is_sparse]
     filled = [values for values in (*strided, *(one.coalesce().values() for one in sparse)) if values.numel()]
     device = engines[0].units[0].device
-    norms = torch._foreach_norm(filled, power) if filled else ()
-    local = (
-        torch.linalg.vector_norm(torch.stack([norm.to(device, torch.float32) for norm in norms]), power)
-        if norms
-        else torch.zeros((), device=device)
-    )
+    local = torch.zeros((), device=device)
+    if filled:
+        norms = list(torch._foreach_norm(filled, power))
+        if any([norm.dtype is not torch.float32 or norm.device != device for norm in norms]):
+            norms = [norm.to(device, torch.float32) for norm in norms]
+        local = torch.linalg.vector_norm(torch.stack(norms), power)
     total = _combine(channels.reductions, local, power)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if strided:

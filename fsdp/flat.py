@@ -8,7 +8,7 @@ from torch.autograd.graph import increment_version
 
 from fsdp.collectives import Collectives
 from fsdp.errors import ShardingError
-from fsdp.layout import Part, make_layout
+from fsdp.layout import Layout, Part, make_layout
 from fsdp.storage import Borrowed, Memory, storage_key
 
 
@@ -46,6 +46,10 @@ class FlatBuffer:
         self.world_size = collectives.size
         originals = [place.parameter for place in places]
         self.device = originals[0].device
+        self._templates: list[Tensor] = []
+        """Of the parameters and the gaps between them: their shapes, with the memory of one element."""
+        self._slots: list[int] = []
+        """Which of them are the parameters."""
         shapes = tuple(tuple(p.shape) for p in originals)
         self.layout = make_layout(shapes, min(originals[0].element_size(), dtype.itemsize), self.world_size)
         self.parts: tuple[Part, ...] = tuple(self.layout.part(i, self.rank) for i in range(len(shapes)))
@@ -54,8 +58,7 @@ class FlatBuffer:
             self.is_shared = replicated and dtype == self.shard.dtype
             self.whole = self.shard if self.is_shared else torch.empty(self.layout.numel, dtype=dtype, device=self.device)
             self.whole_parameters = tuple(
-                _like(place.parameter, self.whole[slot.start : slot.end].view(slot.shape))
-                for slot, place in zip(self.layout.slots, places, strict=True)
+                _like(place.parameter, view) for view, place in zip(self.views_of(self.whole), places, strict=True)
             )
             self.key = storage_key(self.whole)
             self.own_whole = self.own_chunk(self.whole)
@@ -99,6 +102,17 @@ class FlatBuffer:
                 lengths.append(part.numel)
                 at = part.offset + part.numel
         return [*lengths, self.layout.chunk - at], held
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Every parameter in full, of a whole flat tensor (W * C,)."""
+        if not self._templates:
+            self._templates, self._slots = _templates(self.layout, flat)
+        # one call into C++, where a slice and a view of each take as long as a small kernel
+        pieces = torch._C._nn.unflatten_dense_tensors(flat, self._templates)
+        return [
+            pieces[at] if slot.numel else flat[:0].view(slot.shape)
+            for at, slot in zip(self._slots, self.layout.slots, strict=True)
+        ]
 
     def shard_view(self, part: Part) -> Tensor:
         """The elements of `part` in the shard."""
@@ -153,7 +167,6 @@ class FlatBuffer:
         """Of each whole parameter, how often it was changed in place."""
         return [p._version for p in self.whole_parameters]
 
-    @torch.no_grad()
     def take_edits(self, unit: str) -> int:
         """Copy this rank's part of whole parameters that were changed in place to their shards; return how many were.
 
@@ -163,10 +176,14 @@ class FlatBuffer:
         before, self.edits = self.edits, self.count_edits()
         base = self.whole.data_ptr()
         replaced = [p.data_ptr() for p in self._filled] != [base + offset for offset in self._byte_offsets]
-        if replaced:
-            self._take_replaced(unit, before)
-        elif before == self.edits:
+        if not replaced and before == self.edits:
             return 0
+        with torch.no_grad():
+            if replaced:
+                self._take_replaced(unit, before)
+            return self._take_changed(unit, before)
+
+    def _take_changed(self, unit: str, before: list[int]) -> int:
         taken = 0
         for i, parameter in enumerate(self.shard_parameters):
             if before[i] == self.edits[i]:
@@ -212,3 +229,19 @@ def _like(original: nn.Parameter, view: Tensor) -> nn.Parameter:
         # set before wrapping: they see the full gradient; the user's handles refer to this very dict
         whole._backward_hooks, original._backward_hooks = original._backward_hooks, None
     return whole
+
+
+def _templates(layout: Layout, like: Tensor) -> tuple[list[Tensor], list[int]]:
+    """What `views_of` is to cut a tensor into, the gaps as well, and which of it are the parameters."""
+    element = like.new_empty(())
+    templates: list[Tensor] = []
+    places = []
+    end = 0
+    for slot in layout.slots:
+        if slot.start > end:
+            templates.append(element.expand(slot.start - end))
+        places.append(len(templates))
+        if slot.numel:
+            templates.append(element.expand(slot.shape))
+        end = slot.end
+    return templates, places

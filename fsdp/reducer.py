@@ -235,7 +235,7 @@ class Reducer:
         """Forget the gradients of this backward. Those kept by earlier ones under `no_sync` stay. Idempotent."""
         for number in self._of_unit[index]:
             bucket = self.buckets[number]
-            bucket.launched = False
+            bucket.launched, bucket.filled = False, None
             if bucket.pending is not None:
                 self._ledger.add("reduced", -size_of(bucket.pending))
                 bucket.pending = None

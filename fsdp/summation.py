@@ -14,11 +14,18 @@ def sum_over_ranks(parts: Tensor, into: Tensor) -> None:
     """
     if parts.is_floating_point() and parts.dtype.itemsize < 4:
         parts = parts.float()
-    while len(parts) > 2:
-        paired = len(parts) // 2 * 2
+    count, chunk = parts.shape
+    while count > 2 and count % 2 == 0:
+        count //= 2
+        parts, others = parts.view(count, 2, chunk).unbind(1)
+        parts.add_(others)
+    while count > 2:
+        paired = count // 2 * 2
         parts[0:paired:2].add_(parts[1:paired:2])
         parts = parts[::2]
-    if len(parts) == 2 and parts.dtype == into.dtype:
-        torch.add(parts[0], parts[1], out=into)
+        count = (count + 1) // 2
+    first, *second = parts.unbind()
+    if second and parts.dtype == into.dtype:
+        torch.add(first, *second, out=into)
     else:
-        into.copy_(parts[0] + parts[1] if len(parts) == 2 else parts[0])
+        into.copy_(first + second[0] if second else first)
