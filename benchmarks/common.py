@@ -1,151 +1,86 @@
-"""Who is compared, with which options; how raw times become ratios; what is written down.
+"""What every benchmark needs: its command line, a process of its own, statistics, bars, and the file it leaves.
 
 Rule 1: a claim is a ratio between contenders of one run, never a time of one run against a time of another.
-Rule 2: every peer runs with the best options we could find for it on this backend, and they are stated in CONTENDERS.
-Rule 3: the raw numbers are kept. Nothing is averaged away before it is written.
+Rule 2: the raw numbers are kept. Nothing is averaged away before it is written.
 """
 
+import argparse
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from engines import CONTENDERS, Bare, choose
 
 RESULTS = Path(__file__).parent / "results"
 
-Wrap = Callable[[nn.Module, type[nn.Module]], nn.Module]
+S = TypeVar("S")
+R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """One way to train the same module.
-
-    `wrap` takes a plain module and the class of its units, and returns what the training loop calls. It may
-    change the module it is given, so each contender gets a copy of its own.
-    """
-
-    name: str
-    options: str
-    wrap: Wrap
+def arguments(doc: str | None, names: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """A parser with what every benchmark understands; `names` are the contenders to choose from."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if names:
+        parser.add_argument("--contenders", nargs="+", metavar="NAME", help=f"from {', '.join(names)}; all by default")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds after which a case is ended")
+    parser.add_argument("--date", help="written into the results; today by default")
+    parser.add_argument("--out", type=Path, help="where the JSON goes; benchmarks/results/ by default")
+    return parser
 
 
-def _bare(module: nn.Module, unit: type[nn.Module]) -> nn.Module:
-    return module
+def begin(
+    benchmark: str, options: argparse.Namespace, available: Sequence[str], engines: Mapping[str, Bare] = CONTENDERS
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A report with who takes part, how, and where; and their names."""
+    names, skipped = choose(options.contenders, available)
+    facts = machine(options.date)
+    warn_if_busy(facts)
+    stated = {name: engines[name].options for name in names}
+    return {"benchmark": benchmark, "machine": facts, "options": stated, "skipped": skipped}, names
 
 
-def _ddp(module: nn.Module, unit: type[nn.Module]) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
-
-
-def _fsdp1(*, use_orig_params: bool) -> Wrap:
-    def wrap(module: nn.Module, unit: type[nn.Module]) -> nn.Module:
-        from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-        return FullyShardedDataParallel(
-            module,
-            sharding_strategy=ShardingStrategy.FULL_SHARD,
-            auto_wrap_policy=ModuleWrapPolicy({unit}),
-            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-            forward_prefetch=False,
-            limit_all_gathers=False,
-            use_orig_params=use_orig_params,
-            device_id=torch.device("cpu"),
-        )
-
-    return wrap
-
-
-def _fsdp2(module: nn.Module, unit: type[nn.Module]) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for child in module.modules():
-        if isinstance(child, unit):
-            fully_shard(child, mesh=mesh, reshard_after_forward=True)
-    return fully_shard(module, mesh=mesh)
-
-
-def _ours(**options: str) -> Callable[[nn.Module, type[nn.Module]], nn.Module]:
-    def wrap(module: nn.Module, unit: type[nn.Module]) -> nn.Module:
-        from fsdp import FullyShardedDataParallel
-
-        return FullyShardedDataParallel(module, auto_wrap_policy={unit}, **options)
-
-    return wrap
-
-
-# FSDP1's and FSDP2's options were chosen by trying the others on both benchmarks. Added host time, twelve tensors per
-# unit: FSDP1 683 to 699 µs as below (forward_prefetch on or off, either way round from run to run), 766 to 798 with
-# limit_all_gathers; FSDP2 1,185 µs as below, 1,243 with explicit forward prefetch, 1,253 with explicit backward
-# prefetch too. Over gloo none of them differed by more than the machine's noise.
-CONTENDERS: Mapping[str, Contender] = {
-    contender.name: contender
-    for contender in (
-        Contender("bare", "the module itself: the same local work, no communication", _bare),
-        Contender("ddp", "gradient_as_bucket_view=True, broadcast_buffers=False", _ddp),
-        Contender(
-            "fsdp1",
-            "FULL_SHARD, BACKWARD_PRE, forward_prefetch=False, limit_all_gathers=False, flat parameters",
-            _fsdp1(use_orig_params=False),
-        ),
-        Contender(
-            "fsdp1_orig",
-            "FULL_SHARD, BACKWARD_PRE, forward_prefetch=False, limit_all_gathers=False, use_orig_params=True",
-            _fsdp1(use_orig_params=True),
-        ),
-        Contender("fsdp2", "fully_shard on a CPU mesh: units reshard_after_forward=True, root as by default", _fsdp2),
-        Contender("ours", "FullyShardedDataParallel(module, auto_wrap_policy={unit}), all else as by default", _ours()),
-        Contender("ours_no_shard", 'the same with sharding_strategy="NO_SHARD"', _ours(sharding_strategy="NO_SHARD")),
-    )
-}
-
-
-def choose(requested: Sequence[str] | None, available: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Who runs, in the order of `available`, and who does not with the reason.
-
-    Without a request everybody runs who can be imported. A contender asked for by name that cannot run ends the
-    program: a comparison that silently lost a member is worse than none.
-    """
-    skipped = {}
-    for name in requested or available:
-        if name not in available:
-            raise SystemExit(f"unknown contender {name!r}: choose from {', '.join(available)}")
-    for name in (one for one in requested or available if one.startswith("ours")):
+def elsewhere(measure: Callable[[S], R], settings: S, timeout: float) -> R:
+    """`measure` in a fresh process: a world cannot be set up in one that already had another."""
+    with multiprocessing.get_context("spawn").Pool(1) as process:
         try:
-            from fsdp import FullyShardedDataParallel  # noqa: F401
-        except ImportError as reason:
-            skipped[name] = f"fsdp.FullyShardedDataParallel cannot be imported: {reason}"
-            if requested:
-                raise SystemExit(f"{name}: {skipped[name]}") from None
-            print(f"{name} is left out: {skipped[name]}", file=sys.stderr)
-    names = tuple(name for name in available if name in (requested or available) and name not in skipped)
-    return names, skipped
+            return process.apply_async(measure, (settings,)).get(timeout)
+        except multiprocessing.TimeoutError:
+            raise SystemExit(f"{settings} did not finish within {timeout:.0f} s and was ended") from None
 
 
-def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The same contenders, each turn beginning with another, so that nobody always follows the same neighbour."""
-    start = turn % len(names)
-    return [*names[start:], *names[:start]]
-
-
-def be_quiet() -> None:
-    """The peers' deprecation notices are not news here."""
+def be_steady() -> None:
+    """One thread, one seed, and none of the peers' deprecation notices, which are not news here."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # garbage may hold denormals, and their arithmetic is slow
+    torch.manual_seed(0)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\..*")
+
+
+@contextmanager
+def alone(world: int) -> Iterator[None]:
+    """This process is rank 0 of `world` in torch's group that sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    be_steady()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -164,57 +99,63 @@ def no_standard_error() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Repeated measurements of one thing. The least says what the code costs; the median what the machine allowed."""
+    """Repeated measurements of one thing. The median is judged; the least is a witness that noise cannot reach."""
 
     least: float
     median: float
+    most: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Sample":
-        return cls(min(values), statistics.median(values))
+        return cls(min(values), statistics.median(values), max(values))
+
+    @classmethod
+    def best(cls, samples: Iterable["Sample"]) -> "Sample":
+        """The faster of several forms of one contender."""
+        return min(samples, key=lambda sample: sample.median)
 
     def __add__(self, other: "Sample") -> "Sample":
-        return Sample(self.least + other.least, self.median + other.median)
+        return Sample(self.least + other.least, self.median + other.median, self.most + other.most)
 
     def __sub__(self, other: "Sample") -> "Sample":
-        return Sample(self.least - other.least, self.median - other.median)
+        return Sample(self.least - other.least, self.median - other.median, self.most - other.most)
 
-    def __truediv__(self, other: "Sample") -> "Sample":
-        return Sample(_ratio(self.least, other.least), _ratio(self.median, other.median))
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A number that must not exceed `limit`: an exact one, or a ratio of medians with that of the minima beside it."""
+
+    measure: str
+    limit: float
+    value: float
+    case: str = ""
+    of_minima: float | None = None
+
+    @classmethod
+    def ratio(cls, measure: str, limit: float, ours: Sample, theirs: Sample, case: str = "") -> "Bar":
+        return cls(measure, limit, _ratio(ours.median, theirs.median), case, _ratio(ours.least, theirs.least))
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.limit
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "holds": self.holds}
 
 
 def _ratio(ours: float, theirs: float) -> float:
     return ours / theirs if theirs > 0 else float("nan")
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A ratio that must not exceed `limit`. The minima decide; the medians stand beside them as a witness."""
-
-    claim: str
-    limit: float
-    ratio: Sample
-
-    @property
-    def verdict(self) -> str:
-        return "PASS" if self.ratio.least <= self.limit else "FAIL"
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "claim": self.claim,
-            "limit": self.limit,
-            "ratio_of_minima": self.ratio.least,
-            "ratio_of_medians": self.ratio.median,
-            "verdict": self.verdict,
-        }
-
-
 def print_bars(bars: Sequence[Bar]) -> None:
     if not bars:
         print("\nbars: nothing to judge, because `ours` or those it is held against did not run, or not at the judged size")
         return
-    rows = [[bar.claim, f"{bar.limit:.2f}", f"{bar.ratio.least:.3f}", f"{bar.ratio.median:.3f}", bar.verdict] for bar in bars]
-    print_table(["bar", "at most", "minima", "medians", ""], rows)
+    rows = []
+    for bar in bars:
+        witness = "" if bar.of_minima is None else f"{bar.of_minima:.3f}"
+        rows.append([bar.measure, bar.case, f"{bar.limit:g}", f"{bar.value:.5g}", witness, "holds" if bar.holds else "MISSED"])
+    print_table(["bar", "case", "at most", "found", "minima", ""], rows)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -226,39 +167,10 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join([first.strip().ljust(widths[0]), *rest]).rstrip())
 
 
-def print_markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """As documents include it."""
-    print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
-
-
-def exact_bar(claim: str, value: float, limit: float) -> dict[str, Any]:
-    """A number without noise that must not exceed `limit`."""
-    return {"claim": claim, "value": value, "limit": limit, "verdict": "PASS" if value <= limit else "FAIL"}
-
-
-def print_exact_bars(bars: Sequence[Mapping[str, Any]]) -> None:
-    print_markdown(
-        ["bar", "at most", "found", ""], [[b["claim"], f"{b['limit']:g}", f"{b['value']:.5g}", b["verdict"]] for b in bars]
-    )
-
-
-def draw(plot: Callable[[Any], None], path: Path) -> None:
-    """One figure as a PNG, where matplotlib is there (`pip install 'fsdp[bench]'`)."""
-    try:
-        import matplotlib
-    except ImportError:
-        print(f"no figure: matplotlib is not installed, so {path.name} was not drawn", file=sys.stderr)
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    plot(axes)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    pyplot.close(figure)
-    print(f"figure: {path}")
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as documents include it."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def machine(date: str | None) -> dict[str, Any]:
@@ -267,10 +179,20 @@ def machine(date: str | None) -> dict[str, Any]:
         "date": date or time.strftime("%Y-%m-%d"),
         "cores": os.cpu_count(),
         "architecture": platform.machine(),
+        "processor": _processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "load_average": os.getloadavg(),
     }
+
+
+def _processor() -> str:
+    """Its maker's name for it, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def warn_if_busy(facts: Mapping[str, Any]) -> None:
@@ -279,10 +201,12 @@ def warn_if_busy(facts: Mapping[str, Any]) -> None:
         print(f"others use this machine (load {load:.1f} on {cores} cores): expect unsteady times", file=sys.stderr)
 
 
-def write(report: Mapping[str, Any], out: Path | None) -> Path:
-    """Keep the raw numbers, by default under `benchmarks/results/`, named after the benchmark and the date."""
-    path = out or RESULTS / f"{report['benchmark']}-{report['machine']['date']}.json"
+def write(report: dict[str, Any], bars: Sequence[Bar], out: Path | None) -> Path:
+    """Keep the raw numbers and what they say about the bars, by default under `benchmarks/results/`; and show the latter."""
+    path = out or RESULTS / f"{report['benchmark']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     report["machine"]["load_average_after"] = os.getloadavg()
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(json.dumps({**report, "bars": [bar.as_json() for bar in bars]}, indent=1) + "\n")
+    print_bars(bars)
+    print(f"\nraw numbers: {path}")
     return path

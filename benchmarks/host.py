@@ -1,60 +1,50 @@
 """Host time and dispatched operations per unit, over a process group that does nothing.
 
-    python benchmarks/host.py                                  # about two minutes
-    python benchmarks/host.py --tensors 12 --world 8 64 1024   # does the cost grow with the world?
+    python benchmarks/host.py                                     # 8 and 1,024 ranks, 1 to 128 tensors a unit
+    python benchmarks/host.py --tensors 12 --world 8 --repeats 20
 
-A fake process group plays rank 0 of W: nothing is sent and nobody waits, so what remains is what the host does. Units
-are small enough that arithmetic hardly counts. *Added* time is a contender's minus the bare model's. Gathered values are
-garbage, so nothing here looks at a result. The processor's time of the process (all its threads) is what is judged:
-unlike the clock's, which is kept as well, it leaves out what other programs took.
+One process plays rank 0 of W: nothing is sent and nobody waits, so what remains is what the host does. Units are small enough
+that arithmetic hardly counts. *Added* time is a contender's minus the bare model's. Gathered values are garbage, so nothing here
+looks at a result. The processor's time of the process (all its threads) is what is judged: unlike the clock's, which is kept as
+well, it leaves out what other programs took.
 
-The fake group is not free: a collective of its own copies once per rank. What that takes is measured alone and stated
-(`group_alone`), is part of every contender's added time, and outgrows all else in large worlds. So the bars are for
-W = 8, and across worlds the dispatched operations say more than the times.
+Up to 64 ranks the group is torch's fake one. It copies once for each rank, which beyond that outgrows all else, so larger worlds
+get the group of simulated_link.py on a wire that takes no time: it copies nothing, and costs some µs of Python a collective.
+There FSDP1 looks dear because on a CPU it gathers into a list of W tensors. What either group takes is measured alone
+(`group_alone`), and is part of every contender's added time.
 
-Operations are counted twice, because the two miss different things. `dispatched`: what reaches the Python key of the
-dispatcher (a subclass such as DTensor counts once for itself and once for what it does inside). `profiled`: the aten
-and c10d records of the profiler, composite operations included. Both are exact: the difference between two models,
-per unit, and what is left over, fixed.
+Beside forward, backward, clip_grad_norm_ and the AdamW step: wrapping, and the state_dict of this rank's part. Operations are
+counted as counting.py says; both counts are exact, the difference between two models, per unit, and what is left over, fixed.
 """
 
 import argparse
 import copy
 import gc
-import multiprocessing
+import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import (
-    CONTENDERS,
-    Bar,
-    Sample,
-    be_quiet,
-    choose,
-    machine,
-    no_standard_error,
-    print_bars,
-    print_table,
-    rotated,
-    warn_if_busy,
-    write,
-)
+from common import Bar, Sample, alone, arguments, be_steady, begin, elsewhere, print_table, write
+from counting import dispatched, profiled
+from engines import CONTENDERS, rotated
+from simulated_link import Link, joined
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMES = ("bare", "fsdp1", "fsdp1_orig", "fsdp2", "ours")
-PHASES = ("forward", "backward", "step")
+PHASES = ("forward", "backward", "clip", "step")
+ONCE = ("wrap", "state_dict")
+"""Not part of a step, and measured as often as there are repeats."""
+COUNTERS = {"dispatched": dispatched, "profiled": profiled}
 COUNTED_UNITS = (4, 8)  # two sizes tell what belongs to a unit and what to the model
-JUDGED_WORLD = 8
+JUDGED_TENSORS = 12
+COPYING_WORLD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +58,10 @@ class Settings:
     width: int
     repeats: int
     steps: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.tensors} tensors, {self.world} ranks"
 
 
 class Unit(nn.Module):
@@ -89,10 +83,14 @@ class Runner:
     """One contender at one size, and its training step cut into phases."""
 
     def __init__(self, name: str, units: int, settings: Settings) -> None:
-        module = nn.Sequential(*(Unit(settings.tensors, settings.width) for _ in range(units)))
-        self.model = CONTENDERS[name].wrap(copy.deepcopy(module), Unit)
+        self.module = nn.Sequential(*(Unit(settings.tensors, settings.width) for _ in range(units)))
+        self.engine = CONTENDERS[name]
+        self.model = self.wrap(copy.deepcopy(self.module))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
         self.x = torch.ones(2, settings.width)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        return self.engine.wrap(module, Unit)
 
     def phases(self) -> Iterator[tuple[str, Callable[[], object]]]:
         """The phases of one step in order; whoever iterates runs each before asking for the next."""
@@ -104,6 +102,7 @@ class Runner:
 
         yield "forward", forward
         yield "backward", lambda: loss.backward()
+        yield "clip", lambda: self.engine.clip(self.model)
         yield "step", self.optimizer.step
         self.optimizer.zero_grad()
 
@@ -114,41 +113,20 @@ class Runner:
 
     def time(self, into: dict[str, list[float]]) -> None:
         for phase, run in self.phases():
-            clock, processor = time.perf_counter(), time.process_time()
-            run()
-            into[phase].append(time.process_time() - processor)
-            into[f"{phase}_by_the_clock"].append(time.perf_counter() - clock)
+            _time(run, into, phase)
+
+    def time_once(self, into: dict[str, list[float]]) -> None:
+        module = copy.deepcopy(self.module)
+        _time(lambda: self.wrap(module), into, "wrap")
+        _time(lambda: self.engine.state_dict(self.model), into, "state_dict")
 
 
-class Counting(TorchDispatchMode):
-    """Counts what is dispatched, on both floors: a subclass's operation, then those it performs inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wrappers = [kind for kind in types if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__]
-        self.operations[f"{func.name()} on {wrappers[0].__name__}" if wrappers else func.name()] += 1
-        # to decline is to let the subclass go first, with this mode still listening to what it does
-        return NotImplemented if wrappers else func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _dispatched(found: Counter[str]) -> Iterator[None]:
-    with Counting() as counting:
-        yield
-    found.update(counting.operations)
-
-
-@contextmanager
-def _profiled(found: Counter[str]) -> Iterator[None]:
-    with no_standard_error(), profile(activities=[ProfilerActivity.CPU]) as recording:
-        yield
-    found.update(event.name for event in recording.events() if event.name.startswith(("aten::", "c10d::", "_c10d")))
-
-
-COUNTERS = {"dispatched": _dispatched, "profiled": _profiled}
+def _time(run: Callable[[], object], into: dict[str, list[float]], name: str) -> None:
+    clock, processor = time.perf_counter(), time.process_time()
+    kept = run()  # what it returns is let go after the measurement
+    into[name].append(time.process_time() - processor)
+    into[f"{name}_by_the_clock"].append(time.perf_counter() - clock)
+    del kept
 
 
 def count(name: str, settings: Settings) -> dict[str, Any]:
@@ -202,18 +180,28 @@ def group_alone(settings: Settings) -> dict[str, float]:
     return best
 
 
+@contextmanager
+def _silent(world: int) -> Iterator[None]:
+    be_steady()
+    with joined(Link(math.inf, 0.0), world):
+        yield
+
+
+def group_of(world: int) -> AbstractContextManager[None]:
+    return alone(world) if world <= COPYING_WORLD else _silent(world)
+
+
 def measure(settings: Settings) -> dict[str, Any]:
     """Everything about one case. The process group is set up here, so call it once per process."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    with group_of(settings.world):
+        return _measure(settings)
 
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # garbage may hold denormals, and their arithmetic is slow
-    torch.manual_seed(0)
-    be_quiet()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=settings.world)
+
+def _measure(settings: Settings) -> dict[str, Any]:
     runners = {name: Runner(name, settings.units, settings) for name in settings.contenders}
     for runner in runners.values():
         runner.warm_up()
+        runner.time_once(into=defaultdict(list))
     gc.freeze()  # what exists by now is not looked through again
     seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in settings.contenders}
     for repeat in range(settings.repeats):
@@ -222,30 +210,21 @@ def measure(settings: Settings) -> dict[str, Any]:
             gc.disable()
             for _ in range(settings.steps):
                 runners[name].time(into=seconds[name])
+            if repeat % 4 == 0:
+                runners[name].time_once(into=seconds[name])
             gc.enable()
     # the counts come last: a profiler that has run once is not gone without a trace
     operations = {name: count(name, settings) for name in settings.contenders}
-    group = group_alone(settings)
-    dist.destroy_process_group()
     contenders = {
         name: {"seconds_of_all_units": dict(seconds[name]), "operations": operations[name]} for name in settings.contenders
     }
-    return {"contenders": contenders, "group_alone": group}
-
-
-def measure_elsewhere(settings: Settings, timeout: float) -> dict[str, Any]:
-    """`measure` in a fresh process: another world cannot be set up in one that already had one."""
-    with multiprocessing.get_context("spawn").Pool(1) as process:
-        try:
-            return process.apply_async(measure, (settings,)).get(timeout)
-        except multiprocessing.TimeoutError:
-            raise SystemExit(f"{settings} did not finish within {timeout:.0f} s and was ended") from None
+    return {"contenders": contenders, "group_alone": group_alone(settings)}
 
 
 def summarise(contenders: dict[str, Any], units: int) -> dict[str, dict[str, Sample]]:
     """Per contender: microseconds per unit in each phase, and `added` in forward and backward over bare."""
     micro = {
-        name: {phase: Sample.of([1e6 * s / units for s in one["seconds_of_all_units"][phase]]) for phase in PHASES}
+        name: {what: Sample.of([1e6 * s / units for s in one["seconds_of_all_units"][what]]) for what in (*PHASES, *ONCE)}
         for name, one in contenders.items()
     }
     for phases in micro.values():
@@ -257,84 +236,80 @@ def summarise(contenders: dict[str, Any], units: int) -> dict[str, dict[str, Sam
 
 
 def judge(micro: dict[str, dict[str, Sample]], settings: Settings) -> list[Bar]:
-    """Added host time is held to the faster form of FSDP1; the optimizer to FSDP2's, whose parameters are DTensors."""
-    bars: list[Bar] = []
-    if not {"ours", "bare"} <= micro.keys() or settings.world != JUDGED_WORLD:
-        return bars
-    label = f"{settings.tensors} tensors"
-    ours, fsdp1 = micro["ours"], [micro[name] for name in ("fsdp1", "fsdp1_orig") if name in micro]
-    if "fsdp2" in micro:
-        bars.append(Bar(f"{label}: added, ours / FSDP2", 0.30, ours["added"] / micro["fsdp2"]["added"]))
+    """Added host time is held to the faster form of FSDP1; what works on parameters to FSDP2's, which are DTensors."""
+    if not {"ours", "bare"} <= micro.keys():
+        return []
+    bars, ours = [], micro["ours"]
+    judged = settings.tensors == JUDGED_TENSORS
+    fsdp1 = [micro[name]["added"] for name in ("fsdp1", "fsdp1_orig") if name in micro and judged]
     if fsdp1:
-        best = Sample(min(one["added"].least for one in fsdp1), min(one["added"].median for one in fsdp1))
-        bars.append(Bar(f"{label}: added, ours / the faster FSDP1", 0.45, ours["added"] / best))
+        bars.append(Bar.ratio("host: added, ours / the faster FSDP1", 0.40, ours["added"], Sample.best(fsdp1), settings.label))
     if "fsdp2" in micro:
-        bars.append(Bar(f"{label}: AdamW step, ours / FSDP2", 0.35, ours["step"] / micro["fsdp2"]["step"]))
+        limits = {**({"added": 0.25} if judged else {}), "step": 0.35, "clip": 0.5, "wrap": 1.0, "state_dict": 1.0}
+        bars += [
+            Bar.ratio(f"host: {what}, ours / FSDP2", limit, ours[what], micro["fsdp2"][what], settings.label)
+            for what, limit in limits.items()
+        ]
+    return bars
+
+
+def judge_growth(cases: list[dict[str, Any]]) -> list[Bar]:
+    """What one more tensor in a unit adds, between the judged number of tensors and the most there are."""
+    bars = []
+    for world in dict.fromkeys(case["settings"]["world"] for case in cases):
+        added = {
+            case["settings"]["tensors"]: case["microseconds_per_unit"]["ours"]["added"]["median"]
+            for case in cases
+            if case["settings"]["world"] == world and "added" in case["microseconds_per_unit"].get("ours", {})
+        }
+        if JUDGED_TENSORS in added and max(added) > JUDGED_TENSORS:
+            growth = (added[max(added)] - added[JUDGED_TENSORS]) / (max(added) - JUDGED_TENSORS)
+            bars.append(
+                Bar("host: added by one more tensor, µs", 2.5, growth, f"{JUDGED_TENSORS} to {max(added)}, {world} ranks")
+            )
     return bars
 
 
 def show(case: dict[str, Any], micro: dict[str, dict[str, Sample]], settings: Settings) -> None:
-    print(f"\n{settings.tensors} tensors per unit, {settings.world} ranks, {settings.units} units: processor µs per unit, minima")
-    columns = ["forward", "backward", "added", "step"]
-    beside = [name for name in ("fsdp1", "fsdp2") if name in micro and "bare" in micro]
+    print(f"\n{settings.label}, {settings.units} units: processor µs per unit, medians; operations of forward/backward/clip/step")
+    columns = ["forward", "backward", "added", "clip", "step", *ONCE]
     rows = []
     for name, phases in micro.items():
-        times = [f"{phases[column].least:.1f}" if column in phases else "" for column in columns]
-        ratios = [f"{(phases['added'] / micro[other]['added']).least:.2f}" for other in beside]
+        times = [f"{phases[column].median:.1f}" if column in phases else "" for column in columns]
         found = case["contenders"][name]["operations"]
         counts = ["/".join(f"{found[kind][phase]['per_unit']:g}" for phase in PHASES) for kind in COUNTERS]
-        rows.append([name, *times, *ratios, *counts])
-    header = ["contender", *columns, *(f"added / {name}" for name in beside), *(f"{kind} f/b/s" for kind in COUNTERS)]
-    print_table(header, rows)
-    alone = ", ".join(f"{name} {1e6 * seconds:.1f} µs" for name, seconds in case["group_alone"].items())
-    print(f"the fake group alone, once over a unit: {alone}")
+        rows.append([name, *times, *counts])
+    print_table(["contender", *columns, *COUNTERS], rows)
+    group = ", ".join(f"{name} {1e6 * seconds:.1f} µs" for name, seconds in case["group_alone"].items())
+    print(f"the group alone, once over a unit: {group}", flush=True)
 
 
-def parse() -> tuple[list[Settings], argparse.Namespace, dict[str, str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contenders", nargs="+", metavar="NAME", help=f"from {', '.join(NAMES)}; all by default")
-    parser.add_argument("--tensors", type=int, nargs="+", default=[1, 12, 32], help="parameters per unit")
-    parser.add_argument("--world", type=int, nargs="+", default=[8], help="ranks of the fake group")
-    parser.add_argument("--units", "--blocks", type=int, default=48)
+def parse() -> argparse.Namespace:
+    parser = arguments(__doc__, NAMES)
+    parser.add_argument("--tensors", type=int, nargs="+", default=[1, 12, 32, 128], help="parameters per unit")
+    parser.add_argument("--world", type=int, nargs="+", default=[8, 1024], help="ranks of the group")
+    parser.add_argument("--units", type=int, default=48)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3, help="steps in one measurement, each timed")
     parser.add_argument("--repeats", type=int, default=10, help="measurements of each contender")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a case is ended")
-    parser.add_argument("--date", help="written into the results; today by default")
-    parser.add_argument("--out", type=Path, help="where the JSON goes; benchmarks/results/ by default")
-    options = parser.parse_args()
-    names, skipped = choose(options.contenders, NAMES)
-    cases = [
-        Settings(names, options.units, tensors, world, options.width, options.repeats, options.steps)
-        for world in options.world
-        for tensors in options.tensors
-    ]
-    return cases, options, skipped
+    return parser.parse_args()
 
 
 def main() -> None:
-    cases, options, skipped = parse()
-    names: Sequence[str] = cases[0].contenders
-    report: dict[str, Any] = {
-        "benchmark": "host",
-        "machine": machine(options.date),
-        "options": {name: CONTENDERS[name].options for name in names},
-        "skipped": skipped,
-        "cases": [],
-    }
-    warn_if_busy(report["machine"])
+    options = parse()
+    report, names = begin("host", options, NAMES)
+    cases: list[dict[str, Any]] = []
     bars: list[Bar] = []
-    for settings in cases:
-        case = measure_elsewhere(settings, options.timeout)
-        micro = summarise(case["contenders"], settings.units)
-        show(case, micro, settings)
-        bars += judge(micro, settings)
-        summary = {name: {phase: asdict(sample) for phase, sample in phases.items()} for name, phases in micro.items()}
-        report["cases"].append({"settings": asdict(settings), **case, "microseconds_per_unit": summary})
-    report["bars"] = [bar.as_json() for bar in bars]
-    path = write(report, options.out)
-    print_bars(bars)
-    print(f"\nraw numbers: {path}")
+    for world in options.world:
+        for tensors in options.tensors:
+            settings = Settings(names, options.units, tensors, world, options.width, options.repeats, options.steps)
+            case = elsewhere(measure, settings, options.timeout)
+            micro = summarise(case["contenders"], settings.units)
+            show(case, micro, settings)
+            bars += judge(micro, settings)
+            summary = {name: {phase: asdict(sample) for phase, sample in phases.items()} for name, phases in micro.items()}
+            cases.append({"settings": asdict(settings), **case, "microseconds_per_unit": summary})
+    write({**report, "cases": cases}, bars + judge_growth(cases), options.out)
 
 
 if __name__ == "__main__":

@@ -19,54 +19,38 @@ peers' do not. On CUDA the backend reduces, and nobody needs one: `ours_over_ncc
 import argparse
 import copy
 import gc
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import (
-    CONTENDERS,
-    Contender,
-    be_quiet,
-    choose,
-    draw,
-    exact_bar,
-    machine,
-    no_standard_error,
-    print_exact_bars,
-    print_markdown,
-    write,
-)
+from common import Bar, alone, arguments, begin, elsewhere, markdown, no_standard_error, write
 from configurations import units_of
-from step import GPT, Block
+from engines import CONTENDERS, Ours
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from workloads import GPT, Block, Sizes
 
 from fsdp.collectives import ProcessGroupCollectives, Work
 from fsdp.storage import Ledger
 
 OVER_NCCL = "ours_over_nccl"
+ENGINES = {**CONTENDERS, OVER_NCCL: Ours(OVER_NCCL, "ours, reduced by the backend as over NCCL")}
 NAMES = ("bare", "fsdp1", "fsdp1_orig", "fsdp2", "ours", OVER_NCCL)
 STEPS = 3
+SIZES = Sizes(blocks=8, width=256, heads=4, sequence=16, vocabulary=256, batch=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One number of ranks, in a process of its own. The fields of the model are those of `step.Settings`."""
+    """One number of ranks, in a process of its own."""
 
     contenders: tuple[str, ...]
     world: int
-    blocks: int
-    width: int
-    heads: int
-    sequence: int
-    vocabulary: int
-    batch: int
+    sizes: Sizes
 
 
 def held(model: nn.Module) -> int:
@@ -126,39 +110,26 @@ def peaks_by_kind(found: dict[str, int]) -> Iterator[None]:
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Every contender on one number of ranks. The process group is set up here, so call it once per process."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    torch.manual_seed(0)
-    be_quiet()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=settings.world)
-    try:
+    with alone(settings.world):
         return _measure(settings)
-    finally:
-        dist.destroy_process_group()
 
 
 def _measure(settings: Settings) -> dict[str, Any]:
-    module = GPT(settings)  # type: ignore[arg-type]
-    tokens = torch.zeros(settings.batch, settings.sequence, dtype=torch.int64)
+    module = GPT(settings.sizes)
+    tokens = torch.zeros(settings.sizes.batch, settings.sizes.sequence, dtype=torch.int64)
     bare = _without_gradients(copy.deepcopy(module))
     activations = allocated(lambda: _train(bare, tokens))
     report: dict[str, Any] = {"activations": activations, "floor": floor(module, settings.world), "contenders": {}}
     for name in settings.contenders:
         kinds: dict[str, int] = {}
         with peaks_by_kind(kinds), backend_reduces() if name == OVER_NCCL else nullcontext():
-            model = contender_of(name).wrap(copy.deepcopy(module), Block)
+            model = ENGINES[name].wrap(copy.deepcopy(module), Block)
             _train(model, tokens)  # lazy initialisation
             peak = held(model) + allocated(lambda model=model: _train(model, tokens))
         report["contenders"][name] = {"at_rest": held(model), "peak": peak, "engine": peak - activations, "kinds": kinds}
         del model
         gc.collect()
     return report
-
-
-def contender_of(name: str) -> Contender:
-    return CONTENDERS["ours" if name == OVER_NCCL else name]
 
 
 def _train(model: nn.Module, tokens: Tensor) -> None:
@@ -181,16 +152,7 @@ def floor(module: nn.Module, world: int, prefetch: int = 1) -> int:
     return 2 * shards + root + (prefetch + 1) * max(blocks) + 2 * max(blocks)
 
 
-def measure_elsewhere(settings: Settings, timeout: float) -> dict[str, Any]:
-    """`measure` in a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as process:
-        try:
-            return process.apply_async(measure, (settings,)).get(timeout)
-        except multiprocessing.TimeoutError:
-            raise SystemExit(f"{settings} did not finish within {timeout:.0f} s and was ended") from None
-
-
-def judge(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def judge(cases: Sequence[dict[str, Any]]) -> list[Bar]:
     """The ledger's peak and the allocator's against the floor, and ours against the peers', at the worst number of ranks."""
     bars = []
     for name in ("ours", OVER_NCCL):
@@ -199,13 +161,19 @@ def judge(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         booked = [sum(case["contenders"][name]["kinds"].values()) / case["floor"] for case in mine]
         engine = [case["contenders"][name]["engine"] / case["floor"] for case in mine]
-        bars.append(exact_bar(f"{name}: ledger's peak / floor", max(booked), 1.05))
-        bars.append(exact_bar(f"{name}: engine bytes by the allocator / floor", max(engine), 1.05))
+        bars.append(_worst("memory: ledger's peak / floor", 1.05, booked, mine, name))
+        bars.append(_worst("memory: engine bytes / floor", 1.05, engine, mine, name))
         for peer in ("fsdp1", "fsdp1_orig", "fsdp2"):
-            ratios = [c["contenders"][name]["engine"] / c["contenders"][peer]["engine"] for c in mine if peer in c["contenders"]]
+            with_peer = [case for case in mine if peer in case["contenders"]]
+            ratios = [case["contenders"][name]["engine"] / case["contenders"][peer]["engine"] for case in with_peer]
             if ratios:
-                bars.append(exact_bar(f"{name}: engine bytes / {peer}", max(ratios), 1.0))
+                bars.append(_worst(f"memory: engine bytes / {peer}", 1.0, ratios, with_peer, name))
     return bars
+
+
+def _worst(measure: str, limit: float, values: Sequence[float], cases: Sequence[dict[str, Any]], name: str) -> Bar:
+    value, world = max(zip(values, (case["settings"]["world"] for case in cases), strict=True))
+    return Bar(measure, limit, value, f"{name}, {world} ranks")
 
 
 def show(cases: Sequence[dict[str, Any]]) -> None:
@@ -216,59 +184,26 @@ def show(cases: Sequence[dict[str, Any]]) -> None:
             sizes = [one["at_rest"], one["peak"], one["engine"]]
             ratio = f"{one['engine'] / case['floor']:.3f}"
             rows.append([str(case["settings"]["world"]), name, *(f"{size / 1e6:.2f}" for size in sizes), ratio, kinds])
-    print_markdown(["ranks", "contender", "MB at rest", "peak", "engine bytes", "/ floor", "of which the ledger names"], rows)
+    header = ["ranks", "contender", "MB at rest", "peak", "engine bytes", "/ floor", "of which the ledger names"]
+    print(markdown(header, rows))
 
 
-def picture(cases: Sequence[dict[str, Any]], path: Path) -> None:
-    def plot(axes: Any) -> None:
-        worlds = [case["settings"]["world"] for case in cases]
-        for name in cases[0]["contenders"]:
-            if name != "bare":
-                axes.plot(worlds, [case["contenders"][name]["engine"] / 1e6 for case in cases], marker="o", label=name)
-        axes.plot(worlds, [case["floor"] / 1e6 for case in cases], color="black", linestyle=":", label="floor")
-        axes.set(xscale="log", xlabel="ranks", ylabel="MB", ylim=(0, None), title="Engine bytes at the peak of a step")
-        axes.legend()
-
-    draw(plot, path)
-
-
-def parse() -> tuple[list[Settings], argparse.Namespace, dict[str, str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contenders", nargs="+", metavar="NAME", help=f"from {', '.join(NAMES)}; all by default")
+def parse() -> argparse.Namespace:
+    parser = arguments(__doc__, NAMES)
     parser.add_argument("--world", type=int, nargs="+", default=[2, 4, 8, 32, 128, 512, 1024], help="ranks of the fake group")
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=16)
-    parser.add_argument("--vocabulary", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a case is ended")
-    parser.add_argument("--date", help="written into the results; today by default")
-    parser.add_argument("--out", type=Path, help="where the JSON goes; benchmarks/results/ by default")
-    options = parser.parse_args()
-    names, skipped = choose(options.contenders, NAMES)
-    fields = ("blocks", "width", "heads", "sequence", "vocabulary", "batch")
-    of_model = {name: getattr(options, name) for name in fields}
-    return [Settings(contenders=names, world=world, **of_model) for world in options.world], options, skipped
+    for name, size in asdict(SIZES).items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+    return parser.parse_args()
 
 
 def main() -> None:
-    settings, options, skipped = parse()
-    cases = [{"settings": asdict(one), **measure_elsewhere(one, options.timeout)} for one in settings]
-    bars = judge(cases)
-    report = {
-        "benchmark": "memory",
-        "machine": machine(options.date),
-        "options": {name: contender_of(name).options for name in settings[0].contenders},
-        "skipped": skipped,
-        "cases": cases,
-        "bars": bars,
-    }
-    path = write(report, options.out)
+    options = parse()
+    report, names = begin("memory", options, NAMES, ENGINES)
+    sizes = replace(SIZES, **{name: getattr(options, name) for name in asdict(SIZES)})
+    settings = [Settings(names, world, sizes) for world in options.world]
+    cases = [{"settings": asdict(one), **elsewhere(measure, one, options.timeout)} for one in settings]
     show(cases)
-    print_exact_bars(bars)
-    picture(cases, path.with_suffix(".png"))
-    print(f"\nraw numbers: {path}")
+    write({**report, "cases": cases}, judge(cases), options.out)
 
 
 if __name__ == "__main__":

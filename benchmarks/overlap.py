@@ -24,23 +24,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import (
-    CONTENDERS,
-    Contender,
-    be_quiet,
-    choose,
-    draw,
-    exact_bar,
-    machine,
-    print_exact_bars,
-    print_markdown,
-    rotated,
-    write,
-)
+from common import Bar, arguments, be_steady, begin, markdown, write
+from engines import CONTENDERS, DDP, FSDP2, Ours, Unit, rotated
 from simulated_link import Link, joined
 from torch import Tensor, nn
 
@@ -93,45 +81,51 @@ class Model(nn.Module):
         return x.sum()
 
 
-def _bytes_of_a_block(module: nn.Module, unit: type[nn.Module]) -> int:
+def _bytes_of_a_block(module: nn.Module, unit: Unit) -> int:
     block = next(child for child in module.modules() if isinstance(child, unit))
     return sum(parameter.numel() * parameter.element_size() for parameter in block.parameters())
 
 
-def _ddp(module: nn.Module, unit: type[nn.Module]) -> nn.Module:
-    block = _bytes_of_a_block(module, unit)
-    return nn.parallel.DistributedDataParallel(
-        module, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=block / 2**20, init_sync=False
-    )
+class DDPByBlocks(DDP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options += ", a bucket as large as a block"
+
+    def wrap(self, module: nn.Module, unit: Unit, half: bool = False, **options: Any) -> nn.Module:
+        block = _bytes_of_a_block(module, unit)
+        return super().wrap(module, unit, half, bucket_cap_mb=block / 2**20, init_sync=False)
 
 
-def _no_shard(module: nn.Module, unit: type[nn.Module]) -> nn.Module:
-    block = _bytes_of_a_block(module, unit) / 2**20
-    reduction = fsdp.ReductionPolicy(bucket_cap_mb=block, first_bucket_mb=block)
-    return fsdp.FullyShardedDataParallel(module, auto_wrap_policy={unit}, sharding_strategy="NO_SHARD", reduction=reduction)
+class OursByBlocks(Ours):
+    def wrap(self, module: nn.Module, unit: Unit, half: bool = False, **options: Any) -> nn.Module:
+        block = _bytes_of_a_block(module, unit) / 2**20
+        return super().wrap(module, unit, half, reduction=fsdp.ReductionPolicy(bucket_cap_mb=block, first_bucket_mb=block))
 
 
-def _fsdp2_prefetch(module: nn.Module, unit: type[nn.Module]) -> nn.Module:
-    model: Any = CONTENDERS["fsdp2"].wrap(module, unit)
-    blocks: list[Any] = [child for child in model.modules() if isinstance(child, unit)]
-    for one in (model, *blocks):
-        one._set_unshard_async_op(True)
-    model.set_modules_to_forward_prefetch(blocks[:1])
-    for this, following in pairwise(blocks):
-        this.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([this])
-    return model  # type: ignore[no-any-return]
+class FSDP2Prefetching(FSDP2):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options += "; _set_unshard_async_op(True), one unit prefetched in forward and in backward"
+
+    def wrap(self, module: nn.Module, unit: Unit, half: bool = False) -> nn.Module:
+        model: Any = super().wrap(module, unit, half)
+        blocks: list[Any] = [child for child in model.modules() if isinstance(child, unit)]
+        for one in (model, *blocks):
+            one._set_unshard_async_op(True)
+        model.set_modules_to_forward_prefetch(blocks[:1])
+        for this, following in pairwise(blocks):
+            this.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([this])
+        return model  # type: ignore[no-any-return]
 
 
 HERE = {
     **CONTENDERS,
-    "ddp": Contender("ddp", "gradient_as_bucket_view=True, broadcast_buffers=False, a bucket as large as a block", _ddp),
-    "ours_no_shard": Contender("ours_no_shard", 'sharding_strategy="NO_SHARD", a bucket as large as a block', _no_shard),
-    "fsdp2_prefetch": Contender(
-        "fsdp2_prefetch",
-        "fsdp2 with _set_unshard_async_op(True), one unit prefetched in forward and in backward",
-        _fsdp2_prefetch,
+    "ddp": DDPByBlocks(),
+    "ours_no_shard": OursByBlocks(
+        "ours_no_shard", 'sharding_strategy="NO_SHARD", a bucket as large as a block', sharding_strategy="NO_SHARD"
     ),
+    "fsdp2_prefetch": FSDP2Prefetching(),
 }
 REPLICATED = ("ddp", "ours_no_shard")
 NAMES = ("bare", "ddp", "fsdp1", "fsdp2", "fsdp2_prefetch", "ours", "ours_no_shard")
@@ -178,11 +172,9 @@ def run(model: nn.Module, x: Tensor, link: Link) -> dict[str, float]:
 
 def measure(settings: Settings) -> dict[str, dict[str, list[dict[str, float]]]]:
     """By load and contender, every single step."""
-    torch.set_num_threads(1)
-    be_quiet()
+    be_steady()
     link = Link(1e12, 0.0)
     with joined(link, settings.world):
-        torch.manual_seed(0)
         models = {
             name: HERE[name].wrap(Model(settings.blocks, settings.width, settings.milliseconds / 1e3), Block)
             for name in settings.contenders
@@ -236,18 +228,19 @@ def summarise(found: dict[str, dict[str, list[dict[str, float]]]], settings: Set
     return lines
 
 
-def judge(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def judge(lines: Sequence[dict[str, Any]]) -> list[Bar]:
     bars = []
     for name, peers in (("ours", ("fsdp1", "fsdp2", "fsdp2_prefetch")), ("ours_no_shard", ("ddp",))):
         mine = {line["load"]: line for line in lines if line["contender"] == name}
         if not mine:
             continue
-        bars.append(exact_bar(f"{name}: step / reachable, worst load", max(line["to_reachable"] for line in mine.values()), 1.10))
+        value, load = max((line["to_reachable"], load) for load, line in mine.items())
+        bars.append(Bar("overlap: step / reachable", 1.10, value, f"{name}, load {load:g}"))
         for peer in peers:
             theirs = {line["load"]: line for line in lines if line["contender"] == peer}
             if theirs:
-                worst = max(mine[load]["seconds"] / theirs[load]["seconds"] for load in mine)
-                bars.append(exact_bar(f"{name}: step / {peer}'s, worst load", worst, 1.0))
+                value, load = max((line["seconds"] / theirs[load]["seconds"], load) for load, line in mine.items())
+                bars.append(Bar(f"overlap: step / {peer}'s", 1.0, value, f"{name}, load {load:g}"))
     return bars
 
 
@@ -258,28 +251,11 @@ def show(lines: Sequence[dict[str, Any]]) -> None:
         here = {line["contender"]: line for line in lines if line["load"] == load}
         rows.append([f"{load:g}", *(f"{1e3 * here[n]['seconds']:.0f} ({here[n]['to_ideal']:.2f})" for n in names)])
     print("\nms of the fastest step (and relative to the ideal of what this contender sends)")
-    print_markdown(["load", *names], rows)
+    print(markdown(["load", *names], rows))
 
 
-def picture(lines: Sequence[dict[str, Any]], computing: float, path: Path) -> None:
-    def plot(axes: Any) -> None:
-        loads = list(dict.fromkeys(line["load"] for line in lines))
-        for name in dict.fromkeys(line["contender"] for line in lines):
-            if name != "bare":
-                axes.plot(
-                    loads, [line["seconds"] / computing for line in lines if line["contender"] == name], marker="o", label=name
-                )
-        axes.plot(loads, [max(1.0, load) for load in loads], color="black", linestyle=":", label="ideal of FULL_SHARD")
-        axes.set(xscale="log", yscale="log", xlabel="communication of FULL_SHARD / computing", ylabel="step / computing")
-        axes.set_title("A step over a simulated wire")
-        axes.legend(fontsize="small")
-
-    draw(plot, path)
-
-
-def parse() -> tuple[Settings, argparse.Namespace, dict[str, str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contenders", nargs="+", metavar="NAME", help=f"from {', '.join(NAMES)}; all by default")
+def parse() -> argparse.Namespace:
+    parser = arguments(__doc__, NAMES)
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="communication of FULL_SHARD / computing")
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=12)
@@ -287,32 +263,20 @@ def parse() -> tuple[Settings, argparse.Namespace, dict[str, str]]:
     parser.add_argument("--milliseconds", type=float, default=20.0, help="of a block's forward; its backward takes twice that")
     parser.add_argument("--latency-microseconds", type=float, default=50.0, help="of each collective")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--date", help="written into the results; today by default")
-    parser.add_argument("--out", type=Path, help="where the JSON goes; benchmarks/results/ by default")
-    options = parser.parse_args()
-    names, skipped = choose(options.contenders, NAMES)
-    fields = {name: getattr(options, name) for name in Settings.__dataclass_fields__ if name not in ("contenders", "loads")}
-    return Settings(contenders=names, loads=tuple(options.loads), **fields), options, skipped
+    return parser.parse_args()
 
 
 def main() -> None:
-    settings, options, skipped = parse()
-    report: dict[str, Any] = {
-        "benchmark": "overlap",
-        "machine": machine(options.date),
-        "settings": {**asdict(settings), "computing": settings.computing},
-        "bandwidths": {str(load): settings.bandwidth(load) for load in settings.loads},
-        "options": {name: HERE[name].options for name in settings.contenders},
-        "skipped": skipped,
-        "steps": measure(settings),
-    }
+    options = parse()
+    report, names = begin("overlap", options, NAMES, HERE)
+    fields = {name: getattr(options, name) for name in Settings.__dataclass_fields__ if name not in ("contenders", "loads")}
+    settings = Settings(contenders=names, loads=tuple(options.loads), **fields)
+    report["settings"] = {**asdict(settings), "computing": settings.computing}
+    report["bandwidths"] = {str(load): settings.bandwidth(load) for load in settings.loads}
+    report["steps"] = measure(settings)
     lines = report["lines"] = summarise(report["steps"], settings)
-    bars = report["bars"] = judge(lines)
-    path = write(report, options.out)
     show(lines)
-    print_exact_bars(bars)
-    picture(lines, settings.computing, path.with_suffix(".png"))
-    print(f"\nraw numbers: {path}")
+    write(report, judge(lines), options.out)
 
 
 if __name__ == "__main__":

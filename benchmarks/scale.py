@@ -13,18 +13,16 @@ which the backend does on CUDA (`ours_over_nccl`).
 import argparse
 import gc
 import math
-import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import be_quiet, choose, draw, exact_bar, machine, print_exact_bars, print_markdown, warn_if_busy, write
-from host import Counting
-from memory import OVER_NCCL, backend_reduces, contender_of
+from common import Bar, arguments, be_steady, begin, elsewhere, markdown, write
+from counting import Counting
+from memory import ENGINES, OVER_NCCL, backend_reduces
 from simulated_link import Link, joined
 from torch import Tensor, nn
 
@@ -48,22 +46,20 @@ class Settings:
 
 def measure(settings: Settings) -> dict[str, Any]:
     """One case. The process group is set up here."""
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    be_quiet()
+    be_steady()
     with joined(Link(math.inf, 0.0), settings.world), backend_reduces() if settings.contender == OVER_NCCL else nullcontext():
         return _measure(settings)
 
 
 def _measure(settings: Settings) -> dict[str, Any]:
-    torch.manual_seed(0)
-    _train(contender_of(settings.contender).wrap(_model(2), Unit))  # what is lazy in torch itself
+    engine = ENGINES[settings.contender]
+    _train(engine.wrap(_model(2), Unit))  # what is lazy in torch itself
     module = _model(settings.units)
     gc.collect()
     gc.freeze()
     gc.disable()
     held: list[nn.Module] = []
-    wrap = _seconds(lambda: held.append(contender_of(settings.contender).wrap(module, Unit)))
+    wrap = _seconds(lambda: held.append(engine.wrap(module, Unit)))
     model = held[0]
     first = _seconds(lambda: _train(model))
     _train(model)
@@ -97,15 +93,6 @@ def _seconds(work: Callable[[], Any]) -> float:
     return time.process_time() - begin
 
 
-def measure_elsewhere(settings: Settings, timeout: float) -> dict[str, Any]:
-    """`measure` in a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as process:
-        try:
-            return process.apply_async(measure, (settings,)).get(timeout)
-        except multiprocessing.TimeoutError:
-            raise SystemExit(f"{settings} did not finish within {timeout:.0f} s and was ended") from None
-
-
 def cases_of(options: argparse.Namespace, names: Sequence[str]) -> list[Settings]:
     """Units at the first number of ranks, ranks at `--units-of-worlds`, and the case of the bar."""
     pairs = [(units, options.world[0]) for units in options.units]
@@ -115,12 +102,12 @@ def cases_of(options: argparse.Namespace, names: Sequence[str]) -> list[Settings
     return [Settings(name, units, world, options.repeats) for units, world in dict.fromkeys(pairs) for name in names]
 
 
-def judge(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+def judge(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[Bar]:
     """Growth over units is measured between the last two numbers of them: what is fixed weighs on few units."""
     by = {(one["settings"]["contender"], one["settings"]["units"], one["settings"]["world"]): one for one in cases}
     bars = []
     if ("ours", *JUDGED) in by:
-        bars.append(exact_bar("wrapping 1,000 units on 1,024 ranks, seconds", by["ours", *JUDGED]["wrap_seconds"], 5.0))
+        bars.append(Bar("scale: wrapping 1,000 units on 1,024 ranks, s", 5.0, by["ours", *JUDGED]["wrap_seconds"]))
     units, worlds, of_worlds = sorted(options.units), sorted(options.world), options.units_of_worlds
     for name in ("ours", OVER_NCCL):
         if len(units) > 1:
@@ -132,11 +119,11 @@ def judge(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[
     return bars
 
 
-def _growth(name: str, few: dict[str, Any] | None, many: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _growth(name: str, few: dict[str, Any] | None, many: dict[str, Any] | None) -> list[Bar]:
     if few is None or many is None:
         return []
     costs = {"wrap": _wrap, "steady step": _steady, "dispatched": _dispatched}
-    return [exact_bar(f"{what} per unit: {name}", cost(many) / cost(few), 1.25) for what, cost in costs.items()]
+    return [Bar(f"scale: growth of a unit's {what}", 1.25, cost(many) / cost(few), name) for what, cost in costs.items()]
 
 
 def _wrap(case: dict[str, Any]) -> float:
@@ -159,51 +146,20 @@ def show(cases: Sequence[dict[str, Any]]) -> None:
         times = [f"{1e6 * seconds:.0f}" for seconds in (_wrap(case), first, _steady(case))]
         rows.append([of["contender"], str(of["units"]), str(of["world"]), *times, f"{_dispatched(case):.1f}"])
     print("\nper unit, processor µs")
-    print_markdown(["contender", "units", "ranks", "wrap", "first step", "steady step", "dispatched"], rows)
-
-
-def picture(cases: Sequence[dict[str, Any]], world: int, path: Path) -> None:
-    def plot(axes: Any) -> None:
-        for name in dict.fromkeys(case["settings"]["contender"] for case in cases):
-            mine = [c for c in cases if c["settings"]["contender"] == name and c["settings"]["world"] == world]
-            units = [case["settings"]["units"] for case in mine]
-            axes.plot(units, [1e6 * _steady(case) for case in mine], marker="o", label=f"{name}, steady step")
-            if name != "bare":
-                axes.plot(units, [1e6 * _wrap(case) for case in mine], marker="s", linestyle="--", label=f"{name}, wrap")
-        axes.set(
-            xscale="log", xlabel="units", ylabel="processor µs a unit", ylim=(0, None), title=f"Cost of a unit, {world} ranks"
-        )
-        axes.legend()
-
-    draw(plot, path)
+    print(markdown(["contender", "units", "ranks", "wrap", "first step", "steady step", "dispatched"], rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contenders", nargs="+", metavar="NAME", help=f"from {', '.join(NAMES)}; all by default")
+    parser = arguments(__doc__, NAMES)
     parser.add_argument("--units", type=int, nargs="+", default=[10, 50, 200, 1000, 2000])
     parser.add_argument("--world", type=int, nargs="+", default=[64, 2, 8, 512, 4096], help="the first is that of --units")
     parser.add_argument("--units-of-worlds", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a case is ended")
-    parser.add_argument("--date", help="written into the results; today by default")
-    parser.add_argument("--out", type=Path, help="where the JSON goes; benchmarks/results/ by default")
     options = parser.parse_args()
-    names, skipped = choose(options.contenders, NAMES)
-    report: dict[str, Any] = {
-        "benchmark": "scale",
-        "machine": machine(options.date),
-        "options": {name: contender_of(name).options for name in names},
-        "skipped": skipped,
-    }
-    warn_if_busy(report["machine"])
-    cases = report["cases"] = [measure_elsewhere(one, options.timeout) for one in cases_of(options, names)]
-    bars = report["bars"] = judge(cases, options) if "ours" in names else []
-    path = write(report, options.out)
+    report, names = begin("scale", options, NAMES, ENGINES)
+    cases = [elsewhere(measure, one, options.timeout) for one in cases_of(options, names)]
     show(cases)
-    print_exact_bars(bars)
-    picture(cases, options.world[0], path.with_suffix(".png"))
-    print(f"\nraw numbers: {path}")
+    write({**report, "cases": cases}, judge(cases, options) if "ours" in names else [], options.out)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ table is no measurement of speed: host.py is. Time in C++ that was called from P
 function of its own.
 """
 
-import argparse
 import cProfile
-import multiprocessing
 import pstats
 from collections import defaultdict
 from dataclasses import asdict
@@ -18,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from common import CONTENDERS, be_quiet, choose, machine, print_markdown, write
+from common import alone, arguments, begin, elsewhere, markdown, write
 from host import NAMES, PHASES, Runner, Settings
 
 import fsdp
@@ -31,32 +28,20 @@ STEPS = 20
 
 def measure(settings: Settings) -> dict[str, Any]:
     """By contender and phase: own microseconds per unit and step, and calls, of every function. Once per process."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    be_quiet()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=settings.world)
-    found = {}
-    for name in settings.contenders:
-        runner = Runner(name, settings.units, settings)
-        runner.warm_up()
-        profiles: dict[str, list[cProfile.Profile]] = {phase: [] for phase in PHASES}
-        for _ in range(STEPS):
-            for phase, run in runner.phases():
-                with cProfile.Profile() as profile:
-                    run()
-                profiles[phase].append(profile)
-        found[name] = {phase: _functions(steps, settings.units) for phase, steps in profiles.items()}
-    dist.destroy_process_group()
-    return found
+    with alone(settings.world):
+        return {name: _profile(name, settings) for name in settings.contenders}
 
 
-def measure_elsewhere(settings: Settings) -> dict[str, Any]:
-    """`measure` in a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as process:
-        found: dict[str, Any] = process.apply(measure, (settings,))
-        return found
+def _profile(name: str, settings: Settings) -> dict[str, Any]:
+    runner = Runner(name, settings.units, settings)
+    runner.warm_up()
+    profiles: dict[str, list[cProfile.Profile]] = {phase: [] for phase in PHASES}
+    for _ in range(settings.steps):
+        for phase, run in runner.phases():
+            with cProfile.Profile() as profile:
+                run()
+            profiles[phase].append(profile)
+    return {phase: _functions(steps, settings.units) for phase, steps in profiles.items()}
 
 
 def _functions(profiles: list[cProfile.Profile], units: int) -> list[dict[str, Any]]:
@@ -94,9 +79,8 @@ def show(found: dict[str, Any], top: int) -> None:
         total = sum(row["microseconds"] for row in rows)
         print(f"\n{name}: {total:.0f} profiled µs a unit in forward and backward")
         places = list(by_place(rows).items())[:top]
-        print_markdown(
-            ["file", "µs", "share"], [[place, f"{spent:.0f}", f"{100 * spent / total:.0f} %"] for place, spent in places]
-        )
+        shares = [[place, f"{spent:.0f}", f"{100 * spent / total:.0f} %"] for place, spent in places]
+        print(markdown(["file", "µs", "share"], shares))
         both: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
         for row in rows:
             entry = both[row["place"], row["function"]]
@@ -104,39 +88,28 @@ def show(found: dict[str, Any], top: int) -> None:
             entry[1] += row["calls"]
         dearest = sorted(both.items(), key=lambda item: -item[1][0])[:top]
         table = [[f"{place}: `{function}`", f"{spent:.1f}", f"{calls:.1f}"] for (place, function), (spent, calls) in dearest]
-        print_markdown(["function", "µs", "calls a unit"], table)
+        print(markdown(["function", "µs", "calls a unit"], table))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--contenders", nargs="+", metavar="NAME", help=f"from {', '.join(NAMES)}; bare, fsdp2 and ours by default"
-    )
+    parser = arguments(__doc__, NAMES)
+    parser.set_defaults(contenders=DEFAULT)
     parser.add_argument("--tensors", type=int, default=12, help="parameters per unit")
     parser.add_argument("--units", type=int, default=48)
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--top", type=int, default=12, help="lines of each table")
-    parser.add_argument("--date", help="written into the results; today by default")
-    parser.add_argument("--out", type=Path, help="where the JSON goes; benchmarks/results/ by default")
     options = parser.parse_args()
-    names, skipped = choose(options.contenders or DEFAULT, NAMES)
+    report, names = begin("where", options, NAMES)
     settings = Settings(names, options.units, options.tensors, options.world, options.width, repeats=1, steps=STEPS)
-    found = measure_elsewhere(settings)
-    report = {
-        "benchmark": "where",
-        "machine": machine(options.date),
-        "settings": asdict(settings),
-        "options": {name: CONTENDERS[name].options for name in names},
-        "skipped": skipped,
-        "functions": {
-            name: {phase: [row for row in rows if row["microseconds"] >= 0.5] for phase, rows in phases.items()}
-            for name, phases in found.items()
-        },
+    found = elsewhere(measure, settings, options.timeout)
+    report["settings"] = asdict(settings)
+    report["functions"] = {
+        name: {phase: [row for row in rows if row["microseconds"] >= 0.5] for phase, rows in phases.items()}
+        for name, phases in found.items()
     }
-    path = write(report, options.out)
     show(found, options.top)
-    print(f"\nraw numbers: {path}")
+    write(report, [], options.out)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,13 @@ gathered once for the forward and once for the backward, and the root's own para
 Beside ours stands the padding of FSDP2 and of flat FSDP1, by the formulas in `fsdp2_padded` and `fsdp1_padded`.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
-from common import draw, exact_bar, machine, print_exact_bars, print_markdown, write
+from common import Bar, arguments, machine, markdown, write
 from configurations import CONFIGURATIONS, UnitShapes, units_of
 
 from fsdp.layout import ALIGNMENT, Layout, make_layout
@@ -143,15 +141,15 @@ def worst_padding(units: Sequence[UnitShapes]) -> tuple[float, int]:
     return max((sum(make_layout(u.shapes, GATHERED, w).numel for u in units) / elements - 1, w) for w in JUDGED_WORLDS)
 
 
-def judge(rows: Sequence[Row], worst: Mapping[str, tuple[float, int]]) -> list[dict[str, Any]]:
+def judge(rows: Sequence[Row], worst: Mapping[str, tuple[float, int]]) -> list[Bar]:
     judged = [row for row in rows if row.world in JUDGED_WORLDS]
     bars = []
     for model in sorted({row.model for row in judged}):
         mine = [row for row in judged if row.model == model]
         bars += [
-            exact_bar(f"{model}: padding, any number of ranks from 8 to 512", worst[model][0], 0.03),
-            exact_bar(f"{model}: bytes received / floor", max(row.received / row.floor for row in mine), 1.03),
-            exact_bar(f"{model}: chunks and parameters not at 16 bytes", max(map(_misaligned, mine)), 0),
+            Bar("wire: padding, any of 8 to 512 ranks", 0.03, worst[model][0], model),
+            Bar("wire: bytes received / floor", 1.03, max(row.received / row.floor for row in mine), model),
+            Bar("wire: chunks and parameters not at 16 bytes", 0, max(map(_misaligned, mine)), model),
         ]
     return bars
 
@@ -179,7 +177,7 @@ def show(rows: Sequence[Row], beside: Sequence[dict[str, Any]]) -> None:
         if row.strategy == "FULL_SHARD" or row.world in SHOWN
     ]
     header = ["model", "strategy", "ranks", "GB received", "/ floor", "collectives", "message MB least / median / most"]
-    print_markdown([*header, "padding %", "worst unit %", "misaligned", "cut by element %"], table)
+    print(markdown([*header, "padding %", "worst unit %", "misaligned", "cut by element %"], table))
     compared = [
         [
             one["model"],
@@ -190,29 +188,13 @@ def show(rows: Sequence[Row], beside: Sequence[dict[str, Any]]) -> None:
         for one in beside
     ]
     columns = [f"{what} % {who}" for what in ("padding", "misaligned units") for who in ("ours", "FSDP1", "FSDP2")]
-    print_markdown(["model", "ranks", *columns], compared)
-
-
-def picture(beside: Sequence[dict[str, Any]], path: Path) -> None:
-    def plot(axes: Any) -> None:
-        for model, marker in zip(dict.fromkeys(one["model"] for one in beside), "osd", strict=False):
-            mine = [one for one in beside if one["model"] == model]
-            for name, colour in (("ours", "tab:blue"), ("fsdp2", "tab:orange")):
-                worlds, padding = [one["world"] for one in mine], [100 * one[name]["padding"] for one in mine]
-                axes.plot(worlds, padding, marker=marker, color=colour, label=f"{model}, {name}")
-        axes.set(xscale="log", xlabel="ranks", ylabel="padding, %", title="Padding of what is gathered")
-        axes.axhline(3, color="grey", linestyle=":")
-        axes.legend(fontsize="small")
-
-    draw(plot, path)
+    print(markdown(["model", "ranks", *columns], compared))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--models", nargs="+", choices=CONFIGURATIONS, default=[*CONFIGURATIONS])
     parser.add_argument("--world", type=int, nargs="+", default=[8, 16, 24, 48, 64, 96, 128, 256, 384, 512, 768, 1024])
-    parser.add_argument("--date", help="written into the results; today by default")
-    parser.add_argument("--out", type=Path, help="where the JSON goes; benchmarks/results/ by default")
     options = parser.parse_args()
     shapes = {name: units_of(CONFIGURATIONS[name]()) for name in options.models}
     rows = [
@@ -226,7 +208,6 @@ def main() -> None:
         {"model": name, "world": world, **compare(units, world)} for name, units in shapes.items() for world in options.world
     ]
     worst = {name: worst_padding(units) for name, units in shapes.items()}
-    bars = judge(rows, worst)
     report = {
         "benchmark": "wire",
         "machine": machine(options.date),
@@ -234,13 +215,9 @@ def main() -> None:
         "rows": [asdict(row) for row in rows],
         "beside": beside,
         "worst_padding": {name: {"padding": padding, "world": world} for name, (padding, world) in worst.items()},
-        "bars": bars,
     }
-    path = write(report, options.out)
     show(rows, beside)
-    print_exact_bars(bars)
-    picture(beside, path.with_suffix(".png"))
-    print(f"\nraw numbers: {path}")
+    write(report, judge(rows, worst), options.out)
 
 
 if __name__ == "__main__":

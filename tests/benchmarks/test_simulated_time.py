@@ -83,7 +83,6 @@ def test_overlap_writes_what_it_prints(
     assert by["ours", 2.0]["communication"] == pytest.approx(2 * report["settings"]["computing"], rel=0.05)
     assert by["bare", 2.0]["communication"] == 0
     assert "| load | bare | ddp |" in capsys.readouterr().out
-    assert out.with_suffix(".png").stat().st_size > 1000
 
 
 def test_scale_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +90,7 @@ def test_scale_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tiny = ("--units", "4", "8", "--world", "4", "64", "--units-of-worlds", "4", "--repeats", "1")
     monkeypatch.setattr(sys, "argv", ["scale.py", *tiny, "--contenders", "ours", scale.OVER_NCCL, "--out", str(out)])
     # in this process: a start costs more than all else
-    monkeypatch.setattr(scale, "measure_elsewhere", lambda settings, timeout: scale.measure(settings))
+    monkeypatch.setattr(scale, "elsewhere", lambda measure, settings, timeout: measure(settings))
     scale.main()
     report = json.loads(out.read_text())
     assert len(report["cases"]) == 2 * 3
@@ -110,7 +109,7 @@ def test_where_names_the_files_and_functions(
 ) -> None:
     out = tmp_path / "where.json"
     monkeypatch.setattr(sys, "argv", ["where.py", "--contenders", "ours", "--units", "3", "--width", "4", "--out", str(out)])
-    monkeypatch.setattr(where, "measure_elsewhere", where.measure)
+    monkeypatch.setattr(where, "elsewhere", lambda measure, settings, timeout: measure(settings))
     where.main()
     functions = json.loads(out.read_text())["functions"]["ours"]
     places = {row["place"] for phase in functions.values() for row in phase}

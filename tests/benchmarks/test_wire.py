@@ -53,9 +53,8 @@ def test_the_script_writes_what_it_prints_and_the_bars_hold(
     wire.main()
     report = json.loads(out.read_text())
     assert len(report["rows"]) == len(wire.STRATEGIES) * 2
-    assert [bar["verdict"] for bar in report["bars"]] == ["PASS"] * 3
+    assert [bar["holds"] for bar in report["bars"]] == [True] * 3
     assert "| Qwen3-4B | FULL_SHARD | 512 |" in capsys.readouterr().out
-    assert out.with_suffix(".png").stat().st_size > 1000
 
 
 def test_padding_of_others_is_counted_by_their_own_rules() -> None:

@@ -1,0 +1,190 @@
+"""Who is compared, with which options, and how each one does the same thing.
+
+Rule 1: every peer runs with the best options we could find for it on this backend, and they are stated in `options`.
+Rule 2: a contender differs from another in this file only. Model, data, optimizer and loop are the same for all.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Unit = type[nn.Module]
+
+
+class Bare:
+    """The module itself, and what plain torch would do with it."""
+
+    def __init__(self, name: str = "bare", options: str = "the module itself: the same local work, no communication") -> None:
+        self.name = name
+        self.options = options
+
+    def wrap(self, module: nn.Module, unit: Unit, half: bool = False) -> nn.Module:
+        """What the training loop calls; `half` is bf16, mixed. May change `module`: each gets a copy of its own."""
+        return _autocast(module) if half else module
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Gradients are accumulated and not reduced."""
+        return nullcontext()
+
+    def clip(self, model: nn.Module) -> Tensor:
+        return nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """This rank's part of it."""
+        return model.state_dict()
+
+
+def _autocast(module: nn.Module) -> nn.Module:
+    module.forward = torch.autocast("cpu", torch.bfloat16)(module.forward)  # type: ignore[method-assign]
+    return module
+
+
+class DDP(Bare):
+    def __init__(self) -> None:
+        super().__init__("ddp", "gradient_as_bucket_view=True, broadcast_buffers=False; bf16: autocast around the forward")
+
+    def wrap(self, module: nn.Module, unit: Unit, half: bool = False, **options: Any) -> nn.Module:
+        module = _autocast(module) if half else module
+        return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False, **options)
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        return model.no_sync()  # type: ignore[no-any-return]
+
+
+# FSDP1's and FSDP2's options were chosen by trying the others on both benchmarks. Added host time, twelve tensors per
+# unit: FSDP1 683 to 699 µs as below (forward_prefetch on or off, either way round from run to run), 766 to 798 with
+# limit_all_gathers; FSDP2 1,185 µs as below, 1,243 with explicit forward prefetch, 1,253 with explicit backward
+# prefetch too. Over gloo none of them differed by more than the machine's noise.
+class FSDP1(Bare):
+    def __init__(self, name: str, use_orig_params: bool) -> None:
+        way = "use_orig_params=True" if use_orig_params else "flat parameters"
+        prefetch = "BACKWARD_PRE, forward_prefetch=False, limit_all_gathers=False"
+        super().__init__(name, f"FULL_SHARD, {prefetch}, {way}; bf16: MixedPrecision(bfloat16, reduce_dtype=float32)")
+        self.use_orig_params = use_orig_params
+
+    def wrap(self, module: nn.Module, unit: Unit, half: bool = False) -> nn.Module:
+        from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        return FullyShardedDataParallel(
+            module,
+            sharding_strategy=ShardingStrategy.FULL_SHARD,
+            auto_wrap_policy=ModuleWrapPolicy({unit}),
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else None,
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+            forward_prefetch=False,
+            limit_all_gathers=False,
+            use_orig_params=self.use_orig_params,
+            device_id=torch.device("cpu"),
+        )
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        return model.no_sync()  # type: ignore[no-any-return]
+
+    def clip(self, model: Any) -> Tensor:
+        return model.clip_grad_norm_(1.0)  # type: ignore[no-any-return]
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            return model.state_dict()
+
+
+class FSDP2(Bare):
+    def __init__(self) -> None:
+        super().__init__(
+            "fsdp2",
+            "fully_shard on a CPU mesh: units reshard_after_forward=True, root as by default; "
+            "bf16: MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)",
+        )
+
+    def wrap(self, module: nn.Module, unit: Unit, half: bool = False) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
+        for child in module.modules():
+            if isinstance(child, unit):
+                fully_shard(child, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
+        return fully_shard(module, mesh=mesh, mp_policy=precision)
+
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    def clip(self, model: nn.Module) -> Tensor:
+        return nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+
+
+class Ours(Bare):
+    """Imported where it is used: the peers can be measured without it."""
+
+    def __init__(self, name: str, options: str, **given: Any) -> None:
+        super().__init__(name, f"{options}; bf16: MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)")
+        self.given = given
+
+    def wrap(self, module: nn.Module, unit: Unit, half: bool = False, **options: Any) -> nn.Module:
+        import fsdp
+
+        precision = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else None
+        options = {**self.given, **options}
+        return fsdp.FullyShardedDataParallel(module, auto_wrap_policy={unit}, mp_policy=precision, **options)
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        return model.no_sync()  # type: ignore[no-any-return]
+
+    def clip(self, model: Any) -> Tensor:
+        return model.clip_grad_norm_(1.0)  # type: ignore[no-any-return]
+
+
+CONTENDERS: Mapping[str, Bare] = {
+    contender.name: contender
+    for contender in (
+        Bare(),
+        DDP(),
+        FSDP1("fsdp1", use_orig_params=False),
+        FSDP1("fsdp1_orig", use_orig_params=True),
+        FSDP2(),
+        Ours("ours", "FullyShardedDataParallel(module, auto_wrap_policy={unit}), all else as by default"),
+        Ours("ours_no_shard", 'the same with sharding_strategy="NO_SHARD"', sharding_strategy="NO_SHARD"),
+    )
+}
+
+
+def choose(requested: Sequence[str] | None, available: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Who runs, in the order of `available`, and who does not with the reason.
+
+    Without a request everybody runs who can be imported. A contender asked for by name that cannot run ends the
+    program: a comparison that silently lost a member is worse than none.
+    """
+    skipped = {}
+    for name in requested or available:
+        if name not in available:
+            raise SystemExit(f"unknown contender {name!r}: choose from {', '.join(available)}")
+    for name in (one for one in requested or available if one.startswith("ours")):
+        try:
+            from fsdp import FullyShardedDataParallel  # noqa: F401
+        except ImportError as reason:
+            skipped[name] = f"fsdp.FullyShardedDataParallel cannot be imported: {reason}"
+            if requested:
+                raise SystemExit(f"{name}: {skipped[name]}") from None
+            print(f"{name} is left out: {skipped[name]}", file=sys.stderr)
+    names = tuple(name for name in available if name in (requested or available) and name not in skipped)
+    return names, skipped
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """The same contenders, each turn beginning with another, so that nobody always follows the same neighbour."""
+    start = turn % len(names)
+    return [*names[start:], *names[:start]]
