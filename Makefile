@@ -29,14 +29,17 @@ SOAK_SECONDS ?= 60
 soak: $(VENV)/.made
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/fsdp/soak.py --seconds $(SOAK_SECONDS) $(ARGS)
 
+# measures everything, on a machine that should be idle, and writes docs/benchmarks.md and the table in README.md
 bench: $(VENV)/.made
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/host.py
+	! command -v valgrind || $(BIN)/python benchmarks/instructions.py
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/where.py
+	$(BIN)/python benchmarks/report.py
 
 $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -42,3 +42,6 @@ def profiled(found: Counter[str]) -> Iterator[None]:
     with no_standard_error(), profile(activities=[ProfilerActivity.CPU]) as recording:
         yield
     found.update(event.name for event in recording.events() if event.name.startswith(("aten::", "c10d::", "_c10d")))
+
+
+COUNTERS = {"dispatched": dispatched, "profiled": profiled}

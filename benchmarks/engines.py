@@ -15,6 +15,19 @@ from torch import Tensor, nn
 
 Unit = type[nn.Module]
 
+TITLES: Mapping[str, str] = {
+    "bare": "bare",
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "fsdp1_orig": "FSDP1, original parameters",
+    "fsdp2": "FSDP2",
+    "fsdp2_prefetch": "FSDP2, prefetching",
+    "ours": "ours",
+    "ours_no_shard": "ours, NO_SHARD",
+    "ours_over_nccl": "ours, the backend reduces",
+}
+"""As they are called on the page."""
+
 
 class Bare:
     """The module itself, and what plain torch would do with it."""

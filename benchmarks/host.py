@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import Bar, Sample, alone, arguments, be_steady, begin, elsewhere, print_table, write
-from counting import dispatched, profiled
+from counting import COUNTERS
 from engines import CONTENDERS, rotated
 from simulated_link import Link, joined
 from torch import Tensor, nn
@@ -41,7 +41,6 @@ NAMES = ("bare", "fsdp1", "fsdp1_orig", "fsdp2", "ours")
 PHASES = ("forward", "backward", "clip", "step")
 ONCE = ("wrap", "state_dict")
 """Not part of a step, and measured as often as there are repeats."""
-COUNTERS = {"dispatched": dispatched, "profiled": profiled}
 COUNTED_UNITS = (4, 8)  # two sizes tell what belongs to a unit and what to the model
 JUDGED_TENSORS = 12
 COPYING_WORLD = 64

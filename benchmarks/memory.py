@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from common import Bar, alone, arguments, begin, elsewhere, markdown, no_standard_error, write
 from configurations import units_of
-from engines import CONTENDERS, Ours
+from engines import CONTENDERS, TITLES, Ours
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from workloads import GPT, Block, Sizes
@@ -167,7 +167,7 @@ def judge(cases: Sequence[dict[str, Any]]) -> list[Bar]:
             with_peer = [case for case in mine if peer in case["contenders"]]
             ratios = [case["contenders"][name]["engine"] / case["contenders"][peer]["engine"] for case in with_peer]
             if ratios:
-                bars.append(_worst(f"memory: engine bytes / {peer}", 1.0, ratios, with_peer, name))
+                bars.append(_worst(f"memory: engine bytes / {TITLES[peer]}", 1.0, ratios, with_peer, name))
     return bars
 
 

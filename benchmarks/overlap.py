@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from common import Bar, arguments, be_steady, begin, markdown, write
-from engines import CONTENDERS, DDP, FSDP2, Ours, Unit, rotated
+from engines import CONTENDERS, DDP, FSDP2, TITLES, Ours, Unit, rotated
 from simulated_link import Link, joined
 from torch import Tensor, nn
 
@@ -240,7 +240,7 @@ def judge(lines: Sequence[dict[str, Any]]) -> list[Bar]:
             theirs = {line["load"]: line for line in lines if line["contender"] == peer}
             if theirs:
                 value, load = max((line["seconds"] / theirs[load]["seconds"], load) for load, line in mine.items())
-                bars.append(Bar(f"overlap: step / {peer}'s", 1.0, value, f"{name}, load {load:g}"))
+                bars.append(Bar(f"overlap: step / {TITLES[peer]}'s", 1.0, value, f"{name}, load {load:g}"))
     return bars
 
 

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import Bar, Sample, arguments, be_steady, begin, print_table, write
-from engines import CONTENDERS, rotated
+from engines import CONTENDERS, TITLES, rotated
 from torch import Tensor, nn
 from workloads import SMALL, WORKLOADS, Batch, Workload, adapt, checkpoint_units
 
@@ -202,7 +202,7 @@ def judge(samples: dict[str, Sample], case: str) -> list[Bar]:
     peers = {**samples, "the faster FSDP1": Sample.best(fsdp1)} if fsdp1 else samples
     pairs = [("ours", "the faster FSDP1", 0.80), ("ours", "fsdp2", 0.70), ("ours", "ddp", 1.10), ("ours_no_shard", "ddp", 1.00)]
     return [
-        Bar.ratio(f"step: {mine} / {theirs}", limit, samples[mine], peers[theirs], case)
+        Bar.ratio(f"step: {TITLES[mine]} / {TITLES.get(theirs, theirs)}", limit, samples[mine], peers[theirs], case)
         for mine, theirs, limit in pairs
         if mine in samples and theirs in peers
     ]

@@ -8,9 +8,11 @@ from typing import Any
 
 import engines
 import host
+import instructions
 import pytest
 import step
 import torch
+from report import page as report_page
 from workloads import SMALL, WORKLOADS, Adapted
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -36,6 +38,7 @@ def test_a_step_is_measured_for_every_contender_and_all_compute_the_same(tmp_pat
         assert len(one["losses"]) == 2 + 2, "two to warm up, two measured"
     assert case["largest_loss_difference"] <= 1e-4
     assert [bar["limit"] for bar in report["bars"]] == [0.80, 0.70, 1.10, 1.00]
+    assert "| gpt8x256 | accumulate | 2 |" in report_page({"step": report})
 
 
 @pytest.mark.parametrize("option", step.OPTIONS)
@@ -68,22 +71,42 @@ def test_losses_that_part_are_named() -> None:
 
 def test_host_time_and_operations_are_measured_for_every_contender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "host.json"
-    tiny = ("--units", "2", "--width", "8", "--repeats", "1", "--steps", "2", "--tensors", "3", "12", "--world", "8")
+    tiny = ("--units", "2", "--width", "8", "--repeats", "1", "--steps", "2", "--tensors", "12", "--world", "8")
     monkeypatch.setattr(sys, "argv", ["host.py", *tiny, "--out", str(out)])
     # in this process: a start costs more than all else
     monkeypatch.setattr(host, "elsewhere", lambda measure, settings, timeout: measure(settings))
     host.main()
 
     report = json.loads(out.read_text())
-    few, _ = report["cases"]
-    assert set(few["contenders"]) == {"bare", "fsdp1", "fsdp1_orig", "fsdp2", "ours"}
-    for one in few["contenders"].values():
+    (case,) = report["cases"]
+    assert set(case["contenders"]) == {"bare", "fsdp1", "fsdp1_orig", "fsdp2", "ours"}
+    for one in case["contenders"].values():
         assert all(len(one["seconds_of_all_units"][phase]) == 2 for phase in host.PHASES)
         assert all(len(one["seconds_of_all_units"][phase]) == 1 for phase in host.ONCE)
-    bare = few["contenders"]["bare"]["operations"]["dispatched"]["forward"]
-    assert bare["per_unit"] == 2 * 2, "two F.linear, each a transpose and a product"
-    per_step = [bar["limit"] for bar in report["bars"] if bar["case"] == "12 tensors, 8 ranks"]
-    assert per_step == [0.40, 0.25, 0.35, 0.5, 1.0, 1.0]
+    bare = case["contenders"]["bare"]["operations"]["dispatched"]["forward"]
+    assert bare["per_unit"] == 6 * 2, "six F.linear, each a transpose and a product"
+    assert [bar["limit"] for bar in report["bars"]] == [0.40, 0.25, 0.35, 0.5, 1.0, 1.0]
+    assert "| 8 | 12 | FSDP1, original parameters |" in report_page({"host": report})
+
+
+def test_growth_is_what_one_more_tensor_adds() -> None:
+    cases = [
+        {"settings": {"world": 8, "tensors": tensors}, "microseconds_per_unit": {"ours": {"added": {"median": micro}}}}
+        for tensors, micro in ((1, 50.0), (12, 100.0), (32, 140.0))
+    ]
+    (bar,) = host.judge_growth(cases)
+    assert (bar.value, bar.case, bar.holds) == (2.0, "12 to 32, 8 ranks", True)
+
+
+def test_instructions_are_read_in_the_order_in_which_they_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "callgrind.1").write_text("version: 1\nsummary: 12\nfn=(1)\n0 12\n\ntotals: 12\n")
+    assert instructions.total(tmp_path / "callgrind.1") == 12
+    keys = instructions.keys(host.Settings(("bare", "ours"), 0, 12, 8, 64, 1, instructions.STEPS))
+    assert len(keys) == 2 * len(host.COUNTED_UNITS) * instructions.STEPS * len(host.PHASES)
+    assert keys[: len(host.PHASES)] == [("bare", host.COUNTED_UNITS[0], phase) for phase in host.PHASES]
+    found = {"bare": dict.fromkeys(host.PHASES, 10.0), "fsdp2": dict.fromkeys(host.PHASES, 60.0)}
+    bars = instructions.judge({**found, "ours": dict.fromkeys(host.PHASES, 15.0)}, "here")
+    assert [(bar.value, bar.holds) for bar in bars] == [(0.1, True), (0.25, True), (0.25, True)]
 
 
 def test_a_contender_asked_for_by_name_that_does_not_exist_is_refused_in_words() -> None:

@@ -1,0 +1,279 @@
+"""Writes docs/benchmarks.md with its figures, and the table in README.md, from what the benchmarks have left in results/.
+
+    python benchmarks/report.py
+
+Rule 1: nothing is measured here, and no number is typed: what the page says is what the files say.
+Rule 2: every bar is on the page, also those that are missed; who took part and how is stated beside the numbers.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, markdown
+from counting import COUNTERS
+from engines import TITLES as PEERS
+from host import ONCE, PHASES
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+FIGURES = ROOT / "docs" / "figures"
+README = ROOT / "README.md"
+MARKS = "<!-- measured: written by benchmarks/report.py -->", "<!-- /measured -->"
+
+Report = Mapping[str, Any]
+TITLES = {
+    "step": "Training steps over gloo",
+    "host": "Host time",
+    "instructions": "Instructions",
+    "memory": "Memory",
+    "wire": "The wire",
+    "overlap": "Overlap",
+    "scale": "Growth",
+}
+IN_README = (
+    "step: ours / the faster FSDP1",
+    "step: ours / FSDP2",
+    "step: ours / DDP",
+    "step: ours, NO_SHARD / DDP",
+    "host: added, ours / the faster FSDP1",
+    "host: added, ours / FSDP2",
+    "host: added by one more tensor, µs",
+    "host: step, ours / FSDP2",
+    "host: clip, ours / FSDP2",
+    "memory: engine bytes / floor",
+    "memory: engine bytes / FSDP2",
+    "wire: bytes received / floor",
+    "wire: padding, any of 8 to 512 ranks",
+    "wire: chunks and parameters not at 16 bytes",
+    "scale: wrapping 1,000 units on 1,024 ranks, s",
+    "overlap: step / reachable",
+    "overlap: step / FSDP2's",
+)
+
+
+def load(folder: Path = RESULTS) -> dict[str, Report]:
+    """By benchmark, in the order of the page; who has not been run is not there."""
+    paths = {name: folder / f"{name}.json" for name in TITLES}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+
+
+def bars_table(results: Mapping[str, Report], only: Sequence[str] | None = None) -> str:
+    """A line for each measure: what it came to from the best case to the worst, and in how many it holds."""
+    by_measure: dict[str, list[dict[str, Any]]] = {}
+    for report in results.values():
+        for bar in report["bars"]:
+            by_measure.setdefault(bar["measure"], []).append(bar)
+    rows = []
+    for measure, bars in by_measure.items():
+        if only is not None and measure not in only:
+            continue
+        values = [bar["value"] for bar in bars]
+        best, worst = min(values), max(values)
+        found = f"{best:.3g}" if len(bars) == 1 or best == worst else f"{best:.3g} to {worst:.3g}"
+        case = max(bars, key=lambda bar: bar["value"])["case"]
+        held = sum(bar["holds"] for bar in bars)
+        verdict = "holds" if held == len(bars) else "missed" if held == 0 else f"holds in {held} of {len(bars)}"
+        rows.append([measure, f"{bars[0]['limit']:g}", found, case if len(bars) > 1 or case else "", verdict])
+    return markdown(["measure", "at most", "found", "worst case", ""], rows)
+
+
+def main_table(results: Mapping[str, Report]) -> str:
+    """What README includes."""
+    missing = [name for name in TITLES if name not in results]
+    note = f"\n\nNot measured yet: {', '.join(missing)}." if missing else ""
+    dates = sorted({report["machine"]["date"] for report in results.values()})
+    facts = next(iter(results.values()))["machine"]
+    head = f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, torch {facts['torch']}, {facts['cores']} cores"
+    return f"{head}; ratios of medians of one run.\n\n{bars_table(results, IN_README)}{note}"
+
+
+def page(results: Mapping[str, Report]) -> str:
+    parts = [
+        "# Benchmarks\n\nWritten by `python benchmarks/report.py` from the raw numbers in "
+        "[benchmarks/results/](../benchmarks/results/). [benchmarks/README.md](../benchmarks/README.md) says how everything is "
+        "measured, [performance.md](performance.md) what it means.",
+        f"## The bars\n\n{bars_table(results)}",
+    ]
+    stated: list[tuple[str, str]] = []
+    for name, title in TITLES.items():
+        parts.append(f"## {title}")
+        if name not in results:
+            parts.append(f"Not measured yet: `python benchmarks/{name}.py`.")
+            continue
+        report = results[name]
+        parts += [_machine(report), *SECTIONS[name](report)]
+        if name != "instructions":
+            parts.append(f"![{title}](figures/{name}.png)")
+        news = [(PEERS[one], options) for one, options in report.get("options", {}).items()]
+        if news := [pair for pair in news if pair not in stated]:
+            parts.append(markdown(["contender", "options"], news))
+            stated += news
+    return "\n\n".join(parts) + "\n"
+
+
+def _machine(report: Report) -> str:
+    facts = report["machine"]
+    loads = f"load {facts['load_average'][0]:.1f} before, {facts['load_average_after'][0]:.1f} after"
+    processor = f"{facts['processor']}, " if facts.get("processor") else ""
+    return f"{facts['date']}: {processor}{facts['cores']} cores, Python {facts['python']}, torch {facts['torch']}; {loads}."
+
+
+def _step(report: Report) -> list[str]:
+    names = list(report["options"])
+    bars = {(bar["measure"].removeprefix("step: "), bar["case"]): bar for bar in report["bars"]}
+    judged = list(dict.fromkeys(measure for measure, _ in bars))
+    medians, spans, ratios = [], [], []
+    for case in report["cases"]:
+        of = case["settings"]
+        what = [of["model"], of["option"], f"{of['ranks']}{' *' if case['oversubscribed'] else ''}"]
+        milliseconds = [case["milliseconds"].get(name) for name in names]
+        medians.append([*what, *(f"{one['median']:.1f}" if one else "" for one in milliseconds)])
+        spans.append([*what, *(f"{one['least']:.1f} to {one['most']:.1f}" if one else "" for one in milliseconds)])
+        here = [bars.get((measure, f"{of['model']}, {of['option']}, {of['ranks']} ranks")) for measure in judged]
+        verdict = f"{sum(bar['holds'] for bar in here if bar)} of {sum(bar is not None for bar in here)}"
+        agree = f"{case['largest_loss_difference']:.0e}"
+        ratios.append([*what, *map(_judged, here), verdict, agree])
+    limits = {measure: next(bar["limit"] for (one, _), bar in bars.items() if one == measure) for measure in judged}
+    head = ["model", "option", "ranks"]
+    models = {case["settings"]["model"]: case["model"] for case in report["cases"]}
+    skipped = {(name, why) for case in report["cases"] for name, why in case["skipped"].items()}
+    return [
+        "\n".join(f"- `{name}`: {what}" for name, what in models.items()),
+        "ms of a step, medians:",
+        markdown([*head, *(PEERS[name] for name in names)], medians),
+        "Ratios of the medians, with the most that the bar allows, and how far the losses of all contenders are apart at most:",
+        markdown([*head, *(f"{measure} (≤ {limits[measure]:.2f})" for measure in judged), "hold", "losses"], ratios),
+        "ms of a step, least and most:",
+        markdown([*head, *(PEERS[name] for name in names)], spans),
+        "\\* More ranks than cores: they take turns, and nothing can be hidden behind computing."
+        + "".join(f" {PEERS[name]} is left out where {why}." for name, why in sorted(skipped)),
+    ]
+
+
+def _judged(bar: Mapping[str, Any] | None) -> str:
+    """A ratio, set off where the bar is missed."""
+    if bar is None:
+        return ""
+    return f"{bar['value']:.2f}" if bar["holds"] else f"**{bar['value']:.2f}**"
+
+
+def _host(report: Report) -> list[str]:
+    columns = ("forward", "backward", "added", "clip", "step", *ONCE)
+    rows = []
+    for case in report["cases"]:
+        of = case["settings"]
+        for name, phases in case["microseconds_per_unit"].items():
+            found = case["contenders"][name]["operations"]
+            counts = [" / ".join(f"{found[kind][phase]['per_unit']:g}" for phase in PHASES) for kind in COUNTERS]
+            times = [f"{phases[what]['median']:.0f}" if what in phases else "" for what in columns]
+            rows.append([str(of["world"]), str(of["tensors"]), PEERS[name], *times, *counts])
+    operations = [f"{kind}: {' / '.join(PHASES)}" for kind in COUNTERS]
+    return [
+        "Processor µs per unit, medians, and exact operations per unit:",
+        markdown(["ranks", "tensors", "contender", *columns, *operations], rows),
+    ]
+
+
+def _instructions(report: Report) -> list[str]:
+    rows = [
+        [PEERS[name], *(f"{phases[phase] / 1e3:.0f}" for phase in PHASES)]
+        for name, phases in report["instructions_per_unit"].items()
+    ]
+    of = report["settings"]
+    head = f"Thousands of instructions a unit of {of['tensors']} tensors, {of['world']} ranks, by callgrind:"
+    return [head, markdown(["contender", *PHASES], rows)]
+
+
+def _memory(report: Report) -> list[str]:
+    names = list(report["options"])
+    rows = []
+    for case in report["cases"]:
+        engines = [case["contenders"][name]["engine"] for name in names]
+        kinds = ", ".join(f"{kind} {size / 1e6:.2f}" for kind, size in case["contenders"]["ours"]["kinds"].items())
+        sizes = [f"{size / 1e6:.2f}" for size in (case["floor"], *engines)]
+        rows.append([str(case["settings"]["world"]), *sizes, kinds])
+    head = ["ranks", "floor", *(PEERS[name] for name in names), "of ours the ledger names"]
+    return ["Engine bytes at the peak of a step, MB:", markdown(head, rows)]
+
+
+def _wire(report: Report) -> list[str]:
+    beside = {(one["model"], one["world"]): one for one in report["beside"]}
+    rows = []
+    for row in report["rows"]:
+        if row["strategy"] != "FULL_SHARD":
+            continue
+        one = beside[row["model"], row["world"]]
+        padding = [f"{100 * one[name]['padding']:.2f}" for name in ("ours", "fsdp1", "fsdp2")]
+        misaligned = [f"{100 * one[name]['misaligned']:.0f}" for name in ("ours", "fsdp1", "fsdp2")]
+        sent = [f"{row['received'] / 1e9:.2f}", f"{row['received'] / row['floor']:.4f}", str(row["collectives"])]
+        rows.append([row["model"], str(row["world"]), *sent, *padding, *misaligned])
+    head = ["model", "ranks", "GB a step", "/ floor", "collectives", "padding %: ours", "FSDP1", "FSDP2"]
+    return [
+        "What one rank receives in a step of FULL_SHARD, gathered in bf16 and reduced in fp32; other strategies are in the JSON:",
+        markdown([*head, "units not at 16 bytes %: ours", "FSDP1", "FSDP2"], rows),
+    ]
+
+
+def _overlap(report: Report) -> list[str]:
+    names = list(report["options"])
+    by = {(line["load"], line["contender"]): line for line in report["lines"]}
+    rows = []
+    for load in dict.fromkeys(line["load"] for line in report["lines"]):
+        here = [by[load, name] for name in names]
+        rows.append([f"{load:g}", *(f"{1e3 * line['seconds']:.0f} ({line['to_ideal']:.2f})" for line in here)])
+    return [
+        "ms of the fastest step, and relative to max(computing, communication) of what this contender sends; load is how long "
+        "FULL_SHARD communicates, in terms of computing:",
+        markdown(["load", *(PEERS[name] for name in names)], rows),
+    ]
+
+
+def _scale(report: Report) -> list[str]:
+    rows = []
+    for case in report["cases"]:
+        of = case["settings"]
+        seconds = case["wrap_seconds"], case["first_step_seconds"], min(case["steady_step_seconds"])
+        times = [f"{1e6 * one / of['units']:.0f}" for one in seconds]
+        rows.append(
+            [PEERS[of["contender"]], str(of["units"]), str(of["world"]), *times, f"{case['dispatched'] / of['units']:.1f}"]
+        )
+    head = ["contender", "units", "ranks", "wrap", "first step", "steady step", "dispatched"]
+    return ["Per unit, processor µs, and dispatched operations:", markdown(head, rows)]
+
+
+SECTIONS: Mapping[str, Callable[[Report], list[str]]] = {
+    "step": _step,
+    "host": _host,
+    "instructions": _instructions,
+    "memory": _memory,
+    "wire": _wire,
+    "overlap": _overlap,
+    "scale": _scale,
+}
+
+
+def between_marks(text: str, table: str) -> str:
+    """`text` with `table` between the marks."""
+    begin, end = MARKS
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise SystemExit(f"no {begin} ... {end} to write between")
+    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
+
+
+def main() -> None:
+    results = load()
+    PAGE.write_text(page(results))
+    README.write_text(between_marks(README.read_text(), main_table(results)))
+    # imported late: the page can be compared where matplotlib is not installed
+    from figures import draw
+
+    for path in (PAGE, README, *draw(results, FIGURES)):
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

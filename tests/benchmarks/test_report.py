@@ -1,0 +1,47 @@
+"""The page and the table in README say what the results say, and nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+import report
+from common import Bar
+
+
+def test_the_page_is_what_the_script_makes_of_the_results() -> None:
+    results = report.load()
+    remedy = "run: python benchmarks/report.py"
+    assert report.PAGE.read_text() == report.page(results), remedy
+    readme = report.README.read_text()
+    assert readme == report.between_marks(readme, report.main_table(results)), remedy
+
+
+def test_every_figure_is_there_and_small() -> None:
+    for name in report.load():
+        if name != "instructions":
+            assert 1000 < (report.FIGURES / f"{name}.png").stat().st_size < 100_000
+
+
+def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
+    wire = report.load()["wire"]
+    (tmp_path / "wire.json").write_text(json.dumps(wire))
+    results = report.load(tmp_path)
+    assert [*results] == ["wire"]
+    assert "Not measured yet: `python benchmarks/step.py`." in report.page(results)
+    assert "Not measured yet: step, host, instructions, memory, overlap, scale." in report.main_table(results)
+
+
+def test_bars_of_several_cases_are_one_line_and_no_miss_is_lost() -> None:
+    bars = [Bar("step: a / b", 0.8, 0.7, "here"), Bar("step: a / b", 0.8, 0.9, "there"), Bar("wire: c", 0, 0, "d")]
+    results = {"step": {"bars": [bar.as_json() for bar in bars]}}
+    assert report.bars_table(results).splitlines()[2:] == [
+        "| step: a / b | 0.8 | 0.7 to 0.9 | there | holds in 1 of 2 |",
+        "| wire: c | 0 | 0 | d | holds |",
+    ]
+    assert report.bars_table(results, only=["wire: c"]).count("\n") == 2
+
+
+def test_a_text_without_marks_is_refused() -> None:
+    assert report.between_marks("a\n{}\nold\n{}\nb".format(*report.MARKS), "new").splitlines()[3] == "new"
+    with pytest.raises(SystemExit, match="to write between"):
+        report.between_marks("nothing", "new")
