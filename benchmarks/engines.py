@@ -143,16 +143,17 @@ class FSDP2(Bare):
 class Ours(Bare):
     """Imported where it is used: the peers can be measured without it."""
 
-    def __init__(self, name: str, options: str, **given: Any) -> None:
+    def __init__(self, name: str, options: str, units: bool = True, **given: Any) -> None:
         super().__init__(name, f"{options}; bf16: MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)")
+        self.units = units
         self.given = given
 
     def wrap(self, module: nn.Module, unit: Unit, half: bool = False, **options: Any) -> nn.Module:
         import fsdp
 
         precision = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else None
-        options = {**self.given, **options}
-        return fsdp.FullyShardedDataParallel(module, auto_wrap_policy={unit}, mp_policy=precision, **options)
+        options = {**self.given, **options, "auto_wrap_policy": {unit} if self.units else None}
+        return fsdp.FullyShardedDataParallel(module, mp_policy=precision, **options)
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
         return model.no_sync()  # type: ignore[no-any-return]
@@ -170,7 +171,12 @@ CONTENDERS: Mapping[str, Bare] = {
         FSDP1("fsdp1_orig", use_orig_params=True),
         FSDP2(),
         Ours("ours", "FullyShardedDataParallel(module, auto_wrap_policy={unit}), all else as by default"),
-        Ours("ours_no_shard", 'the same with sharding_strategy="NO_SHARD"', sharding_strategy="NO_SHARD"),
+        Ours(
+            "ours_no_shard",
+            'FullyShardedDataParallel(module, sharding_strategy="NO_SHARD"): nothing is gathered, so units would only cost',
+            units=False,
+            sharding_strategy="NO_SHARD",
+        ),
     )
 }
 

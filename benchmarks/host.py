@@ -287,7 +287,7 @@ def parse() -> argparse.Namespace:
     parser = arguments(__doc__, NAMES)
     parser.add_argument("--tensors", type=int, nargs="+", default=[1, 12, 32, 128], help="parameters per unit")
     parser.add_argument("--world", type=int, nargs="+", default=[8, 1024], help="ranks of the group")
-    parser.add_argument("--units", type=int, default=48)
+    parser.add_argument("--units", type=int, default=48, help=f"on more than {COPYING_WORLD} ranks a quarter of them")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3, help="steps in one measurement, each timed")
     parser.add_argument("--repeats", type=int, default=10, help="measurements of each contender")
@@ -301,7 +301,9 @@ def main() -> None:
     bars: list[Bar] = []
     for world in options.world:
         for tensors in options.tensors:
-            settings = Settings(names, options.units, tensors, world, options.width, options.repeats, options.steps)
+            # FSDP2 wraps a unit of 128 tensors on 1,024 ranks in half a second
+            units = options.units if world <= COPYING_WORLD else -(-options.units // 4)
+            settings = Settings(names, units, tensors, world, options.width, options.repeats, options.steps)
             case = elsewhere(measure, settings, options.timeout)
             micro = summarise(case["contenders"], settings.units)
             show(case, micro, settings)

@@ -48,8 +48,9 @@ IN_README = (
     "wire: padding, any of 8 to 512 ranks",
     "wire: chunks and parameters not at 16 bytes",
     "scale: wrapping 1,000 units on 1,024 ranks, s",
+    "overlap: step / max(computing, communication)",
     "overlap: step / reachable",
-    "overlap: step / FSDP2's",
+    "overlap: step / FSDP2",
 )
 
 
