@@ -47,8 +47,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     strided = [gradient for gradient in gradients if not gradient.is_sparse]
     filled = [values for values in (*strided, *(one.coalesce().values() for one in sparse)) if values.numel()]
     device = engines[0].units[0].device
-    local = torch.zeros((), device=device)
-    if filled:
+    if not filled:
+        local = torch.zeros((), device=device)
+    else:
         norms = list(torch._foreach_norm(filled, power))
         if any([norm.dtype is not torch.float32 or norm.device != device for norm in norms]):
             norms = [norm.to(device, torch.float32) for norm in norms]

@@ -42,8 +42,10 @@ class Collectives(Protocol):
     def can_carry(self, device: torch.device) -> bool:
         """Whether tensors on `device` can be communicated."""
 
-    def all_gather(self, whole: Tensor, label: str) -> Work:
+    def all_gather(self, whole: Tensor, label: str, own: Tensor | None = None) -> Work:
         """Fill `whole` (W * B bytes, uint8) from every rank's chunk; this rank's own lies in its place already.
+
+        `own` is that place, if the caller has it at hand.
 
         Traffic: this rank receives (W - 1) * B bytes.
         """
@@ -161,7 +163,7 @@ class Alone:
     def can_carry(self, device: torch.device) -> bool:
         return True
 
-    def all_gather(self, whole: Tensor, label: str) -> Work:
+    def all_gather(self, whole: Tensor, label: str, own: Tensor | None = None) -> Work:
         return DONE
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
@@ -259,9 +261,10 @@ class ProcessGroupCollectives:
     def can_carry(self, device: torch.device) -> bool:
         return any(device.type == known.type for known in self.group._device_types)
 
-    def all_gather(self, whole: Tensor, label: str) -> Work:
-        chunk = whole.numel() // self._size
-        own = whole.narrow(0, self._rank * chunk, chunk)
+    def all_gather(self, whole: Tensor, label: str, own: Tensor | None = None) -> Work:
+        if own is None:
+            chunk = whole.numel() // self._size
+            own = whole.narrow(0, self._rank * chunk, chunk)
         return self._launch("all_gather", label, whole, lambda group: group._allgather_base(whole, own, _GATHER))
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:

@@ -13,6 +13,7 @@ while the exception is on its way to the user; `_RootCallback.__del__` hears tha
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch.autograd import Variable
@@ -117,13 +118,13 @@ class Engine:
         }
         self._effects: tuple[dict[Effect, Callable[[], None]], ...] = tuple(
             {
-                Effect.LAUNCH: unit.launch,
+                Effect.LAUNCH: partial(self._launch, index),
                 Effect.AWAIT: unit.await_gather,
                 Effect.SHOW: unit.show,
                 Effect.HIDE: unit.hide,
                 Effect.RELEASE: unit.release,
             }
-            for unit in units
+            for index, unit in enumerate(units)
         )
 
     # events -------------------------------------------------------------------------------
@@ -306,17 +307,20 @@ class Engine:
                 self._ask(ahead, Ask.WANT)
 
     def _ask(self, index: int, ask: Ask) -> None:
+        effects = self._effects[index]
         for effect in self._residencies[index].on(ask):
-            if effect is Effect.LAUNCH:
-                unit = self.units[index]
-                unit.gathered_in_pass = self._pass_number
-                if self.root.backward is BackwardState.RESTING:
-                    if unit.check_shards() or self._may_have_stepped:
-                        self._streams.pass_begins()
-                    unit.gathered_versions = unit.versions
-                if index in self._keepers:
-                    unit.remember_sums()
-            self._effects[index][effect]()
+            effects[effect]()
+
+    def _launch(self, index: int) -> None:
+        unit = self.units[index]
+        unit.gathered_in_pass = self._pass_number
+        if self.root.backward is BackwardState.RESTING:
+            if unit.check_shards() or self._may_have_stepped:
+                self._streams.pass_begins()
+            unit.gathered_versions = unit.versions
+        if index in self._keepers:
+            unit.remember_sums()
+        unit.launch()
 
     def _join_backward(self, index: int) -> None:
         # autograd.grad brings no gradient to a parameter, so there is nothing to reduce, on any rank

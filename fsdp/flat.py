@@ -62,7 +62,7 @@ class FlatBuffer:
             )
             self.key = storage_key(self.whole)
             self.own_whole = self.own_chunk(self.whole)
-            self.whole_bytes = self.whole.view(torch.uint8)
+            self.whole_bytes, self.own_bytes = self.whole.view(torch.uint8), self.own_whole.view(torch.uint8)
             self.memory = Borrowed() if self.is_shared else Memory(self.whole, "whole")
             for place, part in zip(places, self.parts, strict=True):
                 self._take_shard(place.parameter, part)

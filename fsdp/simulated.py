@@ -131,7 +131,7 @@ class SimulatedCollectives:
         """Simulated ranks compute on the CPU."""
         return device.type == "cpu"
 
-    def all_gather(self, whole: Tensor, label: str) -> "_InFlight":
+    def all_gather(self, whole: Tensor, label: str, own: Tensor | None = None) -> "_InFlight":
         """Fill `whole` (W * B bytes, uint8) from every rank's chunk of B bytes."""
         if whole.dtype is not torch.uint8 or whole.numel() % self.size:
             raise ShardingError(f"all_gather({label!r}) takes {self.size} equal chunks of uint8, not {describe(whole)}.")

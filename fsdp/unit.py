@@ -270,7 +270,7 @@ class Unit:
                 if flat.is_shared:
                     continue
                 flat.own_whole.copy_(flat.shard)
-                self._works.append(self.collectives.all_gather(flat.whole_bytes, self.name))
+                self._works.append(self.collectives.all_gather(flat.whole_bytes, self.name, flat.own_bytes))
             self._works += self._streams.gathered()
 
     def await_gather(self) -> None:

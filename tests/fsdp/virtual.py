@@ -315,7 +315,7 @@ class VirtualChannel:
                 self._recorder.touch(self._stream, tensor, write, what)
         return VirtualWork(work, self._recorder, dict(self._stream.clock))
 
-    def all_gather(self, whole: Tensor, label: str) -> Work:
+    def all_gather(self, whole: Tensor, label: str, own: Tensor | None = None) -> Work:
         return self._launch(f"all_gather of {label}", [], [whole], lambda: self._inner.all_gather(whole, label))
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
