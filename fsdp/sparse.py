@@ -35,7 +35,8 @@ class SparseTotal:
     for its collectives of this kind in the same order, and call nothing else on the channel in between. The order of the sum is
     that of `sum_over_ranks`.
 
-    Traffic: this rank receives (W - 1) * (8 + R * (8 + row)) bytes, R being the most rows that any rank has.
+    Traffic: this rank receives (W - 1) * (8 + R * (8 + row)) bytes, R being the most rows that any rank has, with R rows
+             rounded up to 8 bytes.
     Memory:  W * (R + U) rows in `wait`, U being the rows of the sum.
     """
 
@@ -57,18 +58,20 @@ class SparseTotal:
         counts = self._counts.tolist()
         values, shape = self._given.values(), self._given.shape
         row, most = shape[1:], max(counts)
-        width = row.numel() * values.element_size()
-        chunk = torch.zeros(self._channel.size, most * (8 + width), dtype=torch.uint8, device=values.device)
-        own = counts[self._channel.rank]
-        chunk[self._channel.rank, : own * 8] = self._given.indices().view(-1).view(torch.uint8)
-        chunk[self._channel.rank, most * 8 : most * 8 + own * width] = values.reshape(-1).view(torch.uint8)
+        own, elements = counts[self._channel.rank], row.numel()
+        # in whole indices, so that those of each rank are aligned
+        length = most + -(-most * elements * values.element_size() // 8)
+        chunk = torch.zeros(self._channel.size, length, dtype=torch.int64, device=values.device)
+        mine = chunk[self._channel.rank]
+        mine[:own] = self._given.indices().view(-1)
+        mine[most:].view(values.dtype)[: own * elements] = values.reshape(-1)
         if most:
-            self._channel.all_gather(chunk.view(-1), self._label).wait()
-        indices = torch.cat([of.view(torch.int64)[:count] for of, count in zip(chunk[:, : most * 8], counts, strict=True)])
+            self._channel.all_gather(chunk.view(-1).view(torch.uint8), self._label).wait()
+        indices = torch.cat([of[:count] for of, count in zip(chunk, counts, strict=True)])
         found, places = torch.unique(indices, return_inverse=True)
         parts = values.new_zeros(len(counts), len(found), *row)
-        for part, of, place, count in zip(parts, chunk[:, most * 8 :], places.split(counts), counts, strict=True):
-            part.index_copy_(0, place, of[: count * width].view(values.dtype).view(count, *row))
+        for part, of, place, count in zip(parts, chunk[:, most:], places.split(counts), counts, strict=True):
+            part.index_copy_(0, place, of.view(values.dtype)[: count * elements].view(count, *row))
         total = values.new_empty(len(found), *row)
         sum_over_ranks(parts.view(len(counts), -1), total.view(-1))
         self.result = _of_rows(found, total, shape)

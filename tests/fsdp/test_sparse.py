@@ -149,6 +149,21 @@ def test_only_rows_travel() -> None:
     assert fsdp.simulate(2, fn) == [([8, 4 * row], 2 * row), ([8, 4 * row], 4 * row)]
 
 
+@pytest.mark.parametrize("rows", [(1, 3), (3, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_may_have_any_width_and_ranks_no_row_at_all(rows: tuple[int, int], dtype: torch.dtype) -> None:
+    """A row of three elements is no multiple of the eight bytes of an index."""
+
+    def fn(rank: int) -> list[float]:
+        table = nn.Embedding(5, 3, sparse=True, dtype=dtype)
+        model = fsdp.fully_shard(table, sharding_strategy="NO_SHARD", sync_module_states=True)
+        model(torch.arange(rows[rank])).sum().backward()
+        return model.weight.grad.to_dense().sum(1).tolist()
+
+    wanted = [3 * sum(number < count for count in rows) / 2 for number in range(5)]
+    assert fsdp.simulate(2, fn) == [wanted, wanted]
+
+
 def test_a_rank_may_have_no_gradient_and_nobody_either() -> None:
     def fn(rank: int) -> list[Any]:
         model = fsdp.fully_shard(make(), sharding_strategy="NO_SHARD")
