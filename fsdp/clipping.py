@@ -32,7 +32,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     if unsharded:  # those of ignored modules are left out
         inside = {id(p) for engine in engines for p in engine.units[0].module.parameters()}
         unsharded = [key for key in unsharded if key not in inside]
-    if unsharded or any(engine.channels != channels for engine in engines):
+    if unsharded or not all(engine.channels.same_ranks_as(channels) for engine in engines):
         why = f"{named[unsharded[0]][0]!r} is not sharded" if unsharded else "the roots have different process groups"
         raise ShardingError(
             f"clip_grad_norm_: {why}, so the norm over all of them is not defined here; wrap the whole model over one group."

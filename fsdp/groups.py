@@ -65,6 +65,10 @@ class Channels(NamedTuple):
         """How many ranks train together."""
         return self.reductions.size * self.replicas.size
 
+    def same_ranks_as(self, other: "Channels") -> bool:
+        """Whether both are between the same ranks, which share the work alike; on how many lanes does not matter."""
+        return self._replace(lanes=self.lanes[:1]) == other._replace(lanes=other.lanes[:1])
+
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """This rank gives up a step: let all the others know."""
         for channel in self.each().values():

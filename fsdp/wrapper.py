@@ -192,7 +192,7 @@ def _prepare(
                 f"unit {one.name!r} has a communication hook, which would be lost; register it on the outermost module, after "
                 "wrapping."
             )
-        if inner is not None and inner.engine.channels != channels:
+        if inner is not None and not inner.engine.channels.same_ranks_as(channels):
             raise ShardingError(
                 f"unit {one.name!r} was wrapped over another process group or mesh, or with a strategy that shares the work in "
                 "another way; wrap all units of a model alike."

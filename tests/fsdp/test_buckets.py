@@ -336,6 +336,34 @@ def test_reductions_take_turns_on_several_streams(way: str) -> None:
         assert all({one, other} == {"reductions", "reductions 1"} for one, other in pairwise(found))
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("inner", "outer"), [(2, 2), (3, 1), (1, 2)])
+def test_units_wrapped_by_hand_take_the_streams_of_the_outermost(way: str, inner: int, outer: int) -> None:
+    def fn(rank: int) -> int:
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+        for module, streams in ((model[0], inner), (model, outer)):
+            fsdp.fully_shard(module, reduction=fsdp.ReductionPolicy(streams=streams), sync_module_states=True, **WAYS[way])
+        model(X).sum().backward()
+        sharded = fsdp.sharded.sharded_of(model)
+        assert is_at_rest(model) and sharded is not None
+        return len(sharded.engine.channels.lanes)
+
+    assert fsdp.simulate(SIZE, fn) == [outer] * SIZE
+
+
+def test_the_norm_is_over_roots_with_different_numbers_of_streams() -> None:
+    def fn(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+        for module, streams in zip(model, (1, 2), strict=True):
+            fsdp.fully_shard(module, reduction=fsdp.ReductionPolicy(streams=streams), sync_module_states=True)
+        model[1](model[0](X)).sum().backward()
+        return fsdp.clip_grad_norm_(model, 0.5), fsdp.clip_grad_norm_(model, 1.0)
+
+    for before, after in fsdp.simulate(2, fn):
+        assert before > 0.5
+        torch.testing.assert_close(after, torch.tensor(0.5))
+
+
 @pytest.mark.parametrize("way", ["FULL_SHARD", "HYBRID_SHARD"])
 def test_where_the_backend_coalesces_buckets_share_a_collective_without_a_copy(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They give the same, and no memory is taken to put them together."""
