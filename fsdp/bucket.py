@@ -205,7 +205,7 @@ class Bucket:
             if hooks is None or len(hooks) < 2 or not used[i]:
                 continue
             part = flat.parts[i]
-            sparse = self.pending.is_sparse
+            sparse, size = self.pending.is_sparse, size_of(self.pending)
             view = self.pending if sparse else self.pending[part.offset : part.offset + part.numel].view(shape)
             for hook in list(hooks.values()):
                 changed = None if isinstance(hook, RefusedUse) else hook(view)
@@ -218,9 +218,13 @@ class Bucket:
                         f"{tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__}."
                     )
                 if sparse:
-                    self.pending = view = as_rows(changed)
+                    view = as_rows(changed).to(view.dtype)
                 else:
                     view.copy_(changed)
+            if sparse:
+                # of more rows, or fewer
+                self._ledger.add("reduced", size_of(view) - size)
+                self.pending = view
 
     def put(self, reduced: Tensor, used: Sequence[bool]) -> list[nn.Parameter]:
         """Set or accumulate one reduced shard (C,) into `.grad` of the shard parameters.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import fsdp
+from fsdp.sharded import sharded_of
 
 ROWS, WIDTH = 40, 6
 REPLICATED: dict[str, Any] = {"sharding_strategy": "NO_SHARD", "auto_wrap_policy": {nn.Embedding, nn.EmbeddingBag}}
@@ -72,6 +73,11 @@ def reference(size: int, batches: Callable[[int], list[list[Tensor]]]) -> dict[s
 def assert_alike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     for name, one in wanted.items():
         torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def bytes_held(model: nn.Module) -> dict[str, int]:
+    engine = sharded_of(model).engine  # type: ignore[union-attr]
+    return {kind: held for kind, held in engine.ledger.held.items() if held}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -271,6 +277,35 @@ def test_hooks_on_the_parameter_see_the_sparse_average_and_may_change_it() -> No
         assert torch.equal(seen, found)
 
 
+def edit_in_place(gradient: Tensor) -> None:
+    gradient.add_(torch.ones(gradient.shape).to_sparse(1))
+
+
+HOOKS: dict[str, tuple[Callable[[Tensor], Any], float]] = {
+    "dense": (lambda gradient: gradient.to_dense() + 1, 1),
+    "in another precision": (lambda gradient: gradient.double(), 0),
+    "of no row": (lambda gradient: torch.zeros(gradient.shape).to_sparse(1), float("nan")),
+    "edited in place": (edit_in_place, 1),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_may_give_other_rows(kind: str) -> None:
+    hook, more = HOOKS[kind]
+
+    def fn(rank: int) -> Tensor:
+        model = fsdp.fully_shard(nn.Embedding(5, 3, sparse=True), sharding_strategy="NO_SHARD", sync_module_states=True)
+        model.weight.register_hook(hook)
+        model(torch.arange(2)).sum().backward()
+        assert model.weight.grad.is_sparse and model.weight.grad.dtype is torch.float32
+        assert bytes_held(model).keys() == {"shards"}
+        return model.weight.grad.to_dense()
+
+    wanted = torch.tensor([1.0, 1, 0, 0, 0]).view(5, 1).expand(5, 3) + more
+    for found in fsdp.simulate(2, fn):
+        assert torch.equal(found, torch.nan_to_num(wanted))
+
+
 @pytest.mark.parametrize("hook", [default_hooks.allreduce_hook, default_hooks.fp16_compress_hook])
 def test_a_communication_hook_sees_it_in_full(hook: Any) -> None:
     """Over a group of one: torch's hooks need a real one. More ranks are in tests/equivalence/test_gloo.py."""
@@ -326,7 +361,6 @@ def test_the_books_are_even_after_a_step() -> None:
         for step in range(2):
             loss_of(model(tokens_of(rank, step))).backward()
         assert is_at_rest(model)
-        (engine,) = {id(e): e for e in [fsdp.sharded.sharded_of(model).engine]}.values()  # type: ignore[union-attr]
-        assert {kind: held for kind, held in engine.ledger.held.items() if held and kind != "shards"} == {}
+        assert bytes_held(model).keys() == {"shards"}
 
     fsdp.simulate(2, fn)
