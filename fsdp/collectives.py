@@ -130,13 +130,25 @@ class _ExchangedSum:
         sum_over_ranks(self._received.view(-1, self._into.numel()), self._into)
 
 
-class _FixedOrderTotal:
+class InStages:
+    """A work that communicates again in `wait`. A rank that gives up waits for what has begun, and begins nothing more."""
+
+    __slots__ = ("begun",)
+
+    def __init__(self, begun: Work) -> None:
+        self.begun = begun
+        """The stage in flight."""
+
+
+class _FixedOrderTotal(InStages):
     """An exchange of chunks, summed at `wait`, where the sums are gathered again."""
+
+    __slots__ = ("_gather", "_own", "_received", "_sent", "_tensor")
 
     def __init__(
         self, work: Work, sent: Tensor, received: Tensor, tensor: Tensor, gather: Callable[[Tensor], Work], own: int
     ) -> None:
-        self._work = work
+        super().__init__(work)
         self._sent = sent
         """Kept until it has arrived."""
         self._received = received
@@ -146,11 +158,12 @@ class _FixedOrderTotal:
         """The rank of this process, whose chunk is summed here."""
 
     def wait(self) -> None:
-        self._work.wait()
+        self.begun.wait()
         parts = self._received
         sums = torch.empty_like(parts)
         sum_over_ranks(parts, sums[self._own])
-        self._gather(sums.view(-1)).wait()
+        self.begun = self._gather(sums.view(-1))
+        self.begun.wait()
         self._tensor.view(-1).copy_(sums.view(-1)[: self._tensor.numel()])
 
 

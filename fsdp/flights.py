@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp.bucket import Bucket
-from fsdp.collectives import DONE, Work
+from fsdp.collectives import DONE, InStages, Work
 from fsdp.config import ReductionPolicy
 from fsdp.groups import Channels
 from fsdp.hooked import CommHook, GradientBucket
@@ -177,7 +177,8 @@ class Flights:
         for work, lane in (*((one.work, one.lane) for one in flights), *((one, 0) for one in others)):
             try:
                 with self._streams.landing(lane):
-                    work.wait()
+                    # what the peers have begun beyond that is over when they are told
+                    (work.begun if isinstance(work, InStages) else work).wait()
             except BaseException as failure:  # the others are in flight all the same
                 failures.append(failure)
         self._streams.await_reductions()

@@ -6,7 +6,7 @@ Rule 1: they are summed without ever being dense; what travels is as long as the
 import torch
 from torch import Tensor
 
-from fsdp.collectives import Collectives
+from fsdp.collectives import Collectives, InStages
 from fsdp.summation import sum_over_ranks
 
 
@@ -28,7 +28,7 @@ def no_rows(like: Tensor, dtype: torch.dtype) -> Tensor:
     return _of_rows(indices[0], like.new_empty(0, *like.shape[1:], dtype=dtype), like.shape)
 
 
-class SparseTotal:
+class SparseTotal(InStages):
     """The sum of one sparse gradient (V, *rest) over all ranks, in flight.
 
     First the ranks tell each other how many rows they have; the rows themselves are exchanged in `wait`, so every rank must wait
@@ -40,7 +40,7 @@ class SparseTotal:
     Memory:  W * (R + U) rows in `wait`, U being the rows of the sum.
     """
 
-    __slots__ = ("_channel", "_counts", "_given", "_label", "_work", "result")
+    __slots__ = ("_channel", "_counts", "_given", "_label", "result")
 
     def __init__(self, rows: Tensor, channel: Collectives, label: str) -> None:
         self._given = rows
@@ -48,13 +48,13 @@ class SparseTotal:
         self._label = label
         self._counts = torch.zeros(channel.size, dtype=torch.int64, device=rows.device)
         self._counts[channel.rank] = rows._nnz()
-        self._work = channel.all_gather(self._counts.view(torch.uint8), label)
+        super().__init__(channel.all_gather(self._counts.view(torch.uint8), label))
         self.result: Tensor
         """The sum, a sparse tensor (V, *rest), when `wait` has returned."""
 
     def wait(self) -> None:
         """Exchange the rows and sum them."""
-        self._work.wait()
+        self.begun.wait()
         counts = self._counts.tolist()
         values, shape = self._given.values(), self._given.shape
         row, most = shape[1:], max(counts)
@@ -66,7 +66,8 @@ class SparseTotal:
         mine[:own] = self._given.indices().view(-1)
         mine[most:].view(values.dtype)[: own * elements] = values.reshape(-1)
         if most:
-            self._channel.all_gather(chunk.view(-1).view(torch.uint8), self._label).wait()
+            self.begun = self._channel.all_gather(chunk.view(-1).view(torch.uint8), self._label)
+            self.begun.wait()
         indices = torch.cat([of[:count] for of, count in zip(chunk, counts, strict=True)])
         found, places = torch.unique(indices, return_inverse=True)
         parts = values.new_zeros(len(counts), len(found), *row)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import fsdp
 from fsdp.sharded import sharded_of
+from fsdp.simulated import current_rank
+from fsdp.sparse import SparseTotal
 
 ROWS, WIDTH = 40, 6
 REPLICATED: dict[str, Any] = {"sharding_strategy": "NO_SHARD", "auto_wrap_policy": {nn.Embedding, nn.EmbeddingBag}}
@@ -364,3 +367,26 @@ def test_the_books_are_even_after_a_step() -> None:
         assert bytes_held(model).keys() == {"shards"}
 
     fsdp.simulate(2, fn)
+
+
+def test_a_rank_that_fails_where_rows_are_exchanged_exchanges_no_others() -> None:
+    """Its peers would take them for those they wait for, instead of being told."""
+    exchange, told = SparseTotal.wait, []
+
+    def wait(total: SparseTotal) -> None:
+        if current_rank().rank == 1 and total._label == "bag":  # type: ignore[union-attr]
+            raise MemoryError
+        exchange(total)
+
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(make(), **REPLICATED)
+        try:
+            loss_of(model(tokens_of(rank, 0))).backward()
+        except fsdp.PeerFailed:
+            told.append(rank)
+        finally:
+            assert is_at_rest(model) and model.words.weight.grad is None and bytes_held(model).keys() == {"shards"}
+
+    with mock.patch.object(SparseTotal, "wait", wait), pytest.raises(MemoryError):
+        fsdp.simulate(2, fn)
+    assert told == [0]
