@@ -28,7 +28,8 @@ class Accumulators:
         for place, whole in zip(unit.places, unit.whole_parameters, strict=True):
             node = _kept_accumulator(place.parameter)
             if node is not None:
-                self._heard[id(place.parameter)] = whole.register_hook(_relay(node, place.parameter))  # type: ignore[no-untyped-call]
+                relay = _relay(node, place.parameter, place.names[0])
+                self._heard[id(place.parameter)] = whole.register_hook(relay)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Let them hear nothing any more."""
@@ -62,19 +63,28 @@ def _kept_accumulator(parameter: nn.Parameter) -> Any:
     return node if sys.getrefcount(node) > _UNKEPT else None
 
 
-def _relay(node: Any, shard: nn.Parameter) -> Callable[[Tensor], None]:
-    """A hook for the whole parameter: run `node` with each of its gradients, for its hooks, and accumulate nothing."""
+def _relay(node: Any, shard: nn.Parameter, name: str) -> Callable[[Tensor], None]:
+    """A hook for the whole parameter: run `node` with each of its gradients, for its hooks, and accumulate nothing.
+
+    Raises:
+        ShardingError: one of them steps an optimizer, with what an earlier backward has left in `.grad`.
+    """
 
     def hear(gradient: Tensor) -> None:
         # hooks of the shard hear the reduced gradient; a leaf that needs no gradient accumulates none
         hooks, shard._backward_hooks = shard._backward_hooks, None
-        trains = shard.requires_grad
+        trains, version = shard.requires_grad, shard._version
         shard.requires_grad_(False)
         try:
             torch.autograd.backward((GradientEdge(node, 0),), (gradient,))
         finally:
             shard.requires_grad_(trains)
             shard._backward_hooks = hooks
+        if shard._version != version:
+            raise ShardingError(
+                f"a hook on the node that accumulates the gradient of {name!r} changed the parameter, whose gradient is not "
+                "reduced yet, nor in `.grad`; step the optimizer in p.register_post_accumulate_grad_hook."
+            )
 
     return hear
 

@@ -456,6 +456,25 @@ def test_on_the_accumulating_node_of_a_shard_are_refused_at_the_first_forward() 
     fsdp.simulate(RANKS, one_rank)
 
 
+def test_on_the_accumulating_node_do_not_step_an_optimizer() -> None:
+    """What they would step with is the gradient of the backward before."""
+
+    def one_rank(rank: int) -> None:
+        model = make()
+        parameter = model.enter.weight
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        handle = node.register_hook(lambda *_: optimizer.step())
+        fsdp.fully_shard(model, sharding_strategy="NO_SHARD")
+        loss_of(model(data(rank, 0))).backward()
+        with pytest.raises(fsdp.ShardingError, match=r"hook on the node .* of 'enter\.weight' changed the parameter"):
+            loss_of(model(data(rank, 0))).backward()
+        handle.remove()
+        loss_of(model(data(rank, 0))).backward()
+
+    fsdp.simulate(RANKS, one_rank)
+
+
 # all together, however it is sharded ------------------------------------------------------------------------------
 
 STRATEGIES: dict[str, dict[str, Any]] = {
