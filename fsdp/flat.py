@@ -9,6 +9,7 @@ from torch.autograd.graph import increment_version
 from fsdp.collectives import Collectives
 from fsdp.errors import ShardingError
 from fsdp.layout import Layout, Part, make_layout
+from fsdp.looks import check_looks
 from fsdp.storage import Borrowed, Memory, storage_key
 
 
@@ -228,6 +229,7 @@ def _like(original: nn.Parameter, view: Tensor) -> nn.Parameter:
     if original._backward_hooks:
         # set before wrapping: they see the full gradient; the user's handles refer to this very dict
         whole._backward_hooks, original._backward_hooks = original._backward_hooks, None
+    check_looks(whole)
     return whole
 
 

@@ -73,6 +73,7 @@ ORDER = (
     "unit",
     "flat",
     "outside",
+    "looks",
     "face",
     "stack",
     "delays",

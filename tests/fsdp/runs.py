@@ -82,7 +82,8 @@ class ShardedRun:
                     self.check_untouched(before)
                 learner.arm(None)
                 seen.came = {name: self.hook_calls[name] for name in self.hooked}
-                self.may_keep |= forward and not seen.raised
+                # of several roots, one whose own forward ended well does not hear that another one failed after it
+                self.may_keep |= forward and (not seen.raised or learner.tree.several_roots)
             case Evaluate():
                 seen.value = [learner.evaluate(number, statement)]
                 self.may_keep |= statement.mode == "eval"
