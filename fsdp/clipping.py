@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fsdp.collectives import Collectives
 from fsdp.errors import ShardingError
-from fsdp.sharded import engines_in
+from fsdp.sharded import engines_in, refusal, refuse_unless_resting
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -38,10 +38,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
             f"clip_grad_norm_: {why}, so the norm over all of them is not defined here; wrap the whole model over one group."
         )
     for engine in engines:
-        if not engine.root.at_rest:
-            raise ShardingError("clip_grad_norm_: call it outside any forward, backward and summon_full_params.")
+        refuse_unless_resting("clip_grad_norm_", engine)
         if engine.reducer.keeps_gradients:
-            raise ShardingError("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.")
+            raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
     gradients = [p.grad for key, (_, p) in named.items() if p.grad is not None and key in sharded]
     sparse = [gradient for gradient in gradients if gradient.is_sparse]
     strided = [gradient for gradient in gradients if not gradient.is_sparse]

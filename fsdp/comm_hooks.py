@@ -7,7 +7,7 @@ from torch import nn
 
 from fsdp.errors import ShardingError
 from fsdp.hooked import CommHook
-from fsdp.sharded import engines_in
+from fsdp.sharded import engines_in, refuse_unless_resting
 
 
 def register_comm_hook(model: nn.Module, state: Any, hook: Callable[[Any, Any], Any]) -> None:
@@ -30,8 +30,7 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Callable[[Any, Any], 
         raise ShardingError(f"register_comm_hook takes a function of (state, bucket), not {hook!r}.")
     engines = engines_in(model, "register_comm_hook")
     for engine in engines:
-        if not engine.root.at_rest:
-            raise ShardingError("register_comm_hook: call it outside any forward, backward and summon_full_params.")
+        refuse_unless_resting("register_comm_hook", engine)
         if engine.reducer.hook is not None:
             raise ShardingError("register_comm_hook: this model has a communication hook already; a second would replace it.")
         policy = engine.reducer.policy

@@ -12,7 +12,7 @@ from fsdp.collectives import Collectives
 from fsdp.errors import ShardingError
 from fsdp.names import entries
 from fsdp.piece import Piece, pieces_in
-from fsdp.sharded import engines_in
+from fsdp.sharded import engines_in, refusal
 from fsdp.sparse import as_rows, dense
 
 PART = "gradients"
@@ -24,9 +24,10 @@ def refuse_kept_gradients(model: nn.Module) -> None:
     """
     for engine in engines_in(model, "save"):
         if engine.reducer.keeps_gradients:
-            raise ShardingError(
+            raise refusal(
                 "save: gradients are kept under no_sync, whole on each rank, and no checkpoint has a place for them; save after "
-                "a backward that synchronises, or zero them first."
+                "a backward that synchronises, or zero them first.",
+                engine,
             )
 
 

@@ -8,8 +8,9 @@ from fsdp.collectives import Collectives
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.hooks import Hooks
+from fsdp.notes import add_note
 from fsdp.unit import Unit
-from state_machine import Event
+from state_machine import Event, State
 
 
 class Sharded:
@@ -67,10 +68,26 @@ def engines_in(model: nn.Module, asker: str) -> tuple[Engine, ...]:
         complete[sharded.engine] = complete.get(sharded.engine, False) or sharded.index == 0
     for engine, whole in complete.items():
         if not whole:
-            raise ShardingError(
-                f"{asker}: {type(model).__name__} is a part of root {engine.units[0].name!r}; call it on the root."
+            raise refusal(
+                f"{asker}: {type(model).__name__} is a part of root {engine.units[0].name!r}; call it on the root.", engine
             )
     return tuple(complete)
+
+
+def refusal(text: str, engine: Engine) -> ShardingError:
+    """What somebody asked for cannot be done as things stand, which the note tells: first the first unit that is not at rest."""
+    busy = (index for index, lifecycle in enumerate(engine.root.lifecycles) if lifecycle.state is not State.IDLE)
+    error = ShardingError(text)
+    add_note(error, engine, next(busy, 0))
+    return error
+
+
+def refuse_unless_resting(asker: str, engine: Engine) -> None:
+    """Raises:
+    ShardingError: a forward, a backward or a summon is going on.
+    """
+    if not engine.root.at_rest:
+        raise refusal(f"{asker}: call it outside any forward, backward and summon_full_params.", engine)
 
 
 def resting_units_in(model: nn.Module, asker: str) -> list[Unit]:
@@ -82,12 +99,14 @@ def resting_units_in(model: nn.Module, asker: str) -> list[Unit]:
     """
     found = units_in(model, asker)
     for engine in {sharded.engine: None for sharded in found}:
-        if not engine.root.at_rest:
-            raise ShardingError(f"{asker}: call it outside any forward, backward and summon_full_params.")
-    units = [sharded.unit for sharded in found]
-    for unit in units:
-        unit.check_shards()
-    return units
+        refuse_unless_resting(asker, engine)
+    for sharded in found:
+        try:
+            sharded.unit.check_shards()
+        except ShardingError as error:
+            add_note(error, sharded.engine, sharded.index)
+            raise
+    return [sharded.unit for sharded in found]
 
 
 def everyone_in(model: nn.Module, asker: str) -> Collectives:

@@ -72,6 +72,14 @@ def raising(error: BaseException) -> Callable[..., None]:
     return fail
 
 
+def while_lent(ask: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    def asks(model: nn.Module) -> None:
+        with fsdp.summon_full_params(model):
+            ask(model)
+
+    return asks
+
+
 def test_in_the_forward_of_an_inner_unit() -> None:
     error = Mine()
     note = fails(lambda model: [model.blocks[1].up.register_forward_hook(raising(error))], error)
@@ -182,6 +190,33 @@ def test_a_refusal_has_the_story() -> None:
     assert lines[0] == f"{MARK} 'Summons', FORWARD, whole parameters WHOLE, on rank 1 of 2"
     assert "  gathers: gather_objects agreement, all_gather Summons" in lines
     assert lines[-1].split() == ["Summons", "FORWARD", "WHOLE", "FORWARD_BEGINS"]
+
+
+OUTSIDE: Final[dict[str, tuple[Callable[[nn.Module], Any], str]]] = {
+    "a norm of kept gradients": (lambda model: fsdp.clip_grad_norm_(model, 1.0), "IDLE"),
+    "a save of kept gradients": (lambda model: fsdp.save("unused", model), "IDLE"),
+    "a part of a root": (lambda model: fsdp.memory_bytes(model.blocks[1]), "IDLE"),
+    "a state dict while lent": (while_lent(fsdp.full_state_dict), "SUMMONED"),
+    "a hook while lent": (while_lent(lambda model: fsdp.register_comm_hook(model, None, print)), "SUMMONED"),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_refusal_outside_a_step_has_it_too(name: str) -> None:
+    ask, state = OUTSIDE[name]
+
+    def one_rank(rank: int) -> str:
+        model = wrap()
+        with fsdp.no_sync(model):
+            loss_of(model(X)).backward()
+        with pytest.raises(fsdp.ShardingError) as caught:
+            ask(model)
+        return note_of(caught.value)
+
+    lines = fsdp.simulate(2, one_rank)[1].splitlines()
+    assert lines[0].startswith(f"{MARK} 'Net', {state}, ")
+    assert lines[1].startswith("root 'Net', rank 1 of 2") and " kept" in lines[1]
+    assert sum(line.startswith(("  Net ", "  blocks.")) for line in lines) == 4
 
 
 def test_a_refusal_in_a_backward_hook_has_it_too() -> None:
