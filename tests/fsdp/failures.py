@@ -29,6 +29,8 @@ from fsdp.sharded import sharded_of
 from fsdp.simulated import SimulatedCollectives, current_rank
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "failures.md"
+BESIDE: Final = "\n## FSDP1, FSDP2 and DDP beside it\n"
+"""The end of the page, which peer_failures.py writes."""
 PHASES: Final = ("forward", "backward", "replay", "no_sync")
 STRATEGIES: Final[dict[str, tuple[int, dict[str, Any]]]] = {
     "FULL_SHARD": (2, {}),
@@ -375,9 +377,10 @@ def write() -> None:
     alike = {one: row_of(*one, simulated) for one in cells}
     gloo = all_over_gloo()
     alone = {one: row_of(*one, lambda name, strategy, phase: gloo.get(f"{name}/{strategy}/{phase}", NOT_RUN)) for one in cells}
+    beside = "".join(PAGE.read_text(encoding="utf-8").partition(BESIDE)[1:])
     PAGE.write_text(
         f"{HEAD}\n## All ranks fail alike, simulated\n\n{page(alike)}\n\n## One rank fails alone, over gloo\n\n"
-        f"The others raise `fsdp.PeerFailed`, and start the step again as it does.\n\n{page(alone)}\n",
+        f"The others raise `fsdp.PeerFailed`, and start the step again as it does.\n\n{page(alone)}\n{beside}",
         encoding="utf-8",
     )
 

@@ -5,6 +5,7 @@ import os
 import pytest
 from failures import (
     APART,
+    BESIDE,
     HEAD,
     NOT_REACHED,
     NOT_RUN,
@@ -18,6 +19,8 @@ from failures import (
     row_of,
     simulated,
 )
+from peer_engines import ENGINES
+from peer_failures import ALONE_TITLE, Cell, run
 
 # one strategy for each point, in turn; all of them if the environment asks
 ALL = [(name, strategy) for name in POINTS for strategy in STRATEGIES]
@@ -31,7 +34,7 @@ def test_what_happens_when_a_step_fails_is_on_the_page(name: str, strategy: str)
 
 
 def test_the_page_has_every_row_twice_and_nothing_that_is_not_recovered_but_late_hooks() -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8").partition(BESIDE)[0]
     assert text.startswith(HEAD)
     rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| what", "| ---"))]
     assert len(rows) == 2 * len(ALL)
@@ -40,3 +43,15 @@ def test_the_page_has_every_row_twice_and_nothing_that_is_not_recovered_but_late
         assert len(cells) == len(PHASES)
         good = {NOT_REACHED, TOO_LATE if name == "a post-accumulate hook" else RECOVERED}
         assert set(cells) <= good | ({APART, NOT_RUN} if number >= len(ALL) else set())
+
+
+@pytest.mark.gloo
+def test_what_happens_in_another_engine_is_on_the_page() -> None:
+    """One cell of ours and one of FSDP2, in two processes."""
+    place, phase = "a node of the backward", "backward"
+    text = PAGE.read_text(encoding="utf-8").partition(BESIDE)[2]
+    (row,) = (line for line in text.partition(ALONE_TITLE)[0].splitlines() if line.startswith(f"| {place} | {phase} |"))
+    written = dict(zip(ENGINES, (one.strip() for one in row.strip("|").split("|")[2:]), strict=True))
+    assert written["fsdp"] == RECOVERED
+    for cell, verdict in run([Cell(engine, place, phase, alone=False) for engine in ENGINES[:2]]):
+        assert verdict == written[cell.engine]
