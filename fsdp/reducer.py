@@ -348,6 +348,8 @@ class Reducer:
         counted bucket, and one of a rank that came through other units, may have one on some ranks only: all of them look, also
         those that had launched nothing of it before they were asked.
         """
+        if self.policy.at_end:
+            return  # nobody launched anything before
         usage = self._usage
         for number in self._sequence:
             looks = self.policy.find_unused_parameters or number in self.counted or self._again[self.buckets[number].unit]
