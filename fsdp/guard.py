@@ -62,7 +62,8 @@ class Guard:
 
     def _pack(self, tensor: Tensor) -> Any:
         own = tensor.layout is torch.strided and storage_key(tensor) in self._unit.keys
-        return _Saved(tensor, None if tensor.is_inference() else tensor._version, own)
+        # detached: a node that saves what it returns would be kept by it for good; versions are counted together
+        return _Saved(tensor.detach(), None if tensor.is_inference() else tensor._version, own)
 
     def _unpack(self, saved: "_Saved") -> Tensor:
         # torch itself compares versions only of what no hook has packed

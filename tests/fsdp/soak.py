@@ -11,6 +11,7 @@ somebody hangs.
 
 import argparse
 import faulthandler
+import gc
 import json
 import os
 import random
@@ -26,6 +27,8 @@ from typing import Final, NamedTuple
 import torch
 import torch.distributed as dist
 from failures import APART, LATE, NOT_REACHED, PAGE, PHASES, RECOVERED, STRATEGIES, TOO_LATE, cell, tight
+
+from fsdp import dump
 
 HERE: Final = Path(__file__).resolve().parent
 SIZE: Final = 4
@@ -168,6 +171,8 @@ def batch_of(check: Callable[..., None], number: int) -> int:
         done += 1
 
     some()
+    gc.collect()
+    assert not len(dump._engines), f"{len(dump._engines)} engines are left of {done} programs"
     return done
 
 

@@ -41,6 +41,24 @@ def test_a_model_is_freed_with_its_last_reference() -> None:
     assert fsdp.simulate(2, one_rank) == [[True] * 4] * 2
 
 
+@pytest.mark.parametrize("guard", [False, True], ids=["", "guard"])
+def test_a_model_is_freed_with_a_forward_that_had_no_backward(guard: bool) -> None:
+    """Also under guard, which keeps what nodes save: some of them save what they return."""
+
+    def one_rank(rank: int) -> bool:
+        def forward() -> weakref.ref[nn.Module]:
+            layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+            model = fsdp.fully_shard(layers, auto_wrap_policy={nn.Linear}, guard=guard)
+            model(torch.ones(1, 2))
+            return weakref.ref(model)
+
+        reference = forward()
+        gc.collect()
+        return reference() is None
+
+    assert fsdp.simulate(2, one_rank) == [True, True]
+
+
 def test_a_model_whose_backward_failed_is_freed_with_its_last_reference() -> None:
     """The trace function that hears the exception keeps nothing: one collection of garbage will do."""
 
