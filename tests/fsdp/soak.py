@@ -54,6 +54,7 @@ class Held(NamedTuple):
 
 
 def held_now() -> Held:
+    gc.collect()  # a model that failed is let go of with its exception, often in a cycle
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return Held(pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
 
