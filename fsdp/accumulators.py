@@ -40,11 +40,18 @@ class Accumulators:
         """Before the first forward: look for others, which hear nothing.
 
         Raises:
-            ShardingError: somebody keeps the accumulating node of a shard, into which nothing accumulates.
+            ShardingError: somebody keeps the accumulating node of a shard, into which nothing accumulates, or has set
+                torch's `register_multi_grad_hook` on parameters, which waits for these nodes.
         """
         if self._is_checked:
             return  # it costs as much as a small kernel for each parameter
-        for place in self._unit.places:
+        for place, whole in zip(self._unit.places, self._unit.whole_parameters, strict=True):
+            if any(map(_waits_for_all, (whole._backward_hooks or {}).values())):
+                raise ShardingError(
+                    f"torch's register_multi_grad_hook was set on {place.names[0]!r} of unit {self._unit.name!r} before "
+                    "wrapping: it waits for the gradient of a shard, which never comes. Set it inside a forward, give it "
+                    "mode='any', or use p.register_hook."
+                )
             if id(place.parameter) not in self._heard and _kept_accumulator(place.parameter) is not None:
                 raise ShardingError(
                     f"somebody keeps the node that accumulates the gradient of {place.names[0]!r} in unit {self._unit.name!r}, "
@@ -53,6 +60,10 @@ class Accumulators:
                     "p.register_hook or p.register_post_accumulate_grad_hook."
                 )
         self._is_checked = True
+
+
+def _waits_for_all(hook: Any) -> bool:
+    return getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.")
 
 
 def _kept_accumulator(parameter: nn.Parameter) -> Any:

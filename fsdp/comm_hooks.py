@@ -38,6 +38,7 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Callable[[Any, Any], 
             ("deterministic=True", policy.deterministic),
             ("average=False", not policy.average),
             ("predivide_factor", policy.predivide_factor is not None),
+            ("streams", policy.streams > 1),
         ):
             if given:
                 raise ShardingError(

@@ -571,7 +571,9 @@ def test_options_that_do_not_fit_are_refused_before_anything_moves(text: str) ->
     fsdp.simulate(2, fn)
 
 
-@pytest.mark.parametrize("option", [{"deterministic": True}, {"average": False}, {"predivide_factor": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"deterministic": True}, {"average": False}, {"predivide_factor": 2.0}, {"streams": 2}], ids=str
+)
 def test_a_hook_leaves_no_sum_to_have_options(option: dict[str, Any]) -> None:
     def fn(rank: int) -> None:
         model = fsdp.fully_shard(nn.Linear(2, 2), reduction=fsdp.ReductionPolicy(**option))

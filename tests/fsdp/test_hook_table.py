@@ -15,7 +15,7 @@ import pytest
 import torch
 from models import Block, Net, gradients_of, join, loss_of
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.nn.modules import module as global_hooks
 
 import fsdp
@@ -471,6 +471,26 @@ def test_on_the_accumulating_node_do_not_step_an_optimizer() -> None:
             loss_of(model(data(rank, 0))).backward()
         handle.remove()
         loss_of(model(data(rank, 0))).backward()
+
+    fsdp.simulate(RANKS, one_rank)
+
+
+def test_of_several_parameters_before_wrapping_are_heard_or_refused() -> None:
+    def one_rank(rank: int) -> None:
+        heard: list[Any] = []
+        model = make()
+        register_multi_grad_hook(tuple(model.parameters()), heard.append, mode="any")
+        fsdp.fully_shard(model, auto_wrap_policy={Block})
+        loss_of(model(data(rank, 0))).backward()
+        assert len(heard) == 1
+        model = make()
+        handle = register_multi_grad_hook(tuple(model.parameters()), heard.append, mode="all")
+        fsdp.fully_shard(model, auto_wrap_policy={Block})
+        with pytest.raises(fsdp.ShardingError, match=r"register_multi_grad_hook was set on 'enter\.weight'"):
+            model(data(rank, 0))
+        handle.remove()
+        loss_of(model(data(rank, 0))).backward()
+        assert len(heard) == 1
 
     fsdp.simulate(RANKS, one_rank)
 
