@@ -43,8 +43,9 @@ class Accumulators:
             ShardingError: somebody keeps the accumulating node of a shard, into which nothing accumulates, or has set
                 torch's `register_multi_grad_hook` on parameters, which waits for these nodes.
         """
-        if self._is_checked:
-            return  # it costs as much as a small kernel for each parameter
+        # it costs as much as a small kernel for each parameter; and inference has no nodes
+        if self._is_checked or torch.is_inference_mode_enabled():
+            return
         for place, whole in zip(self._unit.places, self._unit.whole_parameters, strict=True):
             if any(map(_waits_for_all, (whole._backward_hooks or {}).values())):
                 raise ShardingError(
@@ -68,7 +69,7 @@ def _waits_for_all(hook: Any) -> bool:
 
 def _kept_accumulator(parameter: nn.Parameter) -> Any:
     """The node that accumulates the gradient of `parameter`, if somebody keeps it, or else None."""
-    if not parameter.requires_grad:
+    if not parameter.requires_grad or torch.is_inference_mode_enabled():
         return None
     node = get_gradient_edge(parameter).node
     return node if sys.getrefcount(node) > _UNKEPT else None

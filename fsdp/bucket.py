@@ -143,7 +143,8 @@ class Bucket:
         views = self.views
         if buffer is not None:
             views = flat.views_of(buffer)
-            self.filled = buffer, views
+            if buffer.dtype is flat.shard.dtype:
+                self.filled = buffer, views  # else what is reduced is put elsewhere, and this is not to be kept
         gradients = [whole.grad for whole in flat.whole_parameters]
         for whole in flat.whole_parameters:
             whole.grad = None

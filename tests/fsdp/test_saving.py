@@ -171,7 +171,7 @@ class TestInTheBackground:
 
 @given(
     size=st.integers(1, 4),
-    case=st.sampled_from(sorted(CASES)),
+    case=st.sampled_from(sorted(CASES.keys() - {"sparse"})),  # which AdamW does not take
     strategy=st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
 )
 @settings(max_examples=6)

@@ -471,6 +471,18 @@ STORIES = (
         """,
     ),
     Story(
+        "a replay of another unit reads this one's weight, which joins the backward at once; then it is replayed itself",
+        """
+        GRADIENT_FROM_OUTSIDE -> BACKWARD_POST: JOIN_BACKWARD
+        REPLAY_BEGINS -> BACKWARD_PRE: NEED
+        REPLAY_ENDS -> BACKWARD_PRE: WATCH_OUTPUTS
+        GRADIENTS_READY -> BACKWARD_POST: FREE, REDUCE
+        GRADIENT_FROM_OUTSIDE -> BACKWARD_POST:
+        GRADIENT_ARRIVES -> BACKWARD_POST:
+        BACKWARD_ENDS -> IDLE: FREE, FLUSH, COMMIT
+        """,
+    ),
+    Story(
         "a unit called twice in one checkpoint is replayed twice; the second replay may be stopped early",
         """
         BACKWARD_REACHES -> BACKWARD_PRE: JOIN_BACKWARD, NEED
