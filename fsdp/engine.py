@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 
 from fsdp.buffers import broadcast_buffers
@@ -58,9 +59,6 @@ class Engine:
         self.synchronises = True
         """Whether a backward that begins now reduces its gradients (`no_sync`)."""
         self.descendants = tuple(descendants)
-        inner = {id(unit.module) for unit in units}
-        self.own_modules = tuple(tuple(modules_within(unit.module, inner)) for unit in units)
-        """The modules of each unit, without those of its inner units."""
         self._streams = streams
         strategies = [unit.config.strategy for unit in units]
         strategies[0] = units[0].config.root_strategy
@@ -126,6 +124,10 @@ class Engine:
             }
             for index, unit in enumerate(units)
         )
+
+    def own_modules(self, index: int) -> list[nn.Module]:
+        """The modules of a unit, without those of its inner units."""
+        return list(modules_within(self.units[index].module, {id(unit.module) for unit in self.units}))
 
     # events -------------------------------------------------------------------------------
 

@@ -17,8 +17,9 @@ class Escapes:
 
     def __init__(self, module: nn.Module, own_modules: Sequence[nn.Module]) -> None:
         self._attributes = [Attributes(one) for one in own_modules]
-        self._inner = [one for one in own_modules if one is not module]
-        self._hooks = [one._forward_hooks for one in self._inner]
+        inner = [one for one in own_modules if one is not module]
+        self._inner = [*map(weakref.ref, inner)]
+        self._hooks = [weakref.ref(one._forward_hooks) for one in inner]
         self._heard: set[int] = set()
         self._carried: list[weakref.ref[Tensor]] = []
         self._handles: list[RemovableHandle] = []
@@ -26,9 +27,11 @@ class Escapes:
     def begin(self) -> None:
         """A forward begins."""
         self._carried.clear()
-        if any(self._hooks):
-            for module, hooks in zip(self._inner, self._hooks, strict=True):
-                if hooks and id(module) not in self._heard:
+        hooks = [reference() for reference in self._hooks]
+        if any(hooks):
+            for reference, of_module in zip(self._inner, hooks, strict=True):
+                module = reference()
+                if of_module and module is not None and id(module) not in self._heard:
                     self._heard.add(id(module))
                     self._handles.append(module.register_forward_hook(self._inner_module_ends))
 

@@ -88,10 +88,10 @@ class GuardedSlots(Slots):
 class ModuleFace:
     """What one module shows of one unit, in either face."""
 
-    __slots__ = ("_slots", "_teller", "module", "shards", "wholes")
+    __slots__ = ("_module", "_slots", "_teller", "shards", "wholes")
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self._module = weakref.ref(module)  # see `Unit.module`
         self.shards: dict[str, nn.Parameter] = {}
         self.wholes: dict[str, nn.Parameter] = {}
         if isinstance(module._parameters, Slots):
@@ -102,6 +102,11 @@ class ModuleFace:
         # modules that keep a second book of their parameters (nn.LSTM) are told through their own __setattr__
         plain = type(module).__setattr__ is nn.Module.__setattr__
         self._teller: Callable[[dict[str, nn.Parameter]], None] = self._slots.update if plain else self._tell
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, as long as it is there."""
+        return self._module()
 
     def show_wholes(self) -> None:
         """Let the module show the whole parameters. The unit still answers reads, until it opens."""
@@ -140,6 +145,8 @@ class ModuleFace:
     def _tell(self, face: dict[str, nn.Parameter]) -> None:
         # a module's __setattr__ looks at what is there, which is no read to answer
         self._slots.__class__ = OpenSlots
+        module = self.module
         for name, parameter in face.items():
-            setattr(self.module, name, parameter)
+            if module is not None:
+                setattr(module, name, parameter)
         self._slots.__class__ = GuardedSlots

@@ -1,5 +1,6 @@
 """One flat buffer of a unit: parameters of one dtype, trainable alike, laid end to end and cut over the ranks."""
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -16,13 +17,23 @@ from fsdp.storage import Borrowed, Memory, storage_key
 class Place:
     """One parameter of a unit and every slot of every module that shows it."""
 
-    __slots__ = ("names", "parameter", "slots")
+    __slots__ = ("_slots", "names", "parameter")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
         self.names: list[str] = []
         """Plain names below the unit's root, the first being the canonical one."""
-        self.slots: list[tuple[nn.Module, str]] = []
+        self._slots: list[tuple[weakref.ref[nn.Module], str]] = []
+
+    def add(self, name: str, module: nn.Module, slot: str) -> None:
+        """It is `module.slot`, and has this name."""
+        self.names.append(name)
+        self._slots.append((weakref.ref(module), slot))
+
+    @property
+    def slots(self) -> list[tuple[nn.Module, str]]:
+        """Every module that shows it, and as what. Weakly, see `Unit.module`."""
+        return [(module, slot) for reference, slot in self._slots if (module := reference()) is not None]
 
     @property
     def is_sparse(self) -> bool:

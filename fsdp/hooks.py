@@ -84,8 +84,8 @@ class Listener(Uncopied):
         self.outer: Sequence[Listener] = ()
         """Those of all units with units inside, which autograd can leave by ways nobody watches."""
         self._handles_of_ends: dict[int, RemovableHandle] = {}
-        self.module = module = self._unit.module
-        self._escapes = Escapes(module, engine.own_modules[index])
+        module = self._unit.module
+        self._escapes = Escapes(module, engine.own_modules(index))
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._forward_ends, always_call=True),
@@ -103,6 +103,11 @@ class Listener(Uncopied):
                 refuse = RefusedUse(place.names[0], self._unit.name)
                 with _thawed(place.parameter):
                     self._handles.append(place.parameter.register_hook(refuse))  # type: ignore[no-untyped-call]
+
+    @property
+    def module(self) -> nn.Module:
+        """The module of the unit."""
+        return self._unit.module
 
     def remove(self) -> None:
         """Take the hooks away again."""

@@ -1,5 +1,6 @@
 """Tensors inside whatever a forward takes and returns, and modules inside modules."""
 
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -42,19 +43,20 @@ def modules_within(module: nn.Module, others: Collection[int]) -> Iterator[nn.Mo
 class Attributes:
     """What a module's author or user keeps on it, beside parameters, buffers, modules and torch's own."""
 
-    __slots__ = ("_all", "_count", "_names")
+    __slots__ = ("_count", "_module", "_names")
 
     def __init__(self, module: nn.Module) -> None:
-        self._all = vars(module)
+        self._module = weakref.ref(module)
         self._count = -1
         self._names: list[str] = []
 
     def values(self) -> list[Any]:
         """The values now. As fast as can be: it is asked in every forward."""
-        if len(self._all) != self._count:
-            self._count = len(self._all)
-            self._names = [name for name in self._all if name not in _OWN_TO_TORCH]
-        return list(map(self._all.get, self._names))
+        now = vars(self._module())
+        if len(now) != self._count:
+            self._count = len(now)
+            self._names = [name for name in now if name not in _OWN_TO_TORCH]
+        return list(map(now.get, self._names))
 
 
 _OWN_TO_TORCH: Final = frozenset(vars(nn.Module()))

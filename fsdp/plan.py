@@ -163,8 +163,7 @@ class _Walk:
                 "both uses instead, or let auto_wrap_policy choose."
             )
         place = self._places.setdefault(key, Place(parameter))
-        place.names.append(name)
-        place.slots.append((module, slot))
+        place.add(name, module, slot)
         known = self._chains.setdefault(key, chain)
         common = [a for a, b in zip(known, chain, strict=False) if a == b]
         self._chains[key] = tuple(common)

@@ -7,6 +7,7 @@ Rule 3: inside `summon_full_params` the parameters are full, and torch's own way
 
 from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -44,7 +45,7 @@ class StateHooks(Uncopied):
         super().__init__(engine.units[index])
         self._engine = engine
         self._index = index
-        self._slots: dict[nn.Module, dict[str, Piece]] = {}
+        self._slots: WeakKeyDictionary[nn.Module, dict[str, Piece]] = WeakKeyDictionary()  # see `Unit.module`
         for place, piece in zip(self._unit.places, pieces_of(self._unit), strict=True):
             for owner, slot in place.slots:
                 self._slots.setdefault(owner, {})[slot] = piece

@@ -6,6 +6,7 @@ Rule 2: the modules show the whole face only between SHOW and HIDE; whoever look
         time sees living shards, never freed memory.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ class Unit:
         config: Config,
         collectives: Collectives,
     ) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
         self.name = name
         self.config = config
         self.collectives = collectives
@@ -83,6 +84,17 @@ class Unit:
                     face.shards[slot] = place.parameter
                     face.wholes[slot] = whole
         self._faces = tuple(faces.values())
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is the unit. Whoever asks runs in it, or has it.
+
+        The unit refers to its modules weakly: a graph refers to the unit in ways that Python's collector does not see, and a
+        module may keep a graph (`self.aux = loss`).
+        """
+        module = self._module()
+        assert module is not None
+        return module
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.places)} parameters)"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp
 
@@ -84,6 +85,71 @@ def test_a_model_whose_backward_failed_is_freed_with_its_last_reference() -> Non
         return reference() is None
 
     assert fsdp.simulate(1, one_rank) == [True]
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["after a backward", "without a backward"])
+@pytest.mark.parametrize("guard", [False, True], ids=["", "guard"])
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["", "reentrant", "non-reentrant"])
+def test_a_model_that_keeps_a_graph_is_freed_all_the_same(trains: bool, guard: bool, reentrant: bool | None) -> None:
+    """On attributes of the root and of an inner unit, and by a hook; where plain torch frees it.
+
+    (A module that keeps what came out of a non-reentrant checkpoint of itself is in a cycle of torch's own until the backward.)
+    """
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.lstm, self.last = nn.Linear(2, 2), nn.LSTM(2, 2), nn.Linear(2, 2)
+            self.heard: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.lstm(self.first(x))[0]
+            x = self.last(x) if reentrant is None else checkpoint(self.last, x, use_reentrant=reentrant)
+            self.loss = (x * x).sum()
+            self.first.kept = [x]
+            return self.loss
+
+    def freed(sharded: bool) -> list[bool]:
+        def train() -> list[weakref.ref[nn.Module]]:
+            model = Keeps()
+            if sharded:
+                fsdp.fully_shard(model, auto_wrap_policy={nn.Linear, nn.LSTM}, guard=guard)
+            heard = model.heard
+            model.last.register_forward_hook(lambda module, args, output: heard.append(output))
+            for _ in range(2):
+                loss = model(torch.ones(1, 2))
+                if trains:
+                    loss.backward()
+            return [weakref.ref(one) for one in model.modules()]
+
+        references = train()
+        gc.collect()
+        return [reference() is None for reference in references]
+
+    plain = freed(False)
+    assert fsdp.simulate(2, lambda rank: freed(True)) == [plain] * 2
+    assert sum(plain) == 3 + (trains or reentrant is not False)
+
+
+def test_a_graph_outlives_its_model() -> None:
+    def one_rank(rank: int) -> Tensor:
+        x = torch.ones(1, 2, requires_grad=True)
+
+        def forward() -> Tensor:
+            torch.manual_seed(0)
+            layers = nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))
+            return fsdp.fully_shard(layers, auto_wrap_policy={nn.Linear, nn.LSTM})(x)[0].sum()
+
+        loss = forward()
+        gc.collect()
+        loss.backward()
+        return x.grad
+
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), torch.ones(1, 2, requires_grad=True)
+    plain(x)[0].sum().backward()
+    for found in fsdp.simulate(2, one_rank):
+        torch.testing.assert_close(found, x.grad)
 
 
 def test_a_graph_is_freed_with_its_loss() -> None:
