@@ -41,6 +41,12 @@ class Call:
         self.nested = False
         """Called from inside its own forward: by a recursion, or by a method that is registered as a forward."""
 
+    def give_up(self) -> None:
+        """It will not end: end its guard, and keep nothing of its graph."""
+        if self.guard is not None:
+            self.guard.end()
+        self.input_tensors, self.exits, self.inputs, self.outputs = [], (), (), []
+
 
 class Way:
     """A backward's way through one call of one unit. Lives as long as the graph of the call."""

@@ -59,7 +59,7 @@ class Hooks:
 
     def _forget_calls(self) -> None:
         for listener in self._listeners:
-            listener.end_guards()
+            listener.give_up_calls()
 
     def _forget_arrivals(self) -> None:
         for listener in self._listeners:
@@ -216,17 +216,16 @@ class Listener(Uncopied):
         policy = self._unit.config.mp_policy
         return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
 
-    def end_guards(self) -> None:
-        """The calls that run are given up, and may never be heard to end."""
+    def give_up_calls(self) -> None:
+        """The calls that run may never be heard to end."""
         for call in self._calls:
-            if call.guard is not None:
-                call.guard.end()
+            call.give_up()
 
     def _is_nested(self) -> bool:
         """Whether the unit is called from inside its own forward; if it only seems so, Ctrl-C has ended that one unheard."""
         if times_running(self._unit.module, Listener.run_as_forward.__code__, self) > 1:
             return True
-        self.end_guards()
+        self.give_up_calls()
         self._calls.clear()
         self._engine.abandon_forward_of(self._index)
         return False

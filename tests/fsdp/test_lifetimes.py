@@ -131,6 +131,44 @@ def test_a_model_that_keeps_a_graph_is_freed_all_the_same(trains: bool, guard: b
     assert sum(plain) == 3 + (trains or reentrant is not False)
 
 
+def test_a_graph_is_freed_with_the_forward_that_ctrl_c_ends() -> None:
+    class Token:
+        pass
+
+    class Marks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.token = Token()
+            tokens.append(weakref.ref(ctx.token))
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    class Interrupted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    tokens: list[weakref.ref[Token]] = []
+
+    def interrupt() -> nn.Module:
+        layers = nn.Sequential(nn.Linear(2, 2), Interrupted(2, 2))
+        model = fsdp.FullyShardedDataParallel(layers, auto_wrap_policy={nn.Linear, Interrupted})
+        layers[0].register_forward_hook(lambda module, args, output: Marks.apply(output))
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(1, 2))
+        return model
+
+    def check(rank: int) -> list[bool]:
+        model = interrupt()
+        gc.collect()
+        assert model is not None
+        return [token() is None for token in tokens]
+
+    assert fsdp.simulate(1, check) == [[True]]
+
+
 def test_a_graph_outlives_its_model() -> None:
     def one_rank(rank: int) -> Tensor:
         x = torch.ones(1, 2, requires_grad=True)
