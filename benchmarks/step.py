@@ -43,6 +43,7 @@ DEFAULT += [("gpt8x256", option, 2) for option in OPTIONS[1:]]
 UNABLE = {("fsdp1", "lora"): "flat parameters want all of a unit frozen, or nothing"}
 BATCHES = 4  # the same few batches again and again: the loss moves, so that a wrong update shows
 ACCUMULATED = 4
+COMPARED = 6  # steps
 TOLERANCE = {"bf16": 1e-2}
 """How far losses may be apart, 1e-4 unless said here: autocast rounds elsewhere than parameters that are bf16."""
 
@@ -181,10 +182,12 @@ def _end(processes: Sequence[Any]) -> None:
 def compare_losses(report: dict[str, dict[str, list[float]]], tolerance: float) -> tuple[float, list[str]]:
     """The largest distance between two contenders, and a sentence for each one that computed something else.
 
-    `bare` shares no gradients, so it agrees with the others only before the first update.
+    `bare` shares no gradients, so it agrees with the others only before the first update. The others add the gradients of more
+    than two ranks in different orders, and AdamW makes much of the rounding of a small gradient: seen are 2e-6 after `COMPARED`
+    steps, and 7e-4 after fourteen of a hundred layers. Another sum shows in the second step.
     """
     first = {name: one["losses"][:1] for name, one in report.items()}
-    whole = {name: one["losses"] for name, one in report.items() if name != "bare"}
+    whole = {name: one["losses"][:COMPARED] for name, one in report.items() if name != "bare"}
     worst, complaints = 0.0, []
     for group in (first, whole):
         for (reference, expected), (name, losses) in combinations(group.items(), 2):
