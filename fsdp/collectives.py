@@ -299,7 +299,8 @@ class ProcessGroupCollectives:
 
     def coalesces(self, device: torch.device, fixed_order: bool = False) -> bool:
         # on the host a reduction is an exchange, which gloo cannot coalesce
-        return device.type != "cpu" and not fixed_order and bool(self.group._get_backend(device).supports_coalescing)
+        backend = None if device.type == "cpu" or fixed_order else self.group._get_backend(device)
+        return bool(getattr(backend, "supports_coalescing", False))
 
     def reduce_scatter_each(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
         device = buckets[0].device
