@@ -4,7 +4,7 @@ Rule 1: a parcel is summed among the ranks that share the shards, and its sum am
 Rule 2: what is in flight is held here until it is awaited, whatever fails.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -134,29 +134,30 @@ class Flights:
         self._ledger.add("reduced", size_of(into))
         self._first.append(Flight((bucket,), into, work, None, 0, bucket.name))
 
-    def make_room(self) -> None:
-        """Await what is in flight until there is a lane free."""
-        self._land(len(self._channels.lanes) - 1)
+    def make_room(self, may_wait: Callable[[Bucket], bool]) -> None:
+        """Await what is in flight until there is a lane free, or one is next whose buckets may not be waited for yet."""
+        while len(self._first) >= len(self._channels.lanes) and all(map(may_wait, self._first[0].buckets)):
+            self._land_next()
 
-    def _land(self, left: int) -> None:
-        """Await what is in flight among the ranks that share the shards, but so many; its sums go on to the other replicas."""
-        while len(self._first) > left:
-            flight = self._first.pop(0)
-            try:
-                with self._streams.landing(flight.lane):
-                    flight.work.wait()
-                    self._go_on(flight)
-                self._streams.await_reductions()
-            except BaseException:
-                self._ledger.add("reduced", -size_of(flight.into))
-                raise
-            finally:
-                self._ledger.add("scratch", -flight.scratch)
-                self._release(flight.buckets, flight.joined)
+    def _land_next(self) -> None:
+        """Await the next in flight among the ranks that share the shards; its sums go on to the other replicas."""
+        flight = self._first.pop(0)
+        try:
+            with self._streams.landing(flight.lane):
+                flight.work.wait()
+                self._go_on(flight)
+            self._streams.await_reductions()
+        except BaseException:
+            self._ledger.add("reduced", -size_of(flight.into))
+            raise
+        finally:
+            self._ledger.add("scratch", -flight.scratch)
+            self._release(flight.buckets, flight.joined)
 
     def settle(self) -> None:
         """Await everything; the average of each bucket is its `pending`."""
-        self._land(0)
+        while self._first:
+            self._land_next()
         given = []
         while self._second:
             flight = self._second[0]

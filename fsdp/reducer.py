@@ -8,7 +8,8 @@ Rule 3: in a backward that synchronises, every unit that autograd has passed thr
 [Note: counted buckets]
 A unit is ready at a moment every rank comes to (readiness.py). A bucket whose gradients have all come may be
 launched before that moment, which peers with other gradients do not share, as long as nobody waits for
-anything in between: so it is launched without awaiting those before it, and only when its turn has come.
+anything in between: so it is launched without awaiting those before it, and only when its turn has come;
+and it is not awaited itself before its unit is ready.
 With gathers between the ranks that holds for units without units inside; without gathers, for all.
 """
 
@@ -318,12 +319,16 @@ class Reducer:
         if not buckets:
             return
         if land:
-            self._flights.make_room()
+            self._flights.make_room(self._is_everywhere)
         if self.hook is None:
             self._flights.launch(buckets)
         else:
             self._flights.launch_hooked(buckets[0], self._shown(buckets[0], parcel[0]))
         self.launches.note(buckets, max([self._ready[number] for number in parcel]))
+
+    def _is_everywhere(self, bucket: Bucket) -> bool:
+        """Whether every rank launches a bucket that is in flight here, whatever this one waits for before it goes on."""
+        return self._over[bucket.unit] or self._closing[bucket.unit] or self._replicated
 
     def _mute(self, bucket: Bucket) -> None:
         if self.muted:

@@ -504,6 +504,47 @@ def test_what_the_backward_passes_by_holds_nothing_up(checkpointed: bool) -> Non
             assert torch.allclose(found[name], wanted, atol=1e-6), name
 
 
+class InTwoBuckets(nn.Module):
+    """One of its parameters is used on some ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(40))
+
+    def forward(self, x: torch.Tensor, told: bool) -> torch.Tensor:
+        return (x * (self.always + self.sometimes if told else self.always)).sum()
+
+
+class BesideALateOne(nn.Module):
+    """A unit that is complete, and is left at the end of the backward only, is reduced right after one that is left before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.late, self.last = nn.Linear(1, 1), InTwoBuckets(), nn.Linear(1, 1)
+
+    def forward(self, told: bool) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.stem(torch.ones(1))).sum()
+        return y + self.late(torch.ones(40), told)
+
+
+@pytest.mark.parametrize("way", ["FULL_SHARD", "HYBRID_SHARD"])
+def test_a_bucket_that_is_complete_here_is_not_waited_for_before_every_rank_reduces_it(way: str) -> None:
+    """The other ranks went on to gather the stem, and this one waited for them to reduce what they never completed."""
+    policy = fsdp.ReductionPolicy(bucket_cap_mb=KIB / 8)
+
+    def fn(rank: int) -> Any:
+        model = fsdp.fully_shard(BesideALateOne(), auto_wrap_policy={nn.Linear, InTwoBuckets}, reduction=policy, **WAYS[way])
+        for _ in range(2):
+            model.zero_grad()
+            model(rank == 0).backward()
+        assert is_at_rest(model)
+        return gradients_of(model)
+
+    found = fsdp.simulate(SIZE, fn)
+    for name, wanted in (("late.always", 1.0), ("late.sometimes", 1 / SIZE)):
+        assert {value for one in found if one[name] is not None for value in one[name].tolist()} == {wanted}
+
+
 def test_a_static_graph_says_who_has_what_once() -> None:
     def fn(rank: int) -> list[int]:
         model = fsdp.fully_shard(Net(2), auto_wrap_policy={Block}, reduction=fsdp.ReductionPolicy(static_graph=True))
