@@ -151,14 +151,13 @@ class Listener(Uncopied):
         self._calls.append(call)
         call.refused = True
         self._unit.versions_in_forward = call.versions
-        if call.nested:
-            pass  # a part of the call it is in
-        elif call.replay:
-            self._engine.hear(self._index, Event.REPLAY_BEGINS)
-        else:
-            self._accumulators.check()
+        if not call.nested:  # else a part of the call it is in
             self._escapes.begin()
-            self._engine.forward_begins(self._index)
+            if call.replay:
+                self._engine.hear(self._index, Event.REPLAY_BEGINS)
+            else:
+                self._accumulators.check()
+                self._engine.forward_begins(self._index)
         call.refused = False
         whole = self._engine.whole(self._index)
         if whole:

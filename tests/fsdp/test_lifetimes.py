@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
+from fsdp.sharded import sharded_of
 
 AFTER_THE_GROUP = """
 import torch, torch.distributed as dist, fsdp
@@ -129,6 +130,35 @@ def test_a_model_that_keeps_a_graph_is_freed_all_the_same(trains: bool, guard: b
     plain = freed(False)
     assert fsdp.simulate(2, lambda rank: freed(True)) == [plain] * 2
     assert sum(plain) == 3 + (trains or reentrant is not False)
+
+
+def test_the_graph_is_freed_of_two_calls_of_a_unit_in_one_checkpoint_whose_outputs_a_hook_has_carried_off() -> None:
+    """What the first call left was taken for an output of the second, so its node led back to itself."""
+
+    def one_rank(rank: int) -> bool:
+        class Twice(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.twice = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+            def forward(self, x: Tensor) -> Tensor:
+                return checkpoint(lambda x: self.twice(self.twice(x)).exp(), self.first(x), use_reentrant=False).sum()
+
+        def train() -> weakref.ref[Any]:
+            model, heard = Twice(), list[Tensor]()
+            model.twice[0].register_forward_hook(lambda module, args, output: heard.append(output))
+            fsdp.fully_shard(model, auto_wrap_policy={nn.Sequential})
+            model(torch.ones(1, 2)).backward()
+            heard.clear()
+            sharded = sharded_of(model)
+            assert sharded is not None
+            return weakref.ref(sharded.engine)
+
+        reference = train()
+        gc.collect()
+        return reference() is None
+
+    assert fsdp.simulate(1, one_rank) == [True]
 
 
 def test_a_graph_is_freed_with_the_forward_that_ctrl_c_ends() -> None:
