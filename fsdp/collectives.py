@@ -7,7 +7,8 @@ Rule 3: one rank alone has a channel too (`Alone`): nobody else asks how many th
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, Literal, Protocol, cast
 
 import torch
@@ -17,17 +18,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from fsdp.errors import ShardingError
 from fsdp.lines import Lines
-from fsdp.summation import sum_over_ranks
 from fsdp.trail import RECENT, WatchedWork
+from fsdp.works import DONE, ExchangedSum, FixedOrderTotal, Together, Work
 
 ReduceOp = Literal["sum", "max"]
-
-
-class Work(Protocol):
-    """A collective in flight."""
-
-    def wait(self) -> None:
-        """Return when the result may be used: on CPU when it is there, on CUDA when the current stream will wait for it."""
 
 
 class Collectives(Protocol):
@@ -103,68 +97,20 @@ _REDUCE: Final = c10d.ReduceScatterOptions()
 _EXCHANGE: Final = c10d.AllToAllOptions()
 for _options in (_GATHER, _REDUCE, _EXCHANGE):
     _options.asyncOp = True
+_LARGE: Final = 2**16
+"""Bytes of a chunk from which on W broadcasts over gloo take less time than its gather."""
 
 
-class _Done:
-    """Nothing is in flight."""
-
-    def wait(self) -> None:
-        return
-
-
-DONE: Final = _Done()
+def _broadcasts(group: dist.ProcessGroup, chunks: Sequence[Tensor]) -> Iterator[Callable[[], Any]]:
+    """Launches of one from each rank, of its chunk."""
+    for source, chunk in enumerate(chunks):
+        yield partial(group.broadcast, [chunk], _from(source))
 
 
-class _ExchangedSum:
-    """An exchange of chunks, summed at `wait`: the same bits on every run."""
-
-    __slots__ = ("_into", "_received", "_work")
-
-    def __init__(self, work: Work, received: Tensor, into: Tensor) -> None:
-        self._work = work
-        self._received = received
-        self._into = into
-
-    def wait(self) -> None:
-        self._work.wait()
-        sum_over_ranks(self._received.view(-1, self._into.numel()), self._into)
-
-
-class InStages:
-    """A work that communicates again in `wait`. A rank that gives up waits for what has begun, and begins nothing more."""
-
-    __slots__ = ("begun",)
-
-    def __init__(self, begun: Work) -> None:
-        self.begun = begun
-        """The stage in flight."""
-
-
-class _FixedOrderTotal(InStages):
-    """An exchange of chunks, summed at `wait`, where the sums are gathered again."""
-
-    __slots__ = ("_gather", "_own", "_received", "_sent", "_tensor")
-
-    def __init__(
-        self, work: Work, sent: Tensor, received: Tensor, tensor: Tensor, gather: Callable[[Tensor], Work], own: int
-    ) -> None:
-        super().__init__(work)
-        self._sent = sent
-        """Kept until it has arrived."""
-        self._received = received
-        self._tensor = tensor
-        self._gather = gather
-        self._own = own
-        """The rank of this process, whose chunk is summed here."""
-
-    def wait(self) -> None:
-        self.begun.wait()
-        parts = self._received
-        sums = torch.empty_like(parts)
-        sum_over_ranks(parts, sums[self._own])
-        self.begun = self._gather(sums.view(-1))
-        self.begun.wait()
-        self._tensor.view(-1).copy_(sums.view(-1)[: self._tensor.numel()])
+def _from(source: int) -> Any:
+    options = c10d.BroadcastOptions()
+    options.rootRank, options.asyncOp = source, True
+    return options
 
 
 class Alone:
@@ -231,8 +177,8 @@ class ProcessGroupCollectives:
         self._size = dist.get_world_size(group)
         self._channel = channel
         self._lines = lines
-        self._exchanges = self._size == 2 and lines is not None and bool(lines.connections)
-        """Gathers are exchanges of two chunks: gloo's own gather goes through a second buffer, which costs as much again."""
+        self._over_gloo = lines is not None and bool(lines.connections)
+        """What is on the host; its own gather goes through a second buffer, which costs as much again."""
         self._recent: deque[tuple[str, str]] = deque(maxlen=RECENT)
 
     def _launch(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any], nbytes: int = 0) -> Work:
@@ -280,22 +226,38 @@ class ProcessGroupCollectives:
         chunk = whole.numel() // self._size
         if own is None:
             own = whole.narrow(0, self._rank * chunk, chunk)
-        if self._exchanges and whole.device.type == "cpu":
-            peer = 1 - self._rank
-            theirs, lengths = whole.narrow(0, peer * chunk, chunk), [chunk * self._rank, chunk * peer]
-            return self._launch(
-                "all_gather", label, whole, lambda group: group.alltoall_base(theirs, own, lengths, lengths, _EXCHANGE)
-            )
+        if self._over_gloo and whole.device.type == "cpu":
+            if self._size == 2:
+                return self._launch("all_gather", label, whole, partial(self._exchange, own, self._of_peer(whole)))
+            if chunk >= _LARGE:
+                return self._launch(
+                    "all_gather", label, whole, lambda group: Together(_broadcasts(group, torch.split(whole, chunk)))
+                )
         return self._launch("all_gather", label, whole, lambda group: group._allgather_base(whole, own, _GATHER))
+
+    def _of_peer(self, both: Tensor) -> Tensor:
+        """Of two ranks: the chunk of the other one."""
+        chunk = both.numel() // 2
+        return both.narrow(0, (1 - self._rank) * chunk, chunk)
+
+    def _exchange(self, mine: Tensor, theirs: Tensor, group: dist.ProcessGroup) -> Any:
+        """Of two ranks: send `mine`, receive `theirs`."""
+        count = mine.numel()
+        lengths = [count * self._rank, count * (1 - self._rank)]
+        return group.alltoall_base(theirs, mine, lengths, lengths, _EXCHANGE)
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
         if bucket.device.type != "cpu" and not fixed_order:
             return self._launch("reduce_scatter", label, bucket, lambda group: group._reduce_scatter_base(into, bucket, _REDUCE))
+        if self._over_gloo and self._size == 2 and bucket.device.type == "cpu":
+            received = torch.empty_like(into)
+            work = self._launch("reduce_scatter", label, bucket, partial(self._exchange, self._of_peer(bucket), received))
+            return ExchangedSum(work, received, into, bucket.narrow(0, self._rank * into.numel(), into.numel()))
         received = torch.empty_like(bucket)
         work = self._launch(
             "reduce_scatter", label, bucket, lambda group: group.alltoall_base(received, bucket, [], [], _EXCHANGE)
         )
-        return _ExchangedSum(work, received, into)
+        return ExchangedSum(work, received, into)
 
     def coalesces(self, device: torch.device, fixed_order: bool = False) -> bool:
         # on the host a reduction is an exchange, which gloo cannot coalesce
@@ -317,7 +279,9 @@ class ProcessGroupCollectives:
         return self._launch("reduce_scatter", label, buckets[0], launch, sum(bucket.nbytes for bucket in buckets))
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
-        return bucket.numel() * bucket.element_size() if fixed_order or bucket.device.type == "cpu" else 0
+        if bucket.device.type != "cpu":
+            return bucket.nbytes if fixed_order else 0
+        return bucket.nbytes // (2 if self._over_gloo and self._size == 2 else 1)
 
     def total_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
         chunk = -(-tensor.numel() // self._size)
@@ -340,12 +304,10 @@ class ProcessGroupCollectives:
         work = self._launch(
             "reduce_scatter", label, padded, lambda group: group.alltoall_base(received, padded, [], [], _EXCHANGE)
         )
-        return _FixedOrderTotal(work, padded, received, tensor, lambda sums: self.all_gather(sums, label), self._rank)
+        return FixedOrderTotal(work, padded, received, tensor, lambda sums: self.all_gather(sums, label), self._rank)
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
-        how = c10d.BroadcastOptions()
-        how.rootRank, how.asyncOp = source, True
-        return self._launch("broadcast", label, tensor, lambda group: group.broadcast([tensor], how))
+        return self._launch("broadcast", label, tensor, lambda group: group.broadcast([tensor], _from(source)))
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         if dist.get_backend(self.group) == "fake":

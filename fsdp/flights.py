@@ -5,19 +5,22 @@ Rule 2: what is in flight is held here until it is awaited, whatever fails.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsdp.bucket import Bucket
-from fsdp.collectives import DONE, InStages, Work
 from fsdp.config import ReductionPolicy
 from fsdp.groups import Channels
 from fsdp.hooked import CommHook, GradientBucket
 from fsdp.sparse import SparseTotal, as_rows
 from fsdp.storage import Ledger, size_of
 from fsdp.streams import Streams
+from fsdp.works import DONE, InStages, Work
+
+_MUCH: Final = 2**16
+"""Elements of a chunk that are read from memory, and not from a cache, when they are divided."""
 
 
 class Flight(NamedTuple):
@@ -71,8 +74,8 @@ class Flights:
         if buckets[0].flat.is_sparse:
             self._launch_rows(buckets[0], lane)
             return
-        before, _ = self._divisors(buckets[0].dtype)
         name, size = buckets[0].name, sum(bucket.flat.layout.chunk for bucket in buckets)
+        before, _ = self._divisors(buckets[0].buffer, size)
         shards = self._channels.lanes[lane].reductions
         if shards.size == 1:
             # the chunk is the bucket
@@ -110,7 +113,7 @@ class Flights:
 
     def _launch_rows(self, bucket: Bucket, lane: int) -> None:
         """The same for a sparse bucket, which shares no collective and has no second sum."""
-        before, _ = self._divisors(bucket.dtype)
+        before, _ = self._divisors(bucket.buffer, 0)
         rows = bucket.take_rows()
         if before != 1:
             rows = rows / before  # it may be what is kept under `no_sync`
@@ -191,14 +194,17 @@ class Flights:
 
     # helpers ------------------------------------------------------------------------------
 
-    def _divisors(self, dtype: torch.dtype) -> tuple[float, float]:
-        """What gradients are divided by before they are summed, and after."""
+    def _divisors(self, gradients: Tensor, chunk: int) -> tuple[float, float]:
+        """What gradients are divided by before they are summed, and after, where this rank has the sum of `chunk` elements."""
         total = self.ranks if self._policy.average else 1
         before = self._policy.predivide_factor
         if before is None:
-            # half precision would overflow in the sum; everything else is divided after it, on the shard alone, if it is one
-            whole = self._channels.reductions.size == 1 and not self._exact
-            before = total if whole or dtype is torch.float16 else 1
+            # half precision would overflow in the sum. Everything else is divided after it, on the shard alone, if it is one; but
+            # on the host a power of two divides without rounding, and costs nothing while much is copied
+            whole = self._channels.reductions.size == 1
+            free = gradients.device.type == "cpu" and chunk >= _MUCH and total & (total - 1) == 0
+            first = (not self._exact and (whole or free)) or gradients.dtype is torch.float16
+            before = total if first else 1
         return before, total / before
 
     def _join(self, buckets: Sequence[Bucket]) -> Tensor:
@@ -235,7 +241,7 @@ class Flights:
             if isinstance(flight.work, SparseTotal):
                 reduced = self._replace(reduced, flight.work.result)
             if self.hook is None:
-                _, after = self._divisors(reduced.dtype)
+                _, after = self._divisors(reduced, reduced.numel())
                 if after != 1:
                     reduced.div_(after)
             dtype = flight.buckets[0].flat.shard.dtype

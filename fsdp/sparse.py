@@ -6,8 +6,9 @@ Rule 1: they are summed without ever being dense; what travels is as long as the
 import torch
 from torch import Tensor
 
-from fsdp.collectives import Collectives, InStages
+from fsdp.collectives import Collectives
 from fsdp.summation import sum_over_ranks
+from fsdp.works import InStages
 
 
 def dense(gradient: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.collectives import Collectives, Work
+from fsdp.collectives import Collectives
 from fsdp.config import Config
 from fsdp.errors import ShardingError
 from fsdp.face import ModuleFace, own
@@ -23,6 +23,7 @@ from fsdp.outside import FullUse, LocalUse
 from fsdp.stack import in_backward, is_running
 from fsdp.storage import Ledger, size_of
 from fsdp.streams import Streams
+from fsdp.works import Work
 
 
 class Unit:
@@ -360,8 +361,7 @@ class Unit:
                 parameter.grad = None
                 parameter.data = flat.shard_view(part).data
                 parameter.grad = next(aside, None)
-        self.lent = []
-        self._set_aside = []
+        self.lent, self._set_aside = [], []
 
     def full_parameters(self) -> Iterator[tuple[Place, Tensor]]:
         """While lent: every parameter in full, in its own precision."""

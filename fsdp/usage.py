@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fsdp.bucket import Bucket
-from fsdp.collectives import Collectives, Work
+from fsdp.collectives import Collectives
 from fsdp.errors import ShardingError
 from fsdp.streams import Streams
+from fsdp.works import Work
 
 
 class _Question(NamedTuple):

@@ -88,6 +88,7 @@ ORDER = (
     "collectives",
     "simulated",
     "simulated_data",
+    "works",
     "summation",
     "lines",
     "trail",

@@ -179,6 +179,7 @@ TRAININGS: Final[dict[str, Callable[[int], Trained]]] = {
     "tied": lambda rank: trained("tied", rank),
     "recurrent": lambda rank: trained("recurrent", rank),
     "odd": lambda rank: trained("odd", rank),
+    "large": lambda rank: trained("large", rank),
     "no_sync": lambda rank: trained("net", rank, micro=3, no_sync=True),
     "recovers": recovers,
     "NO_SHARD": lambda rank: trained("net", rank, sharding_strategy="NO_SHARD"),

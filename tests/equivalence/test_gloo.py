@@ -32,6 +32,7 @@ CASE_OF = {
     "tied": "tied",
     "recurrent": "recurrent",
     "odd": "odd",
+    "large": "large",
     "in pieces": "net in layers",
     "shared": "net in layers",
     "on three streams": "net in layers",
@@ -136,7 +137,7 @@ def test_twenty_steps_in_fp32_end_at_the_same_weights(ranks: list[dict[str, Any]
     assert_close({**found.weights}, {**wanted.weights}, within=1e-6)
 
 
-@pytest.mark.parametrize("name", ["twenty steps in float64", "odd", "no_sync"])
+@pytest.mark.parametrize("name", ["twenty steps in float64", "odd", "large", "no_sync"])
 def test_the_simulated_world_computes_the_same_bits(name: str, ranks: list[dict[str, Any]]) -> None:
     simulated = fsdp.simulate(len(ranks), TRAININGS[name])
     for one, other in zip(ranks, simulated, strict=True):

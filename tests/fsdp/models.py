@@ -100,6 +100,17 @@ class Odd(nn.Module):
         return self.frozen(torch.tanh(self.inner(x))) * self.gain * self.wide.float()
 
 
+class Large(nn.Module):
+    """A layer large enough to be gathered, divided and summed otherwise on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.square, self.leave = nn.Linear(6, 600), nn.Linear(600, 600), nn.Linear(600, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(torch.tanh(self.square(torch.tanh(self.enter(x)))))
+
+
 def make_net() -> Net:
     """Every rank's weights are the same."""
     torch.manual_seed(3)
@@ -134,6 +145,7 @@ CASES = {
     "tied": Case(Tied, {Block, nn.Embedding, nn.Linear}, integers=True),
     "recurrent": Case(Recurrent, {nn.LSTM}),
     "odd": Case(Odd, {nn.Linear}),
+    "large": Case(Large, {nn.Linear}),
     "sparse": Case(Sparse, {Block}, integers=True),
 }
 

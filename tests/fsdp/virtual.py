@@ -25,9 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp import building, storage, streams, wrapper
-from fsdp.collectives import Alone, Collectives, ReduceOp, Work
+from fsdp.collectives import Alone, Collectives, ReduceOp
 from fsdp.groups import Channels, Lane, open_channels
 from fsdp.storage import storage_key
+from fsdp.works import Work
 
 Clock = dict[str, int]
 """Of every stream, how far it has come as somebody knows."""
