@@ -212,6 +212,10 @@ class Learner:
             return (fsdp.full_tensor(parameter) if self.sharded else parameter).norm()
         return (fsdp.to_local(parameter) if self.sharded else parameter).square().sum()
 
+    def let_go(self) -> None:
+        """A hook of the model has carried tensors off, and their graph leads to the model: nobody would free either."""
+        self.features.clear()
+
     def arm(self, fault: Fault | None) -> None:
         self.faults.arm(fault and fault[:2], fault[2] if fault else 0)
 

@@ -62,8 +62,7 @@ class ShardedRun:
         for number, statement in enumerate(program):
             seen.append(self.see(self.execute(number, statement)))
             self.check_rest()
-        # a hook of the model has carried these off, and their graph leads to the model: nobody would free either
-        self.learner.features.clear()
+        self.learner.let_go()
         return seen
 
     def execute(self, number: int, statement: Statement) -> Seen:
@@ -209,6 +208,11 @@ class PlainRun:
                     for parameter in self.parameters.values():
                         parameter.mul_(factor)
         return seen
+
+    def let_go(self) -> None:
+        """Of the graphs."""
+        for learner in self.learners:
+            learner.let_go()
 
     def _pass(self, number: int, statement: Forward | Evaluate | Backward, seen: list[Seen]) -> None:
         """One rank after the other; if it fails, it leaves the gradients as they were."""

@@ -58,6 +58,7 @@ def check(tree: TreeSpec, program: Program, world_size: int, seed: int) -> None:
                 assert calls == wanted[0].came.get(name, 0), f"statement {number}: {calls} calls of the hook on {name}"
         kept, terms = after(statement, wanted[0].raised, kept, terms, world_size)
         compare(plain, found, kept, terms, f"statement {number}, {statement}: ")
+    plain.let_go()
 
 
 def after(statement: Statement, raised: bool, kept: bool, terms: int, world_size: int) -> tuple[bool, int]:
