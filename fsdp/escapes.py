@@ -53,6 +53,10 @@ class Escapes:
         """What the hooked modules returned in this forward and somebody still has."""
         return [tensor for reference in self._carried if (tensor := reference()) is not None]
 
+    def take_over(self, returned: Sequence[Tensor], inner: "Escapes") -> None:
+        """A call inside has ended, and nothing of it requires grad: what a reentrant checkpoint returns does only afterwards."""
+        self._carried += [*map(weakref.ref, returned), *inner._carried]
+
     def _inner_module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         # whether it requires grad is seen at the end: what a reentrant checkpoint returns does only afterwards
         self._carried += map(weakref.ref, tensors_in(output))

@@ -232,7 +232,7 @@ class Listener(Uncopied):
     def _find_outputs(self, call: Call, output: Any) -> None:
         """Note every output a backward can come back through; refuse the unit's own parameters among them."""
         keys = self._unit.keys
-        returned = (output,) if isinstance(output, Tensor) else tensors_in(output)
+        returned = [output] if isinstance(output, Tensor) else list(tensors_in(output))
         for tensor in (*returned, *self._escapes.left_behind(self._watches)):
             if storage_key(tensor) in keys:
                 raise ShardingError(
@@ -242,6 +242,9 @@ class Listener(Uncopied):
             if tensor.requires_grad:
                 call.outputs.append(tensor)
         call.outputs += [tensor for tensor in self._escapes.carried_off() if tensor.requires_grad]
+        if not call.outputs:
+            for listener in [one for one in self._around if one._calls][-1:]:
+                listener._escapes.take_over(returned, self._escapes)
 
     def _watches(self, tensor: Tensor) -> bool:
         return (node := node_behind(tensor)) is not None and id(self) in Crossing.of(node).watched_by

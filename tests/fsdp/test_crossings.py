@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import Block, assert_close, is_at_rest, join, loss_of, units_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp
 
@@ -104,3 +105,38 @@ def test_an_output_that_is_used_twice_is_reduced_once() -> None:
             assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-7)
 
     fsdp.simulate(1, fn)
+
+
+class Checkpointed(nn.Module):
+    """The root's own weights are read in the backward around a unit in a reentrant checkpoint."""
+
+    def __init__(self, levels: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.gain, self.inner = nn.Linear(6, 6), nn.Parameter(torch.ones(6)), nn.Sequential(nn.Linear(6, 6))
+        for _ in range(levels - 1):
+            self.inner = nn.Sequential(self.inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x)) * self.gain
+        return torch.tanh(checkpoint(self.inner, x, use_reentrant=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_backward_may_begin_at_what_a_hook_has_carried_off_from_a_unit_in_a_reentrant_checkpoint(levels: int) -> None:
+    """It came past the outer units, whose memory an earlier backward had given back: the process ended."""
+
+    def trained(model: Checkpointed, sharded: bool) -> dict[str, Tensor | None]:
+        kept: list[Tensor] = []
+        model.inner.register_forward_hook(lambda module, args, output: kept.append(output))
+        if sharded:
+            fsdp.fully_shard(model, auto_wrap_policy={nn.Sequential})
+        model(X).sum().backward(retain_graph=True)
+        kept[0].square().mean().backward()
+        assert not sharded or is_at_rest(model)
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    plain = Checkpointed(levels)
+    by_rank = fsdp.simulate(2, lambda rank: trained(Checkpointed(levels), sharded=True))
+    found = {name: join([one[name] for one in by_rank], p.shape) for name, p in plain.named_parameters()}
+    assert_close(found, trained(plain, sharded=False))
