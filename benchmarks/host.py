@@ -43,6 +43,7 @@ ONCE = ("wrap", "state_dict")
 """Not part of a step, and measured as often as there are repeats."""
 COUNTED_UNITS = (4, 8)  # two sizes tell what belongs to a unit and what to the model
 JUDGED_TENSORS = 12
+TENSORS = 768
 COPYING_WORLD = 64
 
 
@@ -287,7 +288,7 @@ def parse() -> argparse.Namespace:
     parser = arguments(__doc__, NAMES)
     parser.add_argument("--tensors", type=int, nargs="+", default=[1, 12, 32, 128], help="parameters per unit")
     parser.add_argument("--world", type=int, nargs="+", default=[8, 1024], help="ranks of the group")
-    parser.add_argument("--units", type=int, default=48, help=f"on more than {COPYING_WORLD} ranks a quarter of them")
+    parser.add_argument("--units", type=int, help=f"so that they have {TENSORS} tensors, if that is 6 to 48, when left out")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3, help="steps in one measurement, each timed")
     parser.add_argument("--repeats", type=int, default=10, help="measurements of each contender")
@@ -302,7 +303,7 @@ def main() -> None:
     for world in options.world:
         for tensors in options.tensors:
             # FSDP2 wraps a unit of 128 tensors on 1,024 ranks in half a second
-            units = options.units if world <= COPYING_WORLD else -(-options.units // 4)
+            units = options.units or max(6, min(48 if world <= COPYING_WORLD else 12, TENSORS // tensors))
             settings = Settings(names, units, tensors, world, options.width, options.repeats, options.steps)
             case = elsewhere(measure, settings, options.timeout)
             micro = summarise(case["contenders"], settings.units)

@@ -1,17 +1,20 @@
 """One flat buffer of a unit: parameters of one dtype, trainable alike, laid end to end and cut over the ranks."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp.collectives import Collectives
+from fsdp.config import Config
 from fsdp.errors import ShardingError
+from fsdp.groups import Grouping
 from fsdp.layout import Layout, Part, make_layout
 from fsdp.looks import check_looks
-from fsdp.storage import Borrowed, Memory, storage_key
+from fsdp.storage import Borrowed, Memory, size_of, storage_key
 
 
 class Place:
@@ -258,3 +261,31 @@ def _templates(layout: Layout, like: Tensor) -> tuple[list[Tensor], list[int]]:
             templates.append(element.expand(slot.shape))
         end = slot.end
     return templates, places
+
+
+def in_pieces(places: Sequence[Place], config: Config) -> Iterator[list[Place]]:
+    """The parameters of a unit by dtype and whether they are trainable, in pieces of one bucket each.
+
+    Frozen ones too: a frozen twin of a trained unit (a momentum encoder) is to be laid out like it. One whose gradients stay
+    sparse is a piece of its own.
+    """
+    groups: dict[tuple[Any, ...], list[Place]] = {}
+    for place in places:
+        alone = id(place) if place.is_sparse and config.grouping is Grouping.REPLICATED else None
+        groups.setdefault((place.parameter.dtype, place.parameter.requires_grad, alone), []).append(place)
+    for members in groups.values():
+        pieces: list[list[Place]] = []
+        taken = 0
+        ended = True
+        # in the order of the backward: what is left over comes last, and little is reduced when nothing is left to compute
+        for place in reversed(members):
+            size = size_of(place.parameter)
+            full = config.bucket_bytes is not None and taken + size > config.bucket_bytes
+            if ended or full:
+                pieces.append([])
+                taken = 0
+            pieces[-1].append(place)
+            taken += size
+            ended = place.names[0] in config.reduction.triggers
+        for piece in reversed(pieces):
+            yield piece[::-1]

@@ -18,6 +18,7 @@ _GRAD: Final = torch.autograd.grad.__code__
 _BACKWARD: Final = torch.autograd.backward.__code__
 _RUN: Final = torch.autograd.graph._engine_run_backward.__code__
 _LOAD: Final = nn.Module.load_state_dict.__code__
+_SAVE: Final = nn.Module.state_dict.__code__
 
 
 def in_backward() -> bool:
@@ -47,6 +48,12 @@ def loading_call() -> tuple[nn.Module, dict[str, Any], bool] | None:
         if frame.f_code is _LOAD:
             return frame.f_locals["self"], frame.f_locals["state_dict"], frame.f_locals["strict"]
     return None
+
+
+def saved_so_far() -> int:
+    """How many entries the `state_dict` that runs has gathered; its pre-hooks are not told. 0 if it is none of torch's own."""
+    saving = next((frame for frame in _frames() if frame.f_code is _SAVE), None)
+    return 0 if saving is None else len(saving.f_locals["destination"] or ())
 
 
 def gets_gradient(leaf: Tensor) -> bool:

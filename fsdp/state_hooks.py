@@ -6,6 +6,7 @@ Rule 3: inside `summon_full_params` the parameters are full, and torch's own way
 """
 
 from functools import partial
+from itertools import islice
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.names import TRANSPARENT, check_names, check_values, entries, extra_states
 from fsdp.piece import Piece, pieces_of
-from fsdp.stack import loading_call
+from fsdp.stack import loading_call, saved_so_far
 from fsdp.storage import storage_key
 from fsdp.unit import Unit
 from state_machine import State
@@ -45,6 +46,8 @@ class StateHooks(Uncopied):
         super().__init__(engine.units[index])
         self._engine = engine
         self._index = index
+        self._before = 0
+        """How many entries of a state dict were there before those of this unit."""
         self._slots: WeakKeyDictionary[nn.Module, dict[str, Piece]] = WeakKeyDictionary()  # see `Unit.module`
         for place, piece in zip(self._unit.places, pieces_of(self._unit), strict=True):
             for owner, slot in place.slots:
@@ -84,6 +87,7 @@ class StateHooks(Uncopied):
                 "use named_parameters(), or state_dict() without it."
             )
         self._unit.check_shards()
+        self._before = saved_so_far()
 
     def _show_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         if self._lent:
@@ -96,7 +100,7 @@ class StateHooks(Uncopied):
         if self._lent:
             return
         keys = {storage_key(flat.shard) for flat in self._unit.flats} | self._unit.keys
-        for name, value in state_dict.items():
+        for name, value in islice(reversed(state_dict.items()), len(state_dict) - self._before):
             # of a sharded value itself, the memory is of no size
             if type(value) in (Tensor, nn.Parameter) and storage_key(value) in keys:
                 raise ShardingError(

@@ -8,7 +8,6 @@ Rule 2: the modules show the whole face only between SHOW and HIDE; whoever look
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from fsdp.collectives import Collectives
 from fsdp.config import Config
 from fsdp.errors import ShardingError
 from fsdp.face import ModuleFace, own
-from fsdp.flat import FlatBuffer, Place
+from fsdp.flat import FlatBuffer, Place, in_pieces
 from fsdp.groups import Grouping
 from fsdp.outside import FullUse, LocalUse
 from fsdp.stack import in_backward, is_running
@@ -66,7 +65,7 @@ class Unit:
         replicated = config.grouping is Grouping.REPLICATED
         self.flats = tuple(
             FlatBuffer(members, _compute_dtype(members[0].parameter.dtype, config), collectives, replicated)
-            for members in _pieces(places, config)
+            for members in in_pieces(places, config)
         )
         self.whole_parameters = tuple(p for flat in self.flats for p in flat.whole_parameters)
         self.trains = any(map(any, (flat.trainable for flat in self.flats)))
@@ -368,31 +367,6 @@ class Unit:
         for flat, full in zip(self.flats, self.lent, strict=True):
             for place, slot in zip(flat.places, flat.layout.slots, strict=True):
                 yield place, full[slot.start : slot.end].view(slot.shape)
-
-
-def _pieces(places: Sequence[Place], config: Config) -> Iterator[list[Place]]:
-    """The parameters of a unit by dtype and whether they are trainable, in pieces of one bucket each.
-
-    Frozen ones too: a frozen twin of a trained unit (a momentum encoder) is to be laid out like it. One whose gradients stay
-    sparse is a piece of its own.
-    """
-    groups: dict[tuple[Any, ...], list[Place]] = {}
-    for place in places:
-        alone = id(place) if place.is_sparse and config.grouping is Grouping.REPLICATED else None
-        groups.setdefault((place.parameter.dtype, place.parameter.requires_grad, alone), []).append(place)
-    for members in groups.values():
-        piece: list[Place] = []
-        taken = 0
-        for place in members:
-            size = size_of(place.parameter)
-            # in the order of the backward a trigger is the last of its bucket, so here the first
-            full = config.bucket_bytes is not None and taken + size > config.bucket_bytes
-            if piece and (full or place.names[0] in config.reduction.triggers):
-                yield piece
-                piece, taken = [], 0
-            piece.append(place)
-            taken += size
-        yield piece
 
 
 def _compute_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:

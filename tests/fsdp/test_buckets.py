@@ -24,6 +24,7 @@ from models import (
     own_batches,
     reference,
     train,
+    units_of,
     world_log,
     wrap,
 )
@@ -160,6 +161,17 @@ def test_a_trigger_ends_a_bucket() -> None:
     stats, _ = launches(2, lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(6))), policy)
     layer = 4 * (36 + 6)
     assert [one.bytes >= 2 * layer for one in stats] == [True] * 3
+
+
+def test_what_is_left_over_of_a_unit_is_reduced_last() -> None:
+    """Nothing is left to compute meanwhile."""
+
+    def fn(rank: int) -> list[int]:
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
+        fsdp.fully_shard(model, sharding_strategy="NO_SHARD", reduction=fsdp.ReductionPolicy(bucket_cap_mb=KIB / 2))
+        return [flat.whole.nbytes for flat in units_of(model)[0].flats]
+
+    assert fsdp.simulate(1, fn) == [[256, 512, 512]]
 
 
 def test_at_the_end_nothing_is_launched_before_the_end() -> None:
