@@ -36,6 +36,8 @@ class Flight(NamedTuple):
     """Bytes that the channel holds meanwhile."""
     name: str
     """Of the first unit."""
+    divisor: float = 1
+    """By which the sum is divided."""
     lane: int = 0
     """Which of the channels and streams for reductions it has taken."""
 
@@ -75,7 +77,7 @@ class Flights:
             self._launch_rows(buckets[0], lane)
             return
         name, size = buckets[0].name, sum(bucket.flat.layout.chunk for bucket in buckets)
-        before, _ = self._divisors(buckets[0].buffer, size)
+        before, after = self._divisors(buckets[0].buffer, size)
         shards = self._channels.lanes[lane].reductions
         if shards.size == 1:
             # the chunk is the bucket
@@ -83,7 +85,7 @@ class Flights:
             for bucket, chunk in zip(buckets, _split(into, buckets), strict=True):
                 bucket.fill(chunk, before)
             with self._streams.reducing(lane):
-                self._go_on(Flight(buckets, into, DONE, None, 0, name, lane))
+                self._go_on(Flight(buckets, into, DONE, None, 0, name, after, lane))
             self._ledger.add("reduced", size_of(into))
             # it was allocated on the compute stream, and may be given back already
             self._streams.await_reductions()
@@ -109,18 +111,18 @@ class Flights:
         scratch = 0 if each else shards.scratch_bytes(given[0], self._exact)
         self._ledger.add("reduced", size_of(into))
         self._ledger.add("scratch", scratch)
-        self._first.append(Flight(buckets, into, work, joined, scratch, name, lane))
+        self._first.append(Flight(buckets, into, work, joined, scratch, name, after, lane))
 
     def _launch_rows(self, bucket: Bucket, lane: int) -> None:
         """The same for a sparse bucket, which shares no collective and has no second sum."""
-        before, _ = self._divisors(bucket.buffer, 0)
+        before, after = self._divisors(bucket.buffer, 0)
         rows = bucket.take_rows()
         if before != 1:
             rows = rows / before  # it may be what is kept under `no_sync`
         with self._streams.reducing(lane):
             work = SparseTotal(rows, self._channels.lanes[lane].replicas, bucket.name)
         self._ledger.add("reduced", size_of(rows))
-        self._second.append(Flight((bucket,), rows, work, None, 0, bucket.name, lane))
+        self._second.append(Flight((bucket,), rows, work, None, 0, bucket.name, after, lane))
 
     def launch_hooked(self, bucket: Bucket, shown: GradientBucket) -> None:
         """Fill one bucket and let the hook reduce it."""
@@ -201,10 +203,9 @@ class Flights:
         if before is None:
             # half precision would overflow in the sum. Everything else is divided after it, on the shard alone, if it is one; but
             # on the host a power of two divides without rounding, and costs nothing while much is copied
-            whole = self._channels.reductions.size == 1
-            free = gradients.device.type == "cpu" and chunk >= _MUCH and total & (total - 1) == 0
-            first = (not self._exact and (whole or free)) or gradients.dtype is torch.float16
-            before = total if first else 1
+            free = chunk >= _MUCH and total & (total - 1) == 0 and gradients.device.type == "cpu"
+            first = not self._exact and (free or self._channels.reductions.size == 1)
+            before = total if first or gradients.dtype is torch.float16 else 1
         return before, total / before
 
     def _join(self, buckets: Sequence[Bucket]) -> Tensor:
@@ -240,10 +241,8 @@ class Flights:
             flight.work.wait()
             if isinstance(flight.work, SparseTotal):
                 reduced = self._replace(reduced, flight.work.result)
-            if self.hook is None:
-                _, after = self._divisors(reduced, reduced.numel())
-                if after != 1:
-                    reduced.div_(after)
+            if flight.divisor != 1:
+                reduced.div_(flight.divisor)
             dtype = flight.buckets[0].flat.shard.dtype
             if reduced.dtype != dtype:
                 reduced = self._replace(reduced, reduced.to(dtype))
