@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from fsdp.errors import ShardingError
+
 
 @dataclass(slots=True)
 class Ledger:
@@ -50,10 +52,20 @@ class Memory:
             ledger.add(self._kind, self._size)
 
     def release(self, ledger: Ledger) -> bool:
-        """Give the memory back, unless it stays; return whether there was any. Idempotent."""
+        """Give the memory back, unless it stays; return whether there was any. Idempotent.
+
+        Raises:
+            ShardingError: it is shared with something that torch does not know.
+        """
         if not self._held or self._stays:
             return False
-        self._storage.resize_(0)
+        try:
+            self._storage.resize_(0)
+        except RuntimeError as reason:
+            raise ShardingError(
+                "the memory of whole parameters cannot be given back: something outside torch shares it, such as an array "
+                "made by weight.detach().numpy() in a forward; make it of a copy: weight.detach().clone().numpy()."
+            ) from reason
         self._held = False
         ledger.add(self._kind, -self._size)
         return True

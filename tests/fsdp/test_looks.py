@@ -90,3 +90,21 @@ def test_a_compiled_forward_may_use_these_methods() -> None:
         return module(X)
 
     torch.testing.assert_close(fsdp.simulate(1, fn)[0], Uses()(X))
+
+
+def test_an_array_made_of_a_whole_parameter_is_refused_by_name() -> None:
+    """It shares the memory, which can never be given back then: a copy can be made."""
+
+    def fn(rank: int) -> None:
+        net = make_net()
+        seen: list[Any] = []
+        net.blocks[1].up.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone().numpy()))
+        fsdp.fully_shard(net, auto_wrap_policy={Block})
+        loss_of(net(X)).backward()
+        assert seen[0].shape == tuple(make_net().blocks[1].up.weight.shape)
+        net.blocks[1].up.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().numpy()))
+        with pytest.raises(fsdp.ShardingError, match=r"make it of a copy: weight.detach\(\).clone\(\).numpy\(\)") as told:
+            net(X)
+        assert any("in unit 'blocks.1'" in note for note in told.value.__notes__)
+
+    fsdp.simulate(2, fn)
