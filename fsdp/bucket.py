@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import repeat
-from typing import cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from fsdp.outside import RefusedUse
 from fsdp.sparse import as_rows, dense, no_rows
 from fsdp.stash import Kept
 from fsdp.storage import Ledger, Memory, size_of
+
+_LARGE: Final = 2**14
+"""Elements of a gradient, on average, from which on a pass over the memory costs more than a call for each gradient."""
 
 
 class Bucket:
@@ -151,7 +154,7 @@ class Bucket:
         second, self.launched = self.launched, True
         if not self.stash and not self.owed and not any([gradient is None or gradient.is_sparse for gradient in gradients]):
             self.came, self.complete = self.all_used, True
-            _copy_divided(views, cast(list[Tensor], gradients), divisor)
+            _copy_divided(self.buffer if buffer is None else buffer, views, cast(list[Tensor], gradients), divisor)
             return
         came_before = self.came if second else [False] * len(views)
         came = []
@@ -167,7 +170,7 @@ class Bucket:
             for part in parts[1:]:
                 view.add_(part)
         if divisor != 1:
-            torch._foreach_div_(views, divisor)
+            (self.buffer if buffer is None else buffer).div_(divisor)
         self._note_came(came)
 
     def take_rows(self) -> Tensor:
@@ -272,12 +275,13 @@ class Bucket:
         return [parts[segment].view(shape) for _, segment, shape in flat.held]
 
 
-def _copy_divided(views: list[Tensor], gradients: list[Tensor], divisor: float) -> None:
-    """On the host in one pass over the memory, unless the precision changes."""
-    if divisor == 1 or views[0].device.type != "cpu" or gradients[0].dtype != views[0].dtype:
+def _copy_divided(buffer: Tensor, views: list[Tensor], gradients: list[Tensor], divisor: float) -> None:
+    """Copy gradients into the views of a buffer; large ones on the host in one pass over the memory."""
+    is_large = buffer.device.type == "cpu" and buffer.numel() >= _LARGE * len(views)
+    if divisor == 1 or not is_large or gradients[0].dtype != buffer.dtype:
         torch._foreach_copy_(views, gradients)
         if divisor != 1:
-            torch._foreach_div_(views, divisor)
+            buffer.div_(divisor)
         return
     for view, gradient in zip(views, gradients, strict=True):
         torch.div(gradient, divisor, out=view)
