@@ -12,7 +12,7 @@ from fsdp.flat import FlatBuffer
 from fsdp.outside import RefusedUse
 from fsdp.sparse import as_rows, dense, no_rows
 from fsdp.stash import Kept
-from fsdp.storage import Ledger, Memory, size_of
+from fsdp.storage import Ledger, Memory, Spare, size_of
 
 _LARGE: Final = 2**14
 """Elements of a gradient, on average, from which on a pass over the memory costs more than a call for each gradient."""
@@ -35,6 +35,7 @@ class Bucket:
         "nbytes",
         "owed",
         "pending",
+        "spare",
         "stash",
         "unit",
         "views",
@@ -52,6 +53,8 @@ class Bucket:
         self.filled: tuple[Tensor, Sequence[Tensor]] | None = None
         """A buffer like it that was filled instead, and the views into that."""
         self.memory = Memory(self.buffer, "bucket", stays)
+        self.spare = Spare()
+        """For what is reduced where it was filled, which becomes `.grad`."""
         self.nbytes = size_of(self.buffer)
         """Of the gradients; of sparse ones, of those that were launched last."""
         self.pending: Tensor | None = None

@@ -67,7 +67,8 @@ class ReductionPolicy:
     """MiB of gradients that one collective reduces at most, unless one parameter is larger. Small units that follow each other
     share a collective; a larger unit is cut, and each piece is gathered and reduced by itself, the latter as soon as its
     gradients are there (but in units with units inside, which wait for the end of the backward unless the strategy is
-    "NO_SHARD"). None means 25 for "NO_SHARD", and otherwise that a bucket is a unit."""
+    "NO_SHARD"). None means that a bucket is a unit; for "NO_SHARD" 25, and half of what is left where that is
+    less, towards the end of the backward."""
     first_bucket_mb: float = 1.0
     """The same for the first collective of a backward, where units share one, so that communication starts early."""
     triggers: tuple[str, ...] = ()
@@ -142,6 +143,11 @@ class Config:
         if cap is None:
             cap = 25.0 if self.grouping is Grouping.REPLICATED else None
         return None if cap is None else int(cap * 2**20)
+
+    @property
+    def tapers(self) -> bool:
+        """Whether buckets get smaller towards the end of a backward: there are no gathers to pay for more of them."""
+        return self.grouping is Grouping.REPLICATED and self.reduction.bucket_cap_mb is None
 
     @property
     def root_strategy(self) -> Strategy:

@@ -33,6 +33,7 @@ class DelayedStreams:
 
     def __init__(self, streams: Streams, seed: str, device: torch.device) -> None:
         self._streams = streams
+        self.on_host = streams.on_host
         self._choices = random.Random(seed)
         self._device = device
 

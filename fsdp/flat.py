@@ -14,6 +14,7 @@ from fsdp.errors import ShardingError
 from fsdp.groups import Grouping
 from fsdp.layout import Layout, Part, make_layout
 from fsdp.looks import check_looks
+from fsdp.parcels import limit_of
 from fsdp.storage import Borrowed, Memory, size_of, storage_key
 
 
@@ -275,17 +276,17 @@ def in_pieces(places: Sequence[Place], config: Config) -> Iterator[list[Place]]:
         groups.setdefault((place.parameter.dtype, place.parameter.requires_grad, alone), []).append(place)
     for members in groups.values():
         pieces: list[list[Place]] = []
-        taken = 0
+        limit, taken, left = 0, 0, sum(size_of(place.parameter) for place in members)
         ended = True
-        # in the order of the backward: what is left over comes last, and little is reduced when nothing is left to compute
+        # in the order of the backward: what is left over comes last
         for place in reversed(members):
             size = size_of(place.parameter)
-            full = config.bucket_bytes is not None and taken + size > config.bucket_bytes
-            if ended or full:
+            if ended or taken + size > limit:
                 pieces.append([])
-                taken = 0
+                limit, taken = limit_of(left, config.bucket_bytes or left, config.tapers), 0
             pieces[-1].append(place)
             taken += size
+            left -= size
             ended = place.names[0] in config.reduction.triggers
         for piece in reversed(pieces):
             yield piece[::-1]

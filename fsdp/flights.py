@@ -80,8 +80,9 @@ class Flights:
         before, after = self._divisors(buckets[0].buffer, size)
         shards = self._channels.lanes[lane].reductions
         if shards.size == 1:
-            # the chunk is the bucket
-            into = buckets[0].buffer.new_empty(size)
+            # the chunk is the bucket; an allocator of a device keeps its memory itself
+            like, keeps = buckets[0].buffer, len(buckets) == 1 and self._streams.on_host
+            into = buckets[0].spare.take(size, like) if keeps else like.new_empty(size)
             for bucket, chunk in zip(buckets, _split(into, buckets), strict=True):
                 bucket.fill(chunk, before)
             with self._streams.reducing(lane):

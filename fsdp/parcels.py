@@ -22,31 +22,41 @@ Parcel = tuple[int, ...]
 """The numbers of the buckets that one collective reduces."""
 
 
-def make_parcels(order: Sequence[int], items: Sequence[Item], cap: int | None, first: int) -> tuple[Parcel, ...]:
+def make_parcels(
+    order: Sequence[int], items: Sequence[Item], cap: int | None, first: int, tapers: bool = False
+) -> tuple[Parcel, ...]:
     """Put buckets (by number, in `order`) into parcels of at most `cap` bytes, the first one of at most `first`; or of one.
 
     A parcel is launched when its last bucket is ready, so parcels come in the order of their last ones. `cap` None: no two
-    share one.
+    share one. `tapers`: see `limit_of`.
     """
     if cap is None:
         return tuple((number,) for number in order)
-    closed = sorted(_fill(order, items, cap, min(first, cap)), key=lambda parcel: parcel[0])
+    closed = sorted(_fill(order, items, cap, min(first, cap), tapers), key=lambda parcel: parcel[0])
     return tuple(parcel for _, parcel in closed)
 
 
-def _fill(order: Sequence[int], items: Sequence[Item], cap: int, first: int) -> Iterator[tuple[int, Parcel]]:
+def limit_of(left: int, cap: int, tapers: bool) -> int:
+    """Bytes of the next bucket or parcel, of `left` that have none. If it `tapers` at most half of them, so that little is on
+    its way when nothing is left to compute; but an eighth of the cap is little enough."""
+    return min(cap, max(left // 2, cap // 8)) if tapers else cap
+
+
+def _fill(order: Sequence[int], items: Sequence[Item], cap: int, first: int, tapers: bool) -> Iterator[tuple[int, Parcel]]:
     """Each parcel with the place of its last bucket in the order."""
-    limit = first
+    limit, left = first, sum(items[number].size for number in order)
     filling: dict[Hashable, tuple[int, int, Parcel]] = {}
     for place, number in enumerate(order):
         size, kind, ends = items[number]
         last, total, parcel = filling.pop(kind, (place, 0, ()))
         if parcel and total + size > limit:
             yield last, parcel
-            limit, total, parcel = cap, 0, ()
+            left -= total
+            limit, total, parcel = limit_of(left, cap, tapers), 0, ()
         if ends:
             yield place, (*parcel, number)
-            limit = cap
+            left -= total + size
+            limit = limit_of(left, cap, tapers)
         else:
             filling[kind] = (place, total + size, (*parcel, number))
     for last, _, parcel in filling.values():

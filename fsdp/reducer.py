@@ -264,7 +264,8 @@ class Reducer:
             )
             for number, bucket in enumerate(self.buckets)
         ]
-        self._parcels: Sequence[Parcel] = make_parcels(self._sequence, items, cap, int(self.policy.first_bucket_mb * 2**20))
+        first, tapers = int(self.policy.first_bucket_mb * 2**20), self._units[0].config.tapers
+        self._parcels: Sequence[Parcel] = make_parcels(self._sequence, items, cap, first, tapers)
 
     def _in_units(self, order: Sequence[int]) -> Sequence[int]:
         """The buckets of units in their order; those of one unit from the last to the first, as a backward goes."""

@@ -6,7 +6,9 @@ backward.
 """
 
 from dataclasses import dataclass, field
+from typing import Final
 
+import torch
 from torch import Tensor
 
 from fsdp.errors import ShardingError
@@ -14,7 +16,10 @@ from fsdp.errors import ShardingError
 
 @dataclass(slots=True)
 class Ledger:
-    """Bytes the engine holds on this rank, by kind: shards, whole, bucket, scratch, reduced, kept, lent."""
+    """Bytes the engine holds on this rank, by kind: shards, whole, bucket, scratch, reduced, kept, lent.
+
+    `.grad` is the user's, and its memory, which replicas on the host keep for the next backward, is not in the books.
+    """
 
     held: dict[str, int] = field(default_factory=dict)
     peak: int = 0
@@ -69,6 +74,30 @@ class Memory:
         self._held = False
         ledger.add(self._kind, -self._size)
         return True
+
+
+class Spare:
+    """Memory of one size that is given out again as soon as nobody has any of it.
+
+    For what would else be asked of the system, and cleared by it page by page, in every step.
+    """
+
+    __slots__ = ("_memory",)
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def take(self, count: int, like: Tensor) -> Tensor:
+        """(count,), always the same number, undefined, of the dtype and on the device of `like`."""
+        if self._memory is None:
+            self._memory = like.new_empty(count)
+        elif torch._C._storage_Use_Count(self._memory.untyped_storage()._cdata) > _OURS:
+            return like.new_empty(count)
+        return self._memory.view(count)
+
+
+_OURS: Final = 2
+"""The tensor that is kept, and the storage that is asked."""
 
 
 class Borrowed:

@@ -21,6 +21,9 @@ import torch
 class Streams(Protocol):
     """The order between computing, gathering and reducing on one device."""
 
+    on_host: bool
+    """Whether there are none, but the host's own order."""
+
     def pass_begins(self) -> None:
         """Gathers launched from now on see what the compute stream has written so far."""
 
@@ -48,6 +51,8 @@ _NOTHING: Final = nullcontext()
 
 class HostStreams:
     """On CPU the `Work` handles alone give the order."""
+
+    on_host = True
 
     def pass_begins(self) -> None:
         return
@@ -108,6 +113,8 @@ class CudaQueues:
 
 class CudaStreams:
     """One stream for gathers and one for each lane of reductions beside the compute stream, with events between."""
+
+    on_host = False
 
     def __init__(self, queues: Queues, lanes: int) -> None:
         self._queues = queues

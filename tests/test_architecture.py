@@ -61,7 +61,6 @@ ORDER = (
     "usage",
     "launches",
     "flights",
-    "parcels",
     "hooked",
     "bucket",
     "stash",
@@ -81,6 +80,7 @@ ORDER = (
     "storage",
     "sharded_value",
     "boxes",
+    "parcels",
     "layout",
     "nested",
     "config",
@@ -224,7 +224,7 @@ def test_only_engine_queues_a_callback() -> None:
     only_in({"engine"}, calls)
 
 
-@pytest.mark.parametrize("name", ["layout", "schedule"])
+@pytest.mark.parametrize("name", ["layout", "parcels", "schedule"])
 def test_arithmetic_knows_nothing_of_torch(name: str) -> None:
     assert not [one for one in imports_of(FSDP / f"{name}.py") if one.split(".")[0] not in sys.stdlib_module_names]
 

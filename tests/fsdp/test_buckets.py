@@ -90,6 +90,12 @@ def test_small_buckets_that_follow_each_other_share_a_parcel_up_to_the_cap() -> 
     assert make_parcels(range(7), items, cap=None, first=4) == tuple((n,) for n in range(7))
 
 
+def test_parcels_that_taper_take_half_of_what_is_left_down_to_an_eighth_of_the_cap() -> None:
+    items = [Item(1, "")] * 40
+    parcels = make_parcels(range(40), items, cap=16, first=1, tapers=True)
+    assert [len(parcel) for parcel in parcels] == [1, 16, 11, 6, 3, 2, 1]
+
+
 def test_kinds_do_not_mix_and_a_parcel_comes_when_its_last_bucket_does() -> None:
     items = [Item(2, "a"), Item(2, "b"), Item(2, "a"), Item(2, "b"), Item(2, "a")]
     assert make_parcels(range(5), items, cap=4, first=4) == ((0, 2), (1, 3), (4,))
@@ -172,6 +178,15 @@ def test_what_is_left_over_of_a_unit_is_reduced_last() -> None:
         return [flat.whole.nbytes for flat in units_of(model)[0].flats]
 
     assert fsdp.simulate(1, fn) == [[256, 512, 512]]
+
+
+def test_without_gathers_buckets_taper_towards_the_end_of_the_backward() -> None:
+    def fn(rank: int) -> list[int]:
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(40)))
+        fsdp.fully_shard(model, sharding_strategy="NO_SHARD")
+        return [flat.whole.nbytes // 2**20 for flat in units_of(model)[0].flats]
+
+    assert fsdp.simulate(1, fn) == [[2, 3, 5, 10, 20]]
 
 
 def test_at_the_end_nothing_is_launched_before_the_end() -> None:
