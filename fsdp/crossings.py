@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -21,7 +22,20 @@ Ends = Sequence[weakref.ref[Tensor]]
 class Call:
     """One forward of one unit."""
 
-    __slots__ = ("exits", "guard", "handled", "input_tensors", "inputs", "nested", "outputs", "refused", "replay", "versions")
+    __slots__ = (
+        "carried",
+        "exits",
+        "guard",
+        "handled",
+        "input_tensors",
+        "inputs",
+        "nested",
+        "outputs",
+        "records",
+        "refused",
+        "replay",
+        "versions",
+    )
 
     def __init__(self, replay: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
         self.replay = replay
@@ -37,6 +51,10 @@ class Call:
         self.handled = sys.exc_info()[1]
         self.guard: Any = None
         """What watches it, in guard mode."""
+        self.records = torch.is_grad_enabled()
+        """Whether it makes a graph; not so in a reentrant checkpoint, whose outputs get one when it is over."""
+        self.carried: list[weakref.ref[Tensor]] = []
+        """What the user's hooks had carried off when it began, in a call around it."""
         self.refused = False
         self.nested = False
         """Called from inside its own forward: by a recursion, or by a method that is registered as a forward."""
@@ -141,3 +159,9 @@ def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]
 def nodes_of(tensors: Sequence[Tensor]) -> Sequence[Node]:
     """The distinct nodes behind tensors that require grad."""
     return tuple(dict.fromkeys(tensor.grad_fn or get_gradient_edge(tensor).node for tensor in tensors))
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether it stands for several, under `is_grads_batched=True`."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)

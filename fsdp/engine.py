@@ -213,7 +213,7 @@ class Engine:
         # a reentrant checkpoint may bring a second one to the same parameter
         if self.backward_synchronises and graph_task() == self._task and self.reducer.arrived(bucket):
             try:
-                self.reducer.advance(land=False)
+                self.reducer.advance()
             except BaseException as failure:
                 self.give_up(failure, self.reducer.buckets[bucket].unit)
                 raise

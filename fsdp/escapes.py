@@ -24,9 +24,9 @@ class Escapes:
         self._carried: list[weakref.ref[Tensor]] = []
         self._handles: list[RemovableHandle] = []
 
-    def begin(self) -> None:
-        """A forward begins."""
-        self._carried.clear()
+    def begin(self) -> list[weakref.ref[Tensor]]:
+        """A forward begins; return what was carried off in the one it is in, for `end`."""
+        carried, self._carried = self._carried, []
         hooks = [reference() for reference in self._hooks]
         if any(hooks):
             for reference, of_module in zip(self._inner, hooks, strict=True):
@@ -34,6 +34,11 @@ class Escapes:
                 if of_module and module is not None and id(module) not in self._heard:
                     self._heard.add(id(module))
                     self._handles.append(module.register_forward_hook(self._inner_module_ends))
+        return carried
+
+    def end(self, carried: "list[weakref.ref[Tensor]]") -> None:
+        """That forward has ended."""
+        self._carried = carried
 
     def remove(self) -> None:
         """Take the hooks away again."""
@@ -53,9 +58,9 @@ class Escapes:
         """What the hooked modules returned in this forward and somebody still has."""
         return [tensor for reference in self._carried if (tensor := reference()) is not None]
 
-    def take_over(self, returned: Sequence[Tensor], inner: "Escapes") -> None:
-        """A call inside has ended, and nothing of it requires grad: what a reentrant checkpoint returns does only afterwards."""
-        self._carried += [*map(weakref.ref, returned), *inner._carried]
+    def take_over(self, tensors: Sequence[Tensor]) -> None:
+        """They have come out of a call inside, and may require grad later."""
+        self._carried += map(weakref.ref, tensors)
 
     def _inner_module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         # whether it requires grad is seen at the end: what a reentrant checkpoint returns does only afterwards

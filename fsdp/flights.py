@@ -72,6 +72,8 @@ class Flights:
         Memory:  W * C elements until landed, C until committed; where several share a collective, small ones twice while it is
                  put together
         """
+        while any(bucket in flight.buckets for flight in self._first for bucket in buckets):
+            self._land_next()  # a second portion: all ranks are at the end of the backward
         lane, self._launched = self._launched % len(self._channels.lanes), self._launched + 1
         if buckets[0].flat.is_sparse:
             self._launch_rows(buckets[0], lane)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp.accumulators import Accumulators
 from fsdp.arrivals import hear_arrivals
-from fsdp.crossings import Call, Crossing, Ends, Way, inputs_of, node_behind
+from fsdp.crossings import Call, Crossing, Ends, Way, inputs_of, is_batched, node_behind
 from fsdp.eager import uncompiled
 from fsdp.engine import Engine
 from fsdp.errors import ShardingError
@@ -90,7 +90,7 @@ class Listener(Uncopied):
             module.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._forward_ends, always_call=True),
         ]
-        self._state_hooks = StateHooks(engine, index)
+        self._state_hooks = StateHooks(engine, index, [one._unit for one in around])
         self._accumulators = Accumulators(self._unit)
         for number, bucket in enumerate(engine.reducer.buckets):
             hear = hear_arrivals(weakref.ref(self), number if number in engine.reducer.counted else None)
@@ -152,7 +152,7 @@ class Listener(Uncopied):
         call.refused = True
         self._unit.versions_in_forward = call.versions
         if not call.nested:  # else a part of the call it is in
-            self._escapes.begin()
+            call.carried = self._escapes.begin()
             if call.replay:
                 self._engine.hear(self._index, Event.REPLAY_BEGINS)
             else:
@@ -210,6 +210,7 @@ class Listener(Uncopied):
                 self._engine.forward_ends(self._index, Event.FORWARD_ENDS if call.outputs else Event.INFERENCE_ENDS)
         finally:
             self._calls.pop()
+            self._escapes.end(call.carried)
             if call.replay:
                 self._unit.guard()
         policy = self._unit.config.mp_policy
@@ -232,19 +233,21 @@ class Listener(Uncopied):
     def _find_outputs(self, call: Call, output: Any) -> None:
         """Note every output a backward can come back through; refuse the unit's own parameters among them."""
         keys = self._unit.keys
-        returned = [output] if isinstance(output, Tensor) else list(tensors_in(output))
-        for tensor in (*returned, *self._escapes.left_behind(self._watches)):
+        left = [output] if isinstance(output, Tensor) else list(tensors_in(output))
+        left += self._escapes.left_behind(self._watches)
+        for tensor in left:
             if storage_key(tensor) in keys:
                 raise ShardingError(
                     f"unit {self._unit.name!r} returns one of its own parameters (or a view of one), whose memory is "
                     "given back after the forward; return a copy instead (`weight.clone()`), or compute with it inside the unit."
                 )
-            if tensor.requires_grad:
-                call.outputs.append(tensor)
-        call.outputs += [tensor for tensor in self._escapes.carried_off() if tensor.requires_grad]
-        if not call.outputs:
-            for listener in [one for one in self._around if one._calls][-1:]:
-                listener._escapes.take_over(returned, self._escapes)
+        left += self._escapes.carried_off()
+        call.outputs += [tensor for tensor in left if tensor.requires_grad]
+        if not call.records:
+            around = [one for one in self._around if one._calls]
+            # in a reentrant checkpoint: what comes out of it requires grad when it is over
+            for listener in around[-1:] if any(one._calls[-1].records for one in around) else ():
+                listener._escapes.take_over([tensor for tensor in left if not tensor.requires_grad])
 
     def _watches(self, tensor: Tensor) -> bool:
         return (node := node_behind(tensor)) is not None and id(self) in Crossing.of(node).watched_by
@@ -333,7 +336,7 @@ class Listener(Uncopied):
     def watch_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """In a backward with create_graph=True: what comes out of the unit is made by nodes a second backward may enter."""
         for gradient in gradients:
-            if gradient is not None and _is_batched(gradient):
+            if gradient is not None and is_batched(gradient):
                 raise self._refusal(
                     f"a backward with is_grads_batched=True and create_graph=True goes through unit {self._unit.name!r}, and its "
                     "graph cannot be followed; take the gradients one by one."
@@ -378,12 +381,6 @@ class Listener(Uncopied):
         self._engine.gradients_come()
         self.readiness.arrived = True
         self._engine.hear(self._index, Event.GRADIENT_ARRIVES)
-
-
-def _is_batched(tensor: Tensor) -> bool:
-    """Whether it stands for several, under `is_grads_batched=True`."""
-    functorch = torch._C._functorch
-    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
 def _can_train(parameter: Tensor) -> bool:

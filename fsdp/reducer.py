@@ -7,9 +7,9 @@ Rule 3: in a backward that synchronises, every unit that autograd has passed thr
 
 [Note: counted buckets]
 A unit is ready at a moment every rank comes to (readiness.py). A bucket whose gradients have all come may be
-launched before that moment, which peers with other gradients do not share, as long as nobody waits for
-anything in between: so it is launched without awaiting those before it, and only when its turn has come;
-and it is not awaited itself before its unit is ready.
+launched before that moment, which peers with other gradients do not share, as long as nobody waits for it
+until then: so it is launched only when its turn has come, and awaited only when its unit is ready. What is
+awaited to make room for it is of units that are ready here, which all ranks come to whatever this one does.
 With gathers between the ranks that holds for units without units inside; without gathers, for all.
 """
 
@@ -166,16 +166,16 @@ class Reducer:
         for number in self._of_unit[index]:
             self._note(number)
         if not self.policy.at_end:
-            self.advance(land=True)
+            self.advance()
 
-    def advance(self, land: bool) -> None:
-        """Launch what is ready, in the agreed order. With `land`, await those before, so that one bucket a lane is in memory."""
+    def advance(self) -> None:
+        """Launch what is ready, in the agreed order, and await those before: one bucket a lane is in memory (see the note)."""
         while self._turn < len(self._parcels):
             parcel = self._parcels[self._turn]
             if not all([self._ready[number] for number in parcel]):
                 return
             self._turn += 1
-            self._launch(parcel, land)
+            self._launch(parcel)
 
     def flush(self, index: int) -> None:
         """At the end, in the agreed order: launch what was not launched, or came after it was, if any rank has it."""
@@ -196,7 +196,7 @@ class Reducer:
             for number in parcel:
                 self._note(number)
             if wanted:
-                self._launch(wanted, land=True)
+                self._launch(wanted)
         if all(self._closing):
             self._launch_second_portions()
 
@@ -306,7 +306,7 @@ class Reducer:
             self._ready[number] = perf_counter()
             self._arrivals.append(number)
 
-    def _launch(self, parcel: Parcel, land: bool) -> None:
+    def _launch(self, parcel: Parcel) -> None:
         buckets = []
         for number in parcel:
             self._launched[number] = True
@@ -319,8 +319,7 @@ class Reducer:
                 bucket.came, bucket.complete = bucket.all_used, True
         if not buckets:
             return
-        if land:
-            self._flights.make_room(self._is_everywhere)
+        self._flights.make_room(self._is_everywhere)
         if self.hook is None:
             self._flights.launch(buckets)
         else:
@@ -345,7 +344,7 @@ class Reducer:
         """Where ranks come through different units, every one reduces all of them before they say who has what."""
         for number in range(len(self.buckets)):
             self._note(number)
-        self.advance(land=True)
+        self.advance()
 
     def _launch_second_portions(self) -> None:
         """What came after its bucket was launched, on any rank, in the agreed order.
@@ -361,7 +360,7 @@ class Reducer:
             looks = self.policy.find_unused_parameters or number in self.counted or self._again[self.buckets[number].unit]
             mine = usage.launched[number] and usage.has[number]
             if mine or (looks and usage.some_rank_has_more(number)):
-                self._launch((number,), land=True)
+                self._launch((number,))
 
     def _settle(self) -> None:
         """Await everything in flight and learn which gradients no rank had. All that can fail is over after this."""

@@ -50,10 +50,9 @@ def loading_call() -> tuple[nn.Module, dict[str, Any], bool] | None:
     return None
 
 
-def saved_so_far() -> int:
-    """How many entries the `state_dict` that runs has gathered; its pre-hooks are not told. 0 if it is none of torch's own."""
-    saving = next((frame for frame in _frames() if frame.f_code is _SAVE), None)
-    return 0 if saving is None else len(saving.f_locals["destination"] or ())
+def modules_being_saved() -> Iterator[nn.Module]:
+    """Those whose `state_dict` runs, inner ones first."""
+    return (frame.f_locals["self"] for frame in _frames() if frame.f_code is _SAVE)
 
 
 def gets_gradient(leaf: Tensor) -> bool:

@@ -5,8 +5,8 @@ Rule 2: a load that does not fit is refused before anything is loaded.
 Rule 3: inside `summon_full_params` the parameters are full, and torch's own way is right.
 """
 
+from collections.abc import Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,7 @@ from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.names import TRANSPARENT, check_names, check_values, entries, extra_states
 from fsdp.piece import Piece, pieces_of
-from fsdp.stack import loading_call, saved_so_far
+from fsdp.stack import loading_call, modules_being_saved
 from fsdp.storage import storage_key
 from fsdp.unit import Unit
 from state_machine import State
@@ -42,12 +42,11 @@ class Uncopied:
 class StateHooks(Uncopied):
     """The state-dict hooks of one unit."""
 
-    def __init__(self, engine: Engine, index: int) -> None:
+    def __init__(self, engine: Engine, index: int, around: Sequence[Unit]) -> None:
         super().__init__(engine.units[index])
         self._engine = engine
         self._index = index
-        self._before = 0
-        """How many entries of a state dict were there before those of this unit."""
+        self._around = around
         self._slots: WeakKeyDictionary[nn.Module, dict[str, Piece]] = WeakKeyDictionary()  # see `Unit.module`
         for place, piece in zip(self._unit.places, pieces_of(self._unit), strict=True):
             for owner, slot in place.slots:
@@ -87,7 +86,6 @@ class StateHooks(Uncopied):
                 "use named_parameters(), or state_dict() without it."
             )
         self._unit.check_shards()
-        self._before = saved_so_far()
 
     def _show_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         if self._lent:
@@ -97,14 +95,18 @@ class StateHooks(Uncopied):
                 state_dict[prefix + slot] = piece.value(prefix + slot, piece.parameter.detach())
 
     def _refuse_fragments(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if self._lent:
+        outer = [unit.module for unit in self._around]
+        # once for all units inside, or the time would grow with the square of their number
+        if self._lent or (outer and any(one is module for one in modules_being_saved() for module in outer)):
             return
-        keys = {storage_key(flat.shard) for flat in self._unit.flats} | self._unit.keys
-        for name, value in islice(reversed(state_dict.items()), len(state_dict) - self._before):
+        units = [self._unit, *(self._engine.units[inner] for inner in self._engine.descendants[self._index])]
+        owners = {key: unit for unit in units for key in (*(storage_key(flat.shard) for flat in unit.flats), *unit.keys)}
+        for name, value in state_dict.items():
             # of a sharded value itself, the memory is of no size
-            if type(value) in (Tensor, nn.Parameter) and storage_key(value) in keys:
+            if type(value) in (Tensor, nn.Parameter) and storage_key(value) in owners:
+                unit = owners[storage_key(value)]
                 raise ShardingError(
-                    f"{name!r} in the state dict of unit {self._unit.name!r} is this rank's part of a parameter, under a name "
+                    f"{name!r} in the state dict of unit {unit.name!r} is this rank's part of a parameter, under a name "
                     "that a hook or _save_to_state_dict of a module made up; keep the plain name, or call "
                     "fsdp.full_state_dict(model)."
                 )

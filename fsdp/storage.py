@@ -33,6 +33,13 @@ class Ledger:
             self.peak = self.now
 
 
+_SHARED: Final = {
+    "whole": ("whole parameters", "weight.detach()"),
+    "bucket": ("a bucket of gradients", "bucket.buffer()"),
+}
+"""By kind of memory: what it is, and what a user has of it."""
+
+
 class Memory:
     """The memory of one permanent buffer, which comes and goes while the buffer and every view of it stay.
 
@@ -67,9 +74,10 @@ class Memory:
         try:
             self._storage.resize_(0)
         except RuntimeError as reason:
+            whose, made = _SHARED[self._kind]
             raise ShardingError(
-                "the memory of whole parameters cannot be given back: something outside torch shares it, such as an array "
-                "made by weight.detach().numpy() in a forward; make it of a copy: weight.detach().clone().numpy()."
+                f"the memory of {whose} cannot be given back: something outside torch shares it, such as an array made by "
+                f"{made}.numpy(); make it of a copy, {made}.clone().numpy(), and the model anew."
             ) from reason
         self._held = False
         ledger.add(self._kind, -self._size)

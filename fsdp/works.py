@@ -63,10 +63,16 @@ class Together:
             self._failure = failure
 
     def wait(self, timeout: timedelta) -> None:
+        failure = self._failure
         for work in self._works:
-            work.wait(timeout)
-        if self._failure is not None:
-            raise self._failure
+            try:
+                work.wait(timeout)
+            except RuntimeError as reason:
+                if not work.is_completed():
+                    raise  # it can be awaited again
+                failure = failure or reason
+        if failure is not None:
+            raise failure
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

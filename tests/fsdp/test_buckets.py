@@ -162,6 +162,28 @@ def test_a_large_unit_is_reduced_in_pieces_before_it_is_ready(strategy: str) -> 
     assert fsdp.simulate(2, fn)[0] == [1] * 5
 
 
+def test_pieces_that_are_launched_early_are_awaited_when_their_units_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were kept in flight until the end of the backward, which is the memory of all gradients."""
+    deepest: list[int] = []
+    launch = Flights.launch
+
+    def counted(flights: Flights, buckets: Any) -> None:
+        launch(flights, buckets)
+        deepest.append(len(flights._first))
+
+    monkeypatch.setattr(Flights, "launch", counted)
+
+    def fn(rank: int) -> None:
+        layers = (nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(8))
+        policy = fsdp.ReductionPolicy(bucket_cap_mb=KIB)
+        model = fsdp.fully_shard(nn.Sequential(*layers), reduction=policy, auto_wrap_policy=lambda name, _: name.isdecimal())
+        for _ in range(2):
+            model(torch.ones(2, 16)).sum().backward()
+
+    fsdp.simulate(2, fn)
+    assert len(deepest) == 2 * 2 * 8 * 4 and max(deepest) == 4
+
+
 def test_a_trigger_ends_a_bucket() -> None:
     policy = fsdp.ReductionPolicy(triggers=("2.weight", "4.weight"))
     stats, _ = launches(2, lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(6))), policy)

@@ -1,5 +1,6 @@
 """When a backward reaches a unit and when it leaves it: nothing is freed that autograd still reads, nothing is held longer."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
+from fsdp.escapes import Escapes
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 
@@ -107,36 +109,80 @@ def test_an_output_that_is_used_twice_is_reduced_once() -> None:
     fsdp.simulate(1, fn)
 
 
+class Kept(nn.Module):
+    """A unit, of which a hook carries off the output; or an attribute, which the checkpoint returns as well."""
+
+    def __init__(self, levels: int, returns: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6) if levels == 1 else Kept(levels - 1, "output")
+        self.returns = returns
+
+    def forward(self, x: Tensor, more: Tensor) -> Any:
+        y = self.linear(x) if isinstance(self.linear, nn.Linear) else self.linear(x, more)
+        if self.returns == "an attribute":
+            self.aux = y.square()
+        return (y, more) if self.returns == "an input" else y
+
+
 class Checkpointed(nn.Module):
     """The root's own weights are read in the backward around a unit in a reentrant checkpoint."""
 
-    def __init__(self, levels: int) -> None:
+    def __init__(self, levels: int, returns: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.enter, self.gain, self.inner = nn.Linear(6, 6), nn.Parameter(torch.ones(6)), nn.Sequential(nn.Linear(6, 6))
-        for _ in range(levels - 1):
-            self.inner = nn.Sequential(self.inner)
+        self.enter, self.gain, self.inner = nn.Linear(6, 6), nn.Parameter(torch.ones(6)), Kept(levels, returns)
 
     def forward(self, x: Tensor) -> Tensor:
+        def run(x: Tensor, more: Tensor) -> tuple[Tensor, ...]:
+            y = self.inner(x, more)
+            y = y[0] if isinstance(y, tuple) else y
+            return (y, self.inner.aux) if self.inner.returns == "an attribute" else (y,)
+
         x = torch.tanh(self.enter(x)) * self.gain
-        return torch.tanh(checkpoint(self.inner, x, use_reentrant=True))  # type: ignore[arg-type]
+        return torch.tanh(checkpoint(run, x, torch.ones(6, requires_grad=True), use_reentrant=True)[0])
 
 
-@pytest.mark.parametrize("levels", [1, 2])
-def test_a_backward_may_begin_at_what_a_hook_has_carried_off_from_a_unit_in_a_reentrant_checkpoint(levels: int) -> None:
+@pytest.mark.parametrize(("levels", "returns"), [(1, "output"), (2, "output"), (1, "an input"), (1, "an attribute")])
+def test_a_backward_may_begin_at_what_a_hook_has_carried_off_from_a_unit_in_a_reentrant_checkpoint(
+    levels: int, returns: str
+) -> None:
     """It came past the outer units, whose memory an earlier backward had given back: the process ended."""
 
     def trained(model: Checkpointed, sharded: bool) -> dict[str, Tensor | None]:
         kept: list[Tensor] = []
-        model.inner.register_forward_hook(lambda module, args, output: kept.append(output))
+        show: dict[str, Any] = {"output": lambda _, y: y, "an input": lambda _, y: y[0], "an attribute": lambda m, _: m.aux}
+        model.inner.register_forward_hook(lambda module, args, output: kept.append(show[returns](module, output)))
         if sharded:
-            fsdp.fully_shard(model, auto_wrap_policy={nn.Sequential})
+            fsdp.fully_shard(model, auto_wrap_policy={Kept})
         model(X).sum().backward(retain_graph=True)
         kept[0].square().mean().backward()
         assert not sharded or is_at_rest(model)
         return {name: p.grad for name, p in model.named_parameters()}
 
-    plain = Checkpointed(levels)
-    by_rank = fsdp.simulate(2, lambda rank: trained(Checkpointed(levels), sharded=True))
+    plain = Checkpointed(levels, returns)
+    by_rank = fsdp.simulate(2, lambda rank: trained(Checkpointed(levels, returns), sharded=True))
     found = {name: join([one[name] for one in by_rank], p.shape) for name, p in plain.named_parameters()}
     assert_close(found, trained(plain, sharded=False))
+
+
+def test_evaluation_collects_nothing() -> None:
+    """What units return without a graph is not looked at again, for however long the root's own method runs."""
+
+    class Generates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(6, 6))
+
+        def forward(self, x: Tensor, times: int) -> Tensor:
+            for _ in range(times):
+                x = self.inner(x)
+            return x
+
+    def fn(rank: int) -> int:
+        model = fsdp.fully_shard(Generates(), auto_wrap_policy={nn.Sequential})
+        with torch.no_grad():
+            model(X, 20)
+        return sum(len(one._carried) for one in gc.get_objects() if isinstance(one, Escapes))
+
+    gc.collect()
+    assert fsdp.simulate(1, fn) == [0]

@@ -44,6 +44,42 @@ class Portions(nn.Module):
         return torch.tanh(x @ self.w) @ self.b
 
 
+class InnerLinear(nn.Linear):
+    pass
+
+
+class ThreeCalls(nn.Module):
+    """Of one unit, the middle one in a reentrant checkpoint: its gradients come in two portions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = InnerLinear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.inner, torch.tanh(self.inner(x)), use_reentrant=True)  # type: ignore[arg-type]
+        return self.head(self.inner(torch.tanh(x)))
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_second_portion_waits_until_the_first_has_left_the_bucket(streams: int, seed: int) -> None:
+    """With a lane free it was filled while the first was on its way, which gave back the memory under the second."""
+
+    def fn(rank: int) -> dict[str, Tensor | None]:
+        policy = fsdp.ReductionPolicy(streams=streams)
+        model = fsdp.fully_shard(ThreeCalls(), auto_wrap_policy={InnerLinear}, reduction=policy)
+        model(X).sum().backward()
+        assert is_at_rest(model)
+        return gradients_of(model)
+
+    plain = ThreeCalls()
+    plain(X).sum().backward()
+    found = fsdp.simulate(2, fn, seed=seed)
+    for name, parameter in plain.named_parameters():
+        assert_close({name: join([one[name] for one in found], parameter.shape)}, {name: parameter.grad})
+
+
 class OnOneRank(Portions):
     """Only rank 0 uses a parameter in the checkpoint."""
 

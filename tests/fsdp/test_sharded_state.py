@@ -271,3 +271,53 @@ class TestLoadStateDict:
             assert_same_state(weights_of(model), before)
 
         fsdp.simulate(2, fn)
+
+
+class Renames(nn.Module):
+    """Its state dict has a weight under another name; when asked, and then without an earlier entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.asked = nn.Parameter(torch.ones(8)), False
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "alias"] = self.weight.detach() if self.asked else torch.zeros(1)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.pop("0.weight", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_a_part_under_a_made_up_name_is_found_wherever_it_stands_in_a_state_dict() -> None:
+    """Also where other entries were there before, or went."""
+
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2), Renames()), auto_wrap_policy={Renames})
+        first = model.state_dict()
+        model[1].asked = True
+        for ask in (model.state_dict, lambda: model.state_dict(destination=first), model[1].state_dict):
+            with pytest.raises(fsdp.ShardingError, match=r"'(1\.)?alias' in the state dict of unit '1' is this rank's part"):
+                ask()
+
+    fsdp.simulate(2, fn)
+
+
+def test_a_module_may_remove_entries_that_were_there_before() -> None:
+    """As adapters do that save themselves alone."""
+
+    class Adapter(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_state_dict_post_hook(self.alone)
+
+        @staticmethod
+        def alone(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+            for name in [name for name in state_dict if not name.startswith(prefix)]:
+                del state_dict[name]
+
+    def fn(rank: int) -> list[str]:
+        model = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), Adapter()), auto_wrap_policy={Adapter})
+        return list(model.state_dict())
+
+    assert fsdp.simulate(2, fn) == [["2.weight", "2.bias"]] * 2

@@ -47,6 +47,19 @@ def test_one_that_has_waited_long_can_be_awaited_again() -> None:
     assert log == ["first", "late", "first", "late"] and together.is_completed()
 
 
+def test_one_that_fails_is_told_of_when_the_others_are_over() -> None:
+    log: list[str] = []
+    broken, late = Recorded(log, "broken", fails=True), Recorded(log, "late", fails=True)
+    broken.over = True
+    together = Together([lambda: broken, lambda: late])
+    with pytest.raises(RuntimeError, match="late timed out"):
+        together.wait(SECOND)
+    late.fails = False
+    with pytest.raises(RuntimeError, match="broken"):
+        together.wait(SECOND)
+    assert late.over
+
+
 def test_what_was_launched_before_one_failed_is_awaited_before_the_failure() -> None:
     """It writes into memory that is given back after the failure."""
     log: list[str] = []
