@@ -66,8 +66,11 @@ def build(
     ledger = Ledger()
     for unit in units:
         unit.join(streams, ledger)
-    descendants = [frozenset(j for j, other in enumerate(plan) if i in other.ancestors) for i in range(len(plan))]
-    engine = Engine(units, descendants, channels, streams, ledger)
+    inside: list[set[int]] = [set() for _ in plan]
+    for index, one in enumerate(plan):
+        for outer in one.ancestors:
+            inside[outer].add(index)
+    engine = Engine(units, [*map(frozenset, inside)], channels, streams, ledger)
     hooks = Hooks(engine)
     remember(engine)
     for index, one in enumerate(plan):

@@ -54,6 +54,7 @@ class Engine:
         self, units: Sequence[Unit], descendants: Sequence[frozenset[int]], channels: Channels, streams: Streams, ledger: Ledger
     ) -> None:
         self.units = tuple(units)
+        self._units_modules = {id(unit.module) for unit in units}
         self.channels = channels
         self.ledger = ledger
         self.synchronises = True
@@ -127,7 +128,7 @@ class Engine:
 
     def own_modules(self, index: int) -> list[nn.Module]:
         """The modules of a unit, without those of its inner units."""
-        return list(modules_within(self.units[index].module, {id(unit.module) for unit in self.units}))
+        return list(modules_within(self.units[index].module, self._units_modules))
 
     # events -------------------------------------------------------------------------------
 

@@ -33,10 +33,11 @@ class Hooks:
 
     def __init__(self, engine: Engine) -> None:
         self._listeners: list[Listener] = []
-        for index in range(len(engine.units)):
-            # outer units come first
-            around = [listener for outer, listener in enumerate(self._listeners) if index in engine.descendants[outer]]
-            self._listeners.append(Listener(engine, index, around))
+        around: list[list[Listener]] = [[] for _ in engine.units]
+        for index, inside in enumerate(engine.descendants):  # outer units come first
+            self._listeners.append(Listener(engine, index, around[index]))
+            for inner in inside:
+                around[inner].append(self._listeners[index])
         outer = [listener for index, listener in enumerate(self._listeners) if engine.descendants[index]]
         for listener in self._listeners:
             listener.outer = outer
@@ -92,9 +93,9 @@ class Listener(Uncopied):
         ]
         self._state_hooks = StateHooks(engine, index, [one._unit for one in around])
         self._accumulators = Accumulators(self._unit)
-        for number, bucket in enumerate(engine.reducer.buckets):
+        for number in engine.reducer.of_unit[index]:
             hear = hear_arrivals(weakref.ref(self), number if number in engine.reducer.counted else None)
-            for whole in bucket.flat.whole_parameters if bucket.unit == index else ():
+            for whole in engine.reducer.buckets[number].flat.whole_parameters:
                 if _can_train(whole):
                     with _thawed(whole):
                         self._handles.append(whole.register_post_accumulate_grad_hook(hear))  # type: ignore[no-untyped-call]

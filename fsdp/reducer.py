@@ -56,7 +56,9 @@ class Reducer:
             for flat in unit.flats
         )
         numbers = range(len(self.buckets))
-        self._of_unit = [[number for number in numbers if self.buckets[number].unit == index] for index in range(len(units))]
+        self.of_unit: list[list[int]] = [[] for _ in units]
+        for number, bucket in enumerate(self.buckets):
+            self.of_unit[bucket.unit].append(number)
         self._device = units[0].device
         self._usage = Usage(self.buckets, self.policy.static_graph, channels.everyone, streams, self._device)
         self._flights = Flights(self.policy, channels, streams, ledger)
@@ -163,7 +165,7 @@ class Reducer:
     def reduce(self, index: int) -> None:
         """The gradients of a unit are complete: launch what the agreed order allows."""
         self._again[index], self._over[index] = self._over[index], True
-        for number in self._of_unit[index]:
+        for number in self.of_unit[index]:
             self._note(number)
         if not self.policy.at_end:
             self.advance()
@@ -203,7 +205,7 @@ class Reducer:
     def commit(self, index: int) -> None:
         """Set or accumulate the reduced gradients of a unit into `.grad` of its shards."""
         self._settle()
-        for number in self._of_unit[index]:
+        for number in self.of_unit[index]:
             bucket = self.buckets[number]
             if bucket.pending is not None:
                 reduced, bucket.pending = bucket.pending, None
@@ -219,7 +221,7 @@ class Reducer:
 
     def stash(self, index: int) -> None:
         """End of a backward under `no_sync`: add the whole gradients of a unit to the stash."""
-        for number in self._of_unit[index]:
+        for number in self.of_unit[index]:
             bucket = self.buckets[number]
             self._mute(bucket)
             for i, whole in enumerate(bucket.flat.whole_parameters):
@@ -234,7 +236,7 @@ class Reducer:
 
     def drop(self, index: int) -> None:
         """Forget the gradients of this backward. Those kept by earlier ones under `no_sync` stay. Idempotent."""
-        for number in self._of_unit[index]:
+        for number in self.of_unit[index]:
             bucket = self.buckets[number]
             bucket.launched, bucket.filled = False, None
             if bucket.pending is not None:
@@ -269,7 +271,7 @@ class Reducer:
 
     def _in_units(self, order: Sequence[int]) -> Sequence[int]:
         """The buckets of units in their order; those of one unit from the last to the first, as a backward goes."""
-        return tuple(number for index in order for number in reversed(self._of_unit[index]))
+        return tuple(number for index in order for number in reversed(self.of_unit[index]))
 
     def forget_kept(self) -> None:
         """Let go of what is kept under `no_sync`."""
@@ -294,7 +296,7 @@ class Reducer:
     def _may_count(self, number: int, innermost: Sequence[bool]) -> bool:
         """Whether it is of use, and safe, to launch a bucket before its unit is ready (see the note)."""
         unit = self.buckets[number].unit
-        cut = sum(self.buckets[one].is_trained for one in self._of_unit[unit]) > 1
+        cut = sum(self.buckets[one].is_trained for one in self.of_unit[unit]) > 1
         return (cut and innermost[unit]) or (self._replicated and not innermost[unit])
 
     def _stashing(self) -> list[Bucket]:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -270,3 +271,23 @@ def test_reading_a_module_between_passes_sees_living_shards(trained: bool) -> No
             assert block.up.weight.grad is not None or not block.up.weight.numel()
 
     fsdp.simulate(2, fn)
+
+
+def test_what_wrapping_does_for_a_unit_does_not_grow_with_the_units() -> None:
+    """Calls of functions, which are exact; with a loop over all units for each of them they would grow."""
+
+    def calls(count: int) -> int:
+        made = 0
+
+        def heard(frame: Any, event: str, argument: Any) -> None:
+            nonlocal made
+            made += event in ("call", "c_call")
+
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+        sys.setprofile(heard)
+        fsdp.fully_shard(model, auto_wrap_policy={nn.Linear})
+        sys.setprofile(None)
+        return made
+
+    few, more, most = fsdp.simulate(1, lambda rank: [calls(count) for count in (20, 60, 100)])[0]
+    assert most - more == pytest.approx(more - few, rel=0.01)
