@@ -1,8 +1,12 @@
 """Memory comes and goes under living tensors, and the books are exact."""
 
-import torch
+from typing import Any
 
-from fsdp.storage import Ledger, Memory, storage_key
+import torch
+from torch import nn
+
+import fsdp
+from fsdp.storage import Ledger, Memory, Spare, storage_key
 
 
 def test_released_memory_comes_back_under_the_same_tensors() -> None:
@@ -56,3 +60,36 @@ def test_tensors_of_one_memory_have_one_key_also_while_it_is_released() -> None:
     Memory(one, "whole")
     Memory(other, "whole")
     assert storage_key(one) != storage_key(other)
+
+
+def test_spare_memory_is_given_out_again_when_nobody_has_any_of_it() -> None:
+    spare, like = Spare(), torch.empty(1)
+    first = spare.take(8, like)
+    place = first.data_ptr()
+    part = first[2:4]
+    del first
+    assert spare.take(8, like).data_ptr() != place
+    array = part.numpy()
+    del part
+    assert spare.take(8, like).data_ptr() != place
+    del array
+    assert spare.take(8, like).data_ptr() == place
+
+
+def test_gradients_that_are_kept_are_not_written_by_the_next_backward() -> None:
+    """Under NO_SHARD on the host their memory is used again, unless somebody has them."""
+
+    def fn(rank: int) -> list[Any]:
+        model = fsdp.fully_shard(nn.Linear(4, 4, bias=False), sharding_strategy="NO_SHARD")
+        places, kept = [], None
+        for step in range(4):
+            model(torch.full((1, 4), float(step))).sum().backward()
+            gradient = model.weight.grad
+            places.append(gradient.data_ptr())
+            kept = gradient if step == 1 else kept
+            del gradient
+            model.zero_grad()
+        assert kept is not None and kept.tolist() == [[1.0] * 4] * 4
+        return [places[0] == places[1], places[2] == places[1], places[3] == places[1]]
+
+    assert fsdp.simulate(2, fn) == [[True, False, False]] * 2
