@@ -178,7 +178,7 @@ class ProcessGroupCollectives:
         self._channel = channel
         self._lines = lines
         self._over_gloo = lines is not None and bool(lines.connections)
-        """What is on the host; its own gather goes through a second buffer, which costs as much again."""
+        """For what is on the host. gloo's own gather goes through a second buffer, which costs as much again."""
         self._recent: deque[tuple[str, str]] = deque(maxlen=RECENT)
 
     def _launch(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any], nbytes: int = 0) -> Work:
@@ -226,14 +226,16 @@ class ProcessGroupCollectives:
         chunk = whole.numel() // self._size
         if own is None:
             own = whole.narrow(0, self._rank * chunk, chunk)
-        if self._over_gloo and whole.device.type == "cpu":
-            if self._size == 2:
-                return self._launch("all_gather", label, whole, partial(self._exchange, own, self._of_peer(whole)))
-            if chunk >= _LARGE:
-                return self._launch(
-                    "all_gather", label, whole, lambda group: Together(_broadcasts(group, torch.split(whole, chunk)))
-                )
+        if self._swaps(whole):
+            return self._launch("all_gather", label, whole, partial(self._exchange, own, self._of_peer(whole)))
+        if self._over_gloo and whole.device.type == "cpu" and chunk >= _LARGE:
+            chunks = torch.split(whole, chunk)
+            return self._launch("all_gather", label, whole, lambda group: Together(_broadcasts(group, chunks)))
         return self._launch("all_gather", label, whole, lambda group: group._allgather_base(whole, own, _GATHER))
+
+    def _swaps(self, tensor: Tensor) -> bool:
+        """Whether a gather or a reduction is an exchange of one chunk for another."""
+        return self._over_gloo and self._size == 2 and tensor.device.type == "cpu"
 
     def _of_peer(self, both: Tensor) -> Tensor:
         """Of two ranks: the chunk of the other one."""
@@ -249,7 +251,7 @@ class ProcessGroupCollectives:
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
         if bucket.device.type != "cpu" and not fixed_order:
             return self._launch("reduce_scatter", label, bucket, lambda group: group._reduce_scatter_base(into, bucket, _REDUCE))
-        if self._over_gloo and self._size == 2 and bucket.device.type == "cpu":
+        if self._swaps(bucket):
             received = torch.empty_like(into)
             work = self._launch("reduce_scatter", label, bucket, partial(self._exchange, self._of_peer(bucket), received))
             return ExchangedSum(work, received, into, bucket.narrow(0, self._rank * into.numel(), into.numel()))
@@ -281,7 +283,7 @@ class ProcessGroupCollectives:
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         if bucket.device.type != "cpu":
             return bucket.nbytes if fixed_order else 0
-        return bucket.nbytes // (2 if self._over_gloo and self._size == 2 else 1)
+        return bucket.nbytes // (2 if self._swaps(bucket) else 1)
 
     def total_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
         chunk = -(-tensor.numel() // self._size)

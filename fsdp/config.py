@@ -80,7 +80,8 @@ class ReductionPolicy:
     """Divide the sum over the ranks by their number."""
     predivide_factor: float | None = None
     """Divide by this before the sum, and by the rest after it. None means the number of ranks in fp16, which would overflow, and
-    under "NO_SHARD" unless `deterministic`, where it costs nothing; and otherwise 1."""
+    where it costs nothing, unless `deterministic`: under "NO_SHARD", and for large buckets on the host where it is a power of
+    two and rounds nothing. Otherwise 1."""
     streams: int = 1
     """How many reductions may run at the same time, each on a communicator and a stream of its own. They take turns."""
     deterministic: bool = False

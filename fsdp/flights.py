@@ -72,8 +72,6 @@ class Flights:
         Memory:  W * C elements until landed, C until committed; where several share a collective, small ones twice while it is
                  put together
         """
-        while any(bucket in flight.buckets for flight in self._first for bucket in buckets):
-            self._land_next()  # a second portion: all ranks are at the end of the backward
         lane, self._launched = self._launched % len(self._channels.lanes), self._launched + 1
         if buckets[0].flat.is_sparse:
             self._launch_rows(buckets[0], lane)
@@ -82,7 +80,7 @@ class Flights:
         before, after = self._divisors(buckets[0].buffer, size)
         shards = self._channels.lanes[lane].reductions
         if shards.size == 1:
-            # the chunk is the bucket; an allocator of a device keeps its memory itself
+            # the chunk is the bucket, and becomes `.grad`; an allocator of a device keeps its memory itself
             like, keeps = buckets[0].buffer, len(buckets) == 1 and self._streams.on_host
             into = buckets[0].spare.take(size, like) if keeps else like.new_empty(size)
             for bucket, chunk in zip(buckets, _split(into, buckets), strict=True):
@@ -142,8 +140,10 @@ class Flights:
         self._ledger.add("reduced", size_of(into))
         self._first.append(Flight((bucket,), into, work, None, 0, bucket.name))
 
-    def make_room(self, may_wait: Callable[[Bucket], bool]) -> None:
-        """Await what is in flight until there is a lane free, or one is next whose buckets may not be waited for yet."""
+    def make_room(self, buckets: Sequence[Bucket], may_wait: Callable[[Bucket], bool]) -> None:
+        """Await what is in flight until `buckets` are not, and until there is a lane free or the next may not be awaited yet."""
+        while any(bucket in flight.buckets for flight in self._first for bucket in buckets):
+            self._land_next()  # a second portion: all ranks are at the end of the backward
         while len(self._first) >= len(self._channels.lanes) and all(map(may_wait, self._first[0].buckets)):
             self._land_next()
 

@@ -321,7 +321,7 @@ class Reducer:
                 bucket.came, bucket.complete = bucket.all_used, True
         if not buckets:
             return
-        self._flights.make_room(self._is_everywhere)
+        self._flights.make_room(buckets, self._is_everywhere)
         if self.hook is None:
             self._flights.launch(buckets)
         else:

@@ -37,7 +37,7 @@ from fsdp.collectives import ProcessGroupCollectives
 from fsdp.flights import Flights
 from fsdp.parcels import Item, make_parcels
 from fsdp.simulated import SimulatedCollectives, current_rank
-from fsdp.summation import sum_over_ranks
+from fsdp.summation import BLOCK, sum_over_ranks
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 X = torch.linspace(-1, 1, 12).view(2, 6)
@@ -357,6 +357,20 @@ def test_sums_of_blocks_of_neighbours_are_the_sum_of_all(ranks: int, replicas: i
     again = torch.empty(33)
     sum_over_ranks(blocks, again)
     assert torch.equal(whole, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_sum_in_blocks_has_the_bits_of_its_parts(ranks: int, dtype: torch.dtype) -> None:
+    """On the host large chunks are summed block by block; a block and what is left are summed at once."""
+    torch.manual_seed(0)
+    parts = torch.randn(ranks, 2 * BLOCK + 5).to(dtype)
+    into = torch.empty(2 * BLOCK + 5, dtype=dtype)
+    wanted = [torch.empty(len(piece[0]), dtype=dtype) for piece in parts.split(BLOCK // 2, 1)]
+    for piece, part in zip(parts.split(BLOCK // 2, 1), wanted, strict=True):
+        sum_over_ranks(piece.clone(), part)
+    sum_over_ranks(parts, into)
+    assert torch.equal(into, torch.cat(wanted))
 
 
 class Branches(nn.Module):
