@@ -1,6 +1,7 @@
 """Both doors: what wrapping leaves as it was, and which unit owns what."""
 
 import copy
+import gc
 import pickle
 import sys
 from typing import Any
@@ -284,10 +285,15 @@ def test_what_wrapping_does_for_a_unit_does_not_grow_with_the_units() -> None:
             made += event in ("call", "c_call")
 
         model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+        gc.collect()
+        gc.disable()  # what a collection frees calls functions too, and it is of other tests
         sys.setprofile(heard)
-        fsdp.fully_shard(model, auto_wrap_policy={nn.Linear})
-        sys.setprofile(None)
+        try:
+            fsdp.fully_shard(model, auto_wrap_policy={nn.Linear})
+        finally:
+            sys.setprofile(None)
+            gc.enable()
         return made
 
-    few, more, most = fsdp.simulate(1, lambda rank: [calls(count) for count in (20, 60, 100)])[0]
+    _, few, more, most = fsdp.simulate(1, lambda rank: [calls(count) for count in (20, 20, 60, 100)])[0]  # the first may import
     assert most - more == pytest.approx(more - few, rel=0.01)
