@@ -40,6 +40,7 @@ bench: $(VENV)/.made
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/where.py
 	$(BIN)/python benchmarks/report.py
+	! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || $(BIN)/python benchmarks/gpu.py
 
 $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

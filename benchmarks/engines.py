@@ -1,9 +1,10 @@
 """Who is compared, with which options, and how each one does the same thing.
 
-Rule 1: every peer runs with the best options we could find for it on this backend, and they are stated in `options`.
+Rule 1: every peer runs with the best options we could find for it on this device, and they are stated in `options`.
 Rule 2: a contender differs from another in this file only. Model, data, optimizer and loop are the same for all.
 """
 
+import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +23,7 @@ TITLES: Mapping[str, str] = {
     "fsdp1_orig": "FSDP1, original parameters",
     "fsdp2": "FSDP2",
     "fsdp2_prefetch": "FSDP2, prefetching",
+    "fairscale": "fairscale",
     "ours": "ours",
     "ours_no_shard": "ours, NO_SHARD",
     "ours_over_nccl": "ours, the backend reduces",
@@ -30,15 +32,25 @@ TITLES: Mapping[str, str] = {
 
 
 class Bare:
-    """The module itself, and what plain torch would do with it."""
+    """The module itself, and what plain torch would do with it. `device` is the type of the one it is on."""
 
-    def __init__(self, name: str = "bare", options: str = "the module itself: the same local work, no communication") -> None:
+    def __init__(
+        self,
+        name: str = "bare",
+        options: str = "the module itself: the same local work, no communication",
+        device: str = "cpu",
+    ) -> None:
         self.name = name
         self.options = options
+        self.device = device
+
+    def missing(self) -> str | None:
+        """Why it cannot run here; None if it can."""
+        return None
 
     def wrap(self, module: nn.Module, unit: Unit, half: bool = False) -> nn.Module:
         """What the training loop calls; `half` is bf16, mixed. May change `module`: each gets a copy of its own."""
-        return _autocast(module) if half else module
+        return _autocast(module, self.device) if half else module
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Gradients are accumulated and not reduced."""
@@ -52,17 +64,23 @@ class Bare:
         return model.state_dict()
 
 
-def _autocast(module: nn.Module) -> nn.Module:
-    module.forward = torch.autocast("cpu", torch.bfloat16)(module.forward)  # type: ignore[method-assign]
+def _autocast(module: nn.Module, device: str) -> nn.Module:
+    module.forward = torch.autocast(device, torch.bfloat16)(module.forward)  # type: ignore[method-assign]
     return module
 
 
+def _current(device: str) -> torch.device:
+    """The device of this type that work goes to now."""
+    return torch.device(device) if device == "cpu" else torch.device(device, torch.cuda.current_device())
+
+
 class DDP(Bare):
-    def __init__(self) -> None:
-        super().__init__("ddp", "gradient_as_bucket_view=True, broadcast_buffers=False; bf16: autocast around the forward")
+    def __init__(self, device: str = "cpu") -> None:
+        options = "gradient_as_bucket_view=True, broadcast_buffers=False; bf16: autocast around the forward"
+        super().__init__("ddp", options, device)
 
     def wrap(self, module: nn.Module, unit: Unit, half: bool = False, **options: Any) -> nn.Module:
-        module = _autocast(module) if half else module
+        module = _autocast(module, self.device) if half else module
         return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False, **options)
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
@@ -72,12 +90,14 @@ class DDP(Bare):
 # FSDP1's and FSDP2's options were chosen by trying the others on both benchmarks. Added host time, twelve tensors per
 # unit: FSDP1 683 to 699 µs as below (forward_prefetch on or off, either way round from run to run), 766 to 798 with
 # limit_all_gathers; FSDP2 1,185 µs as below, 1,243 with explicit forward prefetch, 1,253 with explicit backward
-# prefetch too. Over gloo none of them differed by more than the machine's noise.
+# prefetch too. Over gloo none of them differed by more than the machine's noise. On CUDA nothing was tried: there both
+# run with torch's defaults, of which limit_all_gathers=True keeps FSDP1 from gathering far ahead of what computes.
 class FSDP1(Bare):
-    def __init__(self, name: str, use_orig_params: bool) -> None:
+    def __init__(self, name: str, use_orig_params: bool, device: str = "cpu") -> None:
         way = "use_orig_params=True" if use_orig_params else "flat parameters"
-        prefetch = "BACKWARD_PRE, forward_prefetch=False, limit_all_gathers=False"
-        super().__init__(name, f"FULL_SHARD, {prefetch}, {way}; bf16: MixedPrecision(bfloat16, reduce_dtype=float32)")
+        self.limit_all_gathers = device != "cpu"
+        prefetch = f"BACKWARD_PRE, forward_prefetch=False, limit_all_gathers={self.limit_all_gathers}"
+        super().__init__(name, f"FULL_SHARD, {prefetch}, {way}; bf16: MixedPrecision(bfloat16, reduce_dtype=float32)", device)
         self.use_orig_params = use_orig_params
 
     def wrap(self, module: nn.Module, unit: Unit, half: bool = False) -> nn.Module:
@@ -91,9 +111,9 @@ class FSDP1(Bare):
             mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else None,
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             forward_prefetch=False,
-            limit_all_gathers=False,
+            limit_all_gathers=self.limit_all_gathers,
             use_orig_params=self.use_orig_params,
-            device_id=torch.device("cpu"),
+            device_id=_current(self.device),
         )
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
@@ -110,18 +130,19 @@ class FSDP1(Bare):
 
 
 class FSDP2(Bare):
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__(
             "fsdp2",
-            "fully_shard on a CPU mesh: units reshard_after_forward=True, root as by default; "
+            f"fully_shard on a {device.upper()} mesh: units reshard_after_forward=True, root as by default; "
             "bf16: MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)",
+            device,
         )
 
     def wrap(self, module: nn.Module, unit: Unit, half: bool = False) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(self.device, (dist.get_world_size(),))
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
         for child in module.modules():
             if isinstance(child, unit):
@@ -140,13 +161,59 @@ class FSDP2(Bare):
         return nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
 
 
+class Fairscale(Bare):
+    """Its streams are those of CUDA, also where nothing else is."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(
+            "fairscale",
+            "reshard_after_forward=True, flatten_parameters=True, bucket_cap_mb=0 (large units go by themselves anyway, and the "
+            "fake group refuses the shape of a bucket); bf16: mixed_precision=True, compute_dtype=bfloat16, "
+            "fp32_reduce_scatter=True",
+            device,
+        )
+
+    def missing(self) -> str | None:
+        if self.device != "cuda" or not torch.cuda.is_available():
+            return "fairscale needs a CUDA device"
+        return None if importlib.util.find_spec("fairscale") else "fairscale is not installed"
+
+    def wrap(self, module: nn.Module, unit: Unit, half: bool = False) -> nn.Module:
+        from fairscale.nn import FullyShardedDataParallel
+
+        options: dict[str, Any] = {"bucket_cap_mb": 0, "compute_device": _current(self.device)}
+        if half:
+            options |= {"mixed_precision": True, "compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}
+        for parent in list(module.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, unit):
+                    setattr(parent, name, FullyShardedDataParallel(child, **options))
+        return FullyShardedDataParallel(module, **options)  # type: ignore[no-any-return]
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        return model.no_sync()  # type: ignore[no-any-return]
+
+    def clip(self, model: Any) -> Tensor:
+        return model.clip_grad_norm_(1.0)  # type: ignore[no-any-return]
+
+    def state_dict(self, model: Any) -> dict[str, Any]:
+        return model.local_state_dict()  # type: ignore[no-any-return]
+
+
 class Ours(Bare):
-    """Imported where it is used: the peers can be measured without it."""
+    """Imported where it is used: the peers can be measured without it. Works on the device where the module is."""
 
     def __init__(self, name: str, options: str, units: bool = True, **given: Any) -> None:
         super().__init__(name, f"{options}; bf16: MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)")
         self.units = units
         self.given = given
+
+    def missing(self) -> str | None:
+        try:
+            from fsdp import FullyShardedDataParallel  # noqa: F401
+        except ImportError as reason:
+            return f"fsdp.FullyShardedDataParallel cannot be imported: {reason}"
+        return None
 
     def wrap(self, module: nn.Module, unit: Unit, half: bool = False, **options: Any) -> nn.Module:
         import fsdp
@@ -162,14 +229,15 @@ class Ours(Bare):
         return model.clip_grad_norm_(1.0)  # type: ignore[no-any-return]
 
 
-CONTENDERS: Mapping[str, Bare] = {
-    contender.name: contender
-    for contender in (
-        Bare(),
-        DDP(),
-        FSDP1("fsdp1", use_orig_params=False),
-        FSDP1("fsdp1_orig", use_orig_params=True),
-        FSDP2(),
+def contenders(device: str = "cpu") -> dict[str, Bare]:
+    """Everybody, with their options for a type of device."""
+    everybody = (
+        Bare(device=device),
+        DDP(device),
+        FSDP1("fsdp1", use_orig_params=False, device=device),
+        FSDP1("fsdp1_orig", use_orig_params=True, device=device),
+        FSDP2(device),
+        Fairscale(device),
         Ours("ours", "FullyShardedDataParallel(module, auto_wrap_policy={unit}), all else as by default"),
         Ours(
             "ours_no_shard",
@@ -178,27 +246,31 @@ CONTENDERS: Mapping[str, Bare] = {
             sharding_strategy="NO_SHARD",
         ),
     )
-}
+    return {one.name: one for one in everybody}
 
 
-def choose(requested: Sequence[str] | None, available: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+CONTENDERS: Mapping[str, Bare] = contenders()
+
+
+def choose(
+    requested: Sequence[str] | None, available: Sequence[str], engines: Mapping[str, Bare] = CONTENDERS
+) -> tuple[tuple[str, ...], dict[str, str]]:
     """Who runs, in the order of `available`, and who does not with the reason.
 
-    Without a request everybody runs who can be imported. A contender asked for by name that cannot run ends the
+    Without a request everybody runs who can run here. A contender asked for by name that cannot run ends the
     program: a comparison that silently lost a member is worse than none.
     """
     skipped = {}
     for name in requested or available:
         if name not in available:
             raise SystemExit(f"unknown contender {name!r}: choose from {', '.join(available)}")
-    for name in (one for one in requested or available if one.startswith("ours")):
-        try:
-            from fsdp import FullyShardedDataParallel  # noqa: F401
-        except ImportError as reason:
-            skipped[name] = f"fsdp.FullyShardedDataParallel cannot be imported: {reason}"
+    for name in requested or available:
+        reason = engines[name].missing()
+        if reason is not None:
+            skipped[name] = reason
             if requested:
-                raise SystemExit(f"{name}: {skipped[name]}") from None
-            print(f"{name} is left out: {skipped[name]}", file=sys.stderr)
+                raise SystemExit(f"{name}: {reason}")
+            print(f"{name} is left out: {reason}", file=sys.stderr)
     names = tuple(name for name in available if name in (requested or available) and name not in skipped)
     return names, skipped
 

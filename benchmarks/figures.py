@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib
@@ -117,10 +118,10 @@ def _scale(axes: Any, report: Report) -> None:
     for name in dict.fromkeys(case["settings"]["contender"] for case in report["cases"]):
         mine = [case for case in report["cases"] if case["settings"]["contender"] == name and case["settings"]["world"] == world]
         units = [case["settings"]["units"] for case in mine]
-        steady = [1e6 * min(case["steady_step_seconds"]) / case["settings"]["units"] for case in mine]
+        steady = [1e6 * median(case["steady_step_seconds"]) / case["settings"]["units"] for case in mine]
         axes.plot(units, steady, marker="o", color=COLOURS[name], label=f"{name}, steady step")
         if name != "bare":
-            wrap = [1e6 * case["wrap_seconds"] / case["settings"]["units"] for case in mine]
+            wrap = [1e6 * median(case["wrap_seconds"]) / case["settings"]["units"] for case in mine]
             axes.plot(units, wrap, marker="s", linestyle="--", color=COLOURS[name], label=f"{name}, wrap")
     axes.set(xscale="log", xlabel="units", ylabel="processor µs a unit", ylim=(0, None), title=f"Cost of a unit, {world} ranks")
 

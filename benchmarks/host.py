@@ -37,6 +37,8 @@ from engines import CONTENDERS, rotated
 from simulated_link import Link, joined
 from torch import Tensor, nn
 
+from fsdp.trail import Trail, Watch
+
 NAMES = ("bare", "fsdp1", "fsdp1_orig", "fsdp2", "ours")
 PHASES = ("forward", "backward", "clip", "step")
 ONCE = ("wrap", "state_dict")
@@ -156,6 +158,34 @@ def count(name: str, settings: Settings) -> dict[str, Any]:
                 "operations_per_unit": {operation: times for operation, times in operations.items() if times},
             }
     return report
+
+
+class _OneRank(dict[str, Any]):
+    """A store of one rank, which agrees with itself."""
+
+    def add(self, key: str, amount: int) -> int:
+        self[key] = self.get(key, 0) + amount
+        return int(self[key])
+
+    def delete_key(self, key: str) -> bool:
+        return self.pop(key, None) is not None
+
+
+def agreement(units: int = 48, repeats: int = 200) -> Sample:
+    """Microseconds in which a rank sees that a collective is the agreed one, in a steady loop over so many units (gloo only)."""
+    trail = Trail(Watch(_OneRank(), 0, 1), "gathers")  # type: ignore[arg-type]
+    names = [f"blocks.{number}" for number in range(units)]
+
+    def loop() -> None:
+        for name in names:
+            trail.before("all_gather", name, 4096)
+
+    for _ in range(3):
+        loop()
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for _ in range(repeats):
+        _time(loop, seconds, "loop")
+    return Sample.of([1e6 * one / units for one in seconds["loop_by_the_clock"]])
 
 
 def group_alone(settings: Settings) -> dict[str, float]:
@@ -311,7 +341,10 @@ def main() -> None:
             bars += judge(micro, settings)
             summary = {name: {phase: asdict(sample) for phase, sample in phases.items()} for name, phases in micro.items()}
             cases.append({"settings": asdict(settings), **case, "microseconds_per_unit": summary})
-    write({**report, "cases": cases}, bars + judge_growth(cases), options.out)
+    agreed = agreement()
+    print(f"\nthat a collective is the agreed one is seen in {agreed.median:.2f} µs; a pass of a unit has at most two")
+    bars.append(Bar("host: agreement of the ranks, a unit and pass, µs", 1.0, 2 * agreed.median, "two collectives"))
+    write({**report, "cases": cases, "agreement_microseconds": asdict(agreed)}, bars + judge_growth(cases), options.out)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -199,13 +200,13 @@ def measure(settings: Settings) -> dict[str, dict[str, list[dict[str, float]]]]:
 
 
 def summarise(found: dict[str, dict[str, list[dict[str, float]]]], settings: Settings) -> list[dict[str, Any]]:
-    """One line for each load and contender: the fastest step, because noise only adds, and ratios to the ideals."""
+    """One line for each load and contender: the median step, ratios to the ideals, and what part of its communication shows."""
     lines = []
     for load, here in found.items():
         # sleeping takes a little longer than it should
-        computing = min(step["seconds"] for step in here["bare"]) if "bare" in here else settings.computing
+        computing = median(step["seconds"] for step in here["bare"]) if "bare" in here else settings.computing
         for name, steps in here.items():
-            seconds = min(step["seconds"] for step in steps)
+            seconds = median(step["seconds"] for step in steps)
             communication = steps[-1]["communication"]
             ideal = max(computing, communication)
             if name in REPLICATED:
@@ -255,7 +256,7 @@ def show(lines: Sequence[dict[str, Any]]) -> None:
     for load in dict.fromkeys(line["load"] for line in lines):
         here = {line["contender"]: line for line in lines if line["load"] == load}
         rows.append([f"{load:g}", *(f"{1e3 * here[n]['seconds']:.0f} ({here[n]['to_ideal']:.2f})" for n in names)])
-    print("\nms of the fastest step (and relative to the ideal of what this contender sends)")
+    print("\nms of the median step (and relative to the ideal of what this contender sends)")
     print(markdown(["load", *names], rows))
 
 

@@ -5,8 +5,8 @@
 
 Each case runs in a process of its own that plays rank 0 of W over a group that sends nothing and copies nothing, whatever W
 is (simulated_link.py without a delay). A unit is a small linear layer, so that what is counted is the work of the host:
-processor seconds, the least of a few steps, and exactly how many operations are dispatched. What can grow with W: a unit's
-flat buffer has at least 16 bytes for every rank, and on the CPU a reduction adds what W ranks sent in log2(W) operations,
+processor seconds, medians of a few models and steps, and exactly how many operations are dispatched. What can grow with W: a
+unit's flat buffer has at least 16 bytes for every rank, and on the CPU a reduction adds what W ranks sent in log2(W) operations,
 which the backend does on CUDA (`ours_over_nccl`).
 """
 
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -54,14 +55,17 @@ def measure(settings: Settings) -> dict[str, Any]:
 def _measure(settings: Settings) -> dict[str, Any]:
     engine = ENGINES[settings.contender]
     _train(engine.wrap(_model(2), Unit))  # what is lazy in torch itself
-    module = _model(settings.units)
-    gc.collect()
-    gc.freeze()
+    wrap, first = [], []
+    for _ in range(settings.repeats):
+        module, held = _model(settings.units), list[nn.Module]()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        wrap.append(_seconds(lambda module=module, held=held: held.append(engine.wrap(module, Unit))))  # type: ignore[misc]
+        model = held[0]
+        first.append(_seconds(lambda model=model: _train(model)))  # type: ignore[misc]
+        gc.enable()
     gc.disable()
-    held: list[nn.Module] = []
-    wrap = _seconds(lambda: held.append(engine.wrap(module, Unit)))
-    model = held[0]
-    first = _seconds(lambda: _train(model))
     _train(model)
     steady = [_seconds(lambda: _train(model)) for _ in range(settings.repeats)]
     with Counting() as counting:
@@ -107,7 +111,7 @@ def judge(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[
     by = {(one["settings"]["contender"], one["settings"]["units"], one["settings"]["world"]): one for one in cases}
     bars = []
     if ("ours", *JUDGED) in by:
-        bars.append(Bar("scale: wrapping 1,000 units on 1,024 ranks, s", 5.0, by["ours", *JUDGED]["wrap_seconds"]))
+        bars.append(Bar("scale: wrapping 1,000 units on 1,024 ranks, s", 5.0, median(by["ours", *JUDGED]["wrap_seconds"])))
     units, worlds, of_worlds = sorted(options.units), sorted(options.world), options.units_of_worlds
     for name in ("ours", OVER_NCCL):
         if len(units) > 1:
@@ -127,11 +131,11 @@ def _growth(name: str, few: dict[str, Any] | None, many: dict[str, Any] | None) 
 
 
 def _wrap(case: dict[str, Any]) -> float:
-    return float(case["wrap_seconds"] / case["settings"]["units"])
+    return float(median(case["wrap_seconds"]) / case["settings"]["units"])
 
 
 def _steady(case: dict[str, Any]) -> float:
-    return float(min(case["steady_step_seconds"]) / case["settings"]["units"])
+    return float(median(case["steady_step_seconds"]) / case["settings"]["units"])
 
 
 def _dispatched(case: dict[str, Any]) -> float:
@@ -142,7 +146,7 @@ def show(cases: Sequence[dict[str, Any]]) -> None:
     rows = []
     for case in cases:
         of = case["settings"]
-        first = case["first_step_seconds"] / of["units"]
+        first = median(case["first_step_seconds"]) / of["units"]
         times = [f"{1e6 * seconds:.0f}" for seconds in (_wrap(case), first, _steady(case))]
         rows.append([of["contender"], str(of["units"]), str(of["world"]), *times, f"{_dispatched(case):.1f}"])
     print("\nper unit, processor µs")
@@ -154,7 +158,7 @@ def main() -> None:
     parser.add_argument("--units", type=int, nargs="+", default=[10, 50, 200, 1000, 2000])
     parser.add_argument("--world", type=int, nargs="+", default=[64, 2, 8, 512, 4096], help="the first is that of --units")
     parser.add_argument("--units-of-worlds", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5, help="models that are wrapped, and steady steps of the last")
     options = parser.parse_args()
     report, names = begin("scale", options, NAMES, ENGINES)
     cases = [elsewhere(measure, one, options.timeout) for one in cases_of(options, names)]

@@ -87,12 +87,12 @@ class Runner:
         dist.barrier()
         clock, processor = time.perf_counter(), time.process_time()
         for _ in range(steps):
-            self._step(batches)
+            self.step(batches)
         elapsed = time.perf_counter() - clock, time.process_time() - processor
         gc.enable()
         return elapsed[0] / steps, elapsed[1] / steps
 
-    def _step(self, batches: Sequence[Batch]) -> None:
+    def step(self, batches: Sequence[Batch]) -> None:
         total = torch.zeros(())
         for part in range(self.parts):
             last = part == self.parts - 1

@@ -3,6 +3,8 @@
     python benchmarks/where.py
     python benchmarks/where.py --contenders ours --tensors 1 --top 20
 
+A second profile, of units with `--more` tensors, tells where the time of one more tensor goes.
+
 cProfile makes every call of a Python function dearer, by about as much for everybody, so shares say more than times and the
 table is no measurement of speed: host.py is. Time in C++ that was called from Python (operators, autograd, the group) is a
 function of its own.
@@ -11,7 +13,7 @@ function of its own.
 import cProfile
 import pstats
 from collections import defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,35 @@ def by_place(rows: list[dict[str, Any]]) -> dict[str, float]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
+def by_function(phases: dict[str, list[dict[str, Any]]]) -> dict[tuple[str, str], tuple[float, float]]:
+    """Own microseconds and calls of every function of a file, in forward and backward together."""
+    sums: dict[tuple[str, str], tuple[float, float]] = {}
+    for row in (row for phase in ("forward", "backward") for row in phases[phase]):
+        spent, calls = sums.get((row["place"], row["function"]), (0.0, 0.0))
+        sums[row["place"], row["function"]] = spent + row["microseconds"], calls + row["calls"]
+    return sums
+
+
+def of_one_more(few: Settings, fewer: dict[str, Any], many: Settings, more: dict[str, Any]) -> list[dict[str, Any]]:
+    """Own microseconds and calls of every function for one more tensor in a unit, the most first: the slope between two sizes."""
+    before, after, tensors = by_function(fewer), by_function(more), many.tensors - few.tensors
+    rows = []
+    for (place, function), (spent, calls) in after.items():
+        spent_before, calls_before = before.get((place, function), (0.0, 0.0))
+        slope, times = (spent - spent_before) / tensors, (calls - calls_before) / tensors
+        rows.append({"place": place, "function": function, "microseconds": slope, "calls": times})
+    return sorted(rows, key=lambda row: -row["microseconds"])
+
+
+def show_one_more(found: dict[str, list[dict[str, Any]]], few: int, many: int, top: int) -> None:
+    for name, rows in found.items():
+        print(f"\n{name}: {sum(row['microseconds'] for row in rows):.1f} profiled µs for one more tensor, from {few} to {many}")
+        table = [
+            [f"{row['place']}: `{row['function']}`", f"{row['microseconds']:.2f}", f"{row['calls']:.2f}"] for row in rows[:top]
+        ]
+        print(markdown(["function", "µs", "calls a tensor"], table))
+
+
 def show(found: dict[str, Any], top: int) -> None:
     for name, phases in found.items():
         rows = [row for phase in ("forward", "backward") for row in phases[phase]]
@@ -81,12 +112,7 @@ def show(found: dict[str, Any], top: int) -> None:
         places = list(by_place(rows).items())[:top]
         shares = [[place, f"{spent:.0f}", f"{100 * spent / total:.0f} %"] for place, spent in places]
         print(markdown(["file", "µs", "share"], shares))
-        both: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for row in rows:
-            entry = both[row["place"], row["function"]]
-            entry[0] += row["microseconds"]
-            entry[1] += row["calls"]
-        dearest = sorted(both.items(), key=lambda item: -item[1][0])[:top]
+        dearest = sorted(by_function(phases).items(), key=lambda item: -item[1][0])[:top]
         table = [[f"{place}: `{function}`", f"{spent:.1f}", f"{calls:.1f}"] for (place, function), (spent, calls) in dearest]
         print(markdown(["function", "µs", "calls a unit"], table))
 
@@ -95,6 +121,7 @@ def main() -> None:
     parser = arguments(__doc__, NAMES)
     parser.set_defaults(contenders=DEFAULT)
     parser.add_argument("--tensors", type=int, default=12, help="parameters per unit")
+    parser.add_argument("--more", type=int, default=128, help="parameters per unit of the second profile; 0 for none")
     parser.add_argument("--units", type=int, default=48)
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--width", type=int, default=64)
@@ -109,6 +136,19 @@ def main() -> None:
         for name, phases in found.items()
     }
     show(found, options.top)
+    if options.more:
+        units = max(2, options.units * options.tensors // options.more)
+        many = replace(settings, tensors=options.more, units=units)
+        more = elsewhere(measure, many, options.timeout)
+        slopes = {name: of_one_more(settings, found[name], many, more[name]) for name in names}
+        show_one_more(slopes, options.tensors, options.more, options.top)
+        report["of_one_more_tensor"] = {
+            "settings": asdict(many),
+            "functions": {
+                name: [row for row in rows if abs(row["microseconds"]) >= 0.02 or row["calls"] >= 0.5]
+                for name, rows in slopes.items()
+            },
+        }
     write(report, [], options.out)
 
 

@@ -197,17 +197,18 @@ def main() -> None:
     parser.add_argument("--world", type=int, nargs="+", default=[8, 16, 24, 48, 64, 96, 128, 256, 384, 512, 768, 1024])
     options = parser.parse_args()
     shapes = {name: units_of(CONFIGURATIONS[name]()) for name in options.models}
+    worst = {name: worst_padding(units) for name, units in shapes.items()}
+    worlds = {name: sorted({*options.world, worst[name][1]}) for name in shapes}
     rows = [
         measure(name, units, strategy, world)
         for name, units in shapes.items()
         for strategy in STRATEGIES
-        for world in options.world
+        for world in worlds[name]
         if strategy != "HYBRID_SHARD" or world % HOST == 0
     ]
     beside = [
-        {"model": name, "world": world, **compare(units, world)} for name, units in shapes.items() for world in options.world
+        {"model": name, "world": world, **compare(units, world)} for name, units in shapes.items() for world in worlds[name]
     ]
-    worst = {name: worst_padding(units) for name, units in shapes.items()}
     report = {
         "benchmark": "wire",
         "machine": machine(options.date),

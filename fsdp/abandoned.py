@@ -1,8 +1,9 @@
 """Going on together after a step that some rank has abandoned."""
 
+import sys
+
 from torch import nn
 
-from fsdp.errors import WorldError
 from fsdp.sharded import engines_in
 
 
@@ -20,5 +21,5 @@ def agree_abandoned(model: nn.Module) -> None:
     """
     for engine in engines_in(model, "agree_abandoned"):
         # those who heard of no failure yet are told by this
-        engine.tell_peers(engine.units[0].name, WorldError("The ranks agreed to abandon the step."))
+        engine.tell_peers(engine.units[0].name, sys.exc_info()[1])
         engine.channels.connect_anew()

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from fsdp.collectives import Collectives
 from fsdp.errors import ShardingError
-from fsdp.sharded import engines_in, refusal, refuse_unless_resting
+from fsdp.sharded import communicates, engines_in, refusal, refuse_unless_resting
 
 
+@communicates
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale the gradients of `model` so that their global norm is at most `max_norm`; return the norm before.
 

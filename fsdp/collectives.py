@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp.errors import ShardingError
+from fsdp.errors import PeerFailed, ShardingError
 from fsdp.lines import Lines
 from fsdp.trail import RECENT, WatchedWork
 from fsdp.works import DONE, ExchangedSum, FixedOrderTotal, Together, Work
@@ -79,6 +79,12 @@ class Collectives(Protocol):
 
     def recent(self) -> Sequence[str]:
         """The last calls on this rank, oldest first: what, and for which unit."""
+
+    def begin_again(self, unit: str) -> PeerFailed | None:
+        """A forward begins, though no backward came to the one before: go on when that is so on every rank.
+
+        If the others are in that backward, they give it up, and what they are told is returned.
+        """
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """This rank gives up a step: let the others know, who may wait for it. Does not wait for them."""
@@ -152,6 +158,9 @@ class Alone:
 
     def recent(self) -> Sequence[str]:
         return ()
+
+    def begin_again(self, unit: str) -> PeerFailed | None:
+        return None
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         return
@@ -320,6 +329,9 @@ class ProcessGroupCollectives:
 
     def recent(self) -> Sequence[str]:
         return [f"{kind} {label}" for kind, label in self._recent]
+
+    def begin_again(self, unit: str) -> PeerFailed | None:
+        return None if self._lines is None else self._lines.begin_again(self._channel, unit)
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         if self._lines is not None:

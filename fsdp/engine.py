@@ -7,25 +7,24 @@ Rule 3: if carrying out fails half-way, the whole step is abandoned before the e
 [Note: how a backward ends]
 The first unit that joins queues one callback. It runs when the outermost graph task is done, also
 around reentrant checkpoints. When the backward dies instead, torch drops the callback uncalled
-while the exception is on its way to the user; `_RootCallback.__del__` hears that.
+while the exception is on its way to the user; `RootCallback.__del__` hears that.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
 import torch
-from torch import nn
 from torch.autograd import Variable
 
 from fsdp.buffers import broadcast_buffers
 from fsdp.copies import Copies
 from fsdp.errors import WorldError
 from fsdp.groups import Channels
-from fsdp.nested import modules_within
 from fsdp.notes import add_note, add_note_to_what_ends_the_backward, is_noted
 from fsdp.reducer import Reducer
+from fsdp.root_callback import RootCallback
 from fsdp.schedule import Schedule
 from fsdp.stack import gets_gradient, graph_task, in_autograd_grad, is_running
 from fsdp.storage import Ledger
@@ -54,7 +53,6 @@ class Engine:
         self, units: Sequence[Unit], descendants: Sequence[frozenset[int]], channels: Channels, streams: Streams, ledger: Ledger
     ) -> None:
         self.units = tuple(units)
-        self._units_modules = {id(unit.module) for unit in units}
         self.channels = channels
         self.ledger = ledger
         self.synchronises = True
@@ -76,6 +74,10 @@ class Engine:
         self._path: list[int] = []
         """The units whose forward is running, outermost first."""
         self._pass_number = 0
+        self._awaits_backward = False
+        """The last forward made a graph, and no backward has come to it."""
+        self.graphs = 0
+        """Of calls of units, that are alive."""
         self._may_have_stepped = False
         """A backward inside the forward that runs is over, so shards may be written at any time before it ends."""
         self._heard = 0
@@ -125,10 +127,6 @@ class Engine:
             }
             for index, unit in enumerate(units)
         )
-
-    def own_modules(self, index: int) -> list[nn.Module]:
-        """The modules of a unit, without those of its inner units."""
-        return list(modules_within(self.units[index].module, self._units_modules))
 
     # events -------------------------------------------------------------------------------
 
@@ -199,15 +197,21 @@ class Engine:
             del self._path[self._path.index(index) :]
         self.hear(index, event)
         if not self._path:
+            self._awaits_backward = event is Event.FORWARD_ENDS
             # a pass that left the record may have asked for units it never called; one that failed has no backward
             leftovers = {ResidencyState.GATHERING}
             if event is Event.FORWARD_FAILS:
                 leftovers.add(ResidencyState.KEPT)
-            for other, residency in enumerate(self._residencies):
-                if residency.state in leftovers:
-                    self._ask(other, Ask.FREE)
+            self._free_all(leftovers)
             if event is Event.FORWARD_FAILS:
                 self.tell_peers(self.units[self._failed].name, sys.exc_info()[1])
+
+    def graph_is_gone(self, _: object) -> None:
+        """Nobody has the graph of one call any more. With the last of them goes what is kept for a backward that cannot come."""
+        self.graphs -= 1
+        # between two steps only; and copies that outlive a pass stay
+        if not self.graphs and self._awaits_backward and not self._path and not self._keepers:
+            self._free_all({ResidencyState.KEPT})
 
     def gradient_counts(self, bucket: int) -> None:
         """A gradient of a counted bucket has come."""
@@ -216,7 +220,9 @@ class Engine:
             try:
                 self.reducer.advance()
             except BaseException as failure:
-                self.give_up(failure, self.reducer.buckets[bucket].unit)
+                unit = self.reducer.buckets[bucket].unit
+                add_note(failure, self, unit, ours=True)
+                self.give_up(failure, unit)
                 raise
 
     def gradients_come(self) -> None:
@@ -239,7 +245,7 @@ class Engine:
             self._may_have_stepped = bool(self._path)
             self._carry_out(instructions)
             self.channels.completed()
-            self.reducer.run_hooks()
+            self.reducer.run_hooks(self.note)
 
     def give_up(self, failure: BaseException | None = None, index: int | None = None) -> None:
         """A step has failed: abandon it, and let the other ranks know."""
@@ -250,6 +256,7 @@ class Engine:
 
     def tell_peers(self, unit: str, failure: BaseException | None) -> None:
         """A step is over before its end: let the other ranks know, who may wait for this one."""
+        self._awaits_backward = False
         self._forward_schedule.forget()
         self._backward_schedule.forget()
         self.channels.abandon(unit, failure)
@@ -273,6 +280,12 @@ class Engine:
     def _prepare_pass(self) -> None:
         """What all ranks do together before a forward begins."""
         trains = torch.is_grad_enabled()
+        if self._awaits_backward:
+            # left out everywhere, or the step failed here where nothing hears it, such as in the loss, and the others wait in it
+            given_up = self.channels.gathers.begin_again(self.units[0].name)
+            if given_up is not None:
+                self.give_up(given_up, 0)
+        self._awaits_backward = False
         if self.before_pass is not None:
             self.before_pass(False, trains)
         if self.units[0].config.broadcast_buffers and trains:
@@ -314,6 +327,11 @@ class Engine:
         for effect in self._residencies[index].on(ask):
             effects[effect]()
 
+    def _free_all(self, states: Collection[ResidencyState]) -> None:
+        for index, residency in enumerate(self._residencies):
+            if residency.state in states:
+                self._ask(index, Ask.FREE)
+
     def _launch(self, index: int) -> None:
         unit = self.units[index]
         unit.gathered_in_pass = self._pass_number
@@ -331,6 +349,7 @@ class Engine:
         self.backward_synchronises = self.synchronises and not in_autograd_grad()
         if self.before_pass is not None and not self._path:
             self.before_pass(True, self.backward_synchronises)
+        self._awaits_backward = False
         self.backward_number += 1
         self._task = graph_task()
         self._schedule = self._backward_schedule
@@ -339,7 +358,7 @@ class Engine:
             self.reducer.owe()
         if self.backward_synchronises and self.reducer.policy.find_unused_parameters:
             self.reducer.expect_only(gets_gradient)
-        Variable._execution_engine.queue_callback(_RootCallback(self, self.backward_number))
+        self.at_the_end_of_this_task(RootCallback(self))
         self._streams.pass_begins()
         # what this backward needs first may be gathered while the root's own layers compute
         for ahead in self._backward_schedule.begin():
@@ -368,31 +387,6 @@ class Engine:
                 failures.append(failure)
         if failures:
             raise failures[0]
-
-
-class _RootCallback:
-    """The one callback of a backward. Dropped uncalled, it says that the backward failed."""
-
-    def __init__(self, engine: Engine, number: int) -> None:
-        self._engine = engine
-        self._number = number
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        self._close(Event.BACKWARD_ENDS if self._engine.backward_synchronises else Event.BACKWARD_ENDS_UNSYNCED)
-
-    def __del__(self) -> None:
-        if not self._called and self._runs():
-            self._engine.backward_fails()
-
-    def _close(self, event: Event) -> None:
-        if self._runs():
-            self._engine.close_backward(event)
-
-    def _runs(self) -> bool:
-        # it may have been closed from elsewhere: by an abandoned step, or by the next forward
-        return self._engine.backward_number == self._number and self._engine.root.backward is BackwardState.RUNNING
 
 
 def _nobody(*_: int) -> None:

@@ -1,5 +1,7 @@
 """Every error raised on purpose."""
 
+from collections.abc import Sequence
+
 from state_machine import IllegalTransition
 
 __all__ = ["IllegalTransition", "PeerFailed", "ShardingError", "WorldError"]
@@ -22,3 +24,7 @@ class PeerFailed(WorldError):
         self.unit = unit
         """The innermost unit it was in, if it could say so."""
         self.reason = reason
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -16,12 +16,13 @@ from fsdp.errors import ShardingError
 from fsdp.names import check_names, check_values, entries, extra_states
 from fsdp.piece import pieces_in
 from fsdp.ranges import Range, broadcast_all, gather_range, memory_for, ranges_of
-from fsdp.sharded import everyone_in, resting_units_in
+from fsdp.sharded import communicates, everyone_in, resting_units_in
 
 BUCKET_BYTES: Final = 32 << 20
 
 
 @torch.no_grad()
+@communicates
 def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.device | str = "cpu") -> dict[str, Any]:
     """What `state_dict()` of the plain module would be: full parameters, persistent buffers, extra state of modules.
 
@@ -82,6 +83,7 @@ def iter_full_params(
 
 
 @torch.no_grad()
+@communicates
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None) -> None:
     """Load a plain module's state dict: the same on every rank, or rank 0's where others give None.
 

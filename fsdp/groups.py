@@ -189,12 +189,12 @@ def _hybrid_channels(mesh: Any, lanes: int) -> Channels:
         mesh = _mesh(tuple(mesh))
     if mesh.ndim != 2:
         raise ShardingError(f"mesh has {mesh.ndim} dimension; HYBRID_SHARD needs two: replicas, shards.")
-    everyone = tuple(mesh.mesh.flatten().tolist())
-    if everyone not in _flattened:
-        _flattened[everyone] = dist.new_group(list(everyone), use_local_synchronization=True)
     columns, rows = mesh.get_group(0), mesh.get_group(1)
+    # a mesh of its own has groups of its own, also where the ranks are those of one on which nobody can go on
+    if rows not in _flattened:
+        _flattened[rows] = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
     ways = tuple(Lane(_reductions(rows, number), _reductions(columns, number)) for number in range(lanes))
-    return Channels(_gathers(rows), _reductions(_flattened[everyone], 0), ways)
+    return Channels(_gathers(rows), _reductions(_flattened[rows], 0), ways)
 
 
 def _mesh(shape: tuple[int, ...]) -> Any:
@@ -222,7 +222,7 @@ _alone = Alone()
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Collectives]] = weakref.WeakKeyDictionary()
 _lines_of: weakref.WeakKeyDictionary[dist.ProcessGroup, Lines | None] = weakref.WeakKeyDictionary()
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
-_flattened: weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = weakref.WeakValueDictionary()
+_flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 

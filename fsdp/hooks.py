@@ -19,7 +19,7 @@ from fsdp.engine import Engine
 from fsdp.errors import ShardingError
 from fsdp.escapes import Escapes
 from fsdp.guard import Guard
-from fsdp.nested import cast_floating, tensors_in
+from fsdp.nested import cast_floating, modules_within, tensors_in
 from fsdp.outside import RefusedUse
 from fsdp.readiness import Readiness
 from fsdp.stack import graph_is_made, graph_task, in_backward, times_running
@@ -34,8 +34,9 @@ class Hooks:
     def __init__(self, engine: Engine) -> None:
         self._listeners: list[Listener] = []
         around: list[list[Listener]] = [[] for _ in engine.units]
+        modules = {id(unit.module) for unit in engine.units}
         for index, inside in enumerate(engine.descendants):  # outer units come first
-            self._listeners.append(Listener(engine, index, around[index]))
+            self._listeners.append(Listener(engine, index, around[index], modules))
             for inner in inside:
                 around[inner].append(self._listeners[index])
         outer = [listener for index, listener in enumerate(self._listeners) if engine.descendants[index]]
@@ -70,7 +71,7 @@ class Hooks:
 class Listener(Uncopied):
     """Hears torch's hooks for one unit and tells the engine."""
 
-    def __init__(self, engine: Engine, index: int, around: "Sequence[Listener]") -> None:
+    def __init__(self, engine: Engine, index: int, around: "Sequence[Listener]", modules_of_units: set[int]) -> None:
         self._engine = self.engine = engine
         self._index = index
         super().__init__(engine.units[index])
@@ -86,7 +87,7 @@ class Listener(Uncopied):
         """Those of all units with units inside, which autograd can leave by ways nobody watches."""
         self._handles_of_ends: dict[int, RemovableHandle] = {}
         module = self._unit.module
-        self._escapes = Escapes(module, engine.own_modules(index))
+        self._escapes = Escapes(module, list(modules_within(module, modules_of_units)))
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._forward_ends, always_call=True),
@@ -260,7 +261,8 @@ class Listener(Uncopied):
         way = Way(call)
         way.around = [(listener, listener._calls[-1].input_tensors) for listener in self._around if listener._calls]
         call.outputs = []
-        self.readiness.watch(way)
+        self.readiness.watch(way, self._engine.graph_is_gone)
+        self._engine.graphs += 1
         for node in nodes:
             # an input that is returned as it is has nothing of the unit behind it
             if node not in call.inputs:

@@ -26,13 +26,14 @@ from fsdp.names import check_names, entries
 from fsdp.piece import Piece, check_fit, pieces_in
 from fsdp.progress import Asked, Progress
 from fsdp.ranges import Range, gather_range, memory_for, ranges_of
-from fsdp.sharded import everyone_in, resting_units_in
+from fsdp.sharded import communicates, everyone_in, resting_units_in
 
 INDEX: Final = "model.safetensors.index.json"
 UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @torch.no_grad()
+@communicates
 def export_safetensors(model: nn.Module, path: str | Path, max_shard_size: int | str = "5GB", *, progress: Asked = False) -> None:
     """Write parameters and persistent buffers as the folder `path`, which appears when it is complete.
 
@@ -83,6 +84,7 @@ def export_safetensors(model: nn.Module, path: str | Path, max_shard_size: int |
 
 
 @torch.no_grad()
+@communicates
 def load_safetensors(model: nn.Module, path: str | Path, *, progress: Asked = False) -> None:
     """Load parameters and buffers from a safetensors file or a folder of them; each rank reads its own rows only.
 

@@ -21,7 +21,7 @@ from threading import Thread
 from typing import Any, Final, NoReturn
 
 from fsdp.errors import PeerFailed, ShardingError, WorldError
-from fsdp.trail import Store, Trail, Watch
+from fsdp.trail import AGAIN, Store, Trail, Watch
 
 SECONDS: Final = "FSDP_PEER_SECONDS"
 """The environment variable for how long a rank whose connections broke looks for the reason; 2 if it is not set."""
@@ -66,7 +66,7 @@ class Lines:
     def _start(self) -> None:
         epoch = self._epoch
         self.watch = Watch(self._scope(f"{epoch}"), self._rank, len(self._ranks))
-        self.watch.ask_for_peers, self.watch.hang_up = self._ask_for_peers, self.hang_up
+        self.watch.ask_for_peers, self.watch.hang_up, self.watch.blame = self._ask_for_peers, self.hang_up, self._blame
         self.trails: dict[str, Trail] = {}
         for channel in self._channels:
             self._connect_channel(channel)
@@ -85,7 +85,11 @@ class Lines:
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """This rank gives up a step: say why, and hang up."""
-        if self._connect is None or self.down:
+        if self._connect is None:
+            return
+        if isinstance(failure, WorldError) and not isinstance(failure, PeerFailed):
+            self._say_hopeless(str(failure))
+        if self.down:
             return
         # on a mesh, who hears of a failure in one group tells those of the others
         why: tuple[int, str | None, str]
@@ -97,6 +101,30 @@ class Lines:
             number = self._store.add(f"abandoned/{self._epoch}", 1)
             self._store.set(f"abandoned/{self._epoch}/{number}", json.dumps(why))
         self.hang_up()
+
+    def _say_hopeless(self, why: str) -> None:
+        """Nobody can go on, in any group of this model: those who want to, and wait for this rank, are told."""
+        self.watch.trouble = self.watch.trouble or why
+        with suppress(RuntimeError):
+            self._store.set("hopeless", self.watch.trouble)
+
+    def _refuse_hopeless(self) -> None:
+        if self._store.check(["hopeless"]):
+            self.watch.trouble = self._store.get("hopeless").decode()
+            raise WorldError(self.watch.trouble)
+
+    def begin_again(self, channel: str, unit: str) -> PeerFailed | None:
+        """A forward begins, though no backward came to the one before: go on when that is so on every rank.
+
+        If the others are in that backward, they give it up, and what they are told is returned.
+        """
+        if self._connect is None or self.down:
+            return None
+        try:
+            self.trails[channel].before(AGAIN, unit, 0)
+        except PeerFailed as told:
+            return told  # whoever is gone for good is missed when this rank connects anew
+        return None
 
     def hang_up(self) -> None:
         """Close the connections. Idempotent."""
@@ -110,6 +138,8 @@ class Lines:
 
     def close(self) -> None:
         """The group is destroyed, or the process ends: a thread that still closes something then would abort it."""
+        with suppress(RuntimeError):  # the store may be gone
+            self._store.set(f"gone/{self._rank}", "")
         self.hang_up()
         self._connect = None
         if self._closing is not None:
@@ -131,6 +161,7 @@ class Lines:
         while not self._store.check(keys):
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+            self._refuse_hopeless()
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             self._refuse_gone(missing, "while this rank waited for it to go on after an abandoned step")
             if missing and time.monotonic() - begin > self._return_patience:
@@ -156,6 +187,7 @@ class Lines:
 
         Raises:
             PeerFailed: it is.
+            WorldError: it has given up because nobody can go on.
         """
         begin = time.monotonic()
         everyone = range(len(self._ranks))
@@ -163,6 +195,7 @@ class Lines:
             self._store.set(f"here/{self._epoch}/{self._rank}", "")
         while True:
             if self._store.add(f"abandoned/{self._epoch}", 0):
+                self._refuse_hopeless()
                 self._refuse_abandoned()
             self._refuse_gone(everyone, "while this rank waited for it")
             if not broken:
@@ -177,15 +210,11 @@ class Lines:
     def _refuse_abandoned(self) -> None:
         key = f"abandoned/{self._epoch}/1"
         if self._store.check([key]):  # or it is being written
-            name, unit, reason = json.loads(self._store.get(key))
-            where = "" if unit is None else f", in unit {unit!r},"
-            raise PeerFailed(
-                f"rank {name} has abandoned the step{where} with {reason}. This step is over here too; start it again on all "
-                "ranks, or end.",
-                name,
-                unit,
-                reason,
-            )
+            raise _abandoned(*json.loads(self._store.get(key)))
+
+    def _blame(self, rank: int) -> NoReturn:
+        name, reason = self._ranks[rank], f"a {AGAIN}, which failed outside the model or was left out there"
+        raise _abandoned(name, None, reason)
 
     def _refuse_gone(self, ranks: Sequence[int], when: str) -> None:
         gone = [rank for rank in ranks if rank != self._rank and self._is_gone(rank)]
@@ -202,11 +231,11 @@ class Lines:
         who = f"rank {names[0]}" if len(names) == 1 else f"each of the ranks {', '.join(map(str, names))}"
         raise PeerFailed(f"{who} {reason}. Start the job again from a checkpoint.", names[0], None, reason)
 
-    def say_goodbye(self) -> None:
-        """This process ends."""
-        with suppress(RuntimeError):
-            self._store.set(f"gone/{self._rank}", "")
-        self.close()
+
+def _abandoned(rank: int, unit: str | None, reason: str) -> PeerFailed:
+    where = "" if unit is None else f", in unit {unit!r},"
+    text = f"rank {rank} has abandoned the step{where} with {reason}. This step is over here too; start it again on all ranks, "
+    return PeerFailed(f"{text}or end.", rank, unit, reason)
 
 
 _living: "weakref.WeakSet[Lines]" = weakref.WeakSet()
@@ -215,7 +244,7 @@ _living: "weakref.WeakSet[Lines]" = weakref.WeakSet()
 @atexit.register
 def _say_goodbye() -> None:
     for lines in list(_living):
-        lines.say_goodbye()
+        lines.close()
 
 
 def seconds(variable: str, otherwise: float) -> float:

@@ -19,6 +19,8 @@ from state_machine import ResidencyState, Root, State
 MARK: Final = "fsdp: in unit"
 ROWS: Final = 8
 """Units in the story of an error; all of them in the full one."""
+_FREED: Final = (("setStorage", "storage of size 0"), ("is not allocated yet",))
+"""Words of these errors."""
 EVENTS: Final = 6
 """Of each of these."""
 
@@ -46,7 +48,8 @@ def is_noted(error: BaseException) -> bool:
 def add_note(error: BaseException, engine: Told, index: int, ours: bool = False) -> None:
     """Say where `error` came from, unless that was said further inside. `ours`: it arose in an action of the engine."""
     if not is_noted(error):
-        error.add_note(_note_of(engine, index, ours or isinstance(error, ShardingError | IllegalTransition | WorldError)))
+        with_story = ours or isinstance(error, ShardingError | IllegalTransition | WorldError)
+        error.add_note(_note_of(engine, index, with_story) + _reason(error))
 
 
 def add_note_to_what_ends_the_backward(engine: Told, index: int, then: Callable[[BaseException], None]) -> bool:
@@ -58,7 +61,8 @@ def add_note_to_what_ends_the_backward(engine: Told, index: int, then: Callable[
 
     def add(error: BaseException) -> None:
         if not is_noted(error):
-            error.add_note(long if isinstance(error, ShardingError | IllegalTransition | WorldError) else short)
+            told = long if isinstance(error, ShardingError | IllegalTransition | WorldError) else short
+            error.add_note(told + _reason(error))
         then(error)
 
     frame = running_backward()
@@ -91,6 +95,16 @@ def _note_of(engine: Told, index: int, with_story: bool) -> str:
     left = len(resting) - len(shown)
     tail = [f"  and {left} more units"] if left else []
     return "\n".join([note, *_head(engine), *_table(engine, shown, EVENTS), *tail])
+
+
+def _reason(error: BaseException) -> str:
+    """What torch's own errors about memory that was given back mean."""
+    if not isinstance(error, RuntimeError) or not any(all(word in str(error) for word in words) for words in _FREED):
+        return ""
+    return (
+        "\nIt has read whole parameters whose memory was given back: a tensor has left some unit by a way that no hook has seen "
+        "(a closure, a global, or a parameter that was kept). guard=True, or FSDP_GUARD=1 in the environment, names the unit."
+    )
 
 
 def _head(engine: Told) -> Iterator[str]:

@@ -16,7 +16,7 @@ from fsdp.errors import ShardingError
 from fsdp.names import entries
 from fsdp.piece import Piece, pieces_in
 from fsdp.ranges import broadcast_all
-from fsdp.sharded import everyone_in, resting_units_in
+from fsdp.sharded import communicates, everyone_in, resting_units_in
 from fsdp.spread import Kind, Spread, spread_from_full, spread_of
 
 PLAIN = (bool, int, float, str, type(None))
@@ -166,6 +166,7 @@ class Holding:
 
 
 @torch.no_grad()
+@communicates
 def full_optim_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer, rank0_only: bool = True, device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
@@ -197,6 +198,7 @@ def full_optim_state_dict(
 
 
 @torch.no_grad()
+@communicates
 def load_full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None) -> None:
     """Load the full state of an optimizer: the same on every rank, or rank 0's where others give None.
 

@@ -24,6 +24,7 @@ reached through them waits for the end of the backward.
 """
 
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -55,9 +56,9 @@ class Readiness:
         self.arrived = False
         self._open_calls = 0
 
-    def watch(self, way: Way) -> None:
-        """A call has returned, and this is the way back through it."""
-        self._ways = [*(one for one in self._ways if one() is not None), weakref.ref(way)]
+    def watch(self, way: Way, gone: Callable[[weakref.ref[Way]], None]) -> None:
+        """A call has returned, and this is the way back through it; `gone` is called when its graph is."""
+        self._ways = [*(one for one in self._ways if one() is not None), weakref.ref(way, gone)]
 
     def reach(self, way: Way) -> None:
         """Autograd is about to enter a call."""

@@ -127,7 +127,7 @@ class Reducer:
         self._arrivals: list[int] = []
         self._usage.begin()
         self._settled = False
-        self._hooked: list[nn.Parameter] = []
+        self._hooked: list[tuple[int, nn.Parameter]] = []
         self._trainable = tuple(bucket.is_trained for bucket in self.buckets)
         known = self._learned.get(self._trainable)
         if known is not None and known[1] is not self._sequence:
@@ -210,14 +210,18 @@ class Reducer:
             if bucket.pending is not None:
                 reduced, bucket.pending = bucket.pending, None
                 self._ledger.add("reduced", -size_of(reduced))
-                self._hooked += bucket.put(reduced, self._usage.of(number))
+                self._hooked += [(index, parameter) for parameter in bucket.put(reduced, self._usage.of(number))]
 
-    def run_hooks(self) -> None:
-        """After the last commit: run the post-accumulate hooks of the user, who may step an optimizer in them."""
+    def run_hooks(self, note: Callable[[BaseException, int], None]) -> None:
+        """After the last commit: run the post-accumulate hooks of the user; `note` is told what one raises, and in which unit."""
         hooked, self._hooked = self._hooked, []
-        for parameter in hooked:
+        for index, parameter in hooked:
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-                hook(parameter)
+                try:
+                    hook(parameter)
+                except BaseException as failure:
+                    note(failure, index)
+                    raise
 
     def stash(self, index: int) -> None:
         """End of a backward under `no_sync`: add the whole gradients of a unit to the stash."""
@@ -352,14 +356,14 @@ class Reducer:
         """What came after its bucket was launched, on any rank, in the agreed order.
 
         Where every rank launched at the moment of the unit, a second portion is one of a unit that all of them come to again. A
-        counted bucket, and one of a rank that came through other units, may have one on some ranks only: all of them look, also
-        those that had launched nothing of it before they were asked.
+        counted bucket, whatever has its turn after one, and a bucket of a rank that came through other units, may have one on
+        some ranks only: all of them look, also those that had launched nothing of it before they were asked.
         """
         if self.policy.at_end:
             return  # nobody launched anything before
         usage = self._usage
         for number in self._sequence:
-            looks = self.policy.find_unused_parameters or number in self.counted or self._again[self.buckets[number].unit]
+            looks = self.policy.find_unused_parameters or self.counted or self._again[self.buckets[number].unit]
             mine = usage.launched[number] and usage.has[number]
             if mine or (looks and usage.some_rank_has_more(number)):
                 self._launch((number,))

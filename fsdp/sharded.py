@@ -1,16 +1,20 @@
 """How a module knows the engine that drives it."""
 
-from typing import ClassVar
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ClassVar, TypeVar, cast
 
 from torch import nn
 
 from fsdp.collectives import Collectives
 from fsdp.engine import Engine
-from fsdp.errors import ShardingError
+from fsdp.errors import ShardingError, WorldError
 from fsdp.hooks import Hooks
 from fsdp.notes import add_note
 from fsdp.unit import Unit
 from state_machine import Event, State
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Sharded:
@@ -39,6 +43,21 @@ def sharded_of(module: nn.Module) -> Sharded | None:
     """What `module` carries if it is a unit."""
     found: Sharded | None = module.__dict__.get(Sharded.ATTRIBUTE)
     return found
+
+
+def communicates(function: F) -> F:
+    """For what all ranks call between two steps: if they do not, the error has the story, as inside a step."""
+
+    @wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except WorldError as error:
+            model = args[0] if args else kwargs["model"]
+            add_note(error, units_in(model, function.__name__)[0].engine, 0)
+            raise
+
+    return cast(F, told)
 
 
 def units_in(model: nn.Module, asker: str) -> list[Sharded]:

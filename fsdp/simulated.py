@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fsdp.errors import PeerFailed, ShardingError, WorldError
+from fsdp.errors import PeerFailed, ShardingError, WorldError, name_ranks
 from fsdp.simulated_data import (
     Buffer,
     Operation,
@@ -28,7 +28,6 @@ from fsdp.simulated_data import (
     move_copies,
     move_sums,
     move_total,
-    name_ranks,
 )
 from fsdp.trail import RECENT
 
@@ -206,6 +205,10 @@ class SimulatedCollectives:
     def recent(self) -> list[str]:
         """The last calls, oldest first."""
         return [f"{call.kind} {call.label}" for call in self._log if call.channel == self.name][-RECENT:]
+
+    def begin_again(self, unit: str) -> PeerFailed | None:
+        """The world sees it for itself."""
+        return None
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """The world sees it for itself."""

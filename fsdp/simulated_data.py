@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp.errors import ShardingError, WorldError
+from fsdp.errors import ShardingError, WorldError, name_ranks
 from fsdp.summation import sum_over_ranks
 
 ReduceOp = Literal["sum", "max"]
@@ -156,7 +156,3 @@ def mark_written(tensor: Tensor) -> None:
 
 def describe(tensor: Tensor) -> str:
     return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -7,6 +7,11 @@ store, and goes on when every rank has said the same. If a peer made the predict
 that will not come; whoever has waited for PATIENCE writes down what for, reads what the others have written, and both
 know who disagrees with whom. A collective that does not match is never launched: over gloo it would mix the
 parameters of two units of one size, and end the process at two of different size.
+
+[Note: a step that fails where nothing hears it]
+An exception in the loss, on one rank, is seen by no hook. Its next forward begins though no backward came to the last
+one, and says so first, as if it were a collective (`AGAIN`). Where all ranks leave backwards out, all of them say it, and
+predict it the next time. If the others have gone on into that backward, they are told that the rank gave it up.
 """
 
 import json
@@ -17,7 +22,7 @@ from datetime import timedelta
 from hashlib import sha256
 from typing import Any, Final, NamedTuple, Protocol
 
-from fsdp.errors import WorldError
+from fsdp.errors import WorldError, name_ranks
 
 PATIENCE: Final = 2.0
 """Seconds a rank waits before it looks for the reason."""
@@ -26,8 +31,14 @@ RECENT: Final = 8
 MEMORY: Final = 4
 """Calls a prediction is made from."""
 REMEDY: Final = "Call the same in the same order."
+AGAIN: Final = "forward before the backward of its last one"
+"""Not a collective, see the note above."""
 LAG: Final = 64
 """Agreements that stay in the store; a rank that has launched the call after one may be sure that all have read it."""
+
+
+Made = tuple[str, str, int]
+"""What, for which unit, bytes."""
 
 
 class Store(Protocol):
@@ -51,6 +62,8 @@ class Note(NamedTuple):
     """Not empty: it has not made the call yet, and counts here who else wants to."""
     launched: dict[str, int]
     """How many calls it has made on each channel."""
+    agreed: str = ""
+    """The call that all ranks have made here so far, if they were here."""
 
 
 class Watch:
@@ -67,6 +80,8 @@ class Watch:
         """Raises PeerFailed if a peer is why this rank waits, or (if True) why its connections broke."""
         self.hang_up: Callable[[], None] = _nothing
         """Closes the connections."""
+        self.blame: Callable[[int], None] = _nothing
+        """Raises PeerFailed: a rank has begun again, while this one waited for it."""
 
     def look(self, note: Note) -> None:
         """This rank has waited long: say what for, and find out whether it waits in vain.
@@ -85,10 +100,14 @@ class Watch:
             if self.trouble is None and _nobody_can_go_on(notes, self.size):
                 time.sleep(PATIENCE / 4)
                 if self._read() == notes:  # what was read one after the other was true at one time
+                    for rank, one in notes.items():
+                        if one.call.startswith(AGAIN):
+                            self.blame(rank)
                     self.trouble = _describe_deadlock(notes)
             if self.trouble is not None:
                 self.store.set("trouble", self.trouble)
         if self.trouble is not None:
+            self.hang_up()  # whoever waits for this rank looks for the reason at once
             raise WorldError(self.trouble)
 
     def explain(self, failure: RuntimeError) -> None:
@@ -119,16 +138,31 @@ class Watch:
         self.store.set(f"waits/{self.rank}", "null")
 
     def _disagreement(self, notes: dict[int, Note]) -> str | None:
-        """Two ranks that want different calls in one place, if there are any."""
+        """The ranks that want different calls in one place, if there are any.
+
+        Raises:
+            PeerFailed: one of them has begun again.
+        """
+        apart = None
         for rank, note in notes.items():
-            place = f"The ranks disagree on operation {note.number} of channel {note.channel!r}"
+            here: dict[str, list[int]] = {note.call: []}
             for other, theirs in notes.items():
-                if theirs.channel == note.channel and theirs.number == note.number and theirs.call != note.call:
-                    return f"{place}: rank {rank} called {note.call} where rank {other} called {theirs.call}. {REMEDY}"
-                made = theirs.launched[note.channel] >= note.number
-                if made and note.asks and self.store.add(note.asks, 0) < self.size:
-                    return f"{place}: rank {rank} is about to call {note.call}, rank {other} has made another call. {REMEDY}"
-        return None
+                if theirs.channel == note.channel and theirs.number == note.number:
+                    here.setdefault(theirs.call, []).append(other)
+            gone_on = [other for other, theirs in notes.items() if note.asks and theirs.launched[note.channel] >= note.number]
+            if gone_on and self.store.add(note.asks, 0) >= self.size:
+                gone_on = []  # with the same call, since they wrote
+            if note.call.startswith(AGAIN) and (gone_on or len(here) > 1):
+                self.blame(rank)
+            if gone_on or len(here) > 1:
+                followers = sorted({*here.pop(note.agreed, ()), *gone_on})
+                calls = [f"{name_ranks(ranks)} called {call}" for call, ranks in here.items()]
+                if followers:
+                    agreed = f"the agreed schedule has {note.agreed}, which {name_ranks(followers)} followed"
+                    apart = apart or f"{_place(note)}: {' and '.join(calls)} where {agreed}. {REMEDY}"
+                else:
+                    apart = apart or f"{_place(note)}: {calls[0]} where {' and '.join(calls[1:])}. {REMEDY}"
+        return apart
 
     def _read(self) -> dict[int, Note]:
         keys = {rank: f"waits/{rank}" for rank in range(self.size)}
@@ -143,10 +177,8 @@ class Trail:
         self._watch = watch
         self._channel = channel
         self._number = 0
-        self._calls: dict[tuple[str, str, int], int] = {}
-        """A number for each different call."""
-        self._recent: tuple[int, ...] = (-1,) * MEMORY
-        self._followed_by: dict[tuple[int, ...], int] = {}
+        self._here = Here(())
+        self._known = {self._here.recent: self._here}
         self._agreed: list[str] = []
         watch.launched[channel] = 0
 
@@ -160,17 +192,18 @@ class Trail:
         if watch.trouble is not None:
             raise WorldError(watch.trouble)
         call = (kind, label, size)
-        known = self._calls.setdefault(call, len(self._calls))
-        recent = self._recent
+        here = self._here
         number = self._number = self._number + 1
 
         def note() -> Note:
-            return Note(self._channel, number, f"{kind}({label!r}, {size} bytes)", "", dict(watch.launched))
+            return Note(self._channel, number, _text(call), "", dict(watch.launched), _text(here.agreed) if here.agreed else "")
 
-        if self._followed_by.get(recent) != known:
+        # one comparison, and no hash, for each call of a steady loop
+        if here.agreed != call or here.then is None:
             self._agree(note())
-            self._followed_by[recent] = known
-        self._recent = (*recent[1:], known)
+            recent = (*here.recent, call)[-MEMORY:]
+            here.agreed, here.then = call, self._known.setdefault(recent, Here(recent))
+        self._here = here.then
         watch.launched[self._channel] = number
         return note
 
@@ -195,6 +228,18 @@ class Trail:
             oldest = self._agreed.pop(0)
             if self._watch.rank == 0:
                 store.delete_key(oldest)
+
+
+class Here:
+    """Where a channel is: after these calls. And the call that all ranks have made from here so far."""
+
+    __slots__ = ("agreed", "recent", "then")
+
+    def __init__(self, recent: tuple[Made, ...]) -> None:
+        self.recent = recent
+        self.agreed: Made | None = None
+        self.then: Here | None = None
+        """Where it leads."""
 
 
 class WatchedWork:
@@ -247,8 +292,17 @@ class WatchedWork:
 _PATIENCE: Final = timedelta(seconds=PATIENCE)
 
 
-def _nothing(*_: bool) -> None:
+def _nothing(*_: Any) -> None:
     return
+
+
+def _text(call: Made) -> str:
+    kind, label, size = call
+    return f"{kind}({label!r}, {size} bytes)"
+
+
+def _place(note: Note) -> str:
+    return f"The ranks disagree on operation {note.number} of channel {note.channel!r}"
 
 
 def _nobody_can_go_on(notes: dict[int, Note], size: int) -> bool:

@@ -52,6 +52,7 @@ ORDER = (
     "crossings",
     "escapes",
     "engine",
+    "root_callback",
     "dump",
     "notes",
     "buffers",
@@ -97,7 +98,7 @@ ORDER = (
     "randomness",
     "errors",
 )
-STATE_MACHINE_USERS = {"sharded", "engine", "notes", "hooks", "state_hooks", "summon", "config", "errors"}
+STATE_MACHINE_USERS = {"sharded", "engine", "root_callback", "notes", "hooks", "state_hooks", "summon", "config", "errors"}
 # torch's Distributed Checkpoint lies below torch.distributed, and communicates only where it is asked to
 DCP = "torch.distributed.checkpoint"
 DCP_USERS = {"sharded_value", "dcp"}

@@ -85,7 +85,7 @@ def test_host_time_and_operations_are_measured_for_every_contender(tmp_path: Pat
         assert all(len(one["seconds_of_all_units"][phase]) == 1 for phase in host.ONCE)
     bare = case["contenders"]["bare"]["operations"]["dispatched"]["forward"]
     assert bare["per_unit"] == 6 * 2, "six F.linear, each a transpose and a product"
-    assert [bar["limit"] for bar in report["bars"]] == [0.40, 0.25, 0.35, 0.5, 1.0, 1.0]
+    assert [bar["limit"] for bar in report["bars"]] == [0.40, 0.25, 0.35, 0.5, 1.0, 1.0, 1.0]
     assert "| 8 | 12 | FSDP1, original parameters |" in report_page({"host": report})
 
 

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import overlap
 import pytest
@@ -104,18 +105,28 @@ def test_scale_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "| ours | 8 | 4 |" in capsys.readouterr().out
 
 
+def of_one_more(out: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["of_one_more_tensor"]["functions"]["ours"]
+    return rows
+
+
 def test_where_names_the_files_and_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "where.json"
-    monkeypatch.setattr(sys, "argv", ["where.py", "--contenders", "ours", "--units", "3", "--width", "4", "--out", str(out)])
+    given = ["--contenders", "ours", "--units", "3", "--more", "16", "--width", "4", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["where.py", *given])
     monkeypatch.setattr(where, "elsewhere", lambda measure, settings, timeout: measure(settings))
     where.main()
     functions = json.loads(out.read_text())["functions"]["ours"]
     places = {row["place"] for phase in functions.values() for row in phase}
     assert {"C++", "fsdp/engine", "fsdp/reducer"} <= places
     assert not [place for place in places if place.startswith("/")]
-    assert "| fsdp/engine |" in capsys.readouterr().out
+    assert "| fsdp/engine |" in (said := capsys.readouterr().out)
+    # what one more tensor costs: `nn.ParameterList` reads it once, autograd calls one hook for it
+    calls = {(row["place"], row["function"]): row["calls"] for row in of_one_more(out)}
+    assert calls["torch/nn/modules/container", "__getitem__"] == calls["fsdp/arrivals", "arrives"] == 1
+    assert "ours: " in said and "for one more tensor, from 12 to 16" in said
     assert where.place_of(fsdp.__file__) == "fsdp/__init__"
     assert where.place_of(dist.__file__) == "torch/distributed/__init__"
     assert where.place_of("/somewhere/else.py") == "else"

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fsdp
 from fsdp.delays import DELAYS
+from fsdp.notes import MARK
 
 LIMIT: Final = 60
 """Seconds until a rank prints its stacks and dies."""
@@ -42,11 +43,11 @@ def _mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def delayed(rank: int) -> Trained:
+def delayed(rank: int, **options: Any) -> Trained:
     """With random delays before everything that computes or communicates."""
     os.environ[DELAYS] = "7"
     try:
-        return trained("net in layers", rank, prefetch=2)
+        return trained("net in layers", rank, prefetch=2, **options)
     finally:
         del os.environ[DELAYS]
 
@@ -133,19 +134,78 @@ class Two(torch.nn.Module):
         return self.one(x), self.other(x)
 
 
-def disagrees(rank: int, width: int) -> tuple[str, float]:
-    """After steps alike, each rank's loss comes through a unit of its own: what it was told, and after how many seconds."""
-    model = fsdp.fully_shard(Two(width), auto_wrap_policy={torch.nn.Linear}, prefetch=0)
+class ByShape(Two):
+    """Another branch where the batch has another number of rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) if len(x) == 2 else self.other(x)
+
+
+class Turned(Net):
+    """Its blocks are called in reversed order if somebody says so."""
+
+    reverse = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.enter(x))
+        for block in reversed(self.blocks) if self.reverse else self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+Told = tuple[str, str, str, float]
+"""What a rank was told of the others: the type of the error, its text, the engine's note on it, and after how many seconds."""
+
+
+def told_in(part: Callable[[], Any]) -> Told:
+    """What a part of a step raises, in which the ranks are of one mind no longer."""
+    begin = time.monotonic()
+    try:
+        part()
+    except fsdp.WorldError as told:
+        notes = [note for note in getattr(told, "__notes__", ()) if note.startswith(MARK)]
+        return type(told).__name__, str(told), "\n".join(notes), time.monotonic() - begin
+    return "", "nothing was said", "", 0.0
+
+
+def disagrees(rank: int, width: int) -> Told:
+    """After steps alike, each rank's loss comes through a unit of its own."""
+    model = _sharded(Two(width), torch.nn.Linear)
     for _ in range(3):
         one, other = model(torch.ones(2, 4))
         (one.sum() + other.sum()).backward()
     outputs = model(torch.ones(2, 4))
-    begin = time.monotonic()
-    try:
-        outputs[rank % 2].sum().backward()
-    except fsdp.WorldError as told:
-        return str(told), time.monotonic() - begin
-    return "nothing was said", 0.0
+    return told_in(lambda: outputs[rank % 2].sum().backward())
+
+
+def swaps(rank: int, steps: int) -> Told:
+    """After steps alike, rank 1 calls its blocks in reversed order. All of them have one size."""
+    model = _sharded(Turned(), Block)
+    for _ in range(steps):
+        loss_of(model(torch.ones(2, 6))).backward()
+    model.reverse = rank == 1
+    return told_in(lambda: loss_of(model(torch.ones(2, 6))).backward())
+
+
+def branches(rank: int) -> Told:
+    """After steps alike, rank 1 gets a batch that leads through another unit."""
+    model = _sharded(ByShape(9), torch.nn.Linear)
+    for _ in range(3):
+        loss_of(model(torch.ones(2, 4))).backward()
+    return told_in(lambda: loss_of(model(torch.ones(3 if rank == 1 else 2, 4))).backward())
+
+
+def one_more_batch(rank: int, then: Callable[[torch.nn.Module], Any]) -> Told:
+    """After steps alike, rank 1 has one more batch than the others, who go on to what comes then."""
+    model = _sharded(Net(), Block)
+    for _ in range(3):
+        loss_of(model(torch.ones(2, 6))).backward()
+    return told_in(lambda: loss_of(model(torch.ones(2, 6))).backward() if rank == 1 else then(model))
+
+
+def _sharded(model: torch.nn.Module, unit: type[torch.nn.Module]) -> torch.nn.Module:
+    """On a group of its own, which is of no use to anybody afterwards."""
+    return fsdp.fully_shard(model, auto_wrap_policy={unit}, prefetch=0, process_group=dist.new_group())
 
 
 def recovers(rank: int) -> Trained:
@@ -176,6 +236,7 @@ TRAININGS: Final[dict[str, Callable[[int], Trained]]] = {
     "no prefetch": lambda rank: trained("net", rank, prefetch=0),
     "deep prefetch": lambda rank: trained("net in layers", rank, prefetch=4),
     "delayed": delayed,
+    "delayed, deterministic": lambda rank: delayed(rank, reduction=EXACT),
     "tied": lambda rank: trained("tied", rank),
     "recurrent": lambda rank: trained("recurrent", rank),
     "odd": lambda rank: trained("odd", rank),
@@ -217,17 +278,22 @@ OTHERS: Final[dict[str, Callable[[int], Any]]] = {
 }
 
 
-# after these the group is of no use
-LAST: Final[dict[str, Callable[[int], Any]]] = {
-    "disagree, of one size": lambda rank: disagrees(rank, 4),
-    "disagree, of two sizes": lambda rank: disagrees(rank, 9),
+DISAGREE: Final[dict[str, Callable[[int], Told]]] = {
+    "other units, of one size": lambda rank: disagrees(rank, 4),
+    "other units, of two sizes": lambda rank: disagrees(rank, 9),
+    "swapped order": lambda rank: swaps(rank, 3),
+    "swapped order, in the first step": lambda rank: swaps(rank, 0),
+    "other branch by shape": branches,
+    "one more batch, while the others save": lambda rank: one_more_batch(rank, fsdp.full_state_dict),
+    # the last one: they end
+    "one more batch, and the others end": lambda rank: one_more_batch(rank, lambda model: None),
 }
 
 
 def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     """These programs (or all) in turn, over one group; the results go to a file."""
     usual = {**TRAININGS, **OTHERS}
-    programs = {**usual, **FOUR, **LAST, **CHECKPOINTS}
+    programs = {**usual, **FOUR, **DISAGREE, **CHECKPOINTS}
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)

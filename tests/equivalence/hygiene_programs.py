@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -21,19 +22,39 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fsdp
 
-LIMIT: Final = 60
+LIMIT: Final = 120
 ROUNDS: Final = 50
 X: Final = torch.linspace(-1, 1, 12).view(2, 6)
 
 
+class Broken(Exception):
+    pass
+
+
+def breaks(*_: Any) -> None:
+    raise Broken
+
+
 def round_of_training() -> None:
-    """Wrap, train, fail, train, and let go."""
-    model = fsdp.fully_shard(Net(1), auto_wrap_policy={Block})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        loss_of(model(X)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    """With each strategy: wrap, train, fail in a forward, fail in a backward, train, and let go."""
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        torch.manual_seed(3)  # replicas begin alike
+        model = fsdp.fully_shard(Net(1), auto_wrap_policy={Block}, sharding_strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for broken in ("", "forward", "backward", ""):
+            x = X.clone().requires_grad_()
+            if broken == "backward":
+                x.register_hook(breaks)  # at its end, with everything in flight
+            failed = ""
+            with model.blocks[0].up.register_forward_pre_hook(breaks) if broken == "forward" else nullcontext():
+                try:
+                    loss_of(model(x)).backward()
+                except Broken:
+                    failed = broken
+            assert failed == broken
+            if not failed:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 def held() -> dict[str, int]:

@@ -23,20 +23,23 @@ import fsdp
 LIMIT: Final = 40
 """Seconds until a rank prints its stacks and dies."""
 STEPS: Final = 4
+TIME_OUT: Final = 5
+"""Seconds of a group in which a rank stops."""
 
 
 class Mine(Exception):
     """What one rank's own code raises."""
 
 
-Told = tuple[str, str, int | None, str | None, str]
-"""What a rank was told when a step failed: the type, the text; and of PeerFailed the rank, the unit, the reason."""
+Told = tuple[str, str, int | None, str | None, str, str]
+"""What a rank was told when a step failed: the type, the text; of PeerFailed the rank, the unit, the reason; and the notes."""
 
 
 def told(error: BaseException) -> Told:
+    notes = "\n".join(getattr(error, "__notes__", ()))
     if isinstance(error, fsdp.PeerFailed):
-        return "PeerFailed", str(error), error.rank, error.unit, error.reason
-    return type(error).__name__, str(error), None, None, ""
+        return "PeerFailed", str(error), error.rank, error.unit, error.reason, notes
+    return type(error).__name__, str(error), None, None, "", notes
 
 
 def forward(model: nn.Module) -> Any:
@@ -156,6 +159,21 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stops(rank: int) -> Told:
+    """The last rank stops in the middle of a step, for good, and the time-out of its group is over before anybody knows why."""
+    case = CASES["net"]
+    model = wrap(case, process_group=dist.new_group(timeout=timedelta(seconds=TIME_OUT)))
+    for step in range(3):
+        if rank == dist.get_world_size() - 1 and step == 2:
+            model.blocks[1].up.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+        try:
+            loss_of(model(case.batch(rank, step))).backward()
+        except RuntimeError as error:
+            assert is_at_rest(model)
+            return told(error)
+    raise AssertionError("nobody has waited for it")
+
+
 def hybrid(place: Callable[[nn.Module], Any]) -> Any:
     return retried(place, sharding_strategy="HYBRID_SHARD", mesh=(2, 2))
 
@@ -174,6 +192,7 @@ PROGRAMS: Final[dict[str, Callable[[int], Any]]] = {
     "hybrid, fails in a backward": hybrid(backward),
     "killed": dies(kill),
     "raises": dies(fail),
+    "stops": stops,
 }
 
 
@@ -186,7 +205,7 @@ def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     for name in names:
         found[name] = PROGRAMS[name](rank)
         torch.save(found, folder / f"{rank}.pt")  # the last one may end it
-    if not set(names) & {"killed", "raises"}:
+    if not set(names) & {"killed", "raises", "stops"}:
         dist.destroy_process_group()
 
 

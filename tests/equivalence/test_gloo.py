@@ -4,6 +4,7 @@ One start of W processes runs every program; the tests look at what came out.
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from compressed_programs import STEPS as COMPRESSED_STEPS
-from gloo_programs import BF16, FOUR, HOOKS, LAST, LIMIT, OTHERS, SGD, TRAININGS, trained
+from gloo_programs import BF16, DISAGREE, EXACT, FOUR, HOOKS, LIMIT, OTHERS, SGD, TRAININGS, trained
 from models import CASES, Case, assert_close, assert_trained_alike, join, joined, loss_of, reference, train
 
 import fsdp
+from fsdp.notes import MARK
 
 pytestmark = pytest.mark.gloo
 
@@ -29,6 +31,7 @@ CASE_OF = {
     "reshard": "net in layers",
     "deep prefetch": "net in layers",
     "delayed": "net in layers",
+    "delayed, deterministic": "net in layers",
     "tied": "tied",
     "recurrent": "recurrent",
     "odd": "odd",
@@ -173,9 +176,11 @@ def test_ranks_that_finish_first_serve_the_others(ranks: list[dict[str, Any]]) -
         assert all(torch.equal(one["uneven"][name], other[name]) for name in wanted)
 
 
-def test_random_delays_change_no_bit(ranks: list[dict[str, Any]]) -> None:
-    for one, other in zip(ranks, fsdp.simulate(len(ranks), lambda rank: trained("net in layers", rank, prefetch=2)), strict=True):
-        assert_trained_alike(one["delayed"], other, within=0)
+@pytest.mark.parametrize(("name", "options"), [("delayed", {}), ("delayed, deterministic", {"reduction": EXACT})])
+def test_random_delays_change_no_bit(name: str, options: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    simulated = fsdp.simulate(len(ranks), lambda rank: trained("net in layers", rank, prefetch=2, **options))
+    for one, other in zip(ranks, simulated, strict=True):
+        assert_trained_alike(one[name], other, within=0)
 
 
 def test_bf16_computes_the_same_bits_too_and_stays_near_fp32(ranks: list[dict[str, Any]]) -> None:
@@ -290,15 +295,69 @@ def test_a_model_built_differently_is_refused_on_every_rank_within_seconds(ranks
         assert seconds < 10
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("program", LAST)
-def test_ranks_that_disagree_are_told_within_seconds_and_nothing_is_mixed(program: str, size: int, tmp_path: Path) -> None:
+BRANCHES = ("all_gather('one'", "all_gather('other'"), ("one", "other")
+SWAPPED = ("all_gather('blocks.0'", "all_gather('blocks.2'"), ("blocks.0", "blocks.2")
+DISAGREEMENTS = {
+    "other units, of one size": BRANCHES,
+    "other units, of two sizes": BRANCHES,
+    "swapped order": SWAPPED,
+    "swapped order, in the first step": SWAPPED,
+    "other branch by shape": BRANCHES,
+    # who saves is in no unit
+    "one more batch, while the others save": (("broadcast('Net'", "all_gather('Net'"), ("", "Net")),
+}
+"""The two calls, and the units in which the others and rank 1 wait."""
+ENDS = "one more batch, and the others end"
+OF_THREE = ["other units, of one size", "other units, of two sizes", "swapped order", ENDS]
+
+
+@pytest.fixture(scope="module")
+def disagreeing(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """By number of processes."""
+    return {size: run(size, tmp_path_factory.mktemp("ranks"), *names) for size, names in ((2, DISAGREE), (3, OF_THREE))}
+
+
+@pytest.mark.parametrize(
+    ("program", "size"), [(name, size) for name in DISAGREEMENTS for size in (2, 3) if size == 2 or name in OF_THREE]
+)
+def test_ranks_that_disagree_are_told_within_seconds_and_nothing_is_mixed(
+    program: str, size: int, disagreeing: dict[int, list[dict[str, Any]]]
+) -> None:
     """Over gloo the parameters of units of one size would be mixed without a word, and a process with two sizes would abort."""
-    for one in run(size, tmp_path, program):
-        message, seconds = one[program]
+    calls, waited_in = DISAGREEMENTS[program]
+    found = [one[program] for one in disagreeing[size]]
+    for rank, (kind, message, note, seconds) in enumerate(found):
+        # who looks first finds it out, and abandons the step with it
+        assert kind == "WorldError" or (kind == "PeerFailed" and "with WorldError: The ranks disagree" in message)
         assert "The ranks disagree on operation" in message
-        assert "all_gather('one'" in message and "all_gather('other'" in message
+        assert all(call in message for call in calls)
         assert seconds < 10
+        if unit := waited_in[rank == 1]:
+            tells_where(note, unit, rank, size)
+    assert any(kind == "WorldError" for kind, *_ in found)
+
+
+def tells_where(note: str, unit: str, rank: int, size: int) -> None:
+    """It names the unit, and has the story."""
+    first, root, *rows = note.splitlines()
+    assert first.startswith(f"{MARK} {unit!r}, ") and first.endswith(f", on rank {rank} of {size}")
+    assert root.startswith("root '") and f"', rank {rank} of {size}, backward " in root
+    assert any(row.split()[:1] == [unit] for row in rows)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_who_has_one_more_batch_is_told_that_the_others_have_ended(
+    size: int, disagreeing: dict[int, list[dict[str, Any]]]
+) -> None:
+    for rank, one in enumerate(disagreeing[size]):
+        kind, message, note, seconds = one[ENDS]
+        if rank == 1:
+            assert kind == "PeerFailed" and seconds < 10
+            # between the end of its group and that of the process it is still there
+            assert re.match(r"(rank [02]|each of the ranks 0, 2) (has ended|does not answer)", message), message
+            tells_where(note, "Net", 1, size)
+        else:
+            assert not kind
 
 
 def test_a_rank_that_fails_ends_the_others_and_shows_what_it_printed(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """One rank abandons a step or dies, over gloo: the others are told who and why within seconds, and those that live go on."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from models import CASES, assert_trained_alike, own_batches, train, wrap
 from peer_programs import LIMIT, STEPS, Told
 
 import fsdp
+from fsdp.notes import MARK
 
 pytestmark = pytest.mark.gloo
 
@@ -27,6 +29,18 @@ ALIVE = [
     "fails in a forward, copies are kept",
 ]
 HYBRID = ["hybrid, fails in a backward"]
+FORWARD = {"blocks.1", "blocks.2"}
+BACKWARD = {"blocks.0", "blocks.1", "Net"}
+WAITED_IN = {
+    "fails in a forward": FORWARD,
+    "fails in a backward": BACKWARD,
+    "fails between units": {"blocks.2", "Net"},
+    "fails in a forward, agreed": FORWARD,
+    "rank 0 fails in a forward": FORWARD,
+    "fails in a forward, copies are kept": {"Net"},
+    "hybrid, fails in a backward": BACKWARD,
+}
+"""The units in which the others may wait: for a gather that was asked for ahead of its unit, or for an earlier reduction."""
 
 
 def run(size: int, folder: Path, *names: str) -> list[dict[str, Any]]:
@@ -39,13 +53,14 @@ def run(size: int, folder: Path, *names: str) -> list[dict[str, Any]]:
             environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
             ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
     try:
-        codes = [one.wait(timeout=LIMIT + 10) for one in ranks]
+        # who has stopped does not end
+        codes = [one.wait(timeout=LIMIT + 10) for one in (ranks[:-1] if "stops" in names else ranks)]
     finally:
         for one in ranks:
             one.kill()  # nothing, to one that has ended
             one.wait()
     printed = [(folder / f"{rank}.txt").read_text() for rank in range(size)]
-    assert not any(code for code in codes[:-1]), "\n".join(printed)
+    assert not any(codes[: size - 1]), "\n".join(printed)
     assert "terminate called" not in "".join(printed)
     return [torch.load(folder / f"{r}.pt", weights_only=False) if (folder / f"{r}.pt").exists() else {} for r in range(size)]
 
@@ -74,13 +89,14 @@ def check(name: str, found: list[Any], **options: Any) -> None:
     place = "Net" if "between" in name else "blocks.1"
     culprit = 0 if name.startswith("rank 0") else 1
     for rank, (_, heard) in enumerate(found):
-        ((kind, _, *why),) = heard
+        ((kind, _, *why, notes),) = heard
         if rank == culprit or name.startswith("all"):
             assert kind == "Mine"
         else:
             assert kind == "PeerFailed"
-            # on a mesh, some hear of it only from one who heard of it
-            assert options or why == [culprit, place, "Mine: no"]
+            # on a mesh too, where some hear of it only from one who heard of it
+            assert why == [culprit, place, "Mine: no"]
+            tells_where(notes, WAITED_IN[name], rank, len(found))
     case = CASES["net"]
 
     def one_rank(rank: int) -> Any:
@@ -90,6 +106,19 @@ def check(name: str, found: list[Any], **options: Any) -> None:
 
     for (trained, _), wanted in zip(found, fsdp.simulate(len(found), one_rank), strict=True):
         assert_trained_alike(trained, wanted, within=0)
+
+
+def tells_where(notes: str, units: set[str], rank: int, size: int) -> str:
+    """One note names one of these units, in a state that the story says of it too; what else was noted."""
+    before, mark, note = notes.partition(MARK)
+    assert mark and MARK not in note, notes
+    first, root, *rows = note.splitlines()
+    found = re.fullmatch(rf" '(.+)', (\w+), whole parameters (\w+), on rank {rank} of {size}", first)
+    assert found is not None and found[1] in units, first
+    assert root.startswith(f"root 'Net', rank {rank} of {size}, backward "), root
+    (row,) = (cells for cells in map(str.split, rows) if cells[0] == found[1])
+    assert row[1:3] == [found[2], found[3]]
+    return before
 
 
 @pytest.mark.parametrize("name", ALIVE)
@@ -106,24 +135,46 @@ def test_ranks_that_may_be_a_step_apart_do_not_go_on(ranks: list[dict[str, Any]]
     for rank, one in enumerate(ranks):
         first, last = one["apart"]
         assert first[0] == ("Mine" if rank == 1 else "PeerFailed")
+        if rank != 1:
+            tells_where(first[-1], {"Net", "blocks.0"}, rank, len(ranks))
         assert last[0] == "WorldError" and "rank 0 has completed a backward that rank 1 has abandoned" in last[1]
 
 
-def is_told_of_the_end(found: tuple[Told, float, list[Told]], rank: int) -> None:
+def is_told_of_the_end(found: tuple[Told, float, list[Told]], rank: int, me: int) -> None:
+    """What rank `me` was told of the last one, in the step and when it wants to go on."""
     first, seconds, (again,) = found
     assert first[0] == "PeerFailed" and first[2] == rank
+    tells_where(first[-1], FORWARD, me, rank + 1)
     assert seconds < 5
+    tells_where(again[-1], {"Net"}, me, rank + 1)
     assert again[0] == "PeerFailed" and f"rank {rank} has ended, while this rank waited for it to go on" in again[1]
 
 
 def test_who_is_killed_is_named_by_all_others(ranks: list[dict[str, Any]]) -> None:
     assert "killed" not in ranks[2]
-    for one in ranks[:2]:
-        is_told_of_the_end(one["killed"], 2)
+    for rank, one in enumerate(ranks[:2]):
+        is_told_of_the_end(one["killed"], 2, rank)
         assert "rank 2 has ended" in one["killed"][0][1]
 
 
 def test_who_ends_by_an_error_is_named_with_it(tmp_path: Path) -> None:
     found = run(2, tmp_path, "raises")[0]["raises"]
-    is_told_of_the_end(found, 1)
+    is_told_of_the_end(found, 1, 0)
     assert "rank 1 has abandoned the step, in unit 'blocks.1', with Mine: no" in found[0][1]
+
+
+def test_who_has_stopped_is_the_one_that_is_not_named(tmp_path: Path) -> None:
+    """It lives, and its connections as well: the others wait for the time-out of the group, which says who waits for what."""
+    found = [one["stops"] for one in run(3, tmp_path, "stops")[:2]]
+    for rank, (kind, text, *why, notes) in enumerate(found):
+        said = tells_where(notes, FORWARD, rank, 3)
+        if kind == "PeerFailed":
+            # the other one had lost patience first
+            assert why[0] == 1 - rank and "imed out" in why[2]
+            continue
+        assert kind == "RuntimeError" and "imed out" in text
+        (line,) = said.splitlines()
+        assert line.startswith("fsdp: ") and line.endswith(". Ranks that are not named compute, or hang.")
+        assert {int(name) for name in re.findall(r"rank (\d) waits for all_gather\('blocks.[12]', \d+ bytes\)", line)} == {0, 1}
+        assert "rank 2" not in line
+    assert any(kind == "RuntimeError" for kind, *_ in found)

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from models import Block, Net, gradients_of, is_at_rest, loss_of, weights_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp import storage
 from fsdp.collectives import ProcessGroupCollectives
+from fsdp.notes import MARK
 from fsdp.sharded import sharded_of
 from fsdp.simulated import SimulatedCollectives, current_rank
 
@@ -43,7 +45,6 @@ RECOVERED: Final = "recovered"
 NOT_REACHED: Final = "–"
 TOO_LATE: Final = "raised after the commit"
 APART: Final = "all are told"
-NOT_RUN: Final = "not run"
 
 
 class Mine(Exception):
@@ -55,11 +56,31 @@ class Fault:
 
     def __init__(self) -> None:
         self.armed: BaseException | None = None
+        self.in_loss: Callable[[Tensor], Tensor] = _as_it_is
+        """What the loss does with what the model returned."""
 
     def fire(self, *_: Any) -> None:
         armed, self.armed = self.armed, None
         if armed is not None:
             raise armed
+
+
+def _as_it_is(output: Tensor) -> Tensor:
+    return output
+
+
+class FailsInBackward(torch.autograd.Function):
+    """A node behind the model's output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fault: Fault) -> Tensor:  # type: ignore[override]
+        ctx.fault = fault
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.fault.fire()
+        return gradient, None
 
 
 _faults: Final[dict[int, Fault]] = {}
@@ -116,6 +137,18 @@ def _post_hook(model: nn.Module, fault: Fault) -> None:
         parameter.register_post_accumulate_grad_hook(fault.fire)
 
 
+def _loss(model: nn.Module, fault: Fault) -> None:
+    def in_loss(output: Tensor) -> Tensor:
+        fault.fire()
+        return output
+
+    fault.in_loss = in_loss
+
+
+def _loss_node(model: nn.Module, fault: Fault) -> None:
+    fault.in_loss = lambda output: FailsInBackward.apply(output, fault)  # type: ignore[no-untyped-call, no-any-return]
+
+
 def _nothing(model: nn.Module, fault: Fault) -> None:
     """What fails is one of the functions that are replaced for all models."""
 
@@ -128,6 +161,9 @@ POINTS: Final[dict[str, Point]] = {
     "between units": (lambda m, f: m.leave.register_forward_pre_hook(f.fire), Mine, ""),
     "a forward pre-hook of a unit": (lambda m, f: m.blocks[1].register_forward_pre_hook(f.fire), Mine, ""),
     "a forward hook of a unit": (lambda m, f: m.blocks[1].register_forward_hook(f.fire), Mine, ""),
+    "a forward hook of the root": (lambda m, f: m.register_forward_hook(f.fire), Mine, ""),
+    "the loss": (_loss, Mine, ""),
+    "a node of the loss": (_loss_node, Mine, ""),
     "a node of the backward": (lambda m, f: m.blocks[1].up.register_full_backward_hook(f.fire), Mine, ""),
     "a hook on a parameter": (_parameter_hook, Mine, ""),
     "the communication hook": (_comm_hook, Mine, ""),
@@ -143,6 +179,8 @@ POINTS: Final[dict[str, Point]] = {
 
 LATE: Final = ("a hook on a parameter", "the root callback")
 """When they fail the other ranks have completed the backward."""
+UNHEARD: Final = ("a forward hook of the root", "the loss", "a node of the loss")
+"""Outside the model, between its forward and its backward: no note can be made, and the others hear at the next forward."""
 
 
 @contextmanager
@@ -185,33 +223,40 @@ def attempt(model: nn.Module, phase: str, fault: Fault, error: BaseException | N
     x = x_of(here(), 1)
     with fsdp.no_sync(model) if phase == "no_sync" else nullcontext():
         fault.armed = error if phase in ("forward", "no_sync") else None
-        loss = loss_of(model(x))
+        loss = loss_of(fault.in_loss(model(x)))
         fault.armed = error if phase in ("backward", "replay") else fault.armed if phase == "no_sync" else None
         loss.backward()
         fault.armed = None
 
 
+_meshes: Final[list[Any]] = []
+"""The one that is used; none when nobody can go on on the last one."""
+
+
 @contextmanager
-def own_group(strategy: str, alone: bool) -> Iterator[Any]:
-    """Some cells leave a group on which nobody can go on."""
-    if not alone or "mesh" in STRATEGIES[strategy][1]:
-        yield None
-        return
-    group = dist.new_group()
-    yield group
-    dist.destroy_process_group(group)
+def own_group(strategy: str, alone: bool) -> Iterator[dict[str, Any]]:
+    """What else a model is wrapped with: some cells leave a group, or a mesh, on which nobody can go on."""
+    if not alone:
+        yield {}
+    elif "mesh" in STRATEGIES[strategy][1]:
+        # torch gives the groups of a mesh the names of those that were destroyed, so they are used as long as they can be
+        if not _meshes:
+            _meshes.append(init_device_mesh("cpu", STRATEGIES[strategy][1]["mesh"]))
+        yield {"mesh": _meshes[0]}
+    else:
+        group = dist.new_group()
+        yield {"process_group": group}
+        dist.destroy_process_group(group)
 
 
 def live(
-    point: Point, strategy: str, phase: str, error: BaseException | None, alone: bool, group: Any = None
+    point: Point, strategy: str, phase: str, error: BaseException | None, alone: bool, own: dict[str, Any]
 ) -> tuple[str, list[Any]]:
     """What happened, and the gradients and weights at the end, on one rank. Without `error`: as if nothing failed."""
     install, _, short = point
     torch.manual_seed(3)
     net = (Checkpointed if phase == "replay" else Net)(2)
-    options = dict(STRATEGIES[strategy][1])
-    if group is not None:
-        options["process_group"] = group
+    options = {**STRATEGIES[strategy][1], **own}
     model = fsdp.FullyShardedDataParallel(net, auto_wrap_policy={Block}, sharding_strategy=strategy, **options)
     fault = _faults[here()] = Fault()
     install(net, fault)
@@ -221,7 +266,7 @@ def live(
     if phase == "no_sync":
         with fsdp.no_sync(model):
             loss_of(model(x_of(here(), 2))).backward()
-    before, kept = gradients_of(model), held(model)
+    before, kept = gradients_of(model), held(model, strategy)
     _short[here()] = short
     mine = error if not alone or here() == 1 else None
     result = NOT_REACHED
@@ -233,6 +278,10 @@ def live(
             assert alone and here() != 1, "it was told of another rank"
         else:
             assert caught is mine
+        notes = [note for note in getattr(caught, "__notes__", ()) if note.startswith(MARK)]
+        heard = isinstance(caught, fsdp.PeerFailed) or point not in [POINTS[name] for name in UNHEARD]
+        assert len(notes) == heard, notes
+        caught.__traceback__ = None  # its frames have the loss, which has the graph
         del caught
         result = RECOVERED
         if not same(gradients_of(model), before):
@@ -240,7 +289,7 @@ def live(
                 look_around(model)
             return TOO_LATE, []
         assert is_at_rest(model), fsdp.story(model)
-        assert held(model) == kept, f"{held(model)} instead of {kept}"
+        assert held(model, strategy) == kept, f"{held(model, strategy)} instead of {kept}"
     try:
         if result is RECOVERED:
             with_peers(lambda: attempt(model, phase, fault, None))
@@ -260,10 +309,11 @@ def live(
 _wanted: Final[dict[tuple[int, bool, str, str], list[Any]]] = {}
 
 
-def held(model: nn.Module) -> dict[str, int]:
-    """Bytes at rest, by kind; what a forward keeps for its backward is another matter."""
+def held(model: nn.Module, strategy: str) -> dict[str, int]:
+    """Bytes at rest, by kind. Copies that outlive a step may have been gathered in it or not."""
     ledger = sharded_of(model.module).engine.ledger  # type: ignore[union-attr, arg-type]
-    return {kind: count for kind, count in ledger.held.items() if count and kind != "whole"}
+    outlive = "whole" if strategy == "SHARD_GRADIENTS" else ""
+    return {kind: count for kind, count in ledger.held.items() if count and kind != outlive}
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -288,13 +338,15 @@ def look_around(model: nn.Module) -> None:
 def cell(name: str, strategy: str, phase: str, alone: bool = False) -> str:
     """What happened on this rank; the numbers are those of a run in which nothing failed."""
     point = POINTS[name]
-    with own_group(strategy, alone) as group:
-        result, end = live(point, strategy, phase, point[1]("no"), alone, group)
+    with own_group(strategy, alone) as own:
+        result, end = live(point, strategy, phase, point[1]("no"), alone, own)
+    if result is APART:
+        _meshes.clear()
     # what is installed changes no number, but for the communication hook
     key = (here(), point[0] is _comm_hook, strategy, phase)
     if key not in _wanted:
-        with own_group(strategy, alone) as group:
-            _wanted[key] = live(point, strategy, phase, None, alone, group)[1]
+        with own_group(strategy, alone) as own:
+            _wanted[key] = live(point, strategy, phase, None, alone, own)[1]
     wanted = _wanted[key]
     if result not in (TOO_LATE, APART):
         assert all(same(one, other) for one, other in zip(end, wanted, strict=True)), "the numbers are others"
@@ -313,35 +365,42 @@ def over_gloo(rank: int, size: int, folder: Path) -> None:
     """One of the processes: rank 1 fails alone."""
     import faulthandler
 
-    faulthandler.dump_traceback_later(400, exit=True)
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"store{size}"), size)
+    store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     found = {}
     with tight():
-        for strategy, (needed, _) in STRATEGIES.items():
-            # on a mesh all models share their groups, and one on which nobody can go on would end the run
-            for name in POINTS if needed == size else ():
-                for phase in PHASES if needed == 2 else () if name in LATE else PHASES[:3]:
-                    found[f"{name}/{strategy}/{phase}"] = cell(name, strategy, phase, alone=True)
-                    print(f"{name}/{strategy}/{phase}: {found[f'{name}/{strategy}/{phase}']}", flush=True)
-    (folder / f"{size}-{rank}.json").write_text(json.dumps(found))
+        for name, strategy, phase in json.loads((folder / "cells.json").read_text()):
+            faulthandler.dump_traceback_later(200, exit=True)
+            found[f"{name}/{strategy}/{phase}"] = cell(name, strategy, phase, alone=True)
+            print(f"{name}/{strategy}/{phase}: {found[f'{name}/{strategy}/{phase}']}", flush=True)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def all_over_gloo() -> dict[str, str]:
-    """By cell: what happened on the rank that failed."""
-    found: dict[str, str] = {}
+def in_processes(cells: Sequence[tuple[str, str, str]], limit: float | None = None) -> dict[str, str]:
+    """By cell, all of which need as many processes: what happened on the rank that failed."""
+    size = STRATEGIES[cells[0][1]][0]
     with tempfile.TemporaryDirectory() as base:
-        folder = Path(base)
-        for size in (2, 4):
-            ranks = [
-                subprocess.Popen([sys.executable, __file__, str(rank), str(size), base], stdout=subprocess.DEVNULL)
-                for rank in range(size)
-            ]
-            assert [one.wait() for one in ranks] == [0] * size
-            found |= json.loads((folder / f"{size}-1.json").read_text())
-    return found
+        (Path(base) / "cells.json").write_text(json.dumps(cells))
+        environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[1]), "OMP_NUM_THREADS": "1"}
+        commands = [[sys.executable, __file__, str(rank), str(size), base] for rank in range(size)]
+        ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) for command in commands]
+        try:
+            assert [one.wait(limit) for one in ranks] == [0] * size
+        finally:
+            for one in ranks:
+                one.kill()  # nothing, to one that has ended
+                one.wait()
+        found: dict[str, str] = json.loads((Path(base) / "1.json").read_text())
+        return found
+
+
+def all_over_gloo() -> dict[str, str]:
+    every = [(name, strategy, phase) for strategy in STRATEGIES for name in POINTS for phase in PHASES]
+    mesh = [one for one in every if "mesh" in STRATEGIES[one[1]][1]]
+    two = in_processes([one for one in every if one not in mesh])
+    return two | in_processes(mesh)
 
 
 def page(rows: dict[tuple[str, str], dict[str, str]]) -> str:
@@ -367,8 +426,7 @@ under `no_sync`, with gradients kept by one before).
 - *raised after the commit*: these hooks of the user run when all gradients are in place, and there they stay.
 - *all are told*: the other rank had completed the backward already, whose end needs no peer any more, and under `no_sync` much of
   it; so the two may be a step apart, and every rank is told so instead of going on.
-- *–*: that part of a step does not come there. *not run*: nobody may be able to go on after it, and
-  these models share their groups.
+- *–*: that part of a step does not come there.
 """
 
 
@@ -376,7 +434,7 @@ def write() -> None:
     cells = [(name, strategy) for name in POINTS for strategy in STRATEGIES]
     alike = {one: row_of(*one, simulated) for one in cells}
     gloo = all_over_gloo()
-    alone = {one: row_of(*one, lambda name, strategy, phase: gloo.get(f"{name}/{strategy}/{phase}", NOT_RUN)) for one in cells}
+    alone = {one: row_of(*one, lambda name, strategy, phase: gloo[f"{name}/{strategy}/{phase}"]) for one in cells}
     beside = "".join(PAGE.read_text(encoding="utf-8").partition(BESIDE)[1:])
     PAGE.write_text(
         f"{HEAD}\n## All ranks fail alike, simulated\n\n{page(alike)}\n\n## One rank fails alone, over gloo\n\n"

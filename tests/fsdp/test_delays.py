@@ -13,16 +13,19 @@ from fsdp.streams import HostStreams
 OPTIONS: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"prefetch": 2},
     "SHARD_GRAD_OP": {},
+    "SHARD_GRADIENTS": {},
+    "SHARD_OPTIMIZER": {},
     "NO_SHARD": {},
     "HYBRID_SHARD": {"mesh": (2, 2)},
 }
 
 
-def trained(strategy: str) -> list[Trained]:
+def trained(strategy: str, deterministic: bool) -> list[Trained]:
     case = CASES["net"]
 
     def one_rank(rank: int) -> Trained:
-        model = wrap(case, sharding_strategy=strategy, **OPTIONS[strategy])
+        reduction = fsdp.ReductionPolicy(deterministic=deterministic)
+        model = wrap(case, sharding_strategy=strategy, reduction=reduction, **OPTIONS[strategy])
         found = train(model, own_batches(case, rank, micro=2), accumulate=lambda: fsdp.no_sync(model))
         assert is_at_rest(model)
         return found
@@ -30,12 +33,13 @@ def trained(strategy: str) -> list[Trained]:
     return fsdp.simulate(4, one_rank)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("strategy", OPTIONS)
-def test_delays_in_the_simulated_world_change_no_bit(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = trained(strategy)
+def test_delays_in_the_simulated_world_change_no_bit(strategy: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = trained(strategy, deterministic)
     for seed in range(2):
         monkeypatch.setenv(DELAYS, str(seed))
-        for one, other in zip(trained(strategy), wanted, strict=True):
+        for one, other in zip(trained(strategy, deterministic), wanted, strict=True):
             assert_trained_alike(one, other, within=0)
 
 

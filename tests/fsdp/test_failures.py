@@ -8,13 +8,13 @@ from failures import (
     BESIDE,
     HEAD,
     NOT_REACHED,
-    NOT_RUN,
     PAGE,
     PHASES,
     POINTS,
     RECOVERED,
     STRATEGIES,
     TOO_LATE,
+    in_processes,
     page,
     row_of,
     simulated,
@@ -42,7 +42,26 @@ def test_the_page_has_every_row_twice_and_nothing_that_is_not_recovered_but_late
         name, _, *cells = (cell.strip() for cell in row.strip("|").split("|"))
         assert len(cells) == len(PHASES)
         good = {NOT_REACHED, TOO_LATE if name == "a post-accumulate hook" else RECOVERED}
-        assert set(cells) <= good | ({APART, NOT_RUN} if number >= len(ALL) else set())
+        assert set(cells) <= good | ({APART} if number >= len(ALL) else set())
+
+
+@pytest.mark.gloo
+def test_what_happens_when_one_rank_fails_alone_is_on_the_page() -> None:
+    """Cells that are recovered, some unheard by any hook, one where all are told, and one under NO_SHARD, in two processes."""
+    text = PAGE.read_text(encoding="utf-8").partition(BESIDE)[0].partition("over gloo\n")[2]
+    cells = [
+        ("a node of the backward", "FULL_SHARD", "backward"),
+        ("the loss", "FULL_SHARD", "forward"),
+        ("a node of the loss", "SHARD_GRADIENTS", "backward"),
+        ("between units", "SHARD_GRAD_OP", "no_sync"),
+        ("a hook on a parameter", "NO_SHARD", "replay"),
+    ]
+    found = in_processes(cells, limit=60)
+    for name, strategy, phase in cells:
+        (row,) = (line for line in text.splitlines() if line.startswith(f"| {name} | {strategy} |"))
+        written = dict(zip(PHASES, (one.strip() for one in row.strip("|").split("|")[2:]), strict=True))
+        assert found[f"{name}/{strategy}/{phase}"] == written[phase]
+    assert set(found.values()) == {RECOVERED, APART}
 
 
 @pytest.mark.gloo

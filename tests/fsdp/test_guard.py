@@ -60,6 +60,34 @@ def test_a_backward_by_a_way_nobody_saw_is_named(way: str, world_size: int) -> N
     fsdp.simulate(world_size, one_rank)
 
 
+class Keeps(Holds):
+    """Multiplies with a parameter that it has kept from inside a unit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x) @ self.inner.away.pop())
+
+
+@WORLDS
+def test_torchs_error_about_freed_memory_is_explained_without_it(world_size: int) -> None:
+    def one_rank(rank: int) -> None:
+        leaks = Leaks(WAYS["a product"])
+        model = fsdp.fully_shard(Holds(leaks), auto_wrap_policy={Leaks})
+        loss = model(X.clone()).sum()
+        with pytest.raises(RuntimeError, match="storage of size 0") as caught:
+            (next(iter(leaks.away)).sum() + loss).backward()
+        assert [note.rpartition("\n")[2][:56] for note in caught.value.__notes__] == [EXPLAINED]
+        model = fsdp.fully_shard(Keeps(Leaks(lambda x, weight: weight)), auto_wrap_policy={Leaks})
+        with pytest.raises(RuntimeError) as caught:
+            model(X.clone())
+        assert [note.rpartition("\n")[2][:56] for note in caught.value.__notes__] == [EXPLAINED]
+        assert is_at_rest(model)
+
+    fsdp.simulate(world_size, one_rank)
+
+
+EXPLAINED = "It has read whole parameters whose memory was given back"
+
+
 class Edits(nn.Linear):
     """Edits its bias in a way that leaves no version behind."""
 

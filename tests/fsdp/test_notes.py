@@ -276,7 +276,7 @@ model = fsdp.fully_shard(torch.nn.Linear(2, 2))
 if {call}:
     fsdp.dump_on_signal()
     fsdp.dump_on_signal()
-model(torch.ones(1, 2))
+output = model(torch.ones(1, 2))
 print("ready", flush=True)
 lock = threading.Lock()
 lock.acquire()

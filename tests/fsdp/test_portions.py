@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import assert_close, gradients_of, is_at_rest, join
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
@@ -106,6 +107,21 @@ class Early(nn.Module):
         return body(checkpoint(body, x.clone().requires_grad_(), use_reentrant=True))
 
 
+class BehindAnEarlyOne(nn.Module):
+    """Rank 0 alone reduces the root's bucket early, so it alone comes to that of the unit before a use outside brings more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 4)
+        self.a, self.some = nn.Parameter(torch.eye(4) + 0.1 * torch.randn(4, 4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        x = torch.tanh(functional.linear(x, self.inner.weight, self.inner.bias))
+        x = torch.tanh(self.inner(x)) @ self.a
+        return x * self.some if rank == 0 else x
+
+
 def trained(rank: int, kind: type[nn.Module], steps: int, policy: fsdp.ReductionPolicy, **options: Any) -> Any:
     model = fsdp.fully_shard(kind(), auto_wrap_policy={nn.Linear}, reduction=policy, **options)
     for _ in range(steps):
@@ -115,7 +131,7 @@ def trained(rank: int, kind: type[nn.Module], steps: int, policy: fsdp.Reduction
     return gradients_of(model)
 
 
-@pytest.mark.parametrize("kind", [Partly, Portions, OnOneRank, Early])
+@pytest.mark.parametrize("kind", [Partly, Portions, OnOneRank, Early, BehindAnEarlyOne])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "policy",

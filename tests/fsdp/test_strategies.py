@@ -239,7 +239,8 @@ def test_replicas_compute_with_the_parameters_themselves() -> None:
 
         def one_rank(rank: int) -> int:
             model = fsdp.fully_shard(Net(4, 64), auto_wrap_policy={Block}, sharding_strategy="NO_SHARD", **options)
-            model(torch.ones(2, 6))
+            output = model(torch.ones(2, 6))
+            assert output.requires_grad
             return fsdp.memory_bytes(model)
 
         return fsdp.simulate(2, one_rank)[0]

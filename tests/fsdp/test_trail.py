@@ -1,5 +1,6 @@
 """Ranks of a real group agree on what is new, ask nobody about what is not, and name who disagrees."""
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -191,3 +192,70 @@ def test_after_a_disagreement_every_call_says_so() -> None:
         gathers.before("all_gather", "a", 64)
     with pytest.raises(fsdp.WorldError, match="The ranks disagree"):
         WatchedWork(NeverDone(), watch, lambda: Note("gathers", 1, "a", "", {})).wait()
+
+
+def test_who_leaves_the_agreed_schedule_is_told_what_it_is_and_who_follows_it() -> None:
+    ranks = Ranks(4)
+
+    def train(then: str) -> Callable[[Watch], None]:
+        def program(watch: Watch) -> None:
+            gathers = Trail(watch, "gathers")
+            for _ in range(4):
+                for unit in ("a", "b"):
+                    gathers.before("all_gather", unit, 64)
+            WatchedWork(NeverDone(), watch, gathers.before("all_gather", then, 64)).wait()
+
+        return program
+
+    ranks.run(train("a"), train("b"), train("a"), train("a"))
+    text = "rank 1 called all_gather('b', 64 bytes) where the agreed schedule has all_gather('a', 64 bytes), which rank"
+    # those that have not looked yet when somebody says it are not named
+    assert all(re.search(re.escape(text) + "s? [0-9, ]+ followed", ranks.said[rank]) for rank in range(4)), ranks.said
+
+
+class Blamed(fsdp.PeerFailed):
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} has begun again", rank, None, "")
+
+
+def blame(rank: int) -> None:
+    raise Blamed(rank)
+
+
+@pytest.mark.parametrize("others", ["wait in that backward", "are about to call something new"])
+def test_a_rank_that_begins_again_is_named_and_nobody_is_in_trouble(others: str) -> None:
+    ranks = Ranks(3)
+    for watch in ranks.watches:
+        watch.blame = blame
+
+    def train(channel: str, kind: str, unit: str) -> Callable[[Watch], None]:
+        def program(watch: Watch) -> None:
+            channels = {name: Trail(watch, name) for name in ("gathers", "reductions")}
+            for _ in range(4):
+                for one in channels.values():
+                    one.before("call", "a", 64)
+            WatchedWork(NeverDone(), watch, channels[channel].before(kind, unit, 64)).wait()
+
+        return program
+
+    waits = {"wait in that backward": ("gathers", "call", "a"), "are about to call something new": ("reductions", "call", "b")}
+    ranks.run(train(*waits[others]), train("gathers", trail.AGAIN, "root"), train(*waits[others]))
+    assert ranks.said == dict.fromkeys(range(3), "rank 1 has begun again")
+    assert all(watch.trouble is None for watch in ranks.watches)
+
+
+def test_backwards_that_all_ranks_leave_out_are_agreed_on_once() -> None:
+    ranks = Ranks(2)
+    trails: dict[int, Trail] = {}
+
+    def evaluate(watch: Watch) -> None:
+        gathers = trails.setdefault(watch.rank, Trail(watch, "gathers"))
+        for _ in range(6):
+            gathers.before(trail.AGAIN, "root", 0)
+            for unit in ("a", "b"):
+                gathers.before("all_gather", unit, 64)
+
+    ranks.run(evaluate, evaluate)
+    asked = ranks.store.asked
+    ranks.run(evaluate, evaluate)
+    assert not ranks.said and ranks.store.asked == asked

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 from unittest import mock
 
 import torch
@@ -58,12 +58,14 @@ class Block:
     def __init__(self, stream: "VirtualStream", owner: StorageWeakRef | None, name: str) -> None:
         self.stream = stream
         self.owner = owner
+        self.released = False
         self.name = name
         self.accesses: list[Access] = []
 
     @property
     def gone(self) -> bool:
-        return self.owner is not None and self.owner.expired()
+        # what `owner.expired()` comes to: this is asked of all memory at every allocation
+        return self.released or (self.owner is not None and _expired(self.owner.cdata))
 
 
 class VirtualStream:
@@ -169,13 +171,9 @@ class Recorder:
         """Memory for `tensor`, on the current stream: whatever was given back to that stream may be taken."""
         stream = self.running
         self._begin(stream)
-        kept = []
-        for block in stream.blocks:
-            if block.gone:
-                self._reuse(stream, block, name)
-            else:
-                kept.append(block)
-        stream.blocks = kept
+        for block in [block for block in stream.blocks if block.gone]:
+            self._reuse(stream, block, name)
+            stream.blocks.remove(block)
         block = Block(stream, None if permanent else StorageWeakRef(tensor.untyped_storage()), name)
         stream.blocks.append(block)
         self._blocks[storage_key(tensor)] = block
@@ -183,8 +181,7 @@ class Recorder:
 
     def release(self, key: int) -> None:
         """Memory that was allocated for a while is given back."""
-        block = self._blocks.pop(key)
-        block.owner = _Gone()
+        self._blocks.pop(key).released = True
 
     def touch(self, stream: VirtualStream, tensor: Tensor, write: bool, name: str) -> None:
         if not is_memory(tensor) or not tensor.numel():
@@ -230,11 +227,6 @@ class Recorder:
                 )
 
 
-class _Gone:
-    def expired(self) -> bool:
-        return True
-
-
 class Watching(TorchDispatchMode):
     """Tells a recorder of every operation, also those of a backward."""
 
@@ -259,7 +251,7 @@ class Watching(TorchDispatchMode):
                 tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
                 (written if use == "write" else read).extend(tensors)
         made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-        self._recorder.operation(func.__name__, read, written, made)
+        self._recorder.operation(func.__name__, *map(strided, (read, written, made)))
         if func is torch.ops.aten._local_scalar_dense.default:
             self._recorder.host_waits()
         return found
@@ -267,7 +259,7 @@ class Watching(TorchDispatchMode):
     @classmethod
     def _learn(cls, func: Any) -> tuple[tuple[str, ...], dict[str, str]]:
         name = func.__name__.split(".")[0]
-        shape_only = name.startswith("new_") or name.endswith("_like")
+        shape_only = name.startswith("new_") or name.endswith("_like") or name in _KNOWN_TO_THE_HOST
 
         def use(argument: Any) -> str:
             if argument.alias_info is not None:
@@ -421,6 +413,9 @@ class World:
 
 
 _alone = Alone()
+_expired: Final = torch.UntypedStorage._expired
+_KNOWN_TO_THE_HOST: Final = ("_nnz", "sparse_dim", "dense_dim", "is_coalesced")
+"""What is asked of a sparse tensor and lies in no memory of a device."""
 
 
 @contextmanager
@@ -437,6 +432,11 @@ def join(clock: Clock, other: Clock) -> None:
     for name, time in other.items():
         if clock.get(name, 0) < time:
             clock[name] = time
+
+
+def strided(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """In place of each sparse tensor, which has no memory of its own, its indices and its values."""
+    return [part for one in tensors for part in ((one._indices(), one._values()) if one.is_sparse else (one,))]
 
 
 def is_memory(tensor: Tensor) -> bool:

@@ -1,0 +1,135 @@
+"""Where a training step over gloo goes, for every contender: torch's profiler over the cases of step.py, by kind of work.
+
+    python benchmarks/step_profile.py
+    python benchmarks/step_profile.py --model tiny --option plain --contenders ddp ours_no_shard
+
+Two processes, as in step.py, take the same steps under `torch.profiler`, and rank 0 says what its main thread did: arithmetic
+(operators on values: layers, losses, optimizer, sums of gradients), moving (copies, zeros, joining and splitting), and the rest of the
+time by the clock, which is Python, autograd's own work, and waiting for the other rank; how much of it the processor spent tells which.
+The profiler makes every operator dearer, by the same for everybody, so shares say more than times; step.py is what is judged.
+"""
+
+import gc
+import queue
+import time
+from collections import Counter
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from common import arguments, be_steady, begin, markdown, no_standard_error, write
+from engines import TITLES
+from step import NAMES, OPTIONS, UNABLE, Runner, Settings, make
+from torch.profiler import ProfilerActivity, profile
+from workloads import WORKLOADS
+
+DEFAULT = (("gpt8x256", "plain"), ("gpt4x512", "plain"), ("gpt8x256", "checkpoint"))
+RANKS, WARM, STEPS = 2, 4, 8
+MOVING = (
+    "copy",
+    "cat",
+    "split",
+    "zero",
+    "fill",
+    "clone",
+    "contiguous",
+    "empty",
+    "resize",
+    "unflatten",
+    "flatten",
+    "chunk",
+    "record_param",
+)
+COLUMNS = ("by the clock", "of the processor", "arithmetic", "moving", "the rest", "operators")
+
+
+def kind_of(operator: str) -> str:
+    return "moving" if any(word in operator for word in MOVING) else "arithmetic"
+
+
+def profiled(runner: Runner, batches: Any) -> dict[str, Any]:
+    """Of one step: milliseconds by the clock, of the processor, and of each kind; and how many operators there are."""
+    runner.run(batches, WARM)
+    gc.collect()
+    dist.barrier()
+    with no_standard_error(), profile(activities=[ProfilerActivity.CPU]) as profiler:
+        clock, processor = time.perf_counter(), time.thread_time()
+        for _ in range(STEPS):
+            runner.step(batches)
+        clock, processor = time.perf_counter() - clock, time.thread_time() - processor
+    found: Counter[str] = Counter()
+    operators: Counter[str] = Counter()
+    count = 0
+    for event in profiler.key_averages():
+        if event.key.startswith("aten::"):
+            found[kind_of(event.key)] += event.self_cpu_time_total
+            operators[event.key] += event.self_cpu_time_total
+            count += event.count
+    kinds = {kind: found[kind] / STEPS / 1e3 for kind in ("arithmetic", "moving")}
+    whole = 1e3 * clock / STEPS
+    return {
+        "by the clock": whole,
+        "of the processor": 1e3 * processor / STEPS,
+        **kinds,
+        "the rest": whole - sum(kinds.values()),
+        "operators": count / STEPS,
+        "dearest": {name: spent / STEPS / 1e3 for name, spent in operators.most_common(12)},
+    }
+
+
+def work(rank: int, port: int, settings: Settings, patience: timedelta, results: Any) -> None:
+    """One rank."""
+    be_steady()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.ranks, timeout=patience)
+    module = make(settings)
+    generator = torch.Generator().manual_seed(1 + rank)
+    batches = [settings.workload.batch(generator) for _ in range(4)]
+    report = {name: profiled(Runner(name, module, settings), batches) for name in settings.contenders}
+    if rank == 0:
+        results.put(report)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(settings: Settings, seconds: float) -> dict[str, Any]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = mp.get_context("spawn").Queue()
+    given = (store.port, settings, timedelta(seconds=seconds), results)
+    ranks = mp.start_processes(work, args=given, nprocs=settings.ranks, join=False, start_method="spawn")
+    try:
+        found: dict[str, Any] = results.get(timeout=seconds)
+        ranks.join(timeout=10)
+        return found
+    except queue.Empty:
+        raise SystemExit(f"{settings.label}: the ranks did not finish within {seconds:.0f} s and were ended") from None
+    finally:
+        for process in ranks.processes:
+            process.kill()  # nothing, to one that has ended
+            process.join()
+
+
+def main() -> None:
+    parser = arguments(__doc__, NAMES)
+    parser.add_argument("--model", choices=WORKLOADS, help="one model; three cases by default")
+    parser.add_argument("--option", choices=OPTIONS, default="plain")
+    parser.add_argument("--small", action="store_true", help="small models, to see that all runs")
+    options = parser.parse_args()
+    report, names = begin("step_profile", options, NAMES)
+    report["cases"] = []
+    for model, option in [(options.model, options.option)] if options.model else DEFAULT:
+        able = tuple(name for name in names if (name, option) not in UNABLE)
+        settings = Settings(able, model, option, RANKS, 1, 1, options.small)
+        found = launch(settings, options.timeout)
+        report["cases"].append({"settings": asdict(settings), "contenders": found})
+        print(f"\n{settings.label}: ms of a step on rank 0, under the profiler")
+        rows = [[TITLES[name], *(f"{one[column]:.1f}" for column in COLUMNS)] for name, one in found.items()]
+        print(markdown(["contender", *COLUMNS], rows), flush=True)
+    write(report, [], options.out)
+
+
+if __name__ == "__main__":
+    main()

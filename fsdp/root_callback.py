@@ -1,0 +1,44 @@
+"""The one callback of a backward."""
+
+from typing import Protocol
+
+from state_machine import BackwardState, Event, Root
+
+
+class Closing(Protocol):
+    """What closes a backward: an engine."""
+
+    root: Root
+    backward_number: int
+    backward_synchronises: bool
+
+    def close_backward(self, event: Event) -> None:
+        """The backward has ended, in one of its ways."""
+
+    def backward_fails(self) -> None:
+        """The backward that runs is dying."""
+
+
+class RootCallback:
+    """Runs when the backward is over. Dropped uncalled, it says that the backward failed."""
+
+    __slots__ = ("_called", "_engine", "_number")
+
+    def __init__(self, engine: Closing) -> None:
+        self._engine = engine
+        self._number = engine.backward_number
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        if self._runs():
+            synchronised = self._engine.backward_synchronises
+            self._engine.close_backward(Event.BACKWARD_ENDS if synchronised else Event.BACKWARD_ENDS_UNSYNCED)
+
+    def __del__(self) -> None:
+        if not self._called and self._runs():
+            self._engine.backward_fails()
+
+    def _runs(self) -> bool:
+        # it may have been closed from elsewhere: by an abandoned step, or by the next forward
+        return self._engine.backward_number == self._number and self._engine.root.backward is BackwardState.RUNNING
