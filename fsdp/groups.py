@@ -181,7 +181,8 @@ def _simulated_channels(
 
     columns = [_lane_name("replicas", number) for number in range(lanes)]
     ways = (Lane(channel(name, shards), channel(column, replicas)) for name, column in zip(names, columns, strict=True))
-    return Channels(channel("gathers", shards), world.channel("reductions"), tuple(ways))
+    # a row may be all there is, and what is asked of everyone must not come between its reductions
+    return Channels(channel("gathers", shards), world.channel("everyone"), tuple(ways))
 
 
 def _hybrid_channels(mesh: Any, lanes: int) -> Channels:

@@ -161,9 +161,12 @@ class Lines:
         while not self._store.check(keys):
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+            gone = self._gone()
+            # who has ended since has said before that it came back, or that nobody can go on
             self._refuse_hopeless()
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            self._refuse_gone(missing, "while this rank waited for it to go on after an abandoned step")
+            if ended := [rank for rank in gone if rank in missing]:
+                self._fail(ended, "has ended, while this rank waited for it to go on after an abandoned step")
             if missing and time.monotonic() - begin > self._return_patience:
                 self._fail(missing, f"has not come back within {self._return_patience:g} s after a step was abandoned")
         counts = [int(self._store.get(key)) for key in keys]
@@ -190,18 +193,19 @@ class Lines:
             WorldError: it has given up because nobody can go on.
         """
         begin = time.monotonic()
-        everyone = range(len(self._ranks))
         if broken:
             self._store.set(f"here/{self._epoch}/{self._rank}", "")
         while True:
+            gone = self._gone()  # asked first: who has ended since may have abandoned the step before
             if self._store.add(f"abandoned/{self._epoch}", 0):
                 self._refuse_hopeless()
                 self._refuse_abandoned()
-            self._refuse_gone(everyone, "while this rank waited for it")
+            if gone:
+                self._fail(gone, "has ended, while this rank waited for it")
             if not broken:
                 return
             if time.monotonic() - begin > self._patience:
-                missing = [rank for rank in everyone if not self._store.check([f"here/{self._epoch}/{rank}"])]
+                missing = [rank for rank in range(len(self._ranks)) if not self._store.check([f"here/{self._epoch}/{rank}"])]
                 if missing:
                     self._fail(missing, f"does not answer: its connections broke {self._patience:g} s ago")
                 return
@@ -216,10 +220,9 @@ class Lines:
         name, reason = self._ranks[rank], f"a {AGAIN}, which failed outside the model or was left out there"
         raise _abandoned(name, None, reason)
 
-    def _refuse_gone(self, ranks: Sequence[int], when: str) -> None:
-        gone = [rank for rank in ranks if rank != self._rank and self._is_gone(rank)]
-        if gone:
-            self._fail(gone, f"has ended, {when}")
+    def _gone(self) -> list[int]:
+        """The others that have ended, or whose group was destroyed."""
+        return [rank for rank in range(len(self._ranks)) if rank != self._rank and self._is_gone(rank)]
 
     def _is_gone(self, rank: int) -> bool:
         if self._store.check([f"gone/{rank}"]):

@@ -340,7 +340,7 @@ def cell(name: str, strategy: str, phase: str, alone: bool = False) -> str:
     point = POINTS[name]
     with own_group(strategy, alone) as own:
         result, end = live(point, strategy, phase, point[1]("no"), alone, own)
-    if result is APART:
+    if result is APART and "mesh" in STRATEGIES[strategy][1]:
         _meshes.clear()
     # what is installed changes no number, but for the communication hook
     key = (here(), point[0] is _comm_hook, strategy, phase)

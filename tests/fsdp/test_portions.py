@@ -132,7 +132,7 @@ def trained(rank: int, kind: type[nn.Module], steps: int, policy: fsdp.Reduction
 
 
 @pytest.mark.parametrize("kind", [Partly, Portions, OnOneRank, Early, BehindAnEarlyOne])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "HYBRID_SHARD"])
 @pytest.mark.parametrize(
     "policy",
     [
@@ -144,7 +144,9 @@ def trained(rank: int, kind: type[nn.Module], steps: int, policy: fsdp.Reduction
     ids=["default", "in pieces", "in pieces, static", "at the end"],
 )
 def test_ranks_may_use_different_parameters(kind: type[nn.Module], strategy: str, policy: fsdp.ReductionPolicy) -> None:
-    found = fsdp.simulate(2, lambda rank: trained(rank, kind, 3, policy, sharding_strategy=strategy))
+    # a mesh of one row: those who shard are everyone
+    options: dict[str, Any] = {"mesh": (1, 2)} if strategy == "HYBRID_SHARD" else {}
+    found = fsdp.simulate(2, lambda rank: trained(rank, kind, 3, policy, sharding_strategy=strategy, **options))
     plain = kind()
     for rank in range(2):
         (plain(X, rank).square().sum() / 2).backward()
