@@ -39,6 +39,7 @@ bench: $(VENV)/.made
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/where.py
+	$(BIN)/python benchmarks/step_profile.py
 	$(BIN)/python benchmarks/report.py
 	! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || $(BIN)/python benchmarks/gpu.py
 

@@ -4,9 +4,10 @@
     python benchmarks/step_profile.py --model tiny --option plain --contenders ddp ours_no_shard
 
 Two processes, as in step.py, take the same steps under `torch.profiler`, and rank 0 says what its main thread did: arithmetic
-(operators on values: layers, losses, optimizer, sums of gradients), moving (copies, zeros, joining and splitting), and the rest of the
-time by the clock, which is Python, autograd's own work, and waiting for the other rank; how much of it the processor spent tells which.
-The profiler makes every operator dearer, by the same for everybody, so shares say more than times; step.py is what is judged.
+(operators on values: layers, losses, optimizer, sums of gradients), moving (copies, zeros, joining and splitting), and the rest
+of the time by the clock, which is Python, autograd's own work, and waiting for the other rank; how much the main thread spent on
+the processor tells which. The profiler makes every operator dearer, by the same for everybody, so shares say more than times;
+step.py is what is judged.
 """
 
 import gc
@@ -41,7 +42,6 @@ MOVING = (
     "unflatten",
     "flatten",
     "chunk",
-    "record_param",
 )
 COLUMNS = ("by the clock", "of the processor", "arithmetic", "moving", "the rest", "operators")
 

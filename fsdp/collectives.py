@@ -80,6 +80,9 @@ class Collectives(Protocol):
     def recent(self) -> Sequence[str]:
         """The last calls on this rank, oldest first: what, and for which unit."""
 
+    def epoch(self) -> int:
+        """Grows with every step that is abandoned, by whichever model on the channel."""
+
     def begin_again(self, unit: str) -> PeerFailed | None:
         """A forward begins, though no backward came to the one before: go on when that is so on every rank.
 
@@ -158,6 +161,9 @@ class Alone:
 
     def recent(self) -> Sequence[str]:
         return ()
+
+    def epoch(self) -> int:
+        return 0
 
     def begin_again(self, unit: str) -> PeerFailed | None:
         return None
@@ -329,6 +335,9 @@ class ProcessGroupCollectives:
 
     def recent(self) -> Sequence[str]:
         return [f"{kind} {label}" for kind, label in self._recent]
+
+    def epoch(self) -> int:
+        return 0 if self._lines is None else self._lines.epoch
 
     def begin_again(self, unit: str) -> PeerFailed | None:
         return None if self._lines is None else self._lines.begin_again(self._channel, unit)

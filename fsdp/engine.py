@@ -22,6 +22,7 @@ from fsdp.buffers import broadcast_buffers
 from fsdp.copies import Copies
 from fsdp.errors import WorldError
 from fsdp.groups import Channels
+from fsdp.last_forward import LastForward
 from fsdp.notes import add_note, add_note_to_what_ends_the_backward, is_noted
 from fsdp.reducer import Reducer
 from fsdp.root_callback import RootCallback
@@ -63,6 +64,9 @@ class Engine:
         strategies[0] = units[0].config.root_strategy
         self._keepers = tuple(index for index, strategy in enumerate(strategies) if strategy is Strategy.KEEP_ALWAYS)
         """The units whose copies outlive a pass."""
+        self._gathers_again = Strategy.FREE_AFTER_FORWARD in strategies
+        """Whether a backward that reduces nothing needs the other ranks all the same."""
+        self.last_forward = LastForward(channels)
         self._copies = Copies(self.units, channels.everyone)
         self.root = Root([Lifecycle(unit.name, strategy) for unit, strategy in zip(units, strategies, strict=True)])
         self._residencies = tuple(Residency(unit.name) for unit in units)
@@ -74,10 +78,6 @@ class Engine:
         self._path: list[int] = []
         """The units whose forward is running, outermost first."""
         self._pass_number = 0
-        self._awaits_backward = False
-        """The last forward made a graph, and no backward has come to it."""
-        self.graphs = 0
-        """Of calls of units, that are alive."""
         self._may_have_stepped = False
         """A backward inside the forward that runs is over, so shards may be written at any time before it ends."""
         self._heard = 0
@@ -197,7 +197,8 @@ class Engine:
             del self._path[self._path.index(index) :]
         self.hear(index, event)
         if not self._path:
-            self._awaits_backward = event is Event.FORWARD_ENDS
+            needs_peers = self.synchronises or self._gathers_again
+            self.last_forward.awaits_backward = event is Event.FORWARD_ENDS and needs_peers
             # a pass that left the record may have asked for units it never called; one that failed has no backward
             leftovers = {ResidencyState.GATHERING}
             if event is Event.FORWARD_FAILS:
@@ -208,9 +209,10 @@ class Engine:
 
     def graph_is_gone(self, _: object) -> None:
         """Nobody has the graph of one call any more. With the last of them goes what is kept for a backward that cannot come."""
-        self.graphs -= 1
+        self.last_forward.graphs -= 1
         # between two steps only; and copies that outlive a pass stay
-        if not self.graphs and self._awaits_backward and not self._path and not self._keepers:
+        resting = self.root.backward is BackwardState.RESTING and not self._path
+        if not self.last_forward.graphs and resting and not self._keepers:
             self._free_all({ResidencyState.KEPT})
 
     def gradient_counts(self, bucket: int) -> None:
@@ -256,7 +258,7 @@ class Engine:
 
     def tell_peers(self, unit: str, failure: BaseException | None) -> None:
         """A step is over before its end: let the other ranks know, who may wait for this one."""
-        self._awaits_backward = False
+        self.last_forward.awaits_backward = False
         self._forward_schedule.forget()
         self._backward_schedule.forget()
         self.channels.abandon(unit, failure)
@@ -280,14 +282,17 @@ class Engine:
     def _prepare_pass(self) -> None:
         """What all ranks do together before a forward begins."""
         trains = torch.is_grad_enabled()
-        if self._awaits_backward:
-            # left out everywhere, or the step failed here where nothing hears it, such as in the loss, and the others wait in it
-            given_up = self.channels.gathers.begin_again(self.units[0].name)
-            if given_up is not None:
-                self.give_up(given_up, 0)
-        self._awaits_backward = False
         if self.before_pass is not None:
             self.before_pass(False, trains)
+        if self.last_forward.was_abandoned():
+            self._forward_schedule.forget()
+            self._backward_schedule.forget()
+        given_up = self.last_forward.given_up(self.units[0].name)
+        if given_up is not None:
+            self.give_up(given_up, 0)
+        if not self._keepers:
+            # when a graph goes differs between ranks, and what is gathered ahead must not
+            self._free_all({ResidencyState.KEPT})
         if self.units[0].config.broadcast_buffers and trains:
             broadcast_buffers(self.units[0].module, self.channels.everyone)
         if self.reducer.policy.find_unused_parameters:
@@ -349,7 +354,7 @@ class Engine:
         self.backward_synchronises = self.synchronises and not in_autograd_grad()
         if self.before_pass is not None and not self._path:
             self.before_pass(True, self.backward_synchronises)
-        self._awaits_backward = False
+        self.last_forward.awaits_backward = False
         self.backward_number += 1
         self._task = graph_task()
         self._schedule = self._backward_schedule

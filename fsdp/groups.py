@@ -84,6 +84,10 @@ class Channels(NamedTuple):
         for channel in self.each().values():
             channel.completed()
 
+    def epoch(self) -> int:
+        """Grows with every step that is abandoned, by whichever model on these channels."""
+        return sum([channel.epoch() for channel in (self.gathers, self.everyone)])
+
     def each(self) -> dict[str, Collectives]:
         """Every channel once, by name."""
         lanes = [
@@ -191,11 +195,13 @@ def _hybrid_channels(mesh: Any, lanes: int) -> Channels:
     if mesh.ndim != 2:
         raise ShardingError(f"mesh has {mesh.ndim} dimension; HYBRID_SHARD needs two: replicas, shards.")
     columns, rows = mesh.get_group(0), mesh.get_group(1)
-    # a mesh of its own has groups of its own, also where the ranks are those of one on which nobody can go on
-    if rows not in _flattened:
-        _flattened[rows] = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+    # a mesh of its own has groups of its own, also where the ranks are those of one on which nobody can go on; and meshes
+    # of other ranks may have rows in common
+    known, everyone = _flattened.setdefault(rows, weakref.WeakValueDictionary()), tuple(mesh.mesh.flatten().tolist())
+    if everyone not in known:
+        known[everyone] = dist.new_group(list(everyone), use_local_synchronization=True)
     ways = tuple(Lane(_reductions(rows, number), _reductions(columns, number)) for number in range(lanes))
-    return Channels(_gathers(rows), _reductions(_flattened[rows], 0), ways)
+    return Channels(_gathers(rows), _reductions(known[everyone], 0), ways)
 
 
 def _mesh(shape: tuple[int, ...]) -> Any:
@@ -223,7 +229,8 @@ _alone = Alone()
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Collectives]] = weakref.WeakKeyDictionary()
 _lines_of: weakref.WeakKeyDictionary[dist.ProcessGroup, Lines | None] = weakref.WeakKeyDictionary()
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
-_flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_Flattened = weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
+_flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Flattened] = weakref.WeakKeyDictionary()
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 

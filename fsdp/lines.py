@@ -126,6 +126,11 @@ class Lines:
             return told  # whoever is gone for good is missed when this rank connects anew
         return None
 
+    @property
+    def epoch(self) -> int:
+        """Grows with every step that is abandoned, by whichever model on the group."""
+        return 2 * self._epoch + self.down
+
     def hang_up(self) -> None:
         """Close the connections. Idempotent."""
         if self.down:
@@ -138,8 +143,6 @@ class Lines:
 
     def close(self) -> None:
         """The group is destroyed, or the process ends: a thread that still closes something then would abort it."""
-        with suppress(RuntimeError):  # the store may be gone
-            self._store.set(f"gone/{self._rank}", "")
         self.hang_up()
         self._connect = None
         if self._closing is not None:
@@ -221,13 +224,19 @@ class Lines:
         raise _abandoned(name, None, reason)
 
     def _gone(self) -> list[int]:
-        """The others that have ended, or whose group was destroyed."""
+        """The others that have ended."""
         return [rank for rank in range(len(self._ranks)) if rank != self._rank and self._is_gone(rank)]
 
     def _is_gone(self, rank: int) -> bool:
         if self._store.check([f"gone/{rank}"]):
             return True
         return self._store.check([f"who/{rank}"]) and is_dead(json.loads(self._store.get(f"who/{rank}")))
+
+    def say_goodbye(self) -> None:
+        """This process ends."""
+        with suppress(RuntimeError):
+            self._store.set(f"gone/{self._rank}", "")
+        self.close()
 
     def _fail(self, ranks: Sequence[int], reason: str) -> NoReturn:
         names = [self._ranks[rank] for rank in ranks]
@@ -247,7 +256,7 @@ _living: "weakref.WeakSet[Lines]" = weakref.WeakSet()
 @atexit.register
 def _say_goodbye() -> None:
     for lines in list(_living):
-        lines.close()
+        lines.say_goodbye()
 
 
 def seconds(variable: str, otherwise: float) -> float:

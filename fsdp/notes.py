@@ -19,10 +19,10 @@ from state_machine import ResidencyState, Root, State
 MARK: Final = "fsdp: in unit"
 ROWS: Final = 8
 """Units in the story of an error; all of them in the full one."""
-_FREED: Final = (("setStorage", "storage of size 0"), ("is not allocated yet",))
-"""Words of these errors."""
 EVENTS: Final = 6
 """Of each of these."""
+_FREED: Final = (("setStorage", "storage of size 0"), ("is not allocated yet",))
+"""Words of torch's errors about memory that was given back."""
 
 
 class Told(Protocol):

@@ -361,9 +361,9 @@ class Reducer:
         """
         if self.policy.at_end:
             return  # nobody launched anything before
-        usage = self._usage
+        usage, everywhere = self._usage, self.policy.find_unused_parameters or bool(self.counted)
         for number in self._sequence:
-            looks = self.policy.find_unused_parameters or self.counted or self._again[self.buckets[number].unit]
+            looks = everywhere or self._again[self.buckets[number].unit]
             mine = usage.launched[number] and usage.has[number]
             if mine or (looks and usage.some_rank_has_more(number)):
                 self._launch((number,))

@@ -206,6 +206,10 @@ class SimulatedCollectives:
         """The last calls, oldest first."""
         return [f"{call.kind} {call.label}" for call in self._log if call.channel == self.name][-RECENT:]
 
+    def epoch(self) -> int:
+        """It has one."""
+        return 0
+
     def begin_again(self, unit: str) -> PeerFailed | None:
         """The world sees it for itself."""
         return None

@@ -53,6 +53,7 @@ ORDER = (
     "escapes",
     "engine",
     "root_callback",
+    "last_forward",
     "dump",
     "notes",
     "buffers",

@@ -41,6 +41,20 @@ def test_a_step_is_measured_for_every_contender_and_all_compute_the_same(tmp_pat
     assert "| gpt8x256 | accumulate | 2 |" in report_page({"step": report})
 
 
+@pytest.mark.gloo
+@pytest.mark.timeout(120)
+def test_where_a_step_goes_is_told_by_kind_of_work(tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    given = ("--small", "--model", "gpt8x256", "--contenders", "ours", "--timeout", "90", "--out", str(out))
+    command = [sys.executable, str(BENCHMARKS / "step_profile.py"), *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["cases"][0]["contenders"]["ours"]
+    assert found["arithmetic"] + found["moving"] + found["the rest"] == pytest.approx(found["by the clock"])
+    assert "aten::addmm" in found["dearest"] and found["operators"] > 100
+    assert "| ours |" in done.stdout
+
+
 @pytest.mark.parametrize("option", step.OPTIONS)
 @pytest.mark.parametrize("model", WORKLOADS)
 def test_every_model_can_be_trained_with_every_option(model: str, option: str) -> None:

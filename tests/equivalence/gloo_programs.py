@@ -21,6 +21,7 @@ from models import CASES, Block, Net, Trained, loss_of, own_batches, train, wrap
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
+from unheard_programs import UNHEARD
 
 import fsdp
 from fsdp.delays import DELAYS
@@ -293,7 +294,7 @@ DISAGREE: Final[dict[str, Callable[[int], Told]]] = {
 def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     """These programs (or all) in turn, over one group; the results go to a file."""
     usual = {**TRAININGS, **OTHERS}
-    programs = {**usual, **FOUR, **DISAGREE, **CHECKPOINTS}
+    programs = {**usual, **FOUR, **UNHEARD, **DISAGREE, **CHECKPOINTS}
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)

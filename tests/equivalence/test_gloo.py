@@ -16,6 +16,7 @@ import torch
 from compressed_programs import STEPS as COMPRESSED_STEPS
 from gloo_programs import BF16, DISAGREE, EXACT, FOUR, HOOKS, LIMIT, OTHERS, SGD, TRAININGS, trained
 from models import CASES, Case, assert_close, assert_trained_alike, join, joined, loss_of, reference, train
+from unheard_programs import UNHEARD
 
 import fsdp
 from fsdp.notes import MARK
@@ -364,3 +365,13 @@ def test_a_rank_that_fails_ends_the_others_and_shows_what_it_printed(tmp_path: P
     (tmp_path / "1.pt").mkdir()
     with pytest.raises(AssertionError, match=r"(?s)a rank failed.*rank 1:.*Is a directory"):
         run(2, tmp_path, "built differently")
+
+
+def test_steps_of_several_forwards_go_on_after_what_no_hook_hears(tmp_path: Path) -> None:
+    ranks = run(2, tmp_path, *UNHEARD)
+    told = {name: [one[name][0] for one in ranks] for name in UNHEARD}
+    assert told.pop("two losses, of which one fails") in ([1, 0], [1, 1])
+    assert told.pop("two models, between which a backward fails") == [0, 1]
+    assert all(counts == [0, 0] for counts in told.values())
+    for one in ranks:
+        assert all(weight.isfinite().all() for _, weights in one.values() for weight in weights.values())

@@ -142,7 +142,7 @@ def test_when_all_answer_nobody_is_named() -> None:
 
 def test_who_ended_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = make(2)
-    ranks[1].close()
+    ranks[1].say_goodbye()
     assert "rank 11 has ended" in str(said(lambda: ranks[0].watch.ask_for_peers(False)))
 
 

@@ -249,3 +249,24 @@ def test_what_a_forward_keeps_for_its_backward_goes_with_its_graph(strategy: str
         step(model)
 
     fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_who_keeps_a_graph_gathers_in_the_order_of_who_does_not(prefetch: int) -> None:
+    """Rank 0 adds up the losses of an evaluation, and so has their graphs; what is kept for a backward goes elsewhere."""
+
+    def fn(rank: int) -> None:
+        model = make(16)
+        blocks = [module for module in model.modules() if isinstance(module, Block)]
+        for number, block in enumerate(blocks):
+            fsdp.fully_shard(block, reshard_after_forward=number > 0)
+        fsdp.fully_shard(model, prefetch=prefetch)
+        total = torch.zeros(())
+        for _ in range(3):
+            step(model)
+            for _ in range(2):
+                loss = loss_of(model(X))
+                total = total + loss if rank == 0 else total
+                del loss
+
+    fsdp.simulate(2, fn)
