@@ -11,7 +11,7 @@ while the exception is on its way to the user; `RootCallback.__del__` hears that
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -203,17 +203,11 @@ class Engine:
             leftovers = {ResidencyState.GATHERING}
             if event is Event.FORWARD_FAILS:
                 leftovers.add(ResidencyState.KEPT)
-            self._free_all(leftovers)
+            for other, residency in enumerate(self._residencies):
+                if residency.state in leftovers:
+                    self._ask(other, Ask.FREE)
             if event is Event.FORWARD_FAILS:
                 self.tell_peers(self.units[self._failed].name, sys.exc_info()[1])
-
-    def graph_is_gone(self, _: object) -> None:
-        """Nobody has the graph of one call any more. With the last of them goes what is kept for a backward that cannot come."""
-        self.last_forward.graphs -= 1
-        # between two steps only; and copies that outlive a pass stay
-        resting = self.root.backward is BackwardState.RESTING and not self._path
-        if not self.last_forward.graphs and resting and not self._keepers:
-            self._free_all({ResidencyState.KEPT})
 
     def gradient_counts(self, bucket: int) -> None:
         """A gradient of a counted bucket has come."""
@@ -290,9 +284,6 @@ class Engine:
         given_up = self.last_forward.given_up(self.units[0].name)
         if given_up is not None:
             self.give_up(given_up, 0)
-        if not self._keepers:
-            # when a graph goes differs between ranks, and what is gathered ahead must not
-            self._free_all({ResidencyState.KEPT})
         if self.units[0].config.broadcast_buffers and trains:
             broadcast_buffers(self.units[0].module, self.channels.everyone)
         if self.reducer.policy.find_unused_parameters:
@@ -331,11 +322,6 @@ class Engine:
         effects = self._effects[index]
         for effect in self._residencies[index].on(ask):
             effects[effect]()
-
-    def _free_all(self, states: Collection[ResidencyState]) -> None:
-        for index, residency in enumerate(self._residencies):
-            if residency.state in states:
-                self._ask(index, Ask.FREE)
 
     def _launch(self, index: int) -> None:
         unit = self.units[index]

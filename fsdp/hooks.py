@@ -261,7 +261,7 @@ class Listener(Uncopied):
         way = Way(call)
         way.around = [(listener, listener._calls[-1].input_tensors) for listener in self._around if listener._calls]
         call.outputs = []
-        self.readiness.watch(way, self._engine.graph_is_gone)
+        self.readiness.watch(way, self._engine.last_forward.graph_is_gone)
         self._engine.last_forward.graphs += 1
         for node in nodes:
             # an input that is returned as it is has nothing of the unit behind it

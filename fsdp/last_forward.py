@@ -18,6 +18,10 @@ class LastForward:
         self.graphs = 0
         """Of calls of units, that are alive."""
 
+    def graph_is_gone(self, _: object) -> None:
+        """Nobody has the graph of one call any more."""
+        self.graphs -= 1
+
     def was_abandoned(self) -> bool:
         """Whether another model on these channels has abandoned a step since, of which it may have been a part."""
         epoch, self._epoch = self._epoch, self._channels.epoch()
