@@ -432,8 +432,8 @@ under `no_sync`, with gradients kept by one before).
   it; so the two may be a step apart, and every rank is told so, or that nobody can go on, instead of going on.
 - *–*: that part of a step does not come there.
 
-A forward hook of the root, the loss and its nodes are outside the model, where nothing hears them fail: what the forward keeps for
-its backward stays until the next forward begins, and the other ranks hear of it then.
+A forward hook of the root, the loss and its nodes are outside the model, where nothing hears them fail: what the forward keeps
+for its backward stays until the next forward begins, and the other ranks hear of it then.
 """
 
 
