@@ -129,7 +129,7 @@ class Lines:
     @property
     def epoch(self) -> int:
         """Grows with every step that is abandoned, by whichever model on the group."""
-        return 2 * self._epoch + self.down
+        return self._epoch + self.down  # connecting anew makes no difference
 
     def hang_up(self) -> None:
         """Close the connections. Idempotent."""
