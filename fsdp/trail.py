@@ -65,6 +65,11 @@ class Note(NamedTuple):
     agreed: str = ""
     """The call that all ranks have made here so far, if they were here."""
 
+    @property
+    def begins_again(self) -> bool:
+        """See the note on steps that fail where nothing hears it."""
+        return self.call.startswith(AGAIN)
+
 
 class Watch:
     """What the channels of one group share: the store, and who waits for what."""
@@ -101,7 +106,7 @@ class Watch:
                 time.sleep(PATIENCE / 4)
                 if self._read() == notes:  # what was read one after the other was true at one time
                     for rank, one in notes.items():
-                        if one.call.startswith(AGAIN):
+                        if one.begins_again:
                             self.blame(rank)
                     self.trouble = _describe_deadlock(notes)
             if self.trouble is not None:
@@ -152,7 +157,7 @@ class Watch:
             gone_on = [other for other, theirs in notes.items() if note.asks and theirs.launched[note.channel] >= note.number]
             if gone_on and self.store.add(note.asks, 0) >= self.size:
                 gone_on = []  # with the same call, since they wrote
-            if note.call.startswith(AGAIN) and (gone_on or len(here) > 1):
+            if note.begins_again and (gone_on or len(here) > 1):
                 self.blame(rank)
             if gone_on or len(here) > 1:
                 followers = sorted({*here.pop(note.agreed, ()), *gone_on})
@@ -199,7 +204,7 @@ class Trail:
             return Note(self._channel, number, _text(call), "", dict(watch.launched), _text(here.agreed) if here.agreed else "")
 
         # one comparison, and no hash, for each call of a steady loop
-        if here.agreed != call or here.then is None:
+        if here.agreed != call:
             self._agree(note())
             recent = (*here.recent, call)[-MEMORY:]
             here.agreed, here.then = call, self._known.setdefault(recent, Here(recent))
@@ -238,8 +243,8 @@ class Here:
     def __init__(self, recent: tuple[Made, ...]) -> None:
         self.recent = recent
         self.agreed: Made | None = None
-        self.then: Here | None = None
-        """Where it leads."""
+        self.then: Here
+        """Where that leads."""
 
 
 class WatchedWork:
