@@ -127,6 +127,28 @@ def test_ranks_that_completed_different_backwards_do_not_go_on() -> None:
     assert "may be a step apart" in str(said(lambda: ranks[0].connect_anew()))
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_who_waits_for_one_that_cannot_go_on_is_told_so(ends: bool) -> None:
+    """On a mesh it is found in one group, and the ranks of the others wait; also when it has ended since."""
+    knows, asks, comes_back = make(3)
+    comes_back.abandon("Net", None)
+    knows.abandon("Net", fsdp.WorldError("The ranks disagree."))
+    if ends:
+        knows.say_goodbye()
+    for error in (said(lambda: asks.watch.ask_for_peers(False)), said(comes_back.connect_anew), said(knows.connect_anew)):
+        assert type(error) is fsdp.WorldError and str(error) == "The ranks disagree."
+
+
+def test_the_count_of_abandoned_steps_is_the_same_however_far_a_rank_is() -> None:
+    ranks = make(2)
+    assert [one.epoch for one in ranks] == [0, 0]
+    for one in ranks:
+        one.abandon("Net", None)
+    assert [one.epoch for one in ranks] == [1, 1]
+    together(*(one.connect_anew for one in ranks))
+    assert [one.epoch for one in ranks] == [1, 1]
+
+
 def test_who_does_not_answer_the_roll_is_named() -> None:
     ranks = make(4)
     errors = together(*(lambda one=one: one.watch.ask_for_peers(True) for one in ranks[:3]))
