@@ -20,32 +20,16 @@ Ends = Sequence[weakref.ref[Tensor]]
 
 
 class Call:
-    """One forward of one unit."""
+    """One forward of one unit, while it runs."""
 
-    __slots__ = (
-        "carried",
-        "exits",
-        "guard",
-        "handled",
-        "input_tensors",
-        "inputs",
-        "nested",
-        "outputs",
-        "records",
-        "refused",
-        "replay",
-        "versions",
-    )
+    __slots__ = ("carried", "exits", "guard", "handled", "nested", "outputs", "records", "refused", "way")
 
     def __init__(self, replay: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
-        self.replay = replay
-        self.versions = versions
-        """Of the shards it computes with."""
-        self.input_tensors = [weakref.ref(tensor) for tensor in inputs]
         self.exits = nodes_of(inputs)
         """The distinct nodes behind the inputs: of a leaf, the one that accumulates its gradient."""
-        self.inputs = self.exits if innermost else ()
-        """Those by which autograd leaves the call; one with inner units it can leave through any of them."""
+        # one with inner units can be left through any of them
+        self.way = Way(replay, versions, inputs, self.exits if innermost else ())
+        """Of a nested call, that of the call it is in."""
         self.outputs: list[Tensor] = []
         # an exception that was being handled before the call is not one that passes through it
         self.handled = sys.exc_info()[1]
@@ -63,11 +47,11 @@ class Call:
         """It will not end: end its guard, and keep nothing of its graph."""
         if self.guard is not None:
             self.guard.end()
-        self.input_tensors, self.exits, self.inputs, self.outputs = [], (), (), []
+        self.exits, self.outputs, self.way.inputs = (), [], ()
 
 
 class Way:
-    """A backward's way through one call of one unit. Lives as long as the graph of the call."""
+    """A backward's way through one call of one unit. Lives as long as the graph of the call, or of one inside it."""
 
     __slots__ = (
         "__weakref__",
@@ -82,16 +66,17 @@ class Way:
         "versions",
     )
 
-    def __init__(self, call: Call) -> None:
-        self.versions = call.versions
-        self.ends: Ends = [*call.input_tensors, *map(weakref.ref, call.outputs)]
-        """The inputs and outputs: a gradient may be asked of them while somebody still has them."""
-        self.around: Sequence[tuple[Any, Ends]] = ()
-        """The listeners of the units in whose calls this one was made, and the inputs of these calls."""
-        self.replay = call.replay
-        self.inputs = call.inputs
+    def __init__(self, replay: bool, versions: int, inputs: Sequence[Tensor], nodes: Sequence[Node]) -> None:
+        self.replay = replay
+        self.versions = versions
+        """Of the shards it computes with, and what it changes in them."""
+        self.ends = [weakref.ref(tensor) for tensor in inputs]
+        """The inputs, and the outputs of a call that has ended: a gradient may be asked of them while somebody still has them."""
+        self.around: Sequence[tuple[Any, Way]] = ()
+        """The listeners of the units in whose calls this one was made, and the ways through these."""
+        self.inputs = nodes
         """The nodes by which autograd leaves it, if any input requires grad."""
-        self.through_graph = bool(call.inputs) and all(node.next_functions for node in call.inputs)
+        self.through_graph = bool(nodes) and all(node.next_functions for node in nodes)
         """It is left, and every input was made by a node; the gradient of a leaf is accumulated out of turn."""
         self.left_in = 0
         """The backward that left last."""

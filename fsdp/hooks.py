@@ -80,7 +80,7 @@ class Listener(Uncopied):
         self.readiness = Readiness()
         self._tasks: set[int] = set()
         """The graph tasks of reentrant checkpoints whose end is waited for."""
-        self._unit.announce = self._outside_gradient_comes
+        self._unit.announce = partial(engine.hear, index, Event.GRADIENT_FROM_OUTSIDE)
         self._unit.stay = self._stay
         self._around = around
         self.outer: Sequence[Listener] = ()
@@ -149,13 +149,15 @@ class Listener(Uncopied):
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = inputs_of(args, kwargs) if torch.is_grad_enabled() else ()
         call = Call(in_backward(), inputs, self._innermost, self._unit.versions)
-        call.nested = bool(self._calls) and not call.replay and self._is_nested()
+        call.nested = bool(self._calls) and not call.way.replay and self._is_nested()
+        if call.nested:
+            call.way = self._calls[-1].way
         self._calls.append(call)
         call.refused = True
-        self._unit.versions_in_forward = call.versions
+        self._unit.versions_in_forward = call.way.versions
         if not call.nested:  # else a part of the call it is in
             call.carried = self._escapes.begin()
-            if call.replay:
+            if call.way.replay:
                 self._engine.hear(self._index, Event.REPLAY_BEGINS)
             else:
                 self._accumulators.check()
@@ -179,13 +181,14 @@ class Listener(Uncopied):
         if call.refused or call.nested:
             self._calls.pop()
             return None
+        replay = call.way.replay
         if call.guard is not None:
             call.guard.end()
         try:
             passing = sys.exc_info()[1]
             if passing is not None and passing is not call.handled:
                 # a replay may be stopped early by an exception of torch's own
-                if call.replay:
+                if replay:
                     self._unit.take_edits_of_replay()
                 else:
                     self._engine.note(passing, self._index)
@@ -195,25 +198,25 @@ class Listener(Uncopied):
             try:
                 if call.guard is not None:
                     call.guard.refuse_hidden_edits()
-                if call.replay:
+                if replay:
                     self._unit.take_edits_of_replay()
                 else:
-                    call.versions += self._unit.take_edits()
+                    call.way.versions += self._unit.take_edits()
                 self._find_outputs(call, output)
             except ShardingError as refusal:
                 self._engine.note(refusal, self._index)
                 self._unit.forget_edits()
-                if not call.replay:
+                if not replay:
                     self._engine.forward_ends(self._index, Event.FORWARD_FAILS)
                 raise
-            if call.replay:
+            if replay:
                 self._engine.hear(self._index, Event.REPLAY_ENDS)
             else:
                 self._engine.forward_ends(self._index, Event.FORWARD_ENDS if call.outputs else Event.INFERENCE_ENDS)
         finally:
             self._calls.pop()
             self._escapes.end(call.carried)
-            if call.replay:
+            if replay:
                 self._unit.guard()
         policy = self._unit.config.mp_policy
         return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
@@ -258,14 +261,15 @@ class Listener(Uncopied):
         """Put a pre-backward hook on every node behind the outputs of the call that just returned."""
         call = self._calls[-1]
         nodes = {node: None for tensor in call.outputs if (node := node_behind(tensor)) is not None}
-        way = Way(call)
-        way.around = [(listener, listener._calls[-1].input_tensors) for listener in self._around if listener._calls]
+        way = call.way
+        way.ends += map(weakref.ref, call.outputs)
+        way.around = [(listener, listener._calls[-1].way) for listener in self._around if listener._calls]
         call.outputs = []
         self.readiness.watch(way, self._engine.last_forward.graph_is_gone)
         self._engine.last_forward.graphs += 1
         for node in nodes:
             # an input that is returned as it is has nothing of the unit behind it
-            if node not in call.inputs:
+            if node not in way.inputs:
                 crossing = Crossing.of(node)
                 crossing.watched_by.add(id(self))
                 crossing.reaches.append(partial(self._backward_reaches, way))
@@ -275,9 +279,9 @@ class Listener(Uncopied):
     # backward -----------------------------------------------------------------------------
 
     def _backward_reaches(self, way: Way, gradients: Sequence[Tensor | None]) -> None:
-        for listener, _ in way.around:
+        for listener, around in way.around:
             if not listener.readiness.reached:
-                listener.reach_from_inside()
+                listener.reach_from_inside(around)
         self._refuse_changed_parameters(way.versions)
         self._engine.hear(self._index, Event.BACKWARD_REACHES)
         self.readiness.reach(way)
@@ -286,8 +290,8 @@ class Listener(Uncopied):
             for listener in self.outer:
                 if listener.readiness.reached:
                     listener.watch_gradients(gradients)
-            for listener, ends in way.around:
-                listener.watch_ends(ends)
+            for listener, around in way.around:
+                listener.watch_ends(around.ends)
             self.watch_ends()
 
     def _stay(self) -> bool:
@@ -297,10 +301,9 @@ class Listener(Uncopied):
         self.readiness.reach_again()
         return True
 
-    def reach_from_inside(self) -> None:
+    def reach_from_inside(self, way: Way) -> None:
         """A backward has come to an inner unit past this one, through a loss the inner one left behind; it goes on in here."""
-        for way in self.readiness.living_ways()[-1:]:
-            self._refuse_changed_parameters(way.versions)
+        self._refuse_changed_parameters(way.versions)
         self._engine.hear(self._index, Event.BACKWARD_REACHES)
         self.readiness.reach_again()
 
@@ -369,9 +372,6 @@ class Listener(Uncopied):
         error = ShardingError(text)
         self._engine.note(error, self._index)
         return error
-
-    def _outside_gradient_comes(self) -> None:
-        self._engine.hear(self._index, Event.GRADIENT_FROM_OUTSIDE)
 
     def gradient_arrives(self) -> None:
         """A gradient of one parameter has been accumulated, the first."""

@@ -187,3 +187,67 @@ def test_evaluation_collects_nothing() -> None:
 
     gc.collect()
     assert fsdp.simulate(1, fn) == [0]
+
+
+class Scaled(nn.Module):
+    """A unit with a unit inside, whose output a hook carries off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(6)
+        self.scale = nn.Parameter(torch.ones(64, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.scale.mean(0)).sin()
+
+
+class Aside(nn.Module):
+    """Its loss may leave out what its inner units return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 6)
+        self.scaled = Scaled()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.enter(x)
+        return self.scaled(x), x.sum()
+
+
+def aside(features: list[Tensor]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Aside()
+    model.scaled.inner.register_forward_hook(lambda module, args, output: features.append(output))
+    model = fsdp.fully_shard(model, auto_wrap_policy={Block, Scaled})
+    return model, torch.optim.SGD([model.scaled.scale], lr=0.1)
+
+
+def test_an_older_graph_that_is_kept_does_not_stand_for_the_one_a_backward_comes_to_from_inside() -> None:
+    """What the unit around returned is gone, and of an earlier forward it is kept, with what that computed with."""
+
+    def fn(rank: int) -> None:
+        features: list[Tensor] = []
+        model, optimizer = aside(features)
+        kept = model(X)[0]
+        kept.sum().backward(retain_graph=True)
+        optimizer.step()
+        features.clear()
+        aux = model(X)[1]
+        (aux + features[0].square().mean()).backward()
+        assert is_at_rest(model)
+
+    fsdp.simulate(2, fn)
+
+
+def test_a_changed_parameter_around_is_refused_though_nobody_has_what_its_unit_returned() -> None:
+    def fn(rank: int) -> None:
+        features: list[Tensor] = []
+        model, optimizer = aside(features)
+        model(X)
+        old = features.pop()
+        model(X)[0].sum().backward()
+        optimizer.step()
+        with pytest.raises(fsdp.ShardingError, match="unit 'scaled' were changed in place between its forward and its backward"):
+            old.sum().backward()
+
+    fsdp.simulate(2, fn)
