@@ -27,7 +27,7 @@ from memory import ENGINES, OVER_NCCL, backend_reduces
 from simulated_link import Link, joined
 from torch import Tensor, nn
 
-NAMES = ("bare", "fsdp2", "ours", OVER_NCCL)
+NAMES = ("bare", "fsdp1", "fsdp2", "ours", OVER_NCCL)
 WIDTH = 16
 JUDGED = (1000, 1024)
 """Units and ranks of the bar for wrapping."""

@@ -29,7 +29,6 @@ class Call:
         """The distinct nodes behind the inputs: of a leaf, the one that accumulates its gradient."""
         # one with inner units can be left through any of them
         self.way = Way(replay, versions, inputs, self.exits if innermost else ())
-        """Of a nested call, that of the call it is in."""
         self.outputs: list[Tensor] = []
         # an exception that was being handled before the call is not one that passes through it
         self.handled = sys.exc_info()[1]
@@ -43,11 +42,17 @@ class Call:
         self.nested = False
         """Called from inside its own forward: by a recursion, or by a method that is registered as a forward."""
 
+    def nest_in(self, outer: "Call") -> None:
+        """It is a part of `outer`, and a gradient may be asked of its inputs as well."""
+        self.nested = True
+        outer.way.ends += self.way.ends
+        self.way = outer.way
+
     def give_up(self) -> None:
         """It will not end: end its guard, and keep nothing of its graph."""
         if self.guard is not None:
             self.guard.end()
-        self.exits, self.outputs, self.way.inputs = (), [], ()
+        self.exits, self.outputs, self.way = (), [], Way(self.way.replay, self.way.versions, (), ())
 
 
 class Way:
@@ -59,14 +64,16 @@ class Way:
         "backward",
         "ends",
         "inputs",
+        "led_to",
         "left_in",
         "pending",
+        "reached_in",
         "replay",
         "through_graph",
         "versions",
     )
 
-    def __init__(self, replay: bool, versions: int, inputs: Sequence[Tensor], nodes: Sequence[Node]) -> None:
+    def __init__(self, replay: bool, versions: int, inputs: Sequence[Tensor], exits: Sequence[Node]) -> None:
         self.replay = replay
         self.versions = versions
         """Of the shards it computes with, and what it changes in them."""
@@ -74,10 +81,14 @@ class Way:
         """The inputs, and the outputs of a call that has ended: a gradient may be asked of them while somebody still has them."""
         self.around: Sequence[tuple[Any, Way]] = ()
         """The listeners of the units in whose calls this one was made, and the ways through these."""
-        self.inputs = nodes
+        self.led_to = bool(inputs)
+        """An input requires grad, so that a backward may go on where it came from."""
+        self.inputs = exits
         """The nodes by which autograd leaves it, if any input requires grad."""
-        self.through_graph = bool(nodes) and all(node.next_functions for node in nodes)
+        self.through_graph = bool(exits) and all(node.next_functions for node in exits)
         """It is left, and every input was made by a node; the gradient of a leaf is accumulated out of turn."""
+        self.reached_in = 0
+        """The backward that reached it last."""
         self.left_in = 0
         """The backward that left last."""
         self.backward = 0

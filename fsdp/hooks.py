@@ -149,9 +149,8 @@ class Listener(Uncopied):
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = inputs_of(args, kwargs) if torch.is_grad_enabled() else ()
         call = Call(in_backward(), inputs, self._innermost, self._unit.versions)
-        call.nested = bool(self._calls) and not call.way.replay and self._is_nested()
-        if call.nested:
-            call.way = self._calls[-1].way
+        if self._calls and not call.way.replay and self._is_nested():
+            call.nest_in(self._calls[-1])
         self._calls.append(call)
         call.refused = True
         self._unit.versions_in_forward = call.way.versions
@@ -260,19 +259,18 @@ class Listener(Uncopied):
     def watch(self) -> None:
         """Put a pre-backward hook on every node behind the outputs of the call that just returned."""
         call = self._calls[-1]
-        nodes = {node: None for tensor in call.outputs if (node := node_behind(tensor)) is not None}
         way = call.way
+        # an input that is returned as it is has nothing of the unit behind it
+        nodes = {node: None for tensor in call.outputs if (node := node_behind(tensor)) is not None and node not in way.inputs}
         way.ends += map(weakref.ref, call.outputs)
         way.around = [(listener, listener._calls[-1].way) for listener in self._around if listener._calls]
         call.outputs = []
         self.readiness.watch(way, self._engine.last_forward.graph_is_gone)
         self._engine.last_forward.graphs += 1
         for node in nodes:
-            # an input that is returned as it is has nothing of the unit behind it
-            if node not in way.inputs:
-                crossing = Crossing.of(node)
-                crossing.watched_by.add(id(self))
-                crossing.reaches.append(partial(self._backward_reaches, way))
+            crossing = Crossing.of(node)
+            crossing.watched_by.add(id(self))
+            crossing.reaches.append(partial(self._backward_reaches, way))
         for node in call.exits:
             Crossing.of(node).leave(way, self._input_left)
 
@@ -280,8 +278,8 @@ class Listener(Uncopied):
 
     def _backward_reaches(self, way: Way, gradients: Sequence[Tensor | None]) -> None:
         for listener, around in way.around:
-            if not listener.readiness.reached:
-                listener.reach_from_inside(around)
+            if around.reached_in != listener.readiness.backward:
+                listener.reach_from_inside(around, way.led_to)
         self._refuse_changed_parameters(way.versions)
         self._engine.hear(self._index, Event.BACKWARD_REACHES)
         self.readiness.reach(way)
@@ -301,11 +299,14 @@ class Listener(Uncopied):
         self.readiness.reach_again()
         return True
 
-    def reach_from_inside(self, way: Way) -> None:
-        """A backward has come to an inner unit past this one, through a loss the inner one left behind; it goes on in here."""
-        self._refuse_changed_parameters(way.versions)
-        self._engine.hear(self._index, Event.BACKWARD_REACHES)
-        self.readiness.reach_again()
+    def reach_from_inside(self, way: Way, goes_on: bool) -> None:
+        """A backward has come to an inner unit past this one's call, by what the inner one left behind; it may go on in here."""
+        if goes_on:  # else what the inner one got from here by other ways than its inputs is not looked at
+            self._refuse_changed_parameters(way.versions)
+        way.reached_in = self.readiness.backward
+        if not self.readiness.reached:
+            self._engine.hear(self._index, Event.BACKWARD_REACHES)
+            self.readiness.reach_again()
 
     def _input_left(self, way: Way, gradients: Sequence[Tensor | None]) -> None:
         if torch.is_grad_enabled():

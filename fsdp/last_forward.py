@@ -19,7 +19,7 @@ class LastForward:
         """Of calls of units, that are alive."""
 
     def graph_is_gone(self, _: object) -> None:
-        """Nobody has the graph of one call any more."""
+        """Nobody has the graph of one call, or of one inside it, any more."""
         self.graphs -= 1
 
     def was_abandoned(self) -> bool:

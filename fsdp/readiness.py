@@ -34,12 +34,13 @@ from fsdp.crossings import Way
 class Readiness:
     """Whether gradients have arrived at one unit in this backward, and which of its calls autograd is still inside."""
 
-    __slots__ = ("_again", "_backward", "_open_calls", "_ways", "arrived", "reached")
+    __slots__ = ("_again", "_open_calls", "_ways", "arrived", "backward", "reached")
 
     def __init__(self) -> None:
-        self._backward = 1
+        self.backward = 1
+        """Its number."""
         self._ways: list[weakref.ref[Way]] = []
-        """Of the calls whose graph was alive at the last call."""
+        """Of the calls whose graph, or that of a call inside, was alive at the last call."""
         self.reached = False
         """This backward has come to the unit."""
         self._again = False
@@ -50,7 +51,7 @@ class Readiness:
 
     def reset(self) -> None:
         """A backward is over: for the next one nothing has arrived and nothing is open."""
-        self._backward += 1
+        self.backward += 1
         self.reached = False
         self._again = False
         self.arrived = False
@@ -63,8 +64,9 @@ class Readiness:
     def reach(self, way: Way) -> None:
         """Autograd is about to enter a call."""
         self.reached = True
-        if way.inputs and way.backward != self._backward:
-            way.backward = self._backward
+        way.reached_in = self.backward
+        if way.inputs and way.backward != self.backward:
+            way.backward = self.backward
             # autograd.grad does not say whether it comes to a leaf: wait for it, at worst until the backward ends
             way.pending = sum(not node.next_functions or torch._C._will_engine_execute_node(node) for node in way.inputs)
             if way.pending:
@@ -77,13 +79,13 @@ class Readiness:
 
     def leave(self, way: Way) -> bool:
         """Autograd is about to enter a node behind an input of a call; return whether it leaves it with that."""
-        if way.backward != self._backward or not way.pending:
+        if way.backward != self.backward or not way.pending:
             return False
         way.pending -= 1
         if way.pending:
             return False
         self._open_calls -= 1
-        way.left_in = self._backward
+        way.left_in = self.backward
         return not self._again
 
     def is_ready(self) -> bool:
@@ -98,10 +100,10 @@ class Readiness:
         """Whether this backward has come out of a call, or does not go through it."""
         if not way.through_graph:
             return False
-        if way.backward == self._backward:
-            return way.left_in == self._backward
+        if way.backward == self.backward:
+            return way.left_in == self.backward
         return not any(map(torch._C._will_engine_execute_node, way.inputs))
 
     def living_ways(self) -> list[Way]:
-        """The ways through calls whose graph is alive."""
+        """The ways through calls whose graph, or that of a call inside, is alive."""
         return [way for reference in self._ways if (way := reference()) is not None]

@@ -1,6 +1,7 @@
 """When a backward reaches a unit and when it leaves it: nothing is freed that autograd still reads, nothing is held longer."""
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -190,15 +191,16 @@ def test_evaluation_collects_nothing() -> None:
 
 
 class Scaled(nn.Module):
-    """A unit with a unit inside, whose output a hook carries off."""
+    """A unit with a unit inside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = Block(6)
-        self.scale = nn.Parameter(torch.ones(64, 6))
+        self.scale = nn.Parameter(torch.eye(6))
+        self.goes_on: Callable[[Tensor], Tensor] = self.inner.__call__
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x * self.scale.mean(0)).sin()
+        return self.goes_on((x @ self.scale).sin()).sin()
 
 
 class Aside(nn.Module):
@@ -206,6 +208,7 @@ class Aside(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.enter = nn.Linear(6, 6)
         self.scaled = Scaled()
 
@@ -215,10 +218,10 @@ class Aside(nn.Module):
 
 
 def aside(features: list[Tensor]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
+    """Sharded, with what the inner unit returns carried off; the optimizer steps the unit around that."""
     model = Aside()
     model.scaled.inner.register_forward_hook(lambda module, args, output: features.append(output))
-    model = fsdp.fully_shard(model, auto_wrap_policy={Block, Scaled})
+    fsdp.fully_shard(model, auto_wrap_policy={Block, Scaled})
     return model, torch.optim.SGD([model.scaled.scale], lr=0.1)
 
 
@@ -239,7 +242,10 @@ def test_an_older_graph_that_is_kept_does_not_stand_for_the_one_a_backward_comes
     fsdp.simulate(2, fn)
 
 
-def test_a_changed_parameter_around_is_refused_though_nobody_has_what_its_unit_returned() -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_changed_parameter_around_is_refused_though_nobody_has_what_its_unit_returned(beside: bool) -> None:
+    """Also where the backward has come to that unit before, in a newer graph."""
+
     def fn(rank: int) -> None:
         features: list[Tensor] = []
         model, optimizer = aside(features)
@@ -247,7 +253,45 @@ def test_a_changed_parameter_around_is_refused_though_nobody_has_what_its_unit_r
         old = features.pop()
         model(X)[0].sum().backward()
         optimizer.step()
+        newer = model(X)[0].sum() if beside else 0.0
         with pytest.raises(fsdp.ShardingError, match="unit 'scaled' were changed in place between its forward and its backward"):
-            old.sum().backward()
+            (old.sum() + newer).backward()
 
     fsdp.simulate(2, fn)
+
+
+def test_a_changed_parameter_around_is_no_matter_to_a_backward_that_does_not_go_on_there() -> None:
+    def fn(rank: int) -> None:
+        features: list[Tensor] = []
+        model, optimizer = aside(features)
+        model(X)[0].sum().backward()
+        model.scaled.goes_on = lambda x: model.scaled.inner(x.detach())
+        model(X)
+        optimizer.step()
+        features.pop().sum().backward()
+        assert is_at_rest(model)
+
+    fsdp.simulate(2, fn)
+
+
+def test_a_gradient_may_be_asked_of_what_a_unit_is_called_with_inside_itself() -> None:
+    def trained(sharded: bool) -> Tensor | None:
+        model, kept = Aside(), list[Tensor]()
+
+        def again(x: Tensor) -> Tensor:
+            kept.append(x)
+            model.scaled.goes_on = model.scaled.inner.__call__
+            return model.scaled(x)
+
+        model.scaled.goes_on = again
+        if sharded:
+            fsdp.fully_shard(model, auto_wrap_policy={Block, Scaled})
+        x = X.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x)[0].square().sum(), kept, create_graph=True)
+        slope.square().sum().backward()
+        assert not sharded or is_at_rest(model)
+        return x.grad
+
+    for found in fsdp.simulate(2, lambda rank: trained(sharded=True)):
+        assert found is not None
+        torch.testing.assert_close(found, trained(sharded=False))
