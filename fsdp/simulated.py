@@ -124,6 +124,7 @@ class SimulatedCollectives:
         self._world = world
         self._ranks = ranks
         self._log = rank.log
+        self._era = 0
         self._called = 0
 
     def can_carry(self, device: torch.device) -> bool:
@@ -215,7 +216,9 @@ class SimulatedCollectives:
         return None
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
-        """The world sees it for itself."""
+        """This rank calls nothing more in this era: whoever waits for it is told."""
+        why = "it was ended" if failure is None else _quote(failure)
+        self._world.abandon(self.name, self._ranks, self._ranks[self.rank], Abandoned(self._era + 1, unit, why))
 
     def completed(self) -> None:
         """The world needs no count."""
@@ -225,9 +228,20 @@ class SimulatedCollectives:
 
     def _launch(self, kind: str, side: "Side", received: int) -> "_InFlight":
         self._log.append(Call(self.name, kind, side.label, received))
-        number, self._called = self._called, self._called + 1
         rank = self._ranks[self.rank]
-        return _InFlight(self._world, rank, self._world.launch(rank, self.name, self._ranks, number, side))
+        era = self._world.era_of(self.name, rank)
+        if era != self._era:
+            self._era, self._called = era, 0
+        number, self._called = self._called, self._called + 1
+        return _InFlight(self._world, rank, self._world.launch(rank, Operation(self.name, self._ranks, era, number), side))
+
+
+class Abandoned(NamedTuple):
+    """The step that a rank has given up last: the era of a channel that begins with that, and what the others are told."""
+
+    era: int
+    unit: str
+    why: str
 
 
 class _InFlight:
@@ -274,7 +288,8 @@ class _World:
         # some networks are always late, some always early
         self._promptness = self._choices.choice((0.0, 0.1, 0.5, 1.0))
         self._seats = [_Seat() for _ in range(size)]
-        self._operations: dict[tuple[str, int], Operation] = {}
+        self._operations: dict[tuple[str, int, int], Operation] = {}
+        self._abandoned: dict[tuple[str, int], Abandoned] = {}
         self._complete: list[Operation] = []
         self._broken: dict[str, Operation] = {}
         self._spoilt: list[Operation] = []
@@ -325,15 +340,28 @@ class _World:
         self._seats[rank].over = True
         self._pass_baton(self._choose())
 
-    def launch(self, rank: int, channel: str, ranks: tuple[int, ...], number: int, side: "Side") -> "Operation":
-        """Add what `rank` called to operation `number` of the channel of `ranks`; then another rank may take over."""
-        operation = self._operations.setdefault((channel, number), Operation(channel, ranks, number))
-        broken = self._broken.get(channel)
-        if broken is None or number <= broken.number:
+    def era_of(self, channel: str, rank: int) -> int:
+        """How often that rank has begun anew on the channel, after a step that it had given up."""
+        abandoned = self._abandoned.get((channel, rank))
+        return abandoned.era if abandoned is not None else 0
+
+    def abandon(self, channel: str, ranks: tuple[int, ...], rank: int, what: Abandoned) -> None:
+        """`rank` does not call what the others have called in this era, nor will."""
+        self._abandoned[channel, rank] = what
+        oldest = min(self.era_of(channel, one) for one in ranks)
+        for operation in [one for one in self._operations.values() if one.channel == channel and one.era < oldest]:
+            if not operation.complete:  # nor will it be
+                del self._operations[channel, *operation.turn]
+
+    def launch(self, rank: int, wanted: Operation, side: "Side") -> "Operation":
+        """Add what `rank` called to that operation, or to what others have begun of it; then another rank may take over."""
+        operation = self._operations.setdefault((wanted.channel, *wanted.turn), wanted)
+        broken = self._broken.get(operation.channel)
+        if broken is None or operation.turn <= broken.turn:
             operation.sides[rank] = side
             if any(other.call != side.call for other in operation.sides.values()):
-                self._broken[channel] = operation
-            elif len(operation.sides) == len(ranks):
+                self._broken[operation.channel] = operation
+            elif len(operation.sides) == len(operation.ranks):
                 operation.complete = True
                 self._complete.append(operation)
         mismatch = self._mismatch(operation)
@@ -401,10 +429,10 @@ class _World:
 
     def _move_up_to(self, operation: "Operation") -> None:
         """Move the data of a complete operation, and of those before it on its channel."""
-        for one in [one for one in self._complete if one.channel == operation.channel and one.number <= operation.number]:
+        for one in [one for one in self._complete if one.channel == operation.channel and one.turn <= operation.turn]:
             one.move()
             self._complete.remove(one)
-            del self._operations[one.channel, one.number]
+            del self._operations[one.channel, *one.turn]
             if one.fault is not None:
                 self._spoilt.append(one)
 
@@ -420,7 +448,7 @@ class _World:
     def _mismatch(self, operation: "Operation") -> str | None:
         """What the ranks called instead of one and the same, if the channel broke at this operation or before."""
         broken = self._broken.get(operation.channel)
-        if broken is None or broken.number > operation.number:
+        if broken is None or broken.turn > operation.turn:
             return None
         broken.told = True
         callers: dict[str, list[int]] = {}
@@ -430,11 +458,19 @@ class _World:
         return f"The ranks disagree on {broken.place}: {first} where {' and '.join(others)}. Call the same in the same order."
 
     def _missing(self, operation: "Operation") -> PeerFailed | None:
-        """Which rank will never call this operation because it failed. The first one that failed is the cause."""
+        """Which rank will never call it: the first that failed, which is the cause, or one that has abandoned the step."""
+        if operation.complete:
+            return None
+        absent = [rank for rank in operation.ranks if rank not in operation.sides]
         for rank, failure in self._failures.items():
-            if not operation.complete and rank in operation.ranks and rank not in operation.sides:
+            if rank in absent:
                 text = f"Rank {rank} failed with {_quote(failure)}, and never called {operation.name}."
                 return PeerFailed(text, rank, None, _quote(failure))
+        for rank in absent:
+            step = self._abandoned.get((operation.channel, rank))
+            if step is not None and step.era > operation.era:
+                text = f"Rank {rank} has abandoned the step in unit {step.unit!r}: {step.why}. It never called {operation.name}."
+                return PeerFailed(text, rank, step.unit, step.why)
         return None
 
     def _deadlock(self, live: list[int]) -> str:

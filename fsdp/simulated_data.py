@@ -13,13 +13,14 @@ ReduceOp = Literal["sum", "max"]
 
 
 class Operation:
-    """What `ranks` do together at one number of one channel. `fault`: why its data could not move."""
+    """What `ranks` do together at one number of one channel, in its `era`. `fault`: why its data could not move."""
 
-    __slots__ = ("channel", "complete", "fault", "moved", "number", "pickled", "ranks", "sides", "told")
+    __slots__ = ("channel", "complete", "era", "fault", "moved", "number", "pickled", "ranks", "sides", "told")
 
-    def __init__(self, channel: str, ranks: tuple[int, ...], number: int) -> None:
+    def __init__(self, channel: str, ranks: tuple[int, ...], era: int, number: int) -> None:
         self.channel = channel
         self.ranks = ranks
+        self.era = era
         self.number = number
         self.sides: dict[int, Side] = {}
         self.complete = False
@@ -27,6 +28,11 @@ class Operation:
         self.fault: str | None = None
         self.told = False
         self.pickled: list[bytes] = []
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """What comes later on a channel has a greater one."""
+        return self.era, self.number
 
     @property
     def place(self) -> str:

@@ -1,16 +1,18 @@
 """Random trees of units, random training programs, random interleavings of the ranks: the numbers of plain torch."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fsdp import ReductionPolicy
 from fsdp.simulated import current_rank, simulate
 from tests.fsdp.models import join
-from tests.fsdp.programs import Backward, Program, Seen, Statement, Zero
+from tests.fsdp.programs import Backward, Clip, Forward, Program, Seen, Statement, Step, Zero
 from tests.fsdp.runs import PlainRun, ShardedRun
 from tests.fsdp.strategies import programs, trees, world_sizes
-from tests.fsdp.trees import TreeSpec
+from tests.fsdp.trees import CallSpec, GroupSpec, LeafSpec, TreeSpec
 
 ROUNDING = 2.0**-24
 """Half a unit in the last place of fp32, relative."""
@@ -22,6 +24,16 @@ def test_any_program_on_any_tree_trains_like_the_plain_model(data: st.DataObject
     tree = data.draw(trees(), label="tree")
     program = data.draw(programs(tree), label="program")
     check(tree, program, world_size, seed)
+
+
+@pytest.mark.parametrize("order", range(4))
+def test_ranks_fail_alike_when_one_of_them_has_launched_a_bucket(order: int) -> None:
+    """It is complete on the rank that takes the branch, after the first of two replays; the second one fails on all."""
+    branch = GroupSpec((LeafSpec("branch", ranks=(0,), trap=""),), (CallSpec((0,), checkpoint="replayed"),))
+    tree = TreeSpec(branch, ("parts.0",), options=(("reduction", ReductionPolicy(bucket_cap_mb=0.0001)),), width=5)
+    trained = [(Forward(slot), Backward((slot,)), Step()) for slot in range(2)]
+    failed = (Forward(2), Forward(3), Backward((2, 3), fault=("forward", "parts.0", 1)))
+    check(tree, (*trained[0], *trained[1], *failed, Clip(0.1, 2.0), *trained[0]), 2, order)
 
 
 def check(tree: TreeSpec, program: Program, world_size: int, seed: int) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fsdp.errors import ShardingError, WorldError
+from fsdp.errors import PeerFailed, ShardingError, WorldError
 from fsdp.simulated import Call, SimulatedCollectives, SimulatedRank, current_rank, simulate
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -298,7 +298,7 @@ class TestTooEarly:
                 storage = buffers[which].untyped_storage()
                 storage.resize_(0)
                 # something else takes its place in memory before it is allocated again
-                others = [torch.ones(64), torch.ones(32)]
+                others = [torch.ones(size) for size in (64, 32) for _ in range(32)]
                 storage.resize_(again)
                 gate()
                 del others
@@ -467,6 +467,29 @@ class TestDeadlock:
 
 
 class TestFailure:
+    def test_who_waits_for_a_rank_that_has_abandoned_the_step_is_told_and_all_begin_anew(self) -> None:
+        """What was called in that step is over, and to say twice that it is abandoned is to say it once."""
+
+        def fn(rank: int) -> str:
+            channel().gather_objects(rank, "before")
+            told = ""
+            if rank == 0:
+                works = [channel().broadcast(torch.ones(2), 0, label) for label in ("layers.0", "layers.1")]
+                with pytest.raises(PeerFailed) as caught:
+                    works[0].wait()
+                told = str(caught.value)
+            for _ in range(2):
+                channel().abandon("layers.0", ValueError("no such row"))
+            total = torch.ones(2)
+            channel().all_reduce(total, "sum", "another").wait()
+            assert total.tolist() == [2.0, 2.0]
+            return told
+
+        call = "broadcast('layers.0', 2 x float32, from rank 0), operation 1 of channel 'gathers'"
+        for seed in SEEDS:
+            told = simulate(2, fn, seed)[0]
+            assert told == f"Rank 1 has abandoned the step in unit 'layers.0': ValueError: no such row. It never called {call}."
+
     def test_the_original_exception_is_raised_with_a_note(self) -> None:
         failure = KeyError("boom")
 
