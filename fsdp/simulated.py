@@ -95,7 +95,7 @@ class SimulatedRank:
         self._channels: dict[str, SimulatedCollectives] = {}
 
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> "SimulatedCollectives":
-        """The channel of that name among `ranks` (all, if None). Each one's n-th call on it belongs to the same operation."""
+        """The channel of that name among `ranks` (all, if None). Each one's n-th call in an era is one operation."""
         members = tuple(range(self.size) if ranks is None else ranks)
         full = name if len(members) == self.size else f"{name} of {name_ranks(members)}"
         if full not in self._channels:
@@ -258,6 +258,7 @@ class _InFlight:
         """Return when the data has moved; other ranks run in the meantime.
 
         Raises:
+            PeerFailed: a rank that has not called it has failed, or abandoned the step.
             WorldError: the operation cannot end, or a buffer of it was released. The rank may go on after that.
         """
         self._world.wait(self._rank, self.operation)

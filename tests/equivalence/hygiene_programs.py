@@ -62,7 +62,8 @@ def held() -> dict[str, int]:
     for one in threading.enumerate():
         if one.name == "fsdp hangs up":
             one.join()  # it closes the connections of the last failure
-    time.sleep(0.5)  # a thread that is over may still be listed
+            while os.path.exists(f"/proc/self/task/{one.native_id}"):
+                time.sleep(0.01)  # it is over, and still listed
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {

@@ -74,7 +74,6 @@ class Held(NamedTuple):
 
 def held_now() -> Held:
     gc.collect()  # a model that failed is let go of with its exception, often in a cycle
-    LIBC.malloc_trim(0)  # what every thread's part of the heap keeps for later is not held by anybody
     found = LIBC.mallinfo2()
     return Held(found.uordblks + found.hblkhd, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
 
