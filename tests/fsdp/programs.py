@@ -44,11 +44,6 @@ class Backward:
     penalties: tuple[tuple[str, str], ...] = ()
     """On parameters outside any forward: a "norm", or the sum of "squares", and whose."""
 
-    @property
-    def terms(self) -> int:
-        """How many summands of a gradient it brings at most."""
-        return len(self.slots) * (1 + self.slope) * (1 + (self.of == "both")) + len(self.penalties)
-
 
 @dataclass(frozen=True)
 class Evaluate:

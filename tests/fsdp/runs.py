@@ -32,6 +32,7 @@ from tests.fsdp.programs import (
     learn,
     toggle,
 )
+from tests.fsdp.summands import Summands
 from tests.fsdp.trees import Broken, TreeSpec
 
 
@@ -165,7 +166,8 @@ class PlainRun:
     """A plain replica for each rank runs a program on the data of that rank.
 
     Gradients and weights are those of the first replica: its `.grad` are averages over the ranks, and the others take over
-    its weights before each pass. `sizes` are the sums of the absolute values the gradients were summed from.
+    its weights before each pass. Each gradient was summed from some `counts` of numbers, whose absolute values have the
+    sum `sizes`.
     """
 
     def __init__(self, tree: TreeSpec, world_size: int) -> None:
@@ -173,6 +175,10 @@ class PlainRun:
         self.replicas = [dict(learner.model.named_parameters()) for learner in self.learners]
         self.parameters = self.replicas[0]
         self.sizes = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.counts = dict.fromkeys(self.parameters, 0)
+        hooked = set(self.learners[0].model.get_submodule(tree.hooked).parameters()) if tree.hooked else set()
+        self.doubled = {name for name, p in self.parameters.items() if p in hooked and p.requires_grad}
+        """By a hook of the tree's, after they were summed."""
 
     def execute(self, number: int, statement: Statement) -> list[Seen]:
         """What it leaves, seen by each rank: only `raised` and `value` differ."""
@@ -188,6 +194,7 @@ class PlainRun:
                 first.optimizer.zero_grad(set_to_none=statement.set_to_none)
                 for size in self.sizes.values():
                     size.zero_()
+                self.counts = dict.fromkeys(self.parameters, 0)
             case Step():
                 first.optimizer.step()
             case Clip():
@@ -219,8 +226,9 @@ class PlainRun:
         before = {name: p.grad for name, p in self.parameters.items()}
         self._follow()
         sums: dict[str, Tensor] = {}
-        sizes = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-        for learner, parameters, one in zip(self.learners, self.replicas, seen, strict=True):
+        summands = [Summands() for _ in self.learners]
+        everything = zip(self.learners, self.replicas, summands, seen, strict=True)
+        for learner, parameters, heard, one in everything:
             for parameter in parameters.values():
                 parameter.grad = None
             learner.arm(None if isinstance(statement, Evaluate) else statement.fault)
@@ -231,7 +239,8 @@ class PlainRun:
                     case Evaluate():
                         one.value = [learner.evaluate(number, statement)]
                     case Backward():
-                        one.value = learner.backward(statement)
+                        with heard.heard():
+                            one.value = learner.backward(statement)
             except Broken:
                 one.raised = True
             learner.arm(None)
@@ -239,7 +248,6 @@ class PlainRun:
                 if parameter.grad is not None:
                     share = parameter.grad / len(self.learners)
                     sums[name] = sums[name] + share if name in sums else share
-                    sizes[name] += share.abs()
         failed = any(one.raised for one in seen)
         for one in seen:
             one.came = dict.fromkeys(() if failed else sums, 1)
@@ -248,7 +256,11 @@ class PlainRun:
             parameter.grad = then
             if name in sums and not failed:
                 parameter.grad = sums[name] if then is None else then + sums[name]
-                self.sizes[name] += sizes[name]
+                factor = (1 + (name in self.doubled)) / len(self.learners)
+                for parameters, heard in zip(self.replicas, summands, strict=True):
+                    if parameters[name] in heard.counts:
+                        self.sizes[name] += factor * heard.sizes[parameters[name]]
+                        self.counts[name] += heard.counts[parameters[name]]
 
     @torch.no_grad()
     def _follow(self) -> None:

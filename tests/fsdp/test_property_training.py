@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp import ReductionPolicy
 from fsdp.simulated import current_rank, simulate
@@ -12,6 +13,7 @@ from tests.fsdp.models import join
 from tests.fsdp.programs import Backward, Clip, Forward, Program, Seen, Statement, Step, Zero
 from tests.fsdp.runs import PlainRun, ShardedRun
 from tests.fsdp.strategies import programs, trees, world_sizes
+from tests.fsdp.summands import Summands
 from tests.fsdp.trees import CallSpec, GroupSpec, LeafSpec, TreeSpec
 
 ROUNDING = 2.0**-24
@@ -24,6 +26,25 @@ def test_any_program_on_any_tree_trains_like_the_plain_model(data: st.DataObject
     tree = data.draw(trees(), label="tree")
     program = data.draw(programs(tree), label="program")
     check(tree, program, world_size, seed)
+
+
+@pytest.mark.parametrize("kind", ["plain", "reentrant", "replayed"])
+def test_what_cancels_in_a_gradient_is_counted(kind: str) -> None:
+    """The check of the property allows for its rounding."""
+    weight, x = nn.Parameter(torch.ones(2)), torch.tensor([3.0, 5.0], requires_grad=True)
+
+    def twice(x: Tensor) -> Tensor:
+        return weight * x + weight * -x
+
+    loss = (twice(x) if kind == "plain" else checkpoint(twice, x, use_reentrant=kind == "reentrant")).sum()
+    summands = Summands()
+    with summands.heard():
+        loss.backward(retain_graph=kind == "plain")
+    assert weight.grad is not None and not weight.grad.any()
+    assert summands.counts == {weight: 2} and torch.equal(summands.sizes[weight], torch.tensor([6.0, 10.0]))
+    if kind == "plain":  # no hook is left in a graph that is kept
+        loss.backward()
+        assert summands.counts == {weight: 2}
 
 
 @pytest.mark.parametrize("order", range(4))
@@ -57,8 +78,8 @@ def check(tree: TreeSpec, program: Program, world_size: int, seed: int) -> None:
 
     plain = PlainRun(tree, world_size)
     elements = sum(p.numel() for p in plain.parameters.values())
-    kept, terms = False, 0
-    compare(plain, [seen[0] for seen, _ in ranks], kept, terms)
+    kept = False
+    compare(plain, [seen[0] for seen, _ in ranks], kept)
     for number, statement in enumerate(program):
         wanted = plain.execute(number, statement)
         found = [seen[number + 1] for seen, _ in ranks]
@@ -68,20 +89,20 @@ def check(tree: TreeSpec, program: Program, world_size: int, seed: int) -> None:
         if not kept and not (isinstance(statement, Backward) and not statement.sync):
             for name, calls in ((name, calls) for one in found for name, calls in one.came.items()):
                 assert calls == wanted[0].came.get(name, 0), f"statement {number}: {calls} calls of the hook on {name}"
-        kept, terms = after(statement, wanted[0].raised, kept, terms, world_size)
-        compare(plain, found, kept, terms, f"statement {number}, {statement}: ")
+        kept = keeps(statement, wanted[0].raised, kept)
+        compare(plain, found, kept, f"statement {number}, {statement}: ")
     plain.let_go()
 
 
-def after(statement: Statement, raised: bool, kept: bool, terms: int, world_size: int) -> tuple[bool, int]:
-    """Whether gradients are kept under no_sync now, and how many summands a gradient may have."""
+def keeps(statement: Statement, raised: bool, kept: bool) -> bool:
+    """Whether gradients are kept under no_sync after a statement."""
     match statement:
         case Zero():
-            return False, 0
+            return False
         case Backward(sync=sync) if not raised:
             # one that only asks for gradients of inputs reduces nothing
-            return not sync or (kept and bool(statement.only)), terms + world_size * statement.terms
-    return kept, terms
+            return not sync or (kept and bool(statement.only))
+    return kept
 
 
 def compare_values(found: Seen, wanted: Seen, elements: int) -> None:
@@ -91,11 +112,12 @@ def compare_values(found: Seen, wanted: Seen, elements: int) -> None:
         torch.testing.assert_close(one, other, rtol=PROMISED + elements * ROUNDING, atol=PROMISED, check_dtype=False)
 
 
-def compare(plain: PlainRun, found: list[Seen], kept: bool, terms: int, where: str = "") -> None:
+def compare(plain: PlainRun, found: list[Seen], kept: bool, where: str = "") -> None:
     """Gradients and weights of all ranks, put together, with the plain model's; then it takes them over.
 
-    A sum of n numbers in another order differs by at most 2 n roundings of the sum of their absolute values, which
-    is much where they cancel: that comes on top of the promise.
+    A sum of n numbers has at most n - 1 roundings of the sum of their absolute values in it, in any order, and one more
+    where an average divides them: two orders differ by at most 2 n of them, which is much where the numbers cancel. That
+    comes on top of the promise.
     """
     for name, parameter in plain.parameters.items():
         weight = join([one.weights[name] for one in found], parameter.shape)
@@ -113,7 +135,7 @@ def compare(plain: PlainRun, found: list[Seen], kept: bool, terms: int, where: s
         gradient = join([one.gradients[name] for one in found], parameter.shape) if parameter.numel() else None
         if gradient is not None and parameter.grad is not None:
             size = float(plain.sizes[name].max())
-            assert_near(gradient, parameter.grad, 2 * terms * ROUNDING * size, f"{where}gradient {name}")
+            assert_near(gradient, parameter.grad, 2 * plain.counts[name] * ROUNDING * size, f"{where}gradient {name}")
             parameter.grad.copy_(gradient)
 
 
