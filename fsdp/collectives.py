@@ -210,7 +210,10 @@ class ProcessGroupCollectives:
         channel = self._channel
         note = lines.trails[channel].before(kind, label, nbytes or tensor.nbytes)
         if tensor.device.type != "cpu":
-            return cast(Work, launch(group))
+            work = launch(group)
+            if lines.device is not None:
+                lines.device.count(channel, note)
+            return cast(Work, work)
         try:
             return WatchedWork(launch(lines.connections.get(channel, group)), lines.watch, note)
         except RuntimeError as failure:

@@ -1,6 +1,7 @@
 """Every error raised on purpose."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from state_machine import IllegalTransition
 
@@ -24,6 +25,9 @@ class PeerFailed(WorldError):
         self.unit = unit
         """The innermost unit it was in, if it could say so."""
         self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.rank, self.unit, self.reason), self.__dict__
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -9,8 +9,9 @@ NO_SHARD        each rank alone   all ranks
 import weakref
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from fsdp import simulated
 from fsdp.collectives import Alone, Collectives, ProcessGroupCollectives
 from fsdp.errors import ShardingError
 from fsdp.lines import Lines
+from fsdp.on_device import Device
 
 
 class Grouping(Enum):
@@ -226,6 +228,7 @@ def _default_group() -> dist.ProcessGroup:
 
 # torch owns the groups, and forgets them in destroy_process_group()
 _alone = Alone()
+_CUDA: Final = torch.device("cuda")
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Collectives]] = weakref.WeakKeyDictionary()
 _lines_of: weakref.WeakKeyDictionary[dist.ProcessGroup, Lines | None] = weakref.WeakKeyDictionary()
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
@@ -264,8 +267,25 @@ def _channel(group: dist.ProcessGroup, name: str, carrier: Callable[[Lines | Non
     if name not in known:
         if lines is not None:
             lines.open(name)
-        known[name] = ProcessGroupCollectives(carrier(lines), name, lines)
+        carries = carrier(lines)
+        if lines is not None and lines.device is not None:
+            lines.device.carried_by(partial(_abort, weakref.ref(carries)))
+        known[name] = ProcessGroupCollectives(carries, name, lines)
     return known[name]
+
+
+def _abort(reference: "weakref.ref[dist.ProcessGroup]") -> None:
+    """End what a group has in flight on its device."""
+    group = reference()
+    if group is not None:
+        group._get_backend(_CUDA).abort()
+
+
+def _carries_on_device(group: dist.ProcessGroup) -> bool:
+    """Whether its collectives on CUDA can be aborted: NCCL's can."""
+    if not torch.accelerator.is_available() or not any(device.type == "cuda" for device in group._device_types):
+        return False
+    return isinstance(group._get_backend(_CUDA), getattr(dist, "ProcessGroupNCCL", ()))
 
 
 def _gloo(group: dist.ProcessGroup) -> Any:
@@ -297,6 +317,7 @@ def _lines(group: dist.ProcessGroup) -> Lines | None:
         dist.get_process_group_ranks(group),
         rank,
         None if gloo is None else connect,
+        Device() if _carries_on_device(group) else None,
     )
     # torch owns the group: its threads and ours end with destroy_process_group()
     weakref.finalize(group, lines.close).atexit = False

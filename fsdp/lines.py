@@ -5,7 +5,7 @@ Over gloo the channels have connections of their own. A rank that abandons a ste
 and closes them: whatever waits for it breaks at once, on every rank, and nothing is in flight any more that could write memory
 that was given back. On whom it breaks, reads the store. A rank that died has written nothing: it is looked for among the
 processes of this host, and then the others call the roll. When every rank has hung up and wants to go on, they meet in the store
-and connect anew. While all goes well nobody asks anything. A group without gloo on the host (NCCL alone) has none of this.
+and connect anew. While all goes well nobody asks anything. Over NCCL there are no connections to break: see on_device.py.
 """
 
 import atexit
@@ -15,13 +15,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
-from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, Final, NoReturn
 
 from fsdp.errors import PeerFailed, ShardingError, WorldError
-from fsdp.trail import AGAIN, Store, Trail, Watch
+from fsdp.on_device import Device
+from fsdp.processes import is_dead, this_process
+from fsdp.trail import AGAIN, Note, Store, Trail, Watch
 
 SECONDS: Final = "FSDP_PEER_SECONDS"
 """The environment variable for how long a rank whose connections broke looks for the reason; 2 if it is not set."""
@@ -29,6 +29,7 @@ RETURN_SECONDS: Final = "FSDP_RETURN_SECONDS"
 """The one for how long a rank that wants to go on waits for the others; 60 if it is not set."""
 CLOSING: Final = 2.0
 """Seconds that are spent on closing connections at an end."""
+RESTART: Final = "Start the job again from a checkpoint."
 
 
 class Lines:
@@ -41,6 +42,7 @@ class Lines:
         ranks: Sequence[int],
         rank: int,
         connect: Callable[[str], Any] | None,
+        device: Device | None = None,
     ) -> None:
         self.completed = 0
         """Backwards that ended well."""
@@ -51,9 +53,19 @@ class Lines:
         self._rank = rank
         self._channels: list[str] = []
         self._connect = connect
+        self.device = device
+        """Set if the group carries what is on a device."""
+        self._tells = connect is not None or device is not None
+        """Whether the others hear of a failure."""
+        self._news: PeerFailed | None = None
+        """What the next call raises: a peer has abandoned the step."""
+        self._turn = Lock()
+        """Whoever hangs up or connects, here or in the thread that looks after the device."""
         self._patience = seconds(SECONDS, 2.0)
         self._return_patience = seconds(RETURN_SECONDS, 60.0)
         self._epoch = 0
+        self._processes: dict[int, Any] = {}
+        """Those of the ranks, as they said themselves."""
         self.connections: dict[str, Any] = {}
         """What carries the collectives of a channel on the host, unless that is the group itself."""
         self._closing: Thread | None = None
@@ -62,9 +74,14 @@ class Lines:
         store.set(f"who/{rank}", json.dumps(this_process()))
         _living.add(self)
         self._start()
+        if device is not None:
+            look = weakref.WeakMethod(self._look_after_device)
+            device.look_after(lambda last: (method := look()) is not None and method(last))
 
     def _start(self) -> None:
         epoch = self._epoch
+        if self.device is not None:
+            self.device.last = None  # before the new watch, which must not hear of it
         self.watch = Watch(self._scope(f"{epoch}"), self._rank, len(self._ranks))
         self.watch.ask_for_peers, self.watch.hang_up, self.watch.blame = self._ask_for_peers, self.hang_up, self._blame
         self.trails: dict[str, Trail] = {}
@@ -85,11 +102,12 @@ class Lines:
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """This rank gives up a step: say why, and hang up."""
-        if self._connect is None:
+        if not self._tells:
             return
         if isinstance(failure, WorldError) and not isinstance(failure, PeerFailed):
             self._say_hopeless(str(failure))
         if self.down:
+            self._news = None  # this is the step it is about
             return
         # on a mesh, who hears of a failure in one group tells those of the others
         why: tuple[int, str | None, str]
@@ -99,8 +117,13 @@ class Lines:
             why = self._ranks[self._rank], unit, "an error" if failure is None else f"{type(failure).__name__}: {failure}"
         with suppress(RuntimeError):  # the store may be gone
             number = self._store.add(f"abandoned/{self._epoch}", 1)
-            self._store.set(f"abandoned/{self._epoch}/{number}", json.dumps(why))
+            self._store.set(f"abandoned/{self._epoch}/{number}", json.dumps((*why, self._rank, self._launched())))
         self.hang_up()
+        self._news = None
+
+    def _launched(self) -> dict[str, int]:
+        """On the device."""
+        return {} if self.device is None else dict(self.device.launched)
 
     def _say_hopeless(self, why: str) -> None:
         """Nobody can go on, in any group of this model: those who want to, and wait for this rank, are told."""
@@ -118,7 +141,7 @@ class Lines:
 
         If the others are in that backward, they give it up, and what they are told is returned.
         """
-        if self._connect is None or self.down:
+        if not self._tells or self.down:
             return None
         try:
             self.trails[channel].before(AGAIN, unit, 0)
@@ -133,18 +156,25 @@ class Lines:
 
     def hang_up(self) -> None:
         """Close the connections. Idempotent."""
-        if self.down:
-            return
-        self.down = self._connect is not None
+        with self._turn:
+            if self.down:
+                return
+            self.down = self._tells
+        self._close_connections()
+
+    def _close_connections(self) -> None:
         connections, self.connections = self.connections, {}
-        # closing waits for collectives in flight, which may wait for the peers to hang up as well
-        self._closing = Thread(target=connections.clear, name="fsdp hangs up", daemon=True)
-        self._closing.start()
+        if connections:
+            # closing waits for collectives in flight, which may wait for the peers to hang up as well
+            self._closing = Thread(target=connections.clear, name="fsdp hangs up", daemon=True)
+            self._closing.start()
 
     def close(self) -> None:
         """The group is destroyed, or the process ends: a thread that still closes something then would abort it."""
         self.hang_up()
-        self._connect = None
+        self._connect, self._tells = None, False
+        if self.device is not None:
+            self.device.end(CLOSING)
         if self._closing is not None:
             self._closing.join(CLOSING)
 
@@ -152,14 +182,18 @@ class Lines:
         """Meet the others, who have all abandoned the step, and connect.
 
         Raises:
-            PeerFailed: a rank is gone, or does not come back.
-            WorldError: some ranks have completed a backward that others abandoned, or they disagreed before.
+            PeerFailed: a rank is gone, or does not come back; or has abandoned the step that runs here.
+            WorldError: some ranks have completed a backward that others abandoned, or launched more on a device, or they
+                disagreed before.
         """
+        news, self._news = self._news, None
+        if news is not None:
+            raise news
         if self.watch.trouble is not None:
             raise WorldError(self.watch.trouble)
         epoch = self._epoch + 1
         keys = [f"back/{epoch}/{rank}" for rank in range(len(self._ranks))]
-        self._store.set(keys[self._rank], str(self.completed))
+        self._store.set(keys[self._rank], json.dumps((self.completed, self._launched())))
         begin, pause = time.monotonic(), 0.001
         while not self._store.check(keys):
             time.sleep(pause)
@@ -172,7 +206,8 @@ class Lines:
                 self._fail(ended, "has ended, while this rank waited for it to go on after an abandoned step")
             if missing and time.monotonic() - begin > self._return_patience:
                 self._fail(missing, f"has not come back within {self._return_patience:g} s after a step was abandoned")
-        counts = [int(self._store.get(key)) for key in keys]
+        said = [json.loads(self._store.get(key)) for key in keys]
+        counts = [completed for completed, _ in said]
         if len(set(counts)) > 1:
             ahead, behind = counts.index(max(counts)), counts.index(min(counts))
             self.watch.trouble = (
@@ -180,7 +215,15 @@ class Lines:
                 "parameters may be a step apart: load a checkpoint, on all ranks."
             )
             raise WorldError(self.watch.trouble)
-        self._epoch = epoch
+        more = next((rank for rank, (_, launched) in enumerate(said) if launched != said[0][1]), None)
+        if more is not None:
+            self.watch.trouble = (
+                f"rank {self._ranks[more]} and rank {self._ranks[0]} have launched different collectives on their devices in the "
+                f"step they abandoned, and what waits for them there cannot be taken back. {RESTART}"
+            )
+            raise WorldError(self.watch.trouble)
+        with self._turn:
+            self._epoch = epoch
         try:
             self._start()
         except RuntimeError as failure:
@@ -217,7 +260,70 @@ class Lines:
     def _refuse_abandoned(self) -> None:
         key = f"abandoned/{self._epoch}/1"
         if self._store.check([key]):  # or it is being written
-            raise _abandoned(*json.loads(self._store.get(key)))
+            raise _abandoned(*json.loads(self._store.get(key))[:3])
+
+    def _look_after_device(self, last: Callable[[], Note] | None) -> bool:
+        """Whether to go on with that. `last`: what was launched last, if that is long ago."""
+        device, watch = self.device, self.watch
+        if device is None or not self._tells:
+            return False
+        try:
+            if last is not None and last is device.last and not self.down:
+                self._ask_for_peers_of(device)
+                if not self.down and not watch.host_waits:
+                    watch.tell(last()._replace(on_device=True))
+            if watch.trouble is not None:
+                raise WorldError(watch.trouble)
+        except WorldError as failure:
+            self._lose(device, failure)
+            return False
+        except RuntimeError:
+            return False  # the store is gone
+        return True
+
+    def _ask_for_peers_of(self, device: Device) -> None:
+        """Has a peer abandoned the step, or ended? If this rank has launched nothing more than it, its next call is refused.
+
+        Raises:
+            PeerFailed: it has launched more.
+            WorldError: a peer has given up because nobody can go on.
+        """
+        epoch = self._epoch
+        gone = [rank for rank in self._gone() if device.is_ahead_of(self._launched_by(rank))]  # asked first: see above
+        keys = [f"abandoned/{epoch}/{number + 1}" for number in range(self._store.add(f"abandoned/{epoch}", 0))]
+        said = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]  # or it is being written
+        if any(writer == self._rank for *_, writer, _ in said):
+            return
+        for rank, unit, reason, _, launched in said:
+            if device.is_ahead_of(launched):
+                raise _abandoned(rank, unit, reason, remedy="")
+        if gone:
+            self._fail(gone, "has ended, while this rank waited for it", remedy="")
+        self._refuse_hopeless()
+        with self._turn:
+            if not said or self._epoch != epoch or self.down:
+                return
+            self._news, self.down = _abandoned(*said[0][:3]), True
+        self._close_connections()
+
+    def _launched_by(self, rank: int) -> dict[str, int]:
+        """All that a rank which has ended had launched on its device; nothing if it did not say so."""
+        key = f"gone/{rank}"
+        found: dict[str, int] = json.loads(self._store.get(key)) if self._store.check([key]) else {}
+        return found
+
+    def _lose(self, device: Device, failure: WorldError) -> None:
+        """This rank waits for ever: end that, and raise from now on."""
+        where = f"on the device of rank {self._ranks[self._rank]}"
+        self.watch.trouble = (
+            f"{failure} What was in flight {where} has been aborted, and its parameters may hold what that left. {RESTART}"
+        )
+        if isinstance(failure, PeerFailed):
+            self._news = PeerFailed(self.watch.trouble, failure.rank, failure.unit, failure.reason)
+        self.hang_up()
+        with suppress(RuntimeError):
+            self._store.set("hopeless", self.watch.trouble)
+        device.abort()
 
     def _blame(self, rank: int) -> NoReturn:
         name, reason = self._ranks[rank], f"a {AGAIN}, which failed outside the model or was left out there"
@@ -225,29 +331,34 @@ class Lines:
 
     def _gone(self) -> list[int]:
         """The others that have ended."""
-        return [rank for rank in range(len(self._ranks)) if rank != self._rank and self._is_gone(rank)]
+        some = self._store.add("ended", 0) > 0
+        others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
+        return [rank for rank in others if (some and self._store.check([f"gone/{rank}"])) or self._is_dead(rank)]
 
-    def _is_gone(self, rank: int) -> bool:
-        if self._store.check([f"gone/{rank}"]):
-            return True
-        return self._store.check([f"who/{rank}"]) and is_dead(json.loads(self._store.get(f"who/{rank}")))
+    def _is_dead(self, rank: int) -> bool:
+        """Whether its process was on this host and is no more."""
+        if rank not in self._processes and self._store.check([f"who/{rank}"]):
+            self._processes[rank] = json.loads(self._store.get(f"who/{rank}"))
+        return rank in self._processes and is_dead(self._processes[rank])
 
     def say_goodbye(self) -> None:
         """This process ends."""
         with suppress(RuntimeError):
-            self._store.set(f"gone/{self._rank}", "")
+            self._store.set(f"gone/{self._rank}", json.dumps(self._launched()))
+            self._store.add("ended", 1)
         self.close()
 
-    def _fail(self, ranks: Sequence[int], reason: str) -> NoReturn:
+    def _fail(self, ranks: Sequence[int], reason: str, remedy: str = f" {RESTART}") -> NoReturn:
         names = [self._ranks[rank] for rank in ranks]
         who = f"rank {names[0]}" if len(names) == 1 else f"each of the ranks {', '.join(map(str, names))}"
-        raise PeerFailed(f"{who} {reason}. Start the job again from a checkpoint.", names[0], None, reason)
+        raise PeerFailed(f"{who} {reason}.{remedy}", names[0], None, reason)
 
 
-def _abandoned(rank: int, unit: str | None, reason: str) -> PeerFailed:
+def _abandoned(
+    rank: int, unit: str | None, reason: str, remedy: str = " This step is over here too; start it again on all ranks, or end."
+) -> PeerFailed:
     where = "" if unit is None else f", in unit {unit!r},"
-    text = f"rank {rank} has abandoned the step{where} with {reason}. This step is over here too; start it again on all ranks, "
-    return PeerFailed(f"{text}or end.", rank, unit, reason)
+    return PeerFailed(f"rank {rank} has abandoned the step{where} with {reason}.{remedy}", rank, unit, reason)
 
 
 _living: "weakref.WeakSet[Lines]" = weakref.WeakSet()
@@ -273,31 +384,3 @@ def seconds(variable: str, otherwise: float) -> float:
     if found <= 0:
         raise ShardingError(f"{variable} must be a number of seconds, not {text!r}.")
     return found
-
-
-@cache
-def this_process() -> tuple[str, int, str]:
-    """The host (or container) as its processes count, this process, and when it began; nothing where Linux is not."""
-    try:
-        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-        return host, os.getpid(), _state_and_begin(os.getpid())[1]
-    except OSError:
-        return "", os.getpid(), ""
-
-
-def is_dead(process: Sequence[Any]) -> bool:
-    """Whether a process that said so of itself was on this host and is no more."""
-    host, pid, begin = process
-    if not host or host != this_process()[0]:
-        return False
-    try:
-        state, began = _state_and_begin(pid)
-    except OSError:
-        return True
-    return state in "ZX" or began != begin
-
-
-def _state_and_begin(pid: int) -> tuple[str, str]:
-    # the name of the process, in parentheses, may contain anything
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], fields[19]

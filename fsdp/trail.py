@@ -64,6 +64,8 @@ class Note(NamedTuple):
     """How many calls it has made on each channel."""
     agreed: str = ""
     """The call that all ranks have made here so far, if they were here."""
+    on_device: bool = False
+    """It was launched last. Whether the host waits for it is not known."""
 
     @property
     def begins_again(self) -> bool:
@@ -81,6 +83,8 @@ class Watch:
         self.launched: dict[str, int] = {}
         self.trouble: str | None = None
         """Why the group is of no use any more."""
+        self.host_waits = False
+        """It has said so in the store."""
         self.ask_for_peers: Callable[[bool], None] = _nothing
         """Raises PeerFailed if a peer is why this rank waits, or (if True) why its connections broke."""
         self.hang_up: Callable[[], None] = _nothing
@@ -96,9 +100,8 @@ class Watch:
             WorldError: it does, because the ranks disagree.
         """
         self.ask_for_peers(False)
-        self.store.set(f"waits/{self.rank}", json.dumps(note))
-        if self.trouble is None and self.store.check(["trouble"]):
-            self.trouble = self.store.get("trouble").decode()
+        self.host_waits = True
+        self.tell(note)
         if self.trouble is None:
             notes = self._read()
             self.trouble = self._disagreement(notes)
@@ -114,6 +117,12 @@ class Watch:
         if self.trouble is not None:
             self.hang_up()  # whoever waits for this rank looks for the reason at once
             raise WorldError(self.trouble)
+
+    def tell(self, note: Note) -> None:
+        """Say what this rank waits for, and hear whether somebody knows that nobody can go on."""
+        self.store.set(f"waits/{self.rank}", json.dumps(note))
+        if self.trouble is None and self.store.check(["trouble"]):
+            self.trouble = self.store.get("trouble").decode()
 
     def explain(self, failure: RuntimeError) -> None:
         """A collective failed: if a peer is the reason, say so instead; or where everyone is, as far as they have said.
@@ -140,6 +149,7 @@ class Watch:
 
     def goes_on(self) -> None:
         """It did not wait in vain."""
+        self.host_waits = False
         self.store.set(f"waits/{self.rank}", "null")
 
     def _disagreement(self, notes: dict[int, Note]) -> str | None:
@@ -312,7 +322,7 @@ def _place(note: Note) -> str:
 
 def _nobody_can_go_on(notes: dict[int, Note], size: int) -> bool:
     """Every rank waits for a call that some rank has not made."""
-    return len(notes) == size and all(_absent(note, notes) for note in notes.values())
+    return len(notes) == size and all(_absent(note, notes) and not note.on_device for note in notes.values())
 
 
 def _absent(note: Note, notes: dict[int, Note]) -> list[int]:

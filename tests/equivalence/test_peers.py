@@ -43,13 +43,13 @@ WAITED_IN = {
 """The units in which the others may wait: for a gather that was asked for ahead of its unit, or for an earlier reduction."""
 
 
-def run(size: int, folder: Path, *names: str) -> list[dict[str, Any]]:
+def run(size: int, folder: Path, *names: str, script: str = "peer_programs.py") -> list[dict[str, Any]]:
     """What every rank saved before it ended."""
     path = os.pathsep.join([str(HERE.parent.parent), str(HERE.parent / "fsdp")])
     ranks = []
     for rank in range(size):
         with open(folder / f"{rank}.txt", "wb") as output:
-            command = [sys.executable, str(HERE / "peer_programs.py"), str(rank), str(size), str(folder), *names]
+            command = [sys.executable, str(HERE / script), str(rank), str(size), str(folder), *names]
             environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
             ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
     try:
@@ -178,3 +178,26 @@ def test_who_has_stopped_is_the_one_that_is_not_named(tmp_path: Path) -> None:
         assert {int(name) for name in re.findall(r"rank (\d) waits for all_gather\('blocks.[12]', \d+ bytes\)", line)} == {0, 1}
         assert "rank 2" not in line
     assert any(kind == "RuntimeError" for kind, *_ in found)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["fails", "killed"])
+def test_who_waits_on_a_device_is_freed_and_told(ends: bool, tmp_path: Path) -> None:
+    """By a thread: the host waits where nobody looks for a reason. Ranks that failed alike had gone on before."""
+    alike, name = "all fail in a backward", "killed" if ends else "fails"
+    reason = "has ended, while this rank waited for it" if ends else "Mine: no"
+    waiting, failing = run(2, tmp_path, *([name] if ends else [alike, name]), script="device_programs.py")
+    (heard, seconds), aborted = waiting[name]
+    first, again = heard
+    assert aborted and seconds < 5
+    assert (first[0], first[2:5]) == ("PeerFailed", (1, None if ends else "blocks.1", reason))
+    assert "What was in flight on the device of rank 0 has been aborted" in first[1]
+    tells_where(first[-1], FORWARD | BACKWARD, 0, 2)
+    assert again[0] == "WorldError" and "Start the job again from a checkpoint" in again[1]
+    if ends:
+        assert name not in failing
+        return
+    ((first, again), _), _ = failing[name]
+    assert first[0] == "Mine"
+    assert again[0] == "WorldError" and "rank 1 has abandoned the step, in unit 'blocks.1'" in again[1]
+    assert not any(one[alike][1] for one in (waiting, failing)), "aborted, where nobody waited in vain"
+    check(alike, [one[alike][0] for one in (waiting, failing)])

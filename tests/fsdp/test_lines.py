@@ -1,5 +1,6 @@
 """What ranks know of each other's failures: through the store, and by calling the roll. Threads for ranks, no connections."""
 
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,8 @@ from test_trail import MemoryStore
 import fsdp
 from fsdp import lines as module
 from fsdp.errors import PeerFailed
-from fsdp.lines import Lines, is_dead, seconds, this_process
+from fsdp.lines import Lines, seconds
+from fsdp.processes import is_dead, this_process
 
 
 class Scope(MemoryStore):
@@ -183,6 +185,14 @@ def test_a_group_without_connections_of_its_own_has_none_of_this() -> None:
     one.abandon("Net", ValueError("no"))
     assert not one.down and not one.connections
     other.watch.ask_for_peers(False)
+
+
+def test_what_is_told_can_be_sent_to_another_process() -> None:
+    failure = PeerFailed("text", 3, "blocks.1", "ValueError: no")
+    failure.add_note("a note")
+    copy = pickle.loads(pickle.dumps(failure))
+    assert type(copy) is PeerFailed and str(copy) == "text" and copy.__notes__ == ["a note"]
+    assert (copy.rank, copy.unit, copy.reason) == (3, "blocks.1", "ValueError: no")
 
 
 def test_seconds_must_be_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
