@@ -1,7 +1,8 @@
 """What runs when autograd has accumulated a gradient of one whole parameter: once a parameter and backward, so it is short."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
@@ -38,3 +39,12 @@ def hear_arrivals(reference: "weakref.ref[Hearer]", counted: int | None) -> Call
             hearer.engine.gradient_counts(counted)
 
     return arrives if counted is None else counts
+
+
+@contextmanager
+def thawed(parameter: Tensor) -> Iterator[None]:
+    """Hooks are put on frozen parameters as well, which may be thawed later."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    yield
+    parameter.requires_grad_(not frozen)

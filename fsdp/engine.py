@@ -99,6 +99,8 @@ class Engine:
         """Set by the hooks: a backward is over, and what arrived in it is no concern of the next."""
         self.forget_calls: Callable[[], None] = _nobody
         """Set by the hooks: what runs has been given up."""
+        self.keep_edits: Callable[[], None] = _nobody
+        """Set by the hooks: a backward begins inside a forward, which may have changed parameters in place."""
         self._deeds: dict[Action, Callable[[int], None]] = {
             Action.REFRESH: self._refresh,
             Action.NEED: self._need,
@@ -341,6 +343,8 @@ class Engine:
         if self.before_pass is not None and not self._path:
             self.before_pass(True, self.backward_synchronises)
         self.last_forward.awaits_backward = False
+        if self._path:
+            self.keep_edits()
         self.backward_number += 1
         self._task = graph_task()
         self._schedule = self._backward_schedule

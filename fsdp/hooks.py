@@ -2,8 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp.accumulators import Accumulators
-from fsdp.arrivals import hear_arrivals
+from fsdp.arrivals import hear_arrivals, thawed
 from fsdp.crossings import Call, Crossing, Ends, Way, inputs_of, is_batched, node_behind
 from fsdp.eager import uncompiled
 from fsdp.engine import Engine
@@ -43,13 +42,13 @@ class Hooks:
         for listener in self._listeners:
             listener.outer = outer
         engine.watch_outputs = lambda index: self._listeners[index].watch()
-        engine.forget_arrivals = self._forget_arrivals
-        engine.forget_calls = self._forget_calls
+        engine.forget_arrivals = partial(self._each, Listener.backward_is_over)
+        engine.forget_calls = partial(self._each, Listener.give_up_calls)
+        engine.keep_edits = partial(self._each, Listener.keep_edits)
 
     def remove(self) -> None:
         """Take every hook away again."""
-        for listener in self._listeners:
-            listener.remove()
+        self._each(Listener.remove)
 
     def run_as_forward(self, index: int, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of a unit as if it were its forward."""
@@ -59,13 +58,9 @@ class Hooks:
         """Before each forward of the root, call back with the module, args and kwargs."""
         return self._listeners[0].module.register_forward_pre_hook(callback, prepend=True, with_kwargs=True)
 
-    def _forget_calls(self) -> None:
+    def _each(self, do: "Callable[[Listener], None]") -> None:
         for listener in self._listeners:
-            listener.give_up_calls()
-
-    def _forget_arrivals(self) -> None:
-        for listener in self._listeners:
-            listener.backward_is_over()
+            do(listener)
 
 
 class Listener(Uncopied):
@@ -98,12 +93,12 @@ class Listener(Uncopied):
             hear = hear_arrivals(weakref.ref(self), number if number in engine.reducer.counted else None)
             for whole in engine.reducer.buckets[number].flat.whole_parameters:
                 if _can_train(whole):
-                    with _thawed(whole):
+                    with thawed(whole):
                         self._handles.append(whole.register_post_accumulate_grad_hook(hear))  # type: ignore[no-untyped-call]
         for place in self._unit.places:
             if _can_train(place.parameter):
                 refuse = RefusedUse(place.names[0], self._unit.name)
-                with _thawed(place.parameter):
+                with thawed(place.parameter):
                     self._handles.append(place.parameter.register_hook(refuse))  # type: ignore[no-untyped-call]
 
     @property
@@ -224,6 +219,11 @@ class Listener(Uncopied):
         """The calls that run may never be heard to end."""
         for call in self._calls:
             call.give_up()
+
+    def keep_edits(self) -> None:
+        """A backward begins inside a call that runs, and what that changed in place so far may be gathered anew."""
+        if self._calls:
+            self._calls[0].way.versions += self._unit.take_edits()
 
     def _is_nested(self) -> bool:
         """Whether the unit is called from inside its own forward; if it only seems so, Ctrl-C has ended that one unheard."""
@@ -389,12 +389,3 @@ class Listener(Uncopied):
 
 def _can_train(parameter: Tensor) -> bool:
     return parameter.is_floating_point() or parameter.is_complex()
-
-
-@contextmanager
-def _thawed(parameter: Tensor) -> Iterator[None]:
-    """Hooks are put on frozen parameters as well, which may be thawed later."""
-    frozen = not parameter.requires_grad
-    parameter.requires_grad_(True)
-    yield
-    parameter.requires_grad_(not frozen)

@@ -403,6 +403,36 @@ def _(run: Run) -> Yields:
         run.note("after", after)
 
 
+class EditsAndReads(nn.Module):
+    """Changes a parameter of its own, runs a backward through its block, and reads the parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.scale = Block(), nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.5)
+        loss_of(self.block(x)).backward()
+        return self.block(x) * self.scale
+
+
+@pattern(
+    "a forward that changes a parameter of its own, runs a backward and reads it",
+    "that backward gives the copy back which has the change",
+    gathers=2 * (2 + 2 * 2),
+    reductions=2 * (1 + 2),
+    cost="2 steps: root when it begins and when it reads, block forward and backward, twice; the second backward reaches root",
+)
+def _(run: Run) -> Yields:
+    model = run.shard(EditsAndReads(), {Block})
+    for step in range(2):
+        output = model(run.data(step, 2, WIDTH))
+        loss_of(output).backward()
+        yield
+        run.note("output", output)
+
+
 class StepsAndReads(nn.Module):
     """After an optimizer's step in its forward, computes with a parameter of its own that some ranks hold nothing of."""
 

@@ -412,6 +412,15 @@ STORIES = (
         """,
     ),
     Story(
+        "what a forward read of this unit after a backward of its own brings its gradient as if from outside",
+        """
+        BACKWARD_REACHES -> BACKWARD_PRE: JOIN_BACKWARD, NEED
+        GRADIENT_FROM_OUTSIDE -> BACKWARD_PRE:
+        GRADIENT_ARRIVES -> BACKWARD_PRE:
+        BACKWARD_ENDS -> IDLE: FREE, FLUSH, COMMIT
+        """,
+    ),
+    Story(
         "a penalty alone is reduced without a gather",
         """
         GRADIENT_FROM_OUTSIDE -> BACKWARD_POST: JOIN_BACKWARD
