@@ -205,15 +205,12 @@ class ProcessGroupCollectives:
         group, lines = self.group, self._lines
         if lines is None:
             return cast(Work, launch(group))
-        if lines.down:
+        if lines.down or lines.refusal is not None:
             lines.connect_anew()
         channel = self._channel
         note = lines.trails[channel].before(kind, label, nbytes or tensor.nbytes)
         if tensor.device.type != "cpu":
-            work = launch(group)
-            if lines.device is not None:
-                lines.device.count(channel, note)
-            return cast(Work, work)
+            return cast(Work, lines.launch_on_device(channel, note, partial(launch, group)))
         try:
             return WatchedWork(launch(lines.connections.get(channel, group)), lines.watch, note)
         except RuntimeError as failure:

@@ -22,7 +22,7 @@ from fsdp import simulated
 from fsdp.collectives import Alone, Collectives, ProcessGroupCollectives
 from fsdp.errors import ShardingError
 from fsdp.lines import Lines
-from fsdp.on_device import Device
+from fsdp.on_device import Device, DeviceLines
 
 
 class Grouping(Enum):
@@ -229,6 +229,7 @@ def _default_group() -> dist.ProcessGroup:
 # torch owns the groups, and forgets them in destroy_process_group()
 _alone = Alone()
 _CUDA: Final = torch.device("cuda")
+_device: Final = Device()
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Collectives]] = weakref.WeakKeyDictionary()
 _lines_of: weakref.WeakKeyDictionary[dist.ProcessGroup, Lines | None] = weakref.WeakKeyDictionary()
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
@@ -268,8 +269,8 @@ def _channel(group: dist.ProcessGroup, name: str, carrier: Callable[[Lines | Non
         if lines is not None:
             lines.open(name)
         carries = carrier(lines)
-        if lines is not None and lines.device is not None:
-            lines.device.carried_by(partial(_abort, weakref.ref(carries)))
+        if isinstance(lines, DeviceLines):
+            lines.aborts.append(partial(_abort, weakref.ref(carries)))
         known[name] = ProcessGroupCollectives(carries, name, lines)
     return known[name]
 
@@ -311,14 +312,9 @@ def _lines(group: dist.ProcessGroup) -> Lines | None:
     def connect(more: str) -> Any:
         return dist.ProcessGroupGloo(scope(f"lines/{more}"), rank, size, gloo.options._timeout)
 
-    lines = Lines(
-        c10d.PrefixStore(name, store),
-        scope,
-        dist.get_process_group_ranks(group),
-        rank,
-        None if gloo is None else connect,
-        Device() if _carries_on_device(group) else None,
-    )
+    ranks = dist.get_process_group_ranks(group)
+    how = c10d.PrefixStore(name, store), scope, ranks, rank, None if gloo is None else connect
+    lines = DeviceLines(*how, _device) if _carries_on_device(group) else Lines(*how)
     # torch owns the group: its threads and ours end with destroy_process_group()
     weakref.finalize(group, lines.close).atexit = False
     return lines

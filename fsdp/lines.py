@@ -15,11 +15,10 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any, Final, NoReturn
 
 from fsdp.errors import PeerFailed, ShardingError, WorldError
-from fsdp.on_device import Device
 from fsdp.processes import is_dead, this_process
 from fsdp.trail import AGAIN, Note, Store, Trail, Watch
 
@@ -42,7 +41,6 @@ class Lines:
         ranks: Sequence[int],
         rank: int,
         connect: Callable[[str], Any] | None,
-        device: Device | None = None,
     ) -> None:
         self.completed = 0
         """Backwards that ended well."""
@@ -53,35 +51,31 @@ class Lines:
         self._rank = rank
         self._channels: list[str] = []
         self._connect = connect
-        self.device = device
-        """Set if the group carries what is on a device."""
-        self._tells = connect is not None or device is not None
+        self._speaks = connect is not None
         """Whether the others hear of a failure."""
-        self._news: PeerFailed | None = None
-        """What the next call raises: a peer has abandoned the step."""
-        self._turn = Lock()
-        """Whoever hangs up or connects, here or in the thread that looks after the device."""
         self._patience = seconds(SECONDS, 2.0)
         self._return_patience = seconds(RETURN_SECONDS, 60.0)
         self._epoch = 0
-        self._processes: dict[int, Any] = {}
-        """Those of the ranks, as they said themselves."""
+        self._neighbours: dict[int, Any] = {}
+        """The processes of this host, each with its rank, in the order in which they said so."""
+        self._process, self._said_gone = os.getpid(), False
         self.connections: dict[str, Any] = {}
         """What carries the collectives of a channel on the host, unless that is the group itself."""
+        self._in_vain = True
+        """Whether something may wait on a device for ever, if nobody can go on."""
         self._closing: Thread | None = None
         self.down = False
         """Hung up; the next call connects anew."""
-        store.set(f"who/{rank}", json.dumps(this_process()))
+        self.refusal: Any = None
+        """If not None, the next call asks `connect_anew` whether it may be made."""
+        self._host = f"on/{this_process()[0]}"
+        number = store.add(self._host, 1)
+        store.set(f"{self._host}/{number}", json.dumps((rank, this_process())))
         _living.add(self)
         self._start()
-        if device is not None:
-            look = weakref.WeakMethod(self._look_after_device)
-            device.look_after(lambda last: (method := look()) is not None and method(last))
 
     def _start(self) -> None:
         epoch = self._epoch
-        if self.device is not None:
-            self.device.last = None  # before the new watch, which must not hear of it
         self.watch = Watch(self._scope(f"{epoch}"), self._rank, len(self._ranks))
         self.watch.ask_for_peers, self.watch.hang_up, self.watch.blame = self._ask_for_peers, self.hang_up, self._blame
         self.trails: dict[str, Trail] = {}
@@ -102,12 +96,11 @@ class Lines:
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """This rank gives up a step: say why, and hang up."""
-        if not self._tells:
+        if not self._speaks:
             return
         if isinstance(failure, WorldError) and not isinstance(failure, PeerFailed):
             self._say_hopeless(str(failure))
         if self.down:
-            self._news = None  # this is the step it is about
             return
         # on a mesh, who hears of a failure in one group tells those of the others
         why: tuple[int, str | None, str]
@@ -117,13 +110,16 @@ class Lines:
             why = self._ranks[self._rank], unit, "an error" if failure is None else f"{type(failure).__name__}: {failure}"
         with suppress(RuntimeError):  # the store may be gone
             number = self._store.add(f"abandoned/{self._epoch}", 1)
-            self._store.set(f"abandoned/{self._epoch}/{number}", json.dumps((*why, self._rank, self._launched())))
+            self._store.set(f"abandoned/{self._epoch}/{number}", json.dumps((*why, self._rank, self.launched())))
         self.hang_up()
-        self._news = None
 
-    def _launched(self) -> dict[str, int]:
-        """On the device."""
-        return {} if self.device is None else dict(self.device.launched)
+    def launched(self) -> dict[str, int]:
+        """How many collectives on a device, by channel, as far as anybody looks after them."""
+        return {}
+
+    def launch_on_device(self, channel: str, note: Callable[[], Note], launch: Callable[[], Any]) -> Any:
+        """Call `launch`. The host does not wait for what it launches."""
+        return launch()
 
     def _say_hopeless(self, why: str) -> None:
         """Nobody can go on, in any group of this model: those who want to, and wait for this rank, are told."""
@@ -141,7 +137,7 @@ class Lines:
 
         If the others are in that backward, they give it up, and what they are told is returned.
         """
-        if not self._tells or self.down:
+        if not self._speaks or self.down:
             return None
         try:
             self.trails[channel].before(AGAIN, unit, 0)
@@ -156,25 +152,18 @@ class Lines:
 
     def hang_up(self) -> None:
         """Close the connections. Idempotent."""
-        with self._turn:
-            if self.down:
-                return
-            self.down = self._tells
-        self._close_connections()
-
-    def _close_connections(self) -> None:
+        if self.down:
+            return
+        self.down = self._speaks
         connections, self.connections = self.connections, {}
-        if connections:
-            # closing waits for collectives in flight, which may wait for the peers to hang up as well
-            self._closing = Thread(target=connections.clear, name="fsdp hangs up", daemon=True)
-            self._closing.start()
+        # closing waits for collectives in flight, which may wait for the peers to hang up as well
+        self._closing = Thread(target=connections.clear, name="fsdp hangs up", daemon=True)
+        self._closing.start()
 
     def close(self) -> None:
         """The group is destroyed, or the process ends: a thread that still closes something then would abort it."""
         self.hang_up()
-        self._connect, self._tells = None, False
-        if self.device is not None:
-            self.device.end(CLOSING)
+        self._connect, self._speaks = None, False
         if self._closing is not None:
             self._closing.join(CLOSING)
 
@@ -182,18 +171,15 @@ class Lines:
         """Meet the others, who have all abandoned the step, and connect.
 
         Raises:
-            PeerFailed: a rank is gone, or does not come back; or has abandoned the step that runs here.
+            PeerFailed: a rank is gone, or does not come back.
             WorldError: some ranks have completed a backward that others abandoned, or launched more on a device, or they
                 disagreed before.
         """
-        news, self._news = self._news, None
-        if news is not None:
-            raise news
         if self.watch.trouble is not None:
             raise WorldError(self.watch.trouble)
         epoch = self._epoch + 1
         keys = [f"back/{epoch}/{rank}" for rank in range(len(self._ranks))]
-        self._store.set(keys[self._rank], json.dumps((self.completed, self._launched())))
+        self._store.set(keys[self._rank], json.dumps((self.completed, self.launched())))
         begin, pause = time.monotonic(), 0.001
         while not self._store.check(keys):
             time.sleep(pause)
@@ -207,23 +193,23 @@ class Lines:
             if missing and time.monotonic() - begin > self._return_patience:
                 self._fail(missing, f"has not come back within {self._return_patience:g} s after a step was abandoned")
         said = [json.loads(self._store.get(key)) for key in keys]
+        more = next((rank for rank, (_, launched) in enumerate(said) if launched != said[0][1]), None)
         counts = [completed for completed, _ in said]
         if len(set(counts)) > 1:
+            self._in_vain = more is not None
             ahead, behind = counts.index(max(counts)), counts.index(min(counts))
             self.watch.trouble = (
                 f"rank {self._ranks[ahead]} has completed a backward that rank {self._ranks[behind]} has abandoned, so their "
                 "parameters may be a step apart: load a checkpoint, on all ranks."
             )
             raise WorldError(self.watch.trouble)
-        more = next((rank for rank, (_, launched) in enumerate(said) if launched != said[0][1]), None)
         if more is not None:
             self.watch.trouble = (
                 f"rank {self._ranks[more]} and rank {self._ranks[0]} have launched different collectives on their devices in the "
                 f"step they abandoned, and what waits for them there cannot be taken back. {RESTART}"
             )
             raise WorldError(self.watch.trouble)
-        with self._turn:
-            self._epoch = epoch
+        self._epoch = epoch
         try:
             self._start()
         except RuntimeError as failure:
@@ -260,92 +246,38 @@ class Lines:
     def _refuse_abandoned(self) -> None:
         key = f"abandoned/{self._epoch}/1"
         if self._store.check([key]):  # or it is being written
-            raise _abandoned(*json.loads(self._store.get(key))[:3])
-
-    def _look_after_device(self, last: Callable[[], Note] | None) -> bool:
-        """Whether to go on with that. `last`: what was launched last, if that is long ago."""
-        device, watch = self.device, self.watch
-        if device is None or not self._tells:
-            return False
-        try:
-            if last is not None and last is device.last and not self.down:
-                self._ask_for_peers_of(device)
-                if not self.down and not watch.host_waits:
-                    watch.tell(last()._replace(on_device=True))
-            if watch.trouble is not None:
-                raise WorldError(watch.trouble)
-        except WorldError as failure:
-            self._lose(device, failure)
-            return False
-        except RuntimeError:
-            return False  # the store is gone
-        return True
-
-    def _ask_for_peers_of(self, device: Device) -> None:
-        """Has a peer abandoned the step, or ended? If this rank has launched nothing more than it, its next call is refused.
-
-        Raises:
-            PeerFailed: it has launched more.
-            WorldError: a peer has given up because nobody can go on.
-        """
-        epoch = self._epoch
-        gone = [rank for rank in self._gone() if device.is_ahead_of(self._launched_by(rank))]  # asked first: see above
-        keys = [f"abandoned/{epoch}/{number + 1}" for number in range(self._store.add(f"abandoned/{epoch}", 0))]
-        said = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]  # or it is being written
-        if any(writer == self._rank for *_, writer, _ in said):
-            return
-        for rank, unit, reason, _, launched in said:
-            if device.is_ahead_of(launched):
-                raise _abandoned(rank, unit, reason, remedy="")
-        if gone:
-            self._fail(gone, "has ended, while this rank waited for it", remedy="")
-        self._refuse_hopeless()
-        with self._turn:
-            if not said or self._epoch != epoch or self.down:
-                return
-            self._news, self.down = _abandoned(*said[0][:3]), True
-        self._close_connections()
-
-    def _launched_by(self, rank: int) -> dict[str, int]:
-        """All that a rank which has ended had launched on its device; nothing if it did not say so."""
-        key = f"gone/{rank}"
-        found: dict[str, int] = json.loads(self._store.get(key)) if self._store.check([key]) else {}
-        return found
-
-    def _lose(self, device: Device, failure: WorldError) -> None:
-        """This rank waits for ever: end that, and raise from now on."""
-        where = f"on the device of rank {self._ranks[self._rank]}"
-        self.watch.trouble = (
-            f"{failure} What was in flight {where} has been aborted, and its parameters may hold what that left. {RESTART}"
-        )
-        if isinstance(failure, PeerFailed):
-            self._news = PeerFailed(self.watch.trouble, failure.rank, failure.unit, failure.reason)
-        self.hang_up()
-        with suppress(RuntimeError):
-            self._store.set("hopeless", self.watch.trouble)
-        device.abort()
+            raise abandoned_by(*json.loads(self._store.get(key))[:3])
 
     def _blame(self, rank: int) -> NoReturn:
         name, reason = self._ranks[rank], f"a {AGAIN}, which failed outside the model or was left out there"
-        raise _abandoned(name, None, reason)
+        raise abandoned_by(name, None, reason)
 
     def _gone(self) -> list[int]:
         """The others that have ended."""
         some = self._store.add("ended", 0) > 0
         others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
-        return [rank for rank in others if (some and self._store.check([f"gone/{rank}"])) or self._is_dead(rank)]
+        dead = self._dead()
+        return [rank for rank in others if rank in dead or (some and self._store.check([f"gone/{rank}"]))]
 
-    def _is_dead(self, rank: int) -> bool:
-        """Whether its process was on this host and is no more."""
-        if rank not in self._processes and self._store.check([f"who/{rank}"]):
-            self._processes[rank] = json.loads(self._store.get(f"who/{rank}"))
-        return rank in self._processes and is_dead(self._processes[rank])
+    def _dead(self) -> set[int]:
+        """The ranks whose processes were on this host and are no more."""
+        for number in range(self._store.add(self._host, 0)):
+            key = f"{self._host}/{number + 1}"
+            if number not in self._neighbours and self._store.check([key]):
+                self._neighbours[number] = json.loads(self._store.get(key))
+        return {rank for rank, process in self._neighbours.values() if is_dead(process)}
+
+    def _say_gone(self) -> None:
+        if self._said_gone or os.getpid() != self._process:
+            return  # a child of this process ends
+        self._said_gone = True
+        with suppress(RuntimeError):
+            self._store.set(f"gone/{self._rank}", json.dumps(self.launched()))
+            self._store.add("ended", 1)
 
     def say_goodbye(self) -> None:
         """This process ends."""
-        with suppress(RuntimeError):
-            self._store.set(f"gone/{self._rank}", json.dumps(self._launched()))
-            self._store.add("ended", 1)
+        self._say_gone()
         self.close()
 
     def _fail(self, ranks: Sequence[int], reason: str, remedy: str = f" {RESTART}") -> NoReturn:
@@ -354,7 +286,7 @@ class Lines:
         raise PeerFailed(f"{who} {reason}.{remedy}", names[0], None, reason)
 
 
-def _abandoned(
+def abandoned_by(
     rank: int, unit: str | None, reason: str, remedy: str = " This step is over here too; start it again on all ranks, or end."
 ) -> PeerFailed:
     where = "" if unit is None else f", in unit {unit!r},"

@@ -67,6 +67,10 @@ class Note(NamedTuple):
     on_device: bool = False
     """It was launched last. Whether the host waits for it is not known."""
 
+    def made_on(self, channel: str) -> int:
+        """How many calls it has made on a channel, which it may have opened since."""
+        return self.launched.get(channel, 0)
+
     @property
     def begins_again(self) -> bool:
         """See the note on steps that fail where nothing hears it."""
@@ -164,7 +168,7 @@ class Watch:
             for other, theirs in notes.items():
                 if theirs.channel == note.channel and theirs.number == note.number:
                     here.setdefault(theirs.call, []).append(other)
-            gone_on = [other for other, theirs in notes.items() if note.asks and theirs.launched[note.channel] >= note.number]
+            gone_on = [other for other, theirs in notes.items() if note.asks and theirs.made_on(note.channel) >= note.number]
             if gone_on and self.store.add(note.asks, 0) >= self.size:
                 gone_on = []  # with the same call, since they wrote
             if note.begins_again and (gone_on or len(here) > 1):
@@ -330,7 +334,7 @@ def _absent(note: Note, notes: dict[int, Note]) -> list[int]:
     return [
         rank
         for rank, theirs in notes.items()
-        if theirs.launched[note.channel] < note.number and not (theirs.asks and theirs.asks == note.asks)
+        if theirs.made_on(note.channel) < note.number and not (theirs.asks and theirs.asks == note.asks)
     ]
 
 

@@ -26,6 +26,7 @@ from peer_programs import LIMIT, Mine, Told, kill, told
 import fsdp
 from fsdp import groups
 from fsdp.collectives import ProcessGroupCollectives
+from fsdp.on_device import DeviceLines
 
 aborted = Event()
 
@@ -49,13 +50,11 @@ class OnDevice:
 def launch(self: ProcessGroupCollectives, kind: str, label: str, tensor: torch.Tensor, launch: Any, nbytes: int = 0) -> Any:
     """Instead of `_launch`, whose tensors are on the host here."""
     lines = self._lines
-    assert lines is not None and lines.device is not None
-    if lines.down:
+    assert isinstance(lines, DeviceLines)
+    if lines.down or lines.refusal is not None:
         lines.connect_anew()
     note = lines.trails[self._channel].before(kind, label, nbytes or tensor.nbytes)
-    work = OnDevice(launch(self.group))
-    lines.device.count(self._channel, note)
-    return work
+    return lines.launch_on_device(self._channel, note, lambda: OnDevice(launch(self.group)))
 
 
 def abort(reference: "ref[dist.ProcessGroup]") -> None:

@@ -1,8 +1,9 @@
 """Collectives on a device: who looks after them, and what is over when a peer does not join. Threads for ranks, no device."""
 
 import time
-from collections.abc import Callable
-from threading import Event
+from collections.abc import Callable, Iterator
+from threading import Event, Thread, current_thread
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from fsdp import lines as lines_module
 from fsdp import on_device, trail
 from fsdp.collectives import ProcessGroupCollectives
 from fsdp.errors import PeerFailed
-from fsdp.lines import Lines
-from fsdp.on_device import Device
+from fsdp.on_device import Device, DeviceLines
 from fsdp.works import DONE
 
 STEADY = "ababababa"
 """So often that all predict the next call, which is "b"."""
+
+
+opened: list[DeviceLines] = []
 
 
 class Rank:
@@ -28,32 +31,44 @@ class Rank:
     def __init__(self, store: MemoryStore, rank: int, size: int) -> None:
         self.aborted = Event()
         self.device = Device()
-        self.device.carried_by(self.aborted.set)
+        self.lines = self.open_group(store, rank, size)
+
+    def open_group(self, store: MemoryStore, rank: int, size: int) -> DeviceLines:
         ranks = [10 + r for r in range(size)]
-        self.lines = Lines(store, lambda name: Scope(store, name), ranks, rank, None, self.device)
-        self.lines.open("gathers")
+        lines = DeviceLines(store, lambda name: Scope(store, name), ranks, rank, None, self.device)
+        lines.aborts.append(self.aborted.set)
+        lines.open("gathers")
+        opened.append(lines)
+        return lines
 
     def launch(self, *labels: str) -> None:
         """As `ProcessGroupCollectives` does."""
         for label in labels:
-            if self.lines.down:
+            if self.lines.down or self.lines.refusal is not None:
                 self.lines.connect_anew()
-            self.device.count("gathers", self.lines.trails["gathers"].before("all_gather", label, 8))
+            self.launch_at_once(label)
+
+    def launch_at_once(self, label: str, launch: Callable[[], object] = lambda: DONE) -> None:
+        note = self.lines.trails["gathers"].before("all_gather", label, 8)
+        self.lines.launch_on_device("gathers", note, launch)
 
     def refused(self) -> fsdp.WorldError:
         """What the next call raises, at last."""
         until = time.monotonic() + 10
-        while not self.lines.down and time.monotonic() < until:
+        while self.lines.refusal is None and time.monotonic() < until:
             time.sleep(0.01)
         return said(lambda: self.launch("next"))
 
 
 @pytest.fixture(autouse=True)
-def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(on_device, "POLL", 0.01)
     monkeypatch.setattr(on_device, "PATIENCE", 0.1)
     monkeypatch.setattr(trail, "PATIENCE", 0.1)
     monkeypatch.setenv(lines_module.RETURN_SECONDS, "5")
+    yield
+    while opened:
+        opened.pop().close()
 
 
 def ranks_that_launched(*labels: str, size: int = 2) -> list[Rank]:
@@ -66,7 +81,7 @@ def ranks_that_launched(*labels: str, size: int = 2) -> list[Rank]:
 def has_time(ranks: list[Rank]) -> None:
     """For every thread to look several times, and to see that nobody waits in vain."""
     time.sleep(0.4)
-    assert not any(one.aborted.is_set() or one.lines.down for one in ranks)
+    assert not any(one.aborted.is_set() or one.lines.down or one.lines.refusal for one in ranks)
 
 
 def test_who_waits_for_one_that_abandoned_the_step_is_freed_and_told() -> None:
@@ -117,11 +132,98 @@ def test_ranks_that_failed_after_different_calls_do_not() -> None:
     assert one.aborted.wait(5) and other.aborted.wait(5)
 
 
+def test_who_is_refused_its_next_call_says_how_far_it_came() -> None:
+    """Two have launched what the third one never will; one of these two abandons, and the other waits for the third."""
+    failing, behind, waiting = ranks_that_launched(*STEADY, size=3)
+    failing.launch("b")
+    waiting.launch("b")
+    failing.lines.abandon("blocks.1", ValueError("no"))
+    behind.lines.abandon("Net", behind.refused())
+    assert isinstance(waiting.refused(), PeerFailed) and waiting.aborted.wait(5)
+
+
+def test_a_call_that_was_on_its_way_when_a_peer_failed_is_not_forgotten() -> None:
+    waiting, failing = ranks_that_launched(*STEADY)
+    failing.lines.abandon("blocks.1", ValueError("no"))
+    while waiting.lines.refusal is None:
+        time.sleep(0.01)
+    waiting.launch_at_once("b")
+    assert waiting.aborted.wait(5)
+
+
+def test_who_has_failed_itself_may_wait_for_what_it_launched() -> None:
+    waiting, ending = ranks_that_launched(*STEADY)
+    waiting.launch("b")
+    waiting.lines.abandon("Net", MemoryError("no"))
+    ending.lines.say_goodbye()
+    assert waiting.aborted.wait(5)
+
+
+def test_the_first_call_of_a_communicator_waits_for_all_ranks_while_it_is_launched() -> None:
+    waiting, failing = ranks_that_launched(*STEADY)
+    freed = []
+
+    def launch() -> object:
+        freed.append(waiting.aborted.wait(5))
+        raise RuntimeError("the communicator was aborted")
+
+    failing.lines.abandon("blocks.1", ValueError("no"))
+    with pytest.raises(PeerFailed, match="has been aborted") as caught:
+        waiting.launch_at_once("b", launch)
+    assert freed == [True] and "communicator was aborted" in str(caught.value.__cause__)
+
+
+def test_who_is_told_last_is_told_once() -> None:
+    ranks = ranks_that_launched(*STEADY, size=4)
+    for one in ranks[1:]:
+        one.launch("b")
+    ranks[0].lines.abandon("blocks.1", ValueError("no"))
+    for one in ranks:
+        assert one.aborted.wait(5)
+        text = str(said(lambda one=one: one.launch("a")))
+        assert text.count("has been aborted") == text.count("Start the job again") == 1
+
+
+def test_all_groups_of_a_rank_are_lost_together() -> None:
+    """What waits behind the aborted collective on the device would go on with what that left."""
+    row, failing = ranks_that_launched(*STEADY)
+    column = row.open_group(MemoryStore(), 0, 1)
+    row.launch("b")
+    failing.lines.abandon("blocks.1", ValueError("no"))
+    assert row.aborted.wait(5)
+    error = said(column.connect_anew)
+    assert isinstance(error, PeerFailed) and error.rank == 11
+
+
+def test_what_was_said_of_a_step_is_not_compared_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread is slow, and the ranks, which failed alike, have gone on when it has read what was said."""
+    slow, other = ranks_that_launched("a", "b")
+    store: Any = slow.lines._store
+    reads, goes_on, get = Event(), Event(), store.get
+
+    def read(key: str) -> bytes:
+        found: bytes = get(key)
+        if key.startswith("abandoned/") and current_thread() is slow.device._thread:
+            reads.set()
+            goes_on.wait(5)
+        return found
+
+    other.device.remove(other.lines)
+    monkeypatch.setattr(store, "get", read)
+    other.lines.abandon("Net", MemoryError("no"))
+    assert reads.wait(5)
+    slow.lines.abandon("Net", MemoryError("no"))
+    for _ in range(2):
+        assert not any(together(*(lambda one=one: one.launch("a", "b") for one in (slow, other))))
+        goes_on.set()
+        has_time([slow, other])
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_who_waits_for_one_that_ended_is_freed_and_told(killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, ending = ranks_that_launched(*STEADY)
     if killed:
-        monkeypatch.setattr(waiting.lines, "_is_dead", lambda rank: True)
+        monkeypatch.setattr(waiting.lines, "_dead", lambda: {1})
     else:
         ending.lines.say_goodbye()
     waiting.launch("b")
@@ -134,6 +236,65 @@ def test_who_is_done_may_end() -> None:
     one, other = ranks_that_launched("a", "b")
     other.lines.say_goodbye()
     has_time([one])
+
+
+def test_who_has_destroyed_the_group_may_end_unheard(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = ranks_that_launched("a", "b")
+    other.lines.close()
+    monkeypatch.setattr(one.lines, "_dead", lambda: {1})
+    has_time([one])
+
+
+def test_a_child_of_a_process_says_no_goodbye_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = ranks_that_launched(*STEADY)
+    monkeypatch.setattr(other.lines, "_process", 0)
+    other.lines.say_goodbye()
+    one.launch("b")
+    has_time([one])
+
+
+def test_who_is_a_step_apart_waits_for_nobody_and_is_not_aborted() -> None:
+    ranks = ranks_that_launched(*STEADY)
+    ranks[0].lines.completed += 1
+    for one in ranks:
+        one.lines.abandon("Net", MemoryError("no"))
+    for error in together(*(lambda one=one: one.launch("a") for one in ranks)):
+        assert "may be a step apart" in str(error)
+    time.sleep(0.4)
+    assert not any(one.aborted.is_set() for one in ranks)
+
+
+def test_a_store_may_fail_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, failing = ranks_that_launched(*STEADY)
+    store: Any = waiting.lines._store
+    add, failures = store.add, []
+
+    def fails(key: str, amount: int) -> int:
+        if current_thread() is waiting.device._thread and not failures:
+            failures.append(key)
+            raise RuntimeError("no answer")
+        found: int = add(key, amount)
+        return found
+
+    monkeypatch.setattr(store, "add", fails)
+    failing.lines.abandon("blocks.1", ValueError("no"))
+    waiting.launch("b")
+    assert waiting.aborted.wait(5) and failures
+
+
+def test_a_channel_that_was_opened_since_a_rank_said_what_it_launched_is_asked_on() -> None:
+    ranks = ranks_that_launched(*STEADY)
+    time.sleep(0.4)  # both have said so
+    for one in ranks:
+        one.lines.open("reductions 1")
+    asked = Thread(target=lambda: ranks[0].lines.trails["reductions 1"].before("reduce", "x", 8))
+    asked.start()
+    for _ in range(40):
+        time.sleep(0.01)
+        ranks[1].launch("b", "a")
+    ranks[1].lines.trails["reductions 1"].before("reduce", "x", 8)
+    asked.join(5)
+    assert not asked.is_alive()
 
 
 def test_ranks_that_disagree_are_freed() -> None:
@@ -152,7 +313,7 @@ def test_a_slow_rank_is_waited_for() -> None:
     one, other = ranks_that_launched(*STEADY)
     one.launch("b")
     time.sleep(0.4)
-    assert not one.aborted.is_set() and not one.lines.down
+    assert not one.aborted.is_set() and one.lines.refusal is None
     other.launch("b")
     has_time([one, other])
 
@@ -183,7 +344,7 @@ def test_what_is_on_a_device_is_counted_and_what_is_on_the_host_is_not() -> None
     channel._reference = lambda: one  # type: ignore[assignment, return-value]
     launch: Callable[[object], object] = lambda group: DONE  # noqa: E731
     channel._launch("all_gather", "a", torch.empty(2), launch)
-    assert not one.device.launched and one.device.last is None
+    assert not one.lines.launched() and one.lines._last is None
     assert channel._launch("all_gather", "a", torch.empty(2, device="meta"), launch) is DONE
-    assert one.device.launched == {"gathers": 1}
-    assert one.device.last is not None and one.device.last().call == "all_gather('a', 8 bytes)"
+    assert one.lines.launched() == {"gathers": 1}
+    assert one.lines._last is not None and one.lines._last().call == "all_gather('a', 8 bytes)"
