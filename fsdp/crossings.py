@@ -22,7 +22,7 @@ Ends = Sequence[weakref.ref[Tensor]]
 class Call:
     """One forward of one unit, while it runs."""
 
-    __slots__ = ("carried", "exits", "guard", "handled", "nested", "outputs", "records", "refused", "way")
+    __slots__ = ("carried", "exits", "guard", "handled", "nested", "outputs", "records", "refused", "taken", "way")
 
     def __init__(self, replay: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
         self.exits = nodes_of(inputs)
@@ -38,6 +38,8 @@ class Call:
         """Whether it makes a graph; not so in a reentrant checkpoint, whose outputs get one when it is over."""
         self.carried: list[weakref.ref[Tensor]] = []
         """What the user's hooks had carried off when it began, in a call around it."""
+        self.taken: list[tuple[Tensor, Tensor]] = []
+        """Parts of shards, and their values before an edit of this call was taken."""
         self.refused = False
         self.nested = False
         """Called from inside its own forward: by a recursion, or by a method that is registered as a forward."""

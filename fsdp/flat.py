@@ -45,6 +45,10 @@ class Place:
         return any(isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module, _ in self.slots)
 
 
+Before = list[tuple[Tensor, Tensor]] | None
+"""Parts of shards, and their values before an edit was taken, if anybody wants to know."""
+
+
 class FlatBuffer:
     """The parameters of a unit that share a dtype and are trainable alike, laid end to end.
 
@@ -183,7 +187,7 @@ class FlatBuffer:
         """Of each whole parameter, how often it was changed in place."""
         return [p._version for p in self.whole_parameters]
 
-    def take_edits(self, unit: str) -> int:
+    def take_edits(self, unit: str, before_them: Before) -> int:
         """Copy this rank's part of whole parameters that were changed in place to their shards; return how many were.
 
         Raises:
@@ -197,9 +201,9 @@ class FlatBuffer:
         with torch.no_grad():
             if replaced:
                 self._take_replaced(unit, before)
-            return self._take_changed(unit, before)
+            return self._take_changed(unit, before, before_them)
 
-    def _take_changed(self, unit: str, before: list[int]) -> int:
+    def _take_changed(self, unit: str, before: list[int], before_them: Before) -> int:
         taken = 0
         for i, parameter in enumerate(self.shard_parameters):
             if before[i] == self.edits[i]:
@@ -211,7 +215,10 @@ class FlatBuffer:
                 )
             part = self.parts[i]
             mine = self.whole_parameters[i].detach().view(-1)[part.first : part.first + part.numel]
-            self.shard_view(part).copy_(mine.view(part.shape))
+            shard = self.shard_view(part)
+            if before_them is not None:
+                before_them.append((shard, shard.clone()))
+            shard.copy_(mine.view(part.shape))
             increment_version(parameter)
             taken += 1
         return taken

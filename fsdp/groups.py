@@ -301,7 +301,10 @@ def _lines(group: dist.ProcessGroup) -> Lines | None:
     """What the channels of a real group share."""
     if dist.get_backend(group) == "fake":
         return None
-    store = c10d._get_default_store()
+    store, on_device = c10d._get_default_store(), _carries_on_device(group)
+    if on_device:
+        # another thread asks it, while torch may wait in the one it has
+        store = store.clone()  # type: ignore[attr-defined]
     rank, size, gloo = dist.get_rank(group), dist.get_world_size(group), _gloo(group)
     # a group may be given the name of one that was destroyed
     name = f"fsdp/{group.group_name}/{store.add(f'fsdp/{group.group_name}/made by {rank}', 1)}"
@@ -314,7 +317,7 @@ def _lines(group: dist.ProcessGroup) -> Lines | None:
 
     ranks = dist.get_process_group_ranks(group)
     how = c10d.PrefixStore(name, store), scope, ranks, rank, None if gloo is None else connect
-    lines = DeviceLines(*how, _device) if _carries_on_device(group) else Lines(*how)
+    lines = DeviceLines(*how, _device) if on_device else Lines(*how)
     # torch owns the group: its threads and ours end with destroy_process_group()
     weakref.finalize(group, lines.close).atexit = False
     return lines

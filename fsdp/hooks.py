@@ -186,7 +186,7 @@ class Listener(Uncopied):
                     self._unit.take_edits_of_replay()
                 else:
                     self._engine.note(passing, self._index)
-                    self._unit.forget_edits()
+                    self._unit.forget_edits(call.taken)
                     self._engine.forward_ends(self._index, Event.FORWARD_FAILS)
                 return None
             try:
@@ -199,7 +199,7 @@ class Listener(Uncopied):
                 self._find_outputs(call, output)
             except ShardingError as refusal:
                 self._engine.note(refusal, self._index)
-                self._unit.forget_edits()
+                self._unit.forget_edits(call.taken)
                 if not replay:
                     self._engine.forward_ends(self._index, Event.FORWARD_FAILS)
                 raise
@@ -222,8 +222,8 @@ class Listener(Uncopied):
 
     def keep_edits(self) -> None:
         """A backward begins inside a call that runs, and what that changed in place so far may be gathered anew."""
-        if self._calls:
-            self._calls[0].way.versions += self._unit.take_edits()
+        for call in self._calls[:1]:
+            call.way.versions += self._unit.take_edits(call.taken)
 
     def _is_nested(self) -> bool:
         """Whether the unit is called from inside its own forward; if it only seems so, Ctrl-C has ended that one unheard."""

@@ -56,7 +56,7 @@ class Lines:
         self._patience = seconds(SECONDS, 2.0)
         self._return_patience = seconds(RETURN_SECONDS, 60.0)
         self._epoch = 0
-        self._neighbours: dict[int, Any] = {}
+        self._neighbours: list[Any] = []
         """The processes of this host, each with its rank, in the order in which they said so."""
         self._process, self._said_gone = os.getpid(), False
         self.connections: dict[str, Any] = {}
@@ -125,11 +125,12 @@ class Lines:
         """Nobody can go on, in any group of this model: those who want to, and wait for this rank, are told."""
         self.watch.trouble = self.watch.trouble or why
         with suppress(RuntimeError):
-            self._store.set("hopeless", self.watch.trouble)
+            if not self._store.check(["hopeless"]):
+                self._store.set("hopeless", json.dumps((self.watch.trouble, self._in_vain)))
 
     def _refuse_hopeless(self) -> None:
         if self._store.check(["hopeless"]):
-            self.watch.trouble = self._store.get("hopeless").decode()
+            self.watch.trouble, self._in_vain = json.loads(self._store.get("hopeless"))
             raise WorldError(self.watch.trouble)
 
     def begin_again(self, channel: str, unit: str) -> PeerFailed | None:
@@ -186,8 +187,9 @@ class Lines:
             pause = min(2 * pause, 0.05)
             gone = self._gone()
             # who has ended since has said before that it came back, or that nobody can go on
-            self._refuse_hopeless()
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if missing:
+                self._refuse_hopeless()
             if ended := [rank for rank in gone if rank in missing]:
                 self._fail(ended, "has ended, while this rank waited for it to go on after an abandoned step")
             if missing and time.monotonic() - begin > self._return_patience:
@@ -254,18 +256,16 @@ class Lines:
 
     def _gone(self) -> list[int]:
         """The others that have ended."""
-        some = self._store.add("ended", 0) > 0
+        some = self._store.check(["ended"])
         others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
         dead = self._dead()
         return [rank for rank in others if rank in dead or (some and self._store.check([f"gone/{rank}"]))]
 
     def _dead(self) -> set[int]:
         """The ranks whose processes were on this host and are no more."""
-        for number in range(self._store.add(self._host, 0)):
-            key = f"{self._host}/{number + 1}"
-            if number not in self._neighbours and self._store.check([key]):
-                self._neighbours[number] = json.loads(self._store.get(key))
-        return {rank for rank, process in self._neighbours.values() if is_dead(process)}
+        while self._store.check([key := f"{self._host}/{len(self._neighbours) + 1}"]):
+            self._neighbours.append(json.loads(self._store.get(key)))
+        return {rank for rank, process in self._neighbours if is_dead(process)}
 
     def _say_gone(self) -> None:
         if self._said_gone or os.getpid() != self._process:
@@ -273,7 +273,7 @@ class Lines:
         self._said_gone = True
         with suppress(RuntimeError):
             self._store.set(f"gone/{self._rank}", json.dumps(self.launched()))
-            self._store.add("ended", 1)
+            self._store.set("ended", "")
 
     def say_goodbye(self) -> None:
         """This process ends."""

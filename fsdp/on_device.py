@@ -122,7 +122,8 @@ class DeviceLines(Lines):
         super()._start()
 
     def launched(self) -> dict[str, int]:
-        return dict(self._launched)
+        # one whose first call failed has launched nothing
+        return {channel: count for channel, count in dict(self._launched).items() if count}
 
     def launch_on_device(self, channel: str, note: Callable[[], Note], launch: Callable[[], Any]) -> Any:
         # counted before, because the first call of a communicator waits for all ranks
@@ -132,8 +133,9 @@ class DeviceLines(Lines):
             return launch()
         except RuntimeError as failure:
             self._launched[channel] -= 1
-            if self.refusal is not None:
-                raise self.refusal.error from failure
+            refusal, self.refusal = self.refusal, None
+            if refusal is not None:
+                raise refusal.error from failure
             raise
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
@@ -169,6 +171,7 @@ class DeviceLines(Lines):
             if last is not None and now - self._looked[1] >= PATIENCE:
                 self._looked = last, now
                 self._ask(launched, epoch)
+                self._failures = 0
                 if last is self._last and not self.down and not watch.host_waits:
                     watch.tell(last()._replace(on_device=True))
             if watch.trouble is not None:
@@ -180,8 +183,6 @@ class DeviceLines(Lines):
         except RuntimeError:
             self._failures += 1
             self._over = self._failures >= FAILURES
-        else:
-            self._failures = 0
 
     def _ask(self, launched: Mapping[str, int], epoch: int) -> None:
         """Has a peer abandoned the step, or ended? If this rank has launched nothing more than it, its next call is refused.
@@ -219,10 +220,8 @@ class DeviceLines(Lines):
         if isinstance(failure, PeerFailed):
             error = PeerFailed(text, failure.rank, failure.unit, failure.reason)
         self._over, self._lost, self.refusal = True, text, Refusal(None, error)
-        self.watch.trouble = text
-        with suppress(RuntimeError):
-            if not self._store.check(["hopeless"]):
-                self._store.set("hopeless", text)
+        self.watch.trouble, self._in_vain = text, True
+        self._say_hopeless(text)
 
 
 def _is_more(mine: Mapping[str, int], theirs: Mapping[str, int]) -> bool:

@@ -24,8 +24,10 @@ def is_dead(process: Sequence[Any]) -> bool:
         return False
     try:
         state, began = _state_and_begin(pid)
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
+    except OSError:
+        return False  # nobody can say: this process may have too many files open
     return state in "ZX" or began != begin
 
 

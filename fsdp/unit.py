@@ -16,7 +16,7 @@ from fsdp.collectives import Collectives
 from fsdp.config import Config
 from fsdp.errors import ShardingError
 from fsdp.face import ModuleFace, own
-from fsdp.flat import FlatBuffer, Place, in_pieces
+from fsdp.flat import Before, FlatBuffer, Place, in_pieces
 from fsdp.groups import Grouping
 from fsdp.outside import FullUse, LocalUse
 from fsdp.stack import in_backward, is_running
@@ -151,23 +151,32 @@ class Unit:
         for face in self._faces:
             face.guard()
 
-    def take_edits(self) -> int:
+    def take_edits(self, before: Before = None) -> int:
         """Keep what its forward changed in the whole parameters in place; return by how much `versions` grew.
+
+        `before`: filled with what `forget_edits` needs, if the forward goes on and may yet fail.
 
         Raises:
             ShardingError: they are in another precision than the shards.
         """
-        return sum([flat.take_edits(self.name) for flat in self.flats])
+        return sum([flat.take_edits(self.name, before) for flat in self.flats])
 
     def take_edits_of_replay(self) -> None:
         """Keep what a replay changed in place: the same once more, which is no reason to refuse the backward it is for."""
         self._read_by_replay = False
         self._edits_of_replays += self.take_edits()
 
-    def forget_edits(self) -> None:
-        """A forward failed: what it changed will be gathered anew (where the whole parameters are the shards, it stays)."""
+    def forget_edits(self, taken: "list[tuple[Tensor, Tensor]]") -> None:
+        """A forward failed: what it changed will be gathered anew, and what was `taken` of that is put back.
+
+        Where the whole parameters are the shards, all of it stays.
+        """
         for flat in self.flats:
             flat.edits = flat.count_edits()
+        with torch.no_grad():
+            for shard, before in reversed(taken):
+                shard.copy_(before)
+        self._edits_of_replays += len(taken)
 
     def sync_requires_grad(self) -> None:
         """Carry to the whole face what the user has frozen or thawed."""

@@ -1,8 +1,10 @@
 """What ranks know of each other's failures: through the store, and by calling the roll. Threads for ranks, no connections."""
 
+import errno
 import pickle
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +180,15 @@ def test_a_process_is_known_by_when_it_began() -> None:
     assert is_dead((host, 2**22 + 1, begin))
     assert not is_dead(("another host", 2**22 + 1, begin))
     assert not is_dead(("", 2**22 + 1, begin))
+
+
+def test_who_cannot_look_takes_nobody_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many(path: Path, encoding: str | None = None) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    process = this_process()
+    monkeypatch.setattr(Path, "read_text", too_many)
+    assert not is_dead(process)
 
 
 def test_a_group_without_connections_of_its_own_has_none_of_this() -> None:

@@ -16,6 +16,7 @@ from fsdp import on_device, trail
 from fsdp.collectives import ProcessGroupCollectives
 from fsdp.errors import PeerFailed
 from fsdp.on_device import Device, DeviceLines
+from fsdp.trail import Note
 from fsdp.works import DONE
 
 STEADY = "ababababa"
@@ -120,6 +121,23 @@ def test_ranks_that_failed_alike_go_on() -> None:
     has_time(ranks)
 
 
+def test_a_first_call_that_could_not_be_launched_was_not() -> None:
+    ranks = ranks_that_launched(*STEADY)
+    for one in ranks:
+        one.lines.open("reductions")
+
+    def fails() -> None:
+        raise RuntimeError("out of memory")
+
+    note = lambda: Note("reductions", 1, "reduce", "", {})  # noqa: E731
+    with pytest.raises(RuntimeError, match="out of memory"):
+        ranks[0].lines.launch_on_device("reductions", note, fails)
+    for one in ranks:
+        one.lines.abandon("Net", MemoryError("no"))
+    assert not any(together(*(lambda one=one: one.launch("a") for one in ranks)))
+    has_time(ranks)
+
+
 def test_ranks_that_failed_after_different_calls_do_not() -> None:
     """What one of them launched and the other did not is on the device for good."""
     one, other = ranks_that_launched(*STEADY)
@@ -171,6 +189,8 @@ def test_the_first_call_of_a_communicator_waits_for_all_ranks_while_it_is_launch
     with pytest.raises(PeerFailed, match="has been aborted") as caught:
         waiting.launch_at_once("b", launch)
     assert freed == [True] and "communicator was aborted" in str(caught.value.__cause__)
+    waiting.lines.abandon("Net", caught.value)
+    assert type(said(lambda: waiting.launch("a"))) is fsdp.WorldError  # it was told by PeerFailed
 
 
 def test_who_is_told_last_is_told_once() -> None:
@@ -258,10 +278,35 @@ def test_who_is_a_step_apart_waits_for_nobody_and_is_not_aborted() -> None:
     ranks[0].lines.completed += 1
     for one in ranks:
         one.lines.abandon("Net", MemoryError("no"))
-    for error in together(*(lambda one=one: one.launch("a") for one in ranks)):
-        assert "may be a step apart" in str(error)
+
+    def goes_on(one: Rank) -> None:
+        """As the engine does."""
+        try:
+            one.launch("a")
+        except fsdp.WorldError as error:
+            one.lines.abandon("Net", error)
+            raise
+
+    errors = together(lambda: goes_on(ranks[0]), lambda: time.sleep(0.3) or goes_on(ranks[1]))  # type: ignore[func-returns-value]
+    for error in errors:
+        assert "may be a step apart" in str(error) and "aborted" not in str(error)
     time.sleep(0.4)
     assert not any(one.aborted.is_set() for one in ranks)
+
+
+def test_a_store_that_is_gone_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = ranks_that_launched("a")
+    asked = []
+
+    def fails(keys: list[str]) -> bool:
+        if current_thread() is one.device._thread:
+            asked.append(keys)
+            raise RuntimeError("no answer")
+        return False
+
+    monkeypatch.setattr(one.lines._store, "check", fails)
+    time.sleep(1)
+    assert len(asked) == on_device.FAILURES
 
 
 def test_a_store_may_fail_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

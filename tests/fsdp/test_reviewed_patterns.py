@@ -107,6 +107,45 @@ def test_a_state_loaded_after_weights_were_replaced_in_a_forward_is_seen(world_s
     assert simulate(world_size, one_rank) == [[8.0, 40.0, 40.0]] * world_size
 
 
+class EditsAndFails(nn.Module):
+    """Changes a parameter, and runs a backward; one rank fails before or after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.5)
+        loss = self.block(x).sum()
+        if self.fails == "before":
+            raise ValueError("no")
+        loss.backward()
+        if self.fails == "after":
+            raise ValueError("no")
+        return self.block(x) * self.scale
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("failing", [{1}, {0, 1}])
+def test_what_a_forward_changed_before_a_backward_of_its_own_is_forgotten_if_it_fails(when: str, failing: set[int]) -> None:
+    """On all ranks, or the parameter would be torn: the others had taken the change when they began their backward."""
+
+    def one_rank(rank: int) -> list[float]:
+        model = fsdp.fully_shard(EditsAndFails(), auto_wrap_policy={nn.Linear})
+        x = torch.ones(2, 4)
+        older = model(x).sum()
+        model.fails = when if rank in failing else ""
+        with pytest.raises(ValueError if rank in failing else fsdp.PeerFailed):
+            model(x)
+        model.fails = ""
+        older.backward()  # nothing it computed with has changed
+        return fsdp.full_state_dict(model, rank0_only=False)["scale"].tolist()
+
+    assert simulate(2, one_rank) == [[0.5] * 4] * 2
+
+
 class Queries(nn.Module):
     """A parameter of the root is the input of a unit, as the queries of DETR are."""
 
