@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from threading import Event, Thread, current_thread
+from threading import Event, current_thread
 from typing import Any
 
 import pytest
@@ -24,6 +24,14 @@ STEADY = "ababababa"
 
 
 opened: list[DeviceLines] = []
+
+
+def comes_true(condition: Callable[[], bool]) -> None:
+    """Within ten seconds."""
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 class Rank:
@@ -55,9 +63,7 @@ class Rank:
 
     def refused(self) -> fsdp.WorldError:
         """What the next call raises, at last."""
-        until = time.monotonic() + 10
-        while self.lines.refusal is None and time.monotonic() < until:
-            time.sleep(0.01)
+        comes_true(lambda: self.lines.refusal is not None)
         return said(lambda: self.launch("next"))
 
 
@@ -77,6 +83,17 @@ def ranks_that_launched(*labels: str, size: int = 2) -> list[Rank]:
     ranks = [Rank(store, rank, size) for rank in range(size)]
     assert not any(together(*(lambda one=one: one.launch(*labels) for one in ranks)))
     return ranks
+
+
+def held_by(one: Rank) -> dict[str, Any]:
+    """What is in the store."""
+    held: dict[str, Any] = one.lines._store.held  # type: ignore[attr-defined]
+    return held
+
+
+def asks_on(channel: str, one: Rank) -> None:
+    """Agree on a call that nobody has made before."""
+    one.lines.trails[channel].before("reduce", "x", 8)
 
 
 def has_time(ranks: list[Rank]) -> None:
@@ -163,8 +180,7 @@ def test_who_is_refused_its_next_call_says_how_far_it_came() -> None:
 def test_a_call_that_was_on_its_way_when_a_peer_failed_is_not_forgotten() -> None:
     waiting, failing = ranks_that_launched(*STEADY)
     failing.lines.abandon("blocks.1", ValueError("no"))
-    while waiting.lines.refusal is None:
-        time.sleep(0.01)
+    comes_true(lambda: waiting.lines.refusal is not None)
     waiting.launch_at_once("b")
     assert waiting.aborted.wait(5)
 
@@ -190,7 +206,7 @@ def test_a_refusal_of_a_step_that_is_over_refuses_nothing() -> None:
 def test_what_came_last_is_said_in_its_own_step_and_not_where_the_host_speaks() -> None:
     ranks = ranks_that_launched("a", "b")
     ranks[1].lines.watch.host_waits = True
-    held = ranks[0].lines._store.held  # type: ignore[attr-defined]
+    held = held_by(ranks[0])
     has_time(ranks)
     assert "0/waits/0" in held and "0/waits/1" not in held
     for one in ranks:
@@ -318,7 +334,11 @@ def test_who_is_a_step_apart_waits_for_nobody_and_is_not_aborted() -> None:
             one.lines.abandon("Net", error)
             raise
 
-    errors = together(lambda: goes_on(ranks[0]), lambda: time.sleep(0.3) or goes_on(ranks[1]))  # type: ignore[func-returns-value]
+    def goes_on_late() -> None:
+        time.sleep(0.3)  # the other one waits for it in the store meanwhile
+        goes_on(ranks[1])
+
+    errors = together(lambda: goes_on(ranks[0]), goes_on_late)
     for error in errors:
         assert "may be a step apart" in str(error) and "aborted" not in str(error)
     time.sleep(0.4)
@@ -336,10 +356,8 @@ def test_a_store_that_is_gone_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) 
         return False
 
     monkeypatch.setattr(one.lines._store, "check", fails)
-    until = time.monotonic() + 10
-    while len(asked) < on_device.FAILURES and time.monotonic() < until:
-        time.sleep(0.01)
-    time.sleep(0.4)
+    comes_true(lambda: len(asked) >= on_device.FAILURES)
+    time.sleep(0.4)  # for several looks more, if there were any
     assert len(asked) == on_device.FAILURES
 
 
@@ -362,18 +380,35 @@ def test_a_store_may_fail_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_channel_that_was_opened_since_a_rank_said_what_it_launched_is_asked_on() -> None:
-    ranks = ranks_that_launched(*STEADY)
-    time.sleep(0.4)  # both have said so
-    for one in ranks:
-        one.lines.open("reductions 1")
-    asked = Thread(target=lambda: ranks[0].lines.trails["reductions 1"].before("reduce", "x", 8))
-    asked.start()
-    for _ in range(40):
-        time.sleep(0.01)
-        ranks[1].launch("b", "a")
-    ranks[1].lines.trails["reductions 1"].before("reduce", "x", 8)
-    asked.join(5)
-    assert not asked.is_alive()
+    one, other = ranks_that_launched(*STEADY)
+    comes_true(lambda: "0/waits/1" in held_by(other))
+    for rank in (one, other):
+        rank.lines.open("reductions 1")
+
+    def comes_late() -> None:
+        for _ in range(40):
+            time.sleep(0.01)
+            other.launch("b", "a")
+        asks_on("reductions 1", other)
+
+    assert not any(together(lambda: asks_on("reductions 1", one), comes_late))
+
+
+def test_who_has_launched_more_on_one_channel_may_come_to_another_late() -> None:
+    """If it waited for what it launched, nobody could go on; but it computes on its host."""
+    one, other = ranks_that_launched(*STEADY)
+    for rank in (one, other):
+        rank.lines.open("reductions")
+    other.launch("b")
+    comes_true(lambda: b", 10, " in held_by(other).get("0/waits/1", b""))
+
+    def comes_late() -> None:
+        time.sleep(0.6)  # several times as long as the other one waits before it asks who is to blame
+        asks_on("reductions", other)
+
+    assert not any(together(lambda: asks_on("reductions", one), comes_late))
+    one.launch("b")
+    has_time([one, other])
 
 
 def test_ranks_that_disagree_are_freed() -> None:
