@@ -2,16 +2,24 @@
 
 import os
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from fsdp.errors import ShardingError
-from fsdp.groups import Grouping
 from state_machine import Strategy
 
 GUARD: Final = "FSDP_GUARD"
 """The environment variable that switches guard mode on where the option is left out, with the value 1."""
+
+
+class Grouping(Enum):
+    """How the ranks share the work."""
+
+    SHARDED = auto()
+    HYBRID = auto()
+    REPLICATED = auto()
 
 
 class Sharding(NamedTuple):

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp.collectives import Collectives
-from fsdp.config import Config
+from fsdp.config import Config, Grouping
 from fsdp.errors import ShardingError
-from fsdp.groups import Grouping
 from fsdp.layout import Layout, Part, make_layout
 from fsdp.looks import check_looks
 from fsdp.parcels import limit_of

@@ -8,7 +8,6 @@ NO_SHARD        each rank alone   all ranks
 
 import weakref
 from collections.abc import Callable
-from enum import Enum, auto
 from functools import partial
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -20,17 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import simulated
 from fsdp.collectives import Alone, Collectives, ProcessGroupCollectives
+from fsdp.config import Grouping
 from fsdp.errors import ShardingError
 from fsdp.lines import Lines
 from fsdp.on_device import Device, DeviceLines
-
-
-class Grouping(Enum):
-    """How the ranks share the work."""
-
-    SHARDED = auto()
-    HYBRID = auto()
-    REPLICATED = auto()
 
 
 class Lane(NamedTuple):

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from fsdp.bucket import Bucket
-from fsdp.config import ReductionPolicy
+from fsdp.config import Grouping, ReductionPolicy
 from fsdp.flights import Flights
-from fsdp.groups import Channels, Grouping
+from fsdp.groups import Channels
 from fsdp.hooked import CommHook, GradientBucket
 from fsdp.launches import Launches
 from fsdp.parcels import Item, Parcel, make_parcels

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.collectives import Collectives
-from fsdp.config import Config
+from fsdp.config import Config, Grouping
 from fsdp.errors import ShardingError
 from fsdp.face import ModuleFace, own
 from fsdp.flat import Before, FlatBuffer, Place, in_pieces
-from fsdp.groups import Grouping
 from fsdp.outside import FullUse, LocalUse
 from fsdp.stack import in_backward, is_running
 from fsdp.storage import Ledger, size_of

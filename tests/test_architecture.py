@@ -85,7 +85,6 @@ ORDER = (
     "parcels",
     "layout",
     "nested",
-    "config",
     "groups",
     "collectives",
     "simulated",
@@ -99,6 +98,7 @@ ORDER = (
     "eager",
     "progress",
     "randomness",
+    "config",
     "errors",
 )
 STATE_MACHINE_USERS = {"sharded", "engine", "root_callback", "notes", "hooks", "state_hooks", "summon", "config", "errors"}
