@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import clipping
-from fsdp.agreement import agree
 from fsdp.building import build, check_initialisation
 from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
+from fsdp.consistency import agree
 from fsdp.errors import ShardingError
 from fsdp.groups import Channels, open_channels
 from fsdp.plan import Planned, make_plan
