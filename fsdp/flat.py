@@ -11,9 +11,8 @@ from torch.autograd.graph import increment_version
 from fsdp.collectives import Collectives
 from fsdp.config import Config, Grouping
 from fsdp.errors import ShardingError
-from fsdp.layout import Layout, Part, make_layout
+from fsdp.layout import Layout, Part, limit_of, make_layout
 from fsdp.looks import check_looks
-from fsdp.parcels import limit_of
 from fsdp.storage import Borrowed, Memory, size_of, storage_key
 
 

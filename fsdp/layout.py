@@ -156,3 +156,9 @@ def _place(shapes: Sequence[Shape], whole_rows: frozenset[int], step: int, chunk
         slots.append(Slot(shape, at, numel, cut))
         at += numel
     return tuple(slots)
+
+
+def limit_of(left: int, cap: int, tapers: bool) -> int:
+    """Bytes of the next bucket or parcel, of `left` that have none. If it `tapers` at most half of them, so that little is on
+    its way when nothing is left to compute; but an eighth of the cap is little enough."""
+    return min(cap, max(left // 2, cap // 8)) if tapers else cap

@@ -6,6 +6,8 @@ Rule 1: a pure function of the order and the sizes, so all ranks that agree on t
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
+from fsdp.layout import limit_of
+
 
 class Item(NamedTuple):
     """One bucket, as its size and what it can be added to."""
@@ -34,12 +36,6 @@ def make_parcels(
         return tuple((number,) for number in order)
     closed = sorted(_fill(order, items, cap, min(first, cap), tapers), key=lambda parcel: parcel[0])
     return tuple(parcel for _, parcel in closed)
-
-
-def limit_of(left: int, cap: int, tapers: bool) -> int:
-    """Bytes of the next bucket or parcel, of `left` that have none. If it `tapers` at most half of them, so that little is on
-    its way when nothing is left to compute; but an eighth of the cap is little enough."""
-    return min(cap, max(left // 2, cap // 8)) if tapers else cap
 
 
 def _fill(order: Sequence[int], items: Sequence[Item], cap: int, first: int, tapers: bool) -> Iterator[tuple[int, Parcel]]:
