@@ -20,6 +20,7 @@ from fsdp.groups import Channels
 from fsdp.hooks import Hooks
 from fsdp.plan import IGNORED, Planned
 from fsdp.sharded import Sharded, sharded_of
+from fsdp.state_hooks import StateHooks
 from fsdp.storage import Ledger
 from fsdp.streams import default_device, make_streams
 from fsdp.unit import Unit
@@ -59,6 +60,9 @@ def build(
     for old in {id(sharded.engine): sharded for sharded in inner}.values():
         old.engine.abandon()
         old.hooks.remove()
+    for sharded in inner:
+        for handle in sharded.state_dict_handles:
+            handle.remove()
     if config.sync_module_states:
         _broadcast(((name, buffer.detach()) for name, buffer in plan[0].module.named_buffers()), channels)
     device = next((unit.device for unit in units if unit.flats), torch.device("cpu"))
@@ -74,7 +78,8 @@ def build(
     hooks = Hooks(engine)
     remember(engine)
     for index, one in enumerate(plan):
-        one.module.__dict__[Sharded.ATTRIBUTE] = Sharded(engine, hooks, index)
+        state_hooks = StateHooks(engine, index, [units[outer] for outer in sorted(one.ancestors)])
+        one.module.__dict__[Sharded.ATTRIBUTE] = Sharded(engine, hooks, state_hooks.handles, index)
     for module in ignored:
         module.__dict__[IGNORED] = True
 

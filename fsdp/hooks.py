@@ -22,8 +22,8 @@ from fsdp.nested import cast_floating, modules_within, tensors_in
 from fsdp.outside import RefusedUse
 from fsdp.readiness import Readiness
 from fsdp.stack import graph_is_made, graph_task, in_backward, times_running
-from fsdp.state_hooks import StateHooks, Uncopied
 from fsdp.storage import storage_key
+from fsdp.uncopied import Uncopied
 from state_machine import Event
 
 
@@ -87,7 +87,6 @@ class Listener(Uncopied):
             module.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._forward_ends, always_call=True),
         ]
-        self._state_hooks = StateHooks(engine, index, [one._unit for one in around])
         self._accumulators = Accumulators(self._unit)
         for number in engine.reducer.of_unit[index]:
             hear = hear_arrivals(weakref.ref(self), number if number in engine.reducer.counted else None)
@@ -109,7 +108,6 @@ class Listener(Uncopied):
     def remove(self) -> None:
         """Take the hooks away again."""
         self._escapes.remove()
-        self._state_hooks.remove()
         self._accumulators.remove()
         for handle in self._handles:
             handle.remove()

@@ -1,10 +1,11 @@
 """How a module knows the engine that drives it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ClassVar, TypeVar, cast
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fsdp.collectives import Collectives
 from fsdp.engine import Engine
@@ -22,11 +23,12 @@ class Sharded:
 
     ATTRIBUTE: ClassVar = "_fsdp_sharded"
 
-    __slots__ = ("engine", "hooks", "index")
+    __slots__ = ("engine", "hooks", "index", "state_dict_handles")
 
-    def __init__(self, engine: Engine, hooks: Hooks, index: int) -> None:
+    def __init__(self, engine: Engine, hooks: Hooks, state_dict_handles: Sequence[RemovableHandle], index: int) -> None:
         self.engine = engine
         self.hooks = hooks
+        self.state_dict_handles = tuple(state_dict_handles)
         self.index = index
 
     @property

@@ -7,7 +7,7 @@ Rule 3: inside `summon_full_params` the parameters are full, and torch's own way
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -19,24 +19,9 @@ from fsdp.names import TRANSPARENT, check_names, check_values, entries, extra_st
 from fsdp.piece import Piece, pieces_of
 from fsdp.stack import loading_call, modules_being_saved
 from fsdp.storage import storage_key
+from fsdp.uncopied import Uncopied
 from fsdp.unit import Unit
 from state_machine import State
-
-
-class Uncopied:
-    """What the hooks of a unit refer to. A copy or a pickle of the module comes here, and is refused."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise ShardingError(f"unit {self._unit.name!r} cannot be copied: copy the module before wrapping it, then wrap the copy.")
-
-    def __reduce__(self) -> NoReturn:
-        raise ShardingError(
-            f"unit {self._unit.name!r} cannot be pickled, because a rank holds only its shard: save "
-            "fsdp.full_state_dict(model) instead."
-        )
 
 
 class StateHooks(Uncopied):
@@ -52,22 +37,17 @@ class StateHooks(Uncopied):
             for owner, slot in place.slots:
                 self._slots.setdefault(owner, {})[slot] = piece
         module = self._unit.module
-        self._handles: list[RemovableHandle] = [
+        self.handles: list[RemovableHandle] = [
             module.register_state_dict_pre_hook(self._begin),  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(self._check_load),  # type: ignore[no-untyped-call]
         ]
         # as partials: torch writes an attribute on what it calls after state_dict(), which a bound method has no room for
         for owner in self._slots:
-            self._handles += [
+            self.handles += [
                 owner.register_state_dict_post_hook(partial(self._show_parts)),  # type: ignore[no-untyped-call]
                 owner.register_load_state_dict_pre_hook(self._take_parts),  # type: ignore[no-untyped-call]
             ]
-        self._handles.append(module.register_state_dict_post_hook(partial(self._refuse_fragments)))  # type: ignore[no-untyped-call]
-
-    def remove(self) -> None:
-        """Take the hooks away again."""
-        for handle in self._handles:
-            handle.remove()
+        self.handles.append(module.register_state_dict_post_hook(partial(self._refuse_fragments)))  # type: ignore[no-untyped-call]
 
     @property
     def _lent(self) -> bool:
