@@ -108,7 +108,7 @@ class Runner:
             module = Llama(settings.sizes)
         self.model = contenders(settings.kind)[name].wrap(module, Block, half=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
-        self.communicates = settings.backend != "fake"
+        self.collective_call = settings.backend != "fake"
         generator = torch.Generator().manual_seed(1)
         self.batches = [batch_of(settings.sizes, settings.sizes.sequence, generator, settings.device) for _ in range(BATCHES)]
         self.device = settings.device
@@ -118,7 +118,7 @@ class Runner:
     def step(self, batch: Sequence[Tensor]) -> None:
         loss = self.model(*batch)
         loss.backward()
-        if not self.communicates:
+        if not self.collective_call:
             gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             torch._foreach_zero_([getattr(gradient, "_local_tensor", gradient) for gradient in gradients])
         elif len(self.losses) < COMPARED:

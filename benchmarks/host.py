@@ -37,7 +37,7 @@ from engines import CONTENDERS, rotated
 from simulated_link import Link, joined
 from torch import Tensor, nn
 
-from fsdp.failure.desync import Trail, Watch
+from fsdp.failure.desync import CallSequence, DesyncDetector
 
 NAMES = ("bare", "fsdp1", "fsdp1_orig", "fsdp2", "ours")
 PHASES = ("forward", "backward", "clip", "step")
@@ -173,12 +173,12 @@ class _OneRank(dict[str, Any]):
 
 def agreement(units: int = 48, repeats: int = 200) -> Sample:
     """Microseconds in which a rank sees that a collective is the agreed one, in a steady loop over so many units (gloo only)."""
-    trail = Trail(Watch(_OneRank(), 0, 1), "gathers")  # type: ignore[arg-type]
+    sequence = CallSequence(DesyncDetector(_OneRank(), 0, 1), "gathers")  # type: ignore[arg-type]
     names = [f"blocks.{number}" for number in range(units)]
 
     def loop() -> None:
         for name in names:
-            trail.before("all_gather", name, 4096)
+            sequence.check_call("all_gather", name, 4096)
 
     for _ in range(3):
         loop()
@@ -192,14 +192,14 @@ def group_alone(settings: Settings) -> dict[str, float]:
     """Processor seconds of one collective over one unit, with no contender around it."""
     elements = sum(p.numel() for p in Unit(settings.tensors, settings.width).parameters())
     shard = torch.ones(-(-elements // settings.world))
-    whole = torch.ones(settings.world * shard.numel())
-    collectives: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, shard),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, whole),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+    unsharded = torch.ones(settings.world * shard.numel())
+    comm: dict[str, Callable[[], object]] = {
+        "all_gather": lambda: dist.all_gather_into_tensor(unsharded, shard),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, unsharded),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(unsharded), unsharded),
     }
     best = {}
-    for name, run in collectives.items():
+    for name, run in comm.items():
         durations = []
         for _ in range(20):
             processor = time.process_time()

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from workloads import GPT, Block, Sizes
 
-from fsdp.comm.process_group import ProcessGroupCollectives
+from fsdp.comm.process_group import ProcessGroupCommunicator
 from fsdp.comm.work import Work
-from fsdp.device.storage import Ledger
+from fsdp.device.storage import MemoryTracker
 
 OVER_NCCL = "ours_over_nccl"
 ENGINES = {**CONTENDERS, OVER_NCCL: Ours(OVER_NCCL, "ours, reduced by the backend as over NCCL")}
@@ -77,36 +77,36 @@ def allocated(work: Callable[[], Any]) -> int:
 @contextmanager
 def backend_reduces() -> Iterator[None]:
     """The engine reduces as it does on CUDA: by the backend, with no place of its own for what the other ranks send."""
-    before = ProcessGroupCollectives.reduce_scatter, ProcessGroupCollectives.scratch_bytes
+    before = ProcessGroupCommunicator.reduce_scatter, ProcessGroupCommunicator.scratch_bytes
 
-    def reduce_scatter(self: ProcessGroupCollectives, bucket: Tensor, into: Tensor, label: str, *_: bool) -> Work:
+    def reduce_scatter(self: ProcessGroupCommunicator, bucket: Tensor, into: Tensor, label: str, *_: bool) -> Work:
         return self.group._reduce_scatter_base(into, bucket, dist.ReduceScatterOptions())
 
-    ProcessGroupCollectives.reduce_scatter = reduce_scatter  # type: ignore[method-assign]
-    ProcessGroupCollectives.scratch_bytes = lambda self, bucket, *_: 0  # type: ignore[method-assign]
+    ProcessGroupCommunicator.reduce_scatter = reduce_scatter  # type: ignore[method-assign]
+    ProcessGroupCommunicator.scratch_bytes = lambda self, bucket, *_: 0  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ProcessGroupCollectives.reduce_scatter, ProcessGroupCollectives.scratch_bytes = before  # type: ignore[method-assign]
+        ProcessGroupCommunicator.reduce_scatter, ProcessGroupCommunicator.scratch_bytes = before  # type: ignore[method-assign]
 
 
 @contextmanager
 def peaks_by_kind(found: dict[str, int]) -> Iterator[None]:
     """What every ledger holds, by kind, at the moment it holds most."""
-    add = Ledger.add
+    add = MemoryTracker.add
 
-    def add_and_note(self: Ledger, kind: str, count: int) -> None:
+    def add_and_note(self: MemoryTracker, kind: str, count: int) -> None:
         before = self.peak
         add(self, kind, count)
         if self.peak > before:
             found.clear()
             found.update({kind: size for kind, size in self.held.items() if size})
 
-    Ledger.add = add_and_note  # type: ignore[method-assign]
+    MemoryTracker.add = add_and_note  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Ledger.add = add  # type: ignore[method-assign]
+        MemoryTracker.add = add  # type: ignore[method-assign]
 
 
 def measure(settings: Settings) -> dict[str, Any]:

@@ -169,7 +169,7 @@ def run(model: nn.Module, x: Tensor, link: Link) -> dict[str, float]:
         "seconds": elapsed,
         "communication": link.busy,
         "received": sum(link.received.values()),
-        "collectives": sum(link.collectives.values()),
+        "collectives": sum(link.comm.values()),
     }
 
 

@@ -42,7 +42,7 @@ class Link:
         self.free_at = 0.0
         self.busy = 0.0
         self.received: Counter[str] = Counter()
-        self.collectives: Counter[str] = Counter()
+        self.comm: Counter[str] = Counter()
 
     def occupy(self, kind: str, count: float) -> float:
         """When a collective of `count` received bytes that is launched now will be done."""
@@ -50,7 +50,7 @@ class Link:
         self.free_at = max(self.free_at, time.perf_counter()) + taken
         self.busy += taken
         self.received[kind] += int(count)
-        self.collectives[kind] += 1
+        self.comm[kind] += 1
         return self.free_at
 
     def promise(self, due: float, result: Any) -> Future[Any]:
@@ -118,15 +118,15 @@ class SimulatedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "fake"
 
-    def _launch(self, kind: str, whole: Sequence[Tensor], result: Any, times: int = 1) -> Delayed:
-        count = times * sum(map(_bytes, whole)) * (self._world - 1) / self._world
+    def _launch(self, kind: str, unsharded: Sequence[Tensor], result: Any, times: int = 1) -> Delayed:
+        count = times * sum(map(_bytes, unsharded)) * (self._world - 1) / self._world
         return Delayed(self._link, self._link.occupy(kind, count), result)
 
-    def all_gather_single(self, whole: Tensor, own: Tensor, options: Any = None) -> Delayed:
-        return self._launch("all_gather", [whole], [whole])
+    def all_gather_single(self, unsharded: Tensor, own: Tensor, options: Any = None) -> Delayed:
+        return self._launch("all_gather", [unsharded], [unsharded])
 
-    def reduce_scatter_single(self, into: Tensor, whole: Tensor, options: Any = None) -> Delayed:
-        return self._launch("reduce_scatter", [whole], [into])
+    def reduce_scatter_single(self, into: Tensor, unsharded: Tensor, options: Any = None) -> Delayed:
+        return self._launch("reduce_scatter", [unsharded], [into])
 
     def all_to_all_single(
         self, received: Tensor, sent: Tensor, out: Any = None, into: Any = None, options: Any = None
@@ -135,11 +135,11 @@ class SimulatedGroup(dist.ProcessGroup):
 
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
 
-    def all_gather_single_coalesced(self, wholes: list[Tensor], own: list[Tensor], options: Any = None) -> Delayed:
-        return self._launch("all_gather", wholes, wholes)
+    def all_gather_single_coalesced(self, unsharded_params: list[Tensor], own: list[Tensor], options: Any = None) -> Delayed:
+        return self._launch("all_gather", unsharded_params, unsharded_params)
 
-    def reduce_scatter_single_coalesced(self, into: list[Tensor], wholes: list[Tensor], options: Any = None) -> Delayed:
-        return self._launch("reduce_scatter", wholes, into)
+    def reduce_scatter_single_coalesced(self, into: list[Tensor], unsharded_params: list[Tensor], options: Any = None) -> Delayed:
+        return self._launch("reduce_scatter", unsharded_params, into)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

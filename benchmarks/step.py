@@ -187,9 +187,9 @@ def compare_losses(report: dict[str, dict[str, list[float]]], tolerance: float) 
     steps, and 7e-4 after fourteen of a hundred layers. Another sum shows in the second step.
     """
     first = {name: one["losses"][:1] for name, one in report.items()}
-    whole = {name: one["losses"][:COMPARED] for name, one in report.items() if name != "bare"}
+    unsharded = {name: one["losses"][:COMPARED] for name, one in report.items() if name != "bare"}
     worst, complaints = 0.0, []
-    for group in (first, whole):
+    for group in (first, unsharded):
         for (reference, expected), (name, losses) in combinations(group.items(), 2):
             gaps = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
             distance = math.inf if any(map(math.isnan, gaps)) else max(gaps)

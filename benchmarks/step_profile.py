@@ -69,12 +69,12 @@ def profiled(runner: Runner, batches: Any) -> dict[str, Any]:
             operators[event.key] += event.self_cpu_time_total
             count += event.count
     kinds = {kind: found[kind] / STEPS / 1e3 for kind in ("arithmetic", "moving")}
-    whole = 1e3 * clock / STEPS
+    unsharded = 1e3 * clock / STEPS
     return {
-        "by the clock": whole,
+        "by the clock": unsharded,
         "of the processor": 1e3 * processor / STEPS,
         **kinds,
-        "the rest": whole - sum(kinds.values()),
+        "the rest": unsharded - sum(kinds.values()),
         "operators": count / STEPS,
         "dearest": {name: spent / STEPS / 1e3 for name, spent in operators.most_common(12)},
     }

@@ -43,7 +43,7 @@ class Row:
     elements: int
     received: float
     floor: float
-    collectives: int
+    comm: int
     least_message: int
     median_message: float
     largest_message: int
@@ -68,16 +68,16 @@ def measure(model: str, units: Sequence[UnitShapes], strategy: str, world: int) 
     for number, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
         # the root's own are kept between forward and backward
         gathers = 0 if shards == 1 else 1 if strategy in GATHER_ONCE or number == 0 else 2
-        messages += [layout.chunk * GATHERED] * gathers
-        received += gathers * layout.chunk * GATHERED * (shards - 1)
+        messages += [layout.shard_numel * GATHERED] * gathers
+        received += gathers * layout.shard_numel * GATHERED * (shards - 1)
         floor += gathers * unit.numel * GATHERED * (shards - 1) / shards
         if shards > 1:
-            messages.append(layout.chunk * REDUCED)
-            received += layout.chunk * REDUCED * (shards - 1)
+            messages.append(layout.shard_numel * REDUCED)
+            received += layout.shard_numel * REDUCED * (shards - 1)
             floor += unit.numel * REDUCED * (shards - 1) / shards
         if replicas > 1:
-            messages.append(layout.chunk * REDUCED)
-            received += 2 * layout.chunk * REDUCED * (replicas - 1) / replicas
+            messages.append(layout.shard_numel * REDUCED)
+            received += 2 * layout.shard_numel * REDUCED * (replicas - 1) / replicas
             floor += 2 * unit.numel / shards * REDUCED * (replicas - 1) / replicas
     # which gradients came: a byte for each parameter
     messages.append(parameters)
@@ -90,7 +90,7 @@ def measure(model: str, units: Sequence[UnitShapes], strategy: str, world: int) 
         elements=elements,
         received=received,
         floor=floor,
-        collectives=len(messages),
+        comm=len(messages),
         least_message=min(messages[:-1]),
         median_message=statistics.median(messages[:-1]),
         largest_message=max(messages),
@@ -104,7 +104,7 @@ def measure(model: str, units: Sequence[UnitShapes], strategy: str, world: int) 
 
 def _misaligned_chunks(layout: Layout) -> int:
     """In either precision."""
-    begins = [rank * layout.chunk * size for size in (GATHERED, REDUCED) for rank in range(layout.world_size)]
+    begins = [rank * layout.shard_numel * size for size in (GATHERED, REDUCED) for rank in range(layout.num_shards)]
     return sum(begin % ALIGNMENT != 0 for begin in begins)
 
 
@@ -167,7 +167,7 @@ def show(rows: Sequence[Row], beside: Sequence[dict[str, Any]]) -> None:
             str(row.world),
             f"{row.received / 1e9:.3f}",
             f"{row.received / row.floor:.5f}",
-            str(row.collectives),
+            str(row.comm),
             f"{row.least_message / 1e6:.3f} / {row.median_message / 1e6:.3f} / {row.largest_message / 1e6:.3f}",
             f"{100 * row.padding:.3f}",
             f"{100 * row.worst_unit_padding:.3f}",

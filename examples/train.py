@@ -60,7 +60,7 @@ def main() -> int:
         dist.destroy_process_group()
 
 
-def run(args: argparse.Namespace, corpus: "Corpus", world: "World") -> int:
+def run(args: argparse.Namespace, corpus: "Corpus", world: "Harness") -> int:
     """Train, and leave the curve, the numbers and the sample behind. Returns the exit status."""
     module = make_model(args, world)
     size = sum(parameter.numel() for parameter in module.parameters())
@@ -103,7 +103,7 @@ def shard(module: nn.Module, args: argparse.Namespace) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: "World") -> "Curve":
+def train(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: "Harness") -> "Curve":
     """All the steps, with a progress bar on rank 0, an evaluation every `--eval-every` steps, and checkpoints if asked for."""
     optimizer = make_optimizer(model, args)
     curve = Curve(train=[], held_out=[], entropy=corpus.entropy)
@@ -166,7 +166,7 @@ def take_step(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: "World") -> float:
+def evaluate(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: "Harness") -> float:
     """The loss on held-out text, in nats per byte. Every rank reads its share of the same windows."""
     share = corpus.held_out_windows(args.context, world.size)[world.rank :: world.size]
     total = torch.zeros((), device=world.device)
@@ -175,7 +175,7 @@ def evaluate(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world
     return world.mean(total / len(share))
 
 
-def write_sample(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: "World") -> str:
+def write_sample(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: "Harness") -> str:
     """Held-out text continued by the model; empty on the other ranks, which only lend rank 0 their shards."""
     with fsdp.summon_full_params(model, writeback=False):
         if world.rank != 0:
@@ -193,7 +193,7 @@ def judge(curve: "Curve") -> int:
     return 0 if loss < CLEARLY_BELOW * entropy else 1
 
 
-def compare(curve: "Curve", weights: dict[str, Tensor], args: argparse.Namespace, corpus: "Corpus", world: "World") -> int:
+def compare(curve: "Curve", weights: dict[str, Tensor], args: argparse.Namespace, corpus: "Corpus", world: "Harness") -> int:
     """Train the same model unsharded, in this process alone and in plain torch, and print the largest differences."""
 
     def clip(model: nn.Module, max_norm: float) -> Tensor:
@@ -236,7 +236,7 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tu
     return largest.values.item(), names[int(largest.indices)]
 
 
-def make_model(args: argparse.Namespace, world: "World") -> GPT:
+def make_model(args: argparse.Namespace, world: "Harness") -> GPT:
     """The initial model, the same on every call and on every rank."""
     torch.manual_seed(args.seed)
     module = GPT(
@@ -333,7 +333,7 @@ def text_files(folder: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class World:
+class Harness:
     """Which of how many processes this is, and where it computes."""
 
     rank: int
@@ -352,7 +352,7 @@ class World:
         return float(total.item()) / self.size
 
 
-def join_world() -> World:
+def join_world() -> Harness:
     """Join the processes that torchrun started, or be the only one. NCCL if there is a GPU for each, gloo if not."""
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if torch.cuda.device_count() >= local_size:
@@ -366,7 +366,7 @@ def join_world() -> World:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     rank, size = dist.get_rank(), dist.get_world_size()
-    return World(rank, size, device, f"{size} {'process' if size == 1 else 'processes'} ({device.type}, {backend})")
+    return Harness(rank, size, device, f"{size} {'process' if size == 1 else 'processes'} ({device.type}, {backend})")
 
 
 def open_store(size: int) -> dist.Store:
@@ -401,7 +401,7 @@ class Curve:
     entropy: float
     tokens_per_second: float = 0.0
 
-    def as_json(self, args: argparse.Namespace, world: World) -> dict[str, Any]:
+    def as_json(self, args: argparse.Namespace, world: Harness) -> dict[str, Any]:
         options = {name: value if isinstance(value, int | float) else str(value) for name, value in vars(args).items()}
         return {
             "options": options,

@@ -8,36 +8,36 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from fsdp.errors import ShardingError
-from state_machine import Strategy
+from state_machine import ReshardPolicy
 
 GUARD: Final = "FSDP_GUARD"
 """The environment variable that switches guard mode on where the option is left out, with the value 1."""
 
 
-class Grouping(Enum):
+class MeshKind(Enum):
     """How the ranks share the work."""
 
-    SHARDED = auto()
+    SHARD = auto()
     HYBRID = auto()
-    REPLICATED = auto()
+    REPLICATE = auto()
 
 
 class Sharding(NamedTuple):
     """What a name of a strategy stands for."""
 
-    strategy: Strategy
-    grouping: Grouping
+    strategy: ReshardPolicy
+    mesh_kind: MeshKind
     keeps_buckets: bool = False
     """Whether the memory of whole gradients stays between steps."""
 
 
 STRATEGIES: Final[dict[str, Sharding]] = {
-    "FULL_SHARD": Sharding(Strategy.FREE_AFTER_FORWARD, Grouping.SHARDED),
-    "SHARD_GRAD_OP": Sharding(Strategy.KEEP_AFTER_FORWARD, Grouping.SHARDED),
-    "SHARD_GRADIENTS": Sharding(Strategy.KEEP_ALWAYS, Grouping.SHARDED),
-    "SHARD_OPTIMIZER": Sharding(Strategy.KEEP_ALWAYS, Grouping.SHARDED, keeps_buckets=True),
-    "HYBRID_SHARD": Sharding(Strategy.FREE_AFTER_FORWARD, Grouping.HYBRID),
-    "NO_SHARD": Sharding(Strategy.KEEP_AFTER_FORWARD, Grouping.REPLICATED),
+    "FULL_SHARD": Sharding(ReshardPolicy.AFTER_FORWARD, MeshKind.SHARD),
+    "SHARD_GRAD_OP": Sharding(ReshardPolicy.AFTER_BACKWARD, MeshKind.SHARD),
+    "SHARD_GRADIENTS": Sharding(ReshardPolicy.NEVER, MeshKind.SHARD),
+    "SHARD_OPTIMIZER": Sharding(ReshardPolicy.NEVER, MeshKind.SHARD, keeps_buckets=True),
+    "HYBRID_SHARD": Sharding(ReshardPolicy.AFTER_FORWARD, MeshKind.HYBRID),
+    "NO_SHARD": Sharding(ReshardPolicy.AFTER_BACKWARD, MeshKind.REPLICATE),
 }
 
 
@@ -130,8 +130,8 @@ def _is_positive(number: Any) -> bool:
 class Config:
     """The options of one unit, checked and normalised."""
 
-    strategy: Strategy
-    grouping: Grouping
+    strategy: ReshardPolicy
+    mesh_kind: MeshKind
     keeps_buckets: bool
     keep_root: bool
     """Whether the unit keeps its whole parameters after the forward when it turns out to be the root's own."""
@@ -150,19 +150,19 @@ class Config:
         """How many bytes of gradients one collective reduces at most; None means those of a unit."""
         cap = self.reduction.bucket_cap_mb
         if cap is None:
-            cap = 25.0 if self.grouping is Grouping.REPLICATED else None
+            cap = 25.0 if self.mesh_kind is MeshKind.REPLICATE else None
         return None if cap is None else int(cap * 2**20)
 
     @property
     def tapers(self) -> bool:
         """Whether buckets get smaller towards the end of a backward: there are no gathers to pay for more of them."""
-        return self.grouping is Grouping.REPLICATED and self.reduction.bucket_cap_mb is None
+        return self.mesh_kind is MeshKind.REPLICATE and self.reduction.bucket_cap_mb is None
 
     @property
-    def root_strategy(self) -> Strategy:
+    def root_strategy(self) -> ReshardPolicy:
         """The strategy of this unit where it is the root's own."""
-        frees = self.strategy is Strategy.FREE_AFTER_FORWARD
-        return Strategy.KEEP_AFTER_FORWARD if frees and self.keep_root else self.strategy
+        frees = self.strategy is ReshardPolicy.AFTER_FORWARD
+        return ReshardPolicy.AFTER_BACKWARD if frees and self.keep_root else self.strategy
 
 
 def make_config(
@@ -180,16 +180,16 @@ def make_config(
     Raises:
         ShardingError: an unknown strategy, or two options that contradict each other.
     """
-    strategy, grouping, keeps_buckets = find_strategy(sharding_strategy)
+    strategy, mesh_kind, keeps_buckets = find_strategy(sharding_strategy)
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
         raise ShardingError(f"reshard_after_forward must be True, False or None, not {reshard_after_forward!r}.")
-    if reshard_after_forward is True and strategy is not Strategy.FREE_AFTER_FORWARD:
+    if reshard_after_forward is True and strategy is not ReshardPolicy.AFTER_FORWARD:
         raise ShardingError(
             f"reshard_after_forward=True contradicts sharding_strategy={sharding_strategy!r}, which keeps the whole parameters "
             "between forward and backward; leave one of them out."
         )
-    if reshard_after_forward is False and strategy is Strategy.FREE_AFTER_FORWARD:
-        strategy = Strategy.KEEP_AFTER_FORWARD
+    if reshard_after_forward is False and strategy is ReshardPolicy.AFTER_FORWARD:
+        strategy = ReshardPolicy.AFTER_BACKWARD
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise ShardingError(f"prefetch must be a number of units, 0 or more, not {prefetch!r}.")
     if not (guard is None or isinstance(guard, bool)):
@@ -199,7 +199,7 @@ def make_config(
     reduction = ReductionPolicy() if reduction is None else reduction
     if not isinstance(reduction, ReductionPolicy):
         raise ShardingError(f"reduction must be a fsdp.ReductionPolicy, not {reduction!r}.")
-    if reduction.find_unused_parameters and grouping is not Grouping.REPLICATED:
+    if reduction.find_unused_parameters and mesh_kind is not MeshKind.REPLICATE:
         raise ShardingError(
             "reduction.find_unused_parameters needs sharding_strategy='NO_SHARD': under "
             f"{sharding_strategy!r} a unit is gathered by all ranks or none. Some ranks only may use a parameter without it."
@@ -209,7 +209,7 @@ def make_config(
     precision = _precision(mp_policy)
     return Config(
         strategy,
-        grouping,
+        mesh_kind,
         keeps_buckets,
         keep_root,
         precision,

@@ -4,25 +4,25 @@ Imports the standard library and itself, nothing else; importing it never loads 
 """
 
 from state_machine.lifecycle import IllegalTransition, Lifecycle
-from state_machine.residency import Ask, Effect, Residency, ResidencyState
+from state_machine.residency import Effect, Request, Residency, ResidencyState
 from state_machine.root import Instruction, Root
-from state_machine.table import TABLES, BackwardState, Step, Strategy
+from state_machine.table import TABLES, BackwardState, ReshardPolicy, Step
 from state_machine.vocabulary import Action, Event, State
 
 __all__ = [
     "TABLES",
     "Action",
-    "Ask",
     "BackwardState",
     "Effect",
     "Event",
     "IllegalTransition",
     "Instruction",
     "Lifecycle",
+    "Request",
+    "ReshardPolicy",
     "Residency",
     "ResidencyState",
     "Root",
     "State",
     "Step",
-    "Strategy",
 ]

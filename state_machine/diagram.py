@@ -2,11 +2,11 @@
 
 from collections import defaultdict
 
-from state_machine.table import FREE_AFTER_FORWARD, Table
+from state_machine.table import RESHARD_AFTER_FORWARD, Table
 from state_machine.vocabulary import Event, State
 
 
-def diagram(table: Table = FREE_AFTER_FORWARD) -> str:
+def diagram(table: Table = RESHARD_AFTER_FORWARD) -> str:
     """The table as a Mermaid state diagram, one arrow per pair of states and list of actions."""
     arrows: dict[tuple[State, State, str], list[Event]] = defaultdict(list)
     for state, row in table.items():

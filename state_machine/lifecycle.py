@@ -3,7 +3,7 @@
 from collections import deque
 from typing import Final
 
-from state_machine.table import TABLES, Strategy
+from state_machine.table import TABLES, ReshardPolicy
 from state_machine.vocabulary import Action, Event, State
 
 STORY_LENGTH: Final = 24
@@ -20,21 +20,21 @@ _STEP_IS_OVER: Final = (
     "The step was abandoned inside this forward; let the error that caused it leave the forward, then start the step again."
 )
 REMEDIES: Final[dict[tuple[State, Event], str]] = {
-    (State.FORWARD, Event.FORWARD_BEGINS): (
+    (State.FORWARD, Event.PRE_FORWARD): (
         "A unit cannot be called from inside its own forward; "
         "shard the inner module as a unit of its own, or move the recursion out of it."
     ),
-    (State.FORWARD, Event.SUMMONED): "Call summon_full_params before or after the forward, not from inside it.",
-    (State.BACKWARD_PRE, Event.SUMMONED): _AFTER_BACKWARD,
-    (State.BACKWARD_POST, Event.SUMMONED): _AFTER_BACKWARD,
-    (State.SUMMONED, Event.SUMMONED): _LENT_ALREADY,
-    (State.SUMMONED, Event.FORWARD_ENDS): _TRAIN_OUTSIDE,
-    (State.SUMMONED, Event.BACKWARD_REACHES): _LEAVE_FIRST,
-    (State.SUMMONED, Event.REPLAY_BEGINS): _LEAVE_FIRST,
-    (State.SUMMONED, Event.GRADIENT_ARRIVES): _LEAVE_FIRST,
-    (State.SUMMONED, Event.GRADIENT_FROM_OUTSIDE): _LEAVE_FIRST,
-    (State.IDLE, Event.FORWARD_ENDS): _STEP_IS_OVER,
-    (State.IDLE, Event.INFERENCE_ENDS): _STEP_IS_OVER,
+    (State.FORWARD, Event.SUMMON): "Call summon_full_params before or after the forward, not from inside it.",
+    (State.BACKWARD_PRE, Event.SUMMON): _AFTER_BACKWARD,
+    (State.BACKWARD_POST, Event.SUMMON): _AFTER_BACKWARD,
+    (State.SUMMONED, Event.SUMMON): _LENT_ALREADY,
+    (State.SUMMONED, Event.POST_FORWARD): _TRAIN_OUTSIDE,
+    (State.SUMMONED, Event.PRE_BACKWARD): _LEAVE_FIRST,
+    (State.SUMMONED, Event.PRE_RECOMPUTE): _LEAVE_FIRST,
+    (State.SUMMONED, Event.GRAD_ACCUMULATED): _LEAVE_FIRST,
+    (State.SUMMONED, Event.EXTERNAL_GRAD): _LEAVE_FIRST,
+    (State.IDLE, Event.POST_FORWARD): _STEP_IS_OVER,
+    (State.IDLE, Event.POST_FORWARD_NO_GRAD): _STEP_IS_OVER,
 }
 OUR_BUG: Final = "No use of the public interface should lead here; this is a bug in fsdp, please report it with this message."
 
@@ -65,7 +65,7 @@ class Lifecycle:
 
     __slots__ = ("_state", "_story", "_table", "unit")
 
-    def __init__(self, unit: str, strategy: Strategy) -> None:
+    def __init__(self, unit: str, strategy: ReshardPolicy) -> None:
         self.unit = unit
         self._table = TABLES[strategy]
         self._state = State.IDLE

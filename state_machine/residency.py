@@ -1,6 +1,6 @@
 """Where the whole parameters of a unit are: a second, tiny machine.
 
-The lifecycle asks NEED, KEEP and FREE; only prefetch asks WANT. This keeps prefetch from
+The lifecycle asks UNSHARD, KEEP and RESHARD; only prefetch asks PREFETCH. This keeps prefetch from
 falsifying the lifecycle, and memory from being freed under a collective that still writes it.
 """
 
@@ -8,47 +8,47 @@ from collections.abc import Mapping
 from enum import auto
 from typing import Final, NamedTuple
 
-from state_machine.vocabulary import Word
+from state_machine.vocabulary import MachineEnum
 
 
-class ResidencyState(Word):
+class ResidencyState(MachineEnum):
     """Where the whole parameters are."""
 
     SHARDED = auto()
     """Nowhere: their memory is given back."""
-    GATHERING = auto()
+    UNSHARDING = auto()
     """A gather into their memory is in flight."""
-    WHOLE = auto()
+    UNSHARDED = auto()
     """In memory, and shown by the modules."""
-    KEPT = auto()
+    CACHED = auto()
     """In memory, while the modules show the shards."""
 
 
-class Ask(Word):
+class Request(MachineEnum):
     """What can be asked of the residency."""
 
-    WANT = auto()
+    PREFETCH = auto()
     """They will be needed soon: prefetch."""
-    NEED = auto()
+    UNSHARD = auto()
     """They are needed now."""
-    KEEP = auto()
+    CACHE = auto()
     """They will be needed again in the backward."""
-    FREE = auto()
+    RESHARD = auto()
     """They are not needed any more."""
 
 
-class Effect(Word):
+class Effect(MachineEnum):
     """What the unit must do, in order."""
 
-    LAUNCH = auto()
+    ALL_GATHER = auto()
     """Allocate the memory and launch the gather."""
-    AWAIT = auto()
+    WAIT_ALL_GATHER = auto()
     """Wait for the gather."""
-    SHOW = auto()
+    USE_UNSHARDED = auto()
     """Show the whole face."""
-    HIDE = auto()
+    USE_SHARDED = auto()
     """Show the shard face."""
-    RELEASE = auto()
+    FREE_UNSHARDED = auto()
     """Give the memory back."""
 
 
@@ -59,34 +59,34 @@ class Residence(NamedTuple):
     effects: tuple[Effect, ...] = ()
 
 
-RESIDENCES: Final[Mapping[ResidencyState, Mapping[Ask, Residence]]] = {
+RESIDENCES: Final[Mapping[ResidencyState, Mapping[Request, Residence]]] = {
     ResidencyState.SHARDED: {
-        Ask.WANT: Residence(ResidencyState.GATHERING, (Effect.LAUNCH,)),
-        Ask.NEED: Residence(ResidencyState.WHOLE, (Effect.LAUNCH, Effect.AWAIT, Effect.SHOW)),
+        Request.PREFETCH: Residence(ResidencyState.UNSHARDING, (Effect.ALL_GATHER,)),
+        Request.UNSHARD: Residence(ResidencyState.UNSHARDED, (Effect.ALL_GATHER, Effect.WAIT_ALL_GATHER, Effect.USE_UNSHARDED)),
         # nothing is there to keep
-        Ask.KEEP: Residence(ResidencyState.SHARDED),
+        Request.CACHE: Residence(ResidencyState.SHARDED),
         # a gather that failed while it was awaited left its memory behind
-        Ask.FREE: Residence(ResidencyState.SHARDED, (Effect.RELEASE,)),
+        Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,)),
     },
-    ResidencyState.GATHERING: {
-        Ask.WANT: Residence(ResidencyState.GATHERING),
-        Ask.NEED: Residence(ResidencyState.WHOLE, (Effect.AWAIT, Effect.SHOW)),
+    ResidencyState.UNSHARDING: {
+        Request.PREFETCH: Residence(ResidencyState.UNSHARDING),
+        Request.UNSHARD: Residence(ResidencyState.UNSHARDED, (Effect.WAIT_ALL_GATHER, Effect.USE_UNSHARDED)),
         # gathered ahead, and not needed yet
-        Ask.KEEP: Residence(ResidencyState.KEPT, (Effect.AWAIT,)),
+        Request.CACHE: Residence(ResidencyState.CACHED, (Effect.WAIT_ALL_GATHER,)),
         # the collective still writes the memory: wait, then release
-        Ask.FREE: Residence(ResidencyState.SHARDED, (Effect.AWAIT, Effect.RELEASE)),
+        Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.WAIT_ALL_GATHER, Effect.FREE_UNSHARDED)),
     },
-    ResidencyState.WHOLE: {
-        Ask.WANT: Residence(ResidencyState.WHOLE),
-        Ask.NEED: Residence(ResidencyState.WHOLE),
-        Ask.KEEP: Residence(ResidencyState.KEPT, (Effect.HIDE,)),
-        Ask.FREE: Residence(ResidencyState.SHARDED, (Effect.HIDE, Effect.RELEASE)),
+    ResidencyState.UNSHARDED: {
+        Request.PREFETCH: Residence(ResidencyState.UNSHARDED),
+        Request.UNSHARD: Residence(ResidencyState.UNSHARDED),
+        Request.CACHE: Residence(ResidencyState.CACHED, (Effect.USE_SHARDED,)),
+        Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.USE_SHARDED, Effect.FREE_UNSHARDED)),
     },
-    ResidencyState.KEPT: {
-        Ask.WANT: Residence(ResidencyState.KEPT),
-        Ask.NEED: Residence(ResidencyState.WHOLE, (Effect.SHOW,)),
-        Ask.KEEP: Residence(ResidencyState.KEPT),
-        Ask.FREE: Residence(ResidencyState.SHARDED, (Effect.RELEASE,)),
+    ResidencyState.CACHED: {
+        Request.PREFETCH: Residence(ResidencyState.CACHED),
+        Request.UNSHARD: Residence(ResidencyState.UNSHARDED, (Effect.USE_UNSHARDED,)),
+        Request.CACHE: Residence(ResidencyState.CACHED),
+        Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,)),
     },
 }
 
@@ -104,7 +104,7 @@ class Residency:
     def state(self) -> ResidencyState:
         return self._state
 
-    def on(self, ask: Ask) -> tuple[Effect, ...]:
+    def on(self, ask: Request) -> tuple[Effect, ...]:
         """Move and return what the unit must now do, in order.
 
         Raises:

@@ -18,24 +18,24 @@ class Instruction(NamedTuple):
     action: Action
 
 
-KEEPING: Final = (Action.COMMIT, Action.STASH)
-CLOSINGS: Final = (Event.BACKWARD_ENDS, Event.BACKWARD_ENDS_UNSYNCED, Event.BACKWARD_FAILS)
+COMMITTING: Final = (Action.COMMIT, Action.ACCUMULATE_UNSHARDED)
+CLOSING_EVENTS: Final = (Event.FINAL_CALLBACK, Event.FINAL_CALLBACK_NO_SYNC, Event.BACKWARD_FAILED)
 
 
 class Root:
     """The lifecycles of the units of one root, and the one backward they may share.
 
-    Invariant: `backward` changes only in `hear` and `close`; `JOIN_BACKWARD` is among the
+    Invariant: `backward` changes only in `on_event` and `end_backward`; `JOIN_BACKWARD` is among the
     instructions exactly once per backward.
     """
 
-    __slots__ = ("_backward", "_spelled", "lifecycles")
+    __slots__ = ("_backward", "_instruction_cache", "lifecycles")
 
     def __init__(self, lifecycles: Sequence[Lifecycle]) -> None:
         self.lifecycles = tuple(lifecycles)
         self._backward = BackwardState.RESTING
         # the same few answers come over and over
-        self._spelled: dict[tuple[int, tuple[Action, ...]], tuple[Instruction, ...]] = {}
+        self._instruction_cache: dict[tuple[int, tuple[Action, ...]], tuple[Instruction, ...]] = {}
 
     @property
     def backward(self) -> BackwardState:
@@ -46,7 +46,7 @@ class Root:
         """No backward runs and every unit is IDLE."""
         return self._backward is BackwardState.RESTING and all(one.state is State.IDLE for one in self.lifecycles)
 
-    def hear(self, unit: int, event: Event) -> tuple[Instruction, ...]:
+    def on_event(self, unit: int, event: Event) -> tuple[Instruction, ...]:
         """Tell one unit of one event; return what must be done, in order.
 
         Raises:
@@ -58,36 +58,37 @@ class Root:
             self._backward = step.to
             if not step.queue_callback:
                 actions = tuple(action for action in actions if action is not Action.JOIN_BACKWARD)
-        return self._spell(unit, actions)
+        return self._instructions(unit, actions)
 
-    def close(self, event: Event, order: Sequence[int]) -> tuple[Instruction, ...]:
+    def end_backward(self, event: Event, order: Sequence[int]) -> tuple[Instruction, ...]:
         """End the backward for every unit, in the agreed order.
 
-        All that can fail comes before the first COMMIT or STASH, so that either every unit's gradients are kept or none's.
+        All that can fail comes before the first COMMIT or ACCUMULATE_UNSHARDED, so that either every unit's gradients are kept
+        or none's.
 
         Raises:
             RuntimeError: no backward is running, which only a bug of ours can cause.
         """
-        if event not in CLOSINGS:
+        if event not in CLOSING_EVENTS:
             raise RuntimeError(f"{event.name} does not close a backward; this is a bug in fsdp, please report it.")
         step = BACKWARD[self._backward].get(BackwardEvent.CLOSES)
         if step is None:
             raise RuntimeError(f"{event.name} while no backward is running; this is a bug in fsdp, please report it.")
         self._backward = step.to
-        told = self._tell_all(event, order)
-        first = tuple(one for one in told if one.action not in KEEPING)
-        return first + tuple(one for one in told if one.action in KEEPING)
+        told = self._step_all(event, order)
+        first = tuple(one for one in told if one.action not in COMMITTING)
+        return first + tuple(one for one in told if one.action in COMMITTING)
 
-    def abandon(self, order: Sequence[int]) -> tuple[Instruction, ...]:
+    def abandon_step(self, order: Sequence[int]) -> tuple[Instruction, ...]:
         """Give up whatever is going on. Legal at any moment; leaves the root at rest."""
         self._backward = BACKWARD[self._backward][BackwardEvent.STEP_ABANDONED].to
-        return self._tell_all(Event.STEP_ABANDONED, order)
+        return self._step_all(Event.STEP_ABANDONED, order)
 
-    def _tell_all(self, event: Event, order: Sequence[int]) -> tuple[Instruction, ...]:
-        return tuple(one for unit in order for one in self._spell(unit, self.lifecycles[unit].on(event)))
+    def _step_all(self, event: Event, order: Sequence[int]) -> tuple[Instruction, ...]:
+        return tuple(one for unit in order for one in self._instructions(unit, self.lifecycles[unit].on(event)))
 
-    def _spell(self, unit: int, actions: tuple[Action, ...]) -> tuple[Instruction, ...]:
-        found = self._spelled.get((unit, actions))
+    def _instructions(self, unit: int, actions: tuple[Action, ...]) -> tuple[Instruction, ...]:
+        found = self._instruction_cache.get((unit, actions))
         if found is None:
-            found = self._spelled[unit, actions] = tuple(Instruction(unit, action) for action in actions)
+            found = self._instruction_cache[unit, actions] = tuple(Instruction(unit, action) for action in actions)
         return found

@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 
 from state_machine.vocabulary import Action as A
 from state_machine.vocabulary import Event as E
+from state_machine.vocabulary import MachineEnum
 from state_machine.vocabulary import State as S
-from state_machine.vocabulary import Word
 
 
 class Step(NamedTuple):
@@ -25,154 +25,154 @@ class Step(NamedTuple):
 Table = Mapping[S, Mapping[E, Step]]
 
 
-class Strategy(Word):
+class ReshardPolicy(MachineEnum):
     """Whether the whole parameters outlive the forward."""
 
-    FREE_AFTER_FORWARD = auto()
+    AFTER_FORWARD = auto()
     """Gathered again for the backward (`FULL_SHARD`)."""
-    KEEP_AFTER_FORWARD = auto()
+    AFTER_BACKWARD = auto()
     """Kept until the backward has used them (`SHARD_GRAD_OP`, and the root's own unit)."""
-    KEEP_ALWAYS = auto()
+    NEVER = auto()
     """Kept until the weights change (`SHARD_GRADIENTS`, `SHARD_OPTIMIZER`)."""
 
 
-_GIVE_UP: Final = (A.DRAIN, A.FREE, A.DROP)
+_GIVE_UP: Final = (A.WAIT_REDUCTIONS, A.RESHARD, A.DROP_GRADS)
 
-FREE_AFTER_FORWARD: Final[Table] = {
+RESHARD_AFTER_FORWARD: Final[Table] = {
     S.IDLE: {
-        E.FORWARD_BEGINS: Step(S.FORWARD, (A.REFRESH, A.NEED)),
-        E.BACKWARD_REACHES: Step(S.BACKWARD_PRE, (A.JOIN_BACKWARD, A.NEED)),
+        E.PRE_FORWARD: Step(S.FORWARD, (A.DROP_STALE, A.UNSHARD)),
+        E.PRE_BACKWARD: Step(S.BACKWARD_PRE, (A.JOIN_BACKWARD, A.UNSHARD)),
         # a checkpoint around the unit: its first forward ran without grad, nothing was watched
-        E.REPLAY_BEGINS: Step(S.BACKWARD_PRE, (A.JOIN_BACKWARD, A.NEED)),
+        E.PRE_RECOMPUTE: Step(S.BACKWARD_PRE, (A.JOIN_BACKWARD, A.UNSHARD)),
         # a gradient came by a path no hook could see, such as a bias that needs no input
-        E.GRADIENT_ARRIVES: Step(S.BACKWARD_PRE, (A.JOIN_BACKWARD, A.NEED)),
-        E.GRADIENT_FROM_OUTSIDE: Step(S.BACKWARD_POST, (A.JOIN_BACKWARD,)),
+        E.GRAD_ACCUMULATED: Step(S.BACKWARD_PRE, (A.JOIN_BACKWARD, A.UNSHARD)),
+        E.EXTERNAL_GRAD: Step(S.BACKWARD_POST, (A.JOIN_BACKWARD,)),
         # this backward never came here: a kept copy goes, and peers that did come need our zeros
-        E.BACKWARD_ENDS: Step(S.IDLE, (A.FREE, A.FLUSH, A.COMMIT)),
-        E.BACKWARD_ENDS_UNSYNCED: Step(S.IDLE, (A.FREE,)),
-        E.BACKWARD_FAILS: Step(S.IDLE, _GIVE_UP),
-        E.SUMMONED: Step(S.SUMMONED, (A.FREE, A.LEND)),
+        E.FINAL_CALLBACK: Step(S.IDLE, (A.RESHARD, A.FLUSH_GRADS, A.COMMIT)),
+        E.FINAL_CALLBACK_NO_SYNC: Step(S.IDLE, (A.RESHARD,)),
+        E.BACKWARD_FAILED: Step(S.IDLE, _GIVE_UP),
+        E.SUMMON: Step(S.SUMMONED, (A.RESHARD, A.GATHER_FULL)),
         # the step was abandoned inside its forward: the exception that caused it passes through here
-        E.FORWARD_FAILS: Step(S.IDLE),
+        E.FORWARD_FAILED: Step(S.IDLE),
         # a frozen unit whose output is unused: its input got a gradient by another way
-        E.BACKWARD_LEFT: Step(S.IDLE),
+        E.INPUT_GRADS_DONE: Step(S.IDLE),
         # the step was abandoned while they were lent: the loan is over already
-        E.RETURNED: Step(S.IDLE),
-        E.DISCARDED: Step(S.IDLE),
-        # RECLAIM: the write-back of a loan may be what failed half-way
-        E.STEP_ABANDONED: Step(S.IDLE, (A.DRAIN, A.RECLAIM, A.FREE, A.DROP)),
+        E.UNSUMMON_WRITEBACK: Step(S.IDLE),
+        E.UNSUMMON_DISCARD: Step(S.IDLE),
+        # FREE_FULL: the write-back of a loan may be what failed half-way
+        E.STEP_ABANDONED: Step(S.IDLE, (A.WAIT_REDUCTIONS, A.FREE_FULL, A.RESHARD, A.DROP_GRADS)),
     },
     S.FORWARD: {
-        E.FORWARD_ENDS: Step(S.IDLE, (A.WATCH_OUTPUTS, A.FREE)),
-        E.INFERENCE_ENDS: Step(S.IDLE, (A.FREE,)),
-        E.FORWARD_FAILS: Step(S.IDLE, (A.FREE,)),
+        E.POST_FORWARD: Step(S.IDLE, (A.HOOK_OUTPUTS, A.RESHARD)),
+        E.POST_FORWARD_NO_GRAD: Step(S.IDLE, (A.RESHARD,)),
+        E.FORWARD_FAILED: Step(S.IDLE, (A.RESHARD,)),
         # a backward inside the forward (a gradient penalty, an inner optimisation): stay whole through it
-        E.BACKWARD_REACHES: Step(S.FORWARD, (A.JOIN_BACKWARD,)),
-        E.REPLAY_BEGINS: Step(S.FORWARD, (A.JOIN_BACKWARD,)),
-        E.REPLAY_ENDS: Step(S.FORWARD, (A.WATCH_OUTPUTS,)),
-        E.GRADIENT_ARRIVES: Step(S.FORWARD, (A.JOIN_BACKWARD,)),
-        E.GRADIENT_FROM_OUTSIDE: Step(S.FORWARD, (A.JOIN_BACKWARD,)),
-        E.GRADIENTS_READY: Step(S.FORWARD, (A.REDUCE,)),
-        E.GRADIENTS_KEPT: Step(S.FORWARD),
-        E.BACKWARD_LEFT: Step(S.FORWARD),
-        E.BACKWARD_ENDS: Step(S.FORWARD, (A.GUARD, A.FLUSH, A.COMMIT)),
-        E.BACKWARD_ENDS_UNSYNCED: Step(S.FORWARD, (A.STASH,)),
+        E.PRE_BACKWARD: Step(S.FORWARD, (A.JOIN_BACKWARD,)),
+        E.PRE_RECOMPUTE: Step(S.FORWARD, (A.JOIN_BACKWARD,)),
+        E.POST_RECOMPUTE: Step(S.FORWARD, (A.HOOK_OUTPUTS,)),
+        E.GRAD_ACCUMULATED: Step(S.FORWARD, (A.JOIN_BACKWARD,)),
+        E.EXTERNAL_GRAD: Step(S.FORWARD, (A.JOIN_BACKWARD,)),
+        E.POST_BACKWARD: Step(S.FORWARD, (A.REDUCE_GRADS,)),
+        E.POST_BACKWARD_NO_SYNC: Step(S.FORWARD),
+        E.INPUT_GRADS_DONE: Step(S.FORWARD),
+        E.FINAL_CALLBACK: Step(S.FORWARD, (A.INTERCEPT_READS, A.FLUSH_GRADS, A.COMMIT)),
+        E.FINAL_CALLBACK_NO_SYNC: Step(S.FORWARD, (A.ACCUMULATE_UNSHARDED,)),
         # the forward around it may catch the exception and go on
-        E.BACKWARD_FAILS: Step(S.FORWARD, (A.DRAIN, A.DROP)),
+        E.BACKWARD_FAILED: Step(S.FORWARD, (A.WAIT_REDUCTIONS, A.DROP_GRADS)),
         E.STEP_ABANDONED: Step(S.IDLE, _GIVE_UP),
     },
     S.BACKWARD_PRE: {
-        E.GRADIENTS_READY: Step(S.BACKWARD_POST, (A.FREE, A.REDUCE)),
-        E.GRADIENTS_KEPT: Step(S.BACKWARD_POST, (A.FREE,)),
-        E.BACKWARD_LEFT: Step(S.BACKWARD_POST, (A.FREE,)),
-        E.GRADIENT_ARRIVES: Step(S.BACKWARD_PRE),
-        E.GRADIENT_FROM_OUTSIDE: Step(S.BACKWARD_PRE),
+        E.POST_BACKWARD: Step(S.BACKWARD_POST, (A.RESHARD, A.REDUCE_GRADS)),
+        E.POST_BACKWARD_NO_SYNC: Step(S.BACKWARD_POST, (A.RESHARD,)),
+        E.INPUT_GRADS_DONE: Step(S.BACKWARD_POST, (A.RESHARD,)),
+        E.GRAD_ACCUMULATED: Step(S.BACKWARD_PRE),
+        E.EXTERNAL_GRAD: Step(S.BACKWARD_PRE),
         # one announcement per output; costs nothing when already whole
-        E.BACKWARD_REACHES: Step(S.BACKWARD_PRE, (A.NEED,)),
-        E.REPLAY_BEGINS: Step(S.BACKWARD_PRE, (A.NEED,)),
-        E.REPLAY_ENDS: Step(S.BACKWARD_PRE, (A.WATCH_OUTPUTS,)),
+        E.PRE_BACKWARD: Step(S.BACKWARD_PRE, (A.UNSHARD,)),
+        E.PRE_RECOMPUTE: Step(S.BACKWARD_PRE, (A.UNSHARD,)),
+        E.POST_RECOMPUTE: Step(S.BACKWARD_PRE, (A.HOOK_OUTPUTS,)),
         # some gradient never came: unused parameters, `backward(inputs=...)`, a frozen part
-        E.BACKWARD_ENDS: Step(S.IDLE, (A.FREE, A.FLUSH, A.COMMIT)),
-        E.BACKWARD_ENDS_UNSYNCED: Step(S.IDLE, (A.FREE, A.STASH)),
-        E.BACKWARD_FAILS: Step(S.IDLE, _GIVE_UP),
+        E.FINAL_CALLBACK: Step(S.IDLE, (A.RESHARD, A.FLUSH_GRADS, A.COMMIT)),
+        E.FINAL_CALLBACK_NO_SYNC: Step(S.IDLE, (A.RESHARD, A.ACCUMULATE_UNSHARDED)),
+        E.BACKWARD_FAILED: Step(S.IDLE, _GIVE_UP),
         E.STEP_ABANDONED: Step(S.IDLE, _GIVE_UP),
     },
     S.BACKWARD_POST: {
         # used again in the same backward: several checkpoints, several outputs, several calls
-        E.BACKWARD_REACHES: Step(S.BACKWARD_PRE, (A.NEED,)),
-        E.REPLAY_BEGINS: Step(S.BACKWARD_PRE, (A.NEED,)),
-        E.GRADIENT_ARRIVES: Step(S.BACKWARD_POST),
-        E.GRADIENT_FROM_OUTSIDE: Step(S.BACKWARD_POST),
-        E.GRADIENTS_READY: Step(S.BACKWARD_POST, (A.REDUCE,)),
-        E.GRADIENTS_KEPT: Step(S.BACKWARD_POST),
+        E.PRE_BACKWARD: Step(S.BACKWARD_PRE, (A.UNSHARD,)),
+        E.PRE_RECOMPUTE: Step(S.BACKWARD_PRE, (A.UNSHARD,)),
+        E.GRAD_ACCUMULATED: Step(S.BACKWARD_POST),
+        E.EXTERNAL_GRAD: Step(S.BACKWARD_POST),
+        E.POST_BACKWARD: Step(S.BACKWARD_POST, (A.REDUCE_GRADS,)),
+        E.POST_BACKWARD_NO_SYNC: Step(S.BACKWARD_POST),
         # a frozen unit called several times is left several times
-        E.BACKWARD_LEFT: Step(S.BACKWARD_POST),
-        E.BACKWARD_ENDS: Step(S.IDLE, (A.FREE, A.FLUSH, A.COMMIT)),
-        E.BACKWARD_ENDS_UNSYNCED: Step(S.IDLE, (A.FREE, A.STASH)),
-        E.BACKWARD_FAILS: Step(S.IDLE, _GIVE_UP),
+        E.INPUT_GRADS_DONE: Step(S.BACKWARD_POST),
+        E.FINAL_CALLBACK: Step(S.IDLE, (A.RESHARD, A.FLUSH_GRADS, A.COMMIT)),
+        E.FINAL_CALLBACK_NO_SYNC: Step(S.IDLE, (A.RESHARD, A.ACCUMULATE_UNSHARDED)),
+        E.BACKWARD_FAILED: Step(S.IDLE, _GIVE_UP),
         E.STEP_ABANDONED: Step(S.IDLE, _GIVE_UP),
     },
     S.SUMMONED: {
-        E.RETURNED: Step(S.IDLE, (A.WRITE_BACK, A.RECLAIM)),
-        E.DISCARDED: Step(S.IDLE, (A.RECLAIM,)),
+        E.UNSUMMON_WRITEBACK: Step(S.IDLE, (A.WRITE_BACK, A.FREE_FULL)),
+        E.UNSUMMON_DISCARD: Step(S.IDLE, (A.FREE_FULL,)),
         # a forward on lent parameters computes with what the user sees
-        E.FORWARD_BEGINS: Step(S.SUMMONED),
-        E.INFERENCE_ENDS: Step(S.SUMMONED),
-        E.FORWARD_FAILS: Step(S.SUMMONED),
+        E.PRE_FORWARD: Step(S.SUMMONED),
+        E.POST_FORWARD_NO_GRAD: Step(S.SUMMONED),
+        E.FORWARD_FAILED: Step(S.SUMMONED),
         # a backward of other units of the root runs and ends while this one is lent
-        E.BACKWARD_LEFT: Step(S.SUMMONED),
-        E.BACKWARD_ENDS: Step(S.SUMMONED, (A.FLUSH, A.COMMIT)),
-        E.BACKWARD_ENDS_UNSYNCED: Step(S.SUMMONED),
-        E.BACKWARD_FAILS: Step(S.SUMMONED, (A.DRAIN, A.DROP)),
-        # FREE: the summon may be what failed half-way
-        E.STEP_ABANDONED: Step(S.IDLE, (A.DRAIN, A.RECLAIM, A.FREE, A.DROP)),
+        E.INPUT_GRADS_DONE: Step(S.SUMMONED),
+        E.FINAL_CALLBACK: Step(S.SUMMONED, (A.FLUSH_GRADS, A.COMMIT)),
+        E.FINAL_CALLBACK_NO_SYNC: Step(S.SUMMONED),
+        E.BACKWARD_FAILED: Step(S.SUMMONED, (A.WAIT_REDUCTIONS, A.DROP_GRADS)),
+        # RESHARD: the summon may be what failed half-way
+        E.STEP_ABANDONED: Step(S.IDLE, (A.WAIT_REDUCTIONS, A.FREE_FULL, A.RESHARD, A.DROP_GRADS)),
     },
 }
 
 # One row differs: after the forward the whole parameters are kept instead of freed.
-KEEP_AFTER_FORWARD: Final[Table] = {
-    **FREE_AFTER_FORWARD,
+RESHARD_AFTER_BACKWARD: Final[Table] = {
+    **RESHARD_AFTER_FORWARD,
     S.FORWARD: {
-        **FREE_AFTER_FORWARD[S.FORWARD],
-        E.FORWARD_ENDS: Step(S.IDLE, (A.WATCH_OUTPUTS, A.KEEP)),
+        **RESHARD_AFTER_FORWARD[S.FORWARD],
+        E.POST_FORWARD: Step(S.IDLE, (A.HOOK_OUTPUTS, A.KEEP_UNSHARDED)),
     },
 }
 
-# Wherever a pass goes well, they are kept instead of freed; REFRESH frees what the weights have left behind.
+# Wherever a pass goes well, they are kept instead of freed; DROP_STALE frees what the weights have left behind.
 _GOES_WELL: Final = (
-    E.FORWARD_ENDS,
-    E.INFERENCE_ENDS,
-    E.GRADIENTS_READY,
-    E.GRADIENTS_KEPT,
-    E.BACKWARD_LEFT,
-    E.BACKWARD_ENDS,
-    E.BACKWARD_ENDS_UNSYNCED,
+    E.POST_FORWARD,
+    E.POST_FORWARD_NO_GRAD,
+    E.POST_BACKWARD,
+    E.POST_BACKWARD_NO_SYNC,
+    E.INPUT_GRADS_DONE,
+    E.FINAL_CALLBACK,
+    E.FINAL_CALLBACK_NO_SYNC,
 )
-KEEP_ALWAYS: Final[Table] = {
+RESHARD_NEVER: Final[Table] = {
     state: {
-        event: Step(step.to, tuple(A.KEEP if action is A.FREE else action for action in step.actions))
+        event: Step(step.to, tuple(A.KEEP_UNSHARDED if action is A.RESHARD else action for action in step.actions))
         if event in _GOES_WELL
         else step
         for event, step in row.items()
     }
-    for state, row in FREE_AFTER_FORWARD.items()
+    for state, row in RESHARD_AFTER_FORWARD.items()
 }
 
-TABLES: Final[Mapping[Strategy, Table]] = {
-    Strategy.FREE_AFTER_FORWARD: FREE_AFTER_FORWARD,
-    Strategy.KEEP_AFTER_FORWARD: KEEP_AFTER_FORWARD,
-    Strategy.KEEP_ALWAYS: KEEP_ALWAYS,
+TABLES: Final[Mapping[ReshardPolicy, Table]] = {
+    ReshardPolicy.AFTER_FORWARD: RESHARD_AFTER_FORWARD,
+    ReshardPolicy.AFTER_BACKWARD: RESHARD_AFTER_BACKWARD,
+    ReshardPolicy.NEVER: RESHARD_NEVER,
 }
 
 
-class BackwardState(Word):
+class BackwardState(MachineEnum):
     """Whether a backward of the root is running."""
 
     RESTING = auto()
     RUNNING = auto()
 
 
-class BackwardEvent(Word):
+class BackwardEvent(MachineEnum):
     """What can happen to the backward of a root."""
 
     UNIT_JOINS = auto()

@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.stateful import run_state_machine_as_test  # noqa: E402
 
 from state_machine.explorer.explore import TREES, explore  # noqa: E402
-from state_machine.residency import RESIDENCES, Ask  # noqa: E402
+from state_machine.residency import RESIDENCES, Request  # noqa: E402
 from state_machine.table import BACKWARD, TABLES, BackwardEvent  # noqa: E402
 from state_machine.vocabulary import Event  # noqa: E402
 
@@ -106,7 +106,7 @@ def mutants() -> Iterator[Mutant]:
         for kind, what, state, word, step in changed_rows(table, tuple(Event)):
             changed = {**table, state: with_step(table[state], word, step)}
             yield Mutant(strategy.name, kind, what, planter(tables, strategy, changed))
-    for name, rows, words in (("RESIDENCES", RESIDENCES, tuple(Ask)), ("BACKWARD", BACKWARD, tuple(BackwardEvent))):
+    for name, rows, words in (("RESIDENCES", RESIDENCES, tuple(Request)), ("BACKWARD", BACKWARD, tuple(BackwardEvent))):
         for kind, what, state, word, step in changed_rows(cast(Row, rows), words):
             yield Mutant(name, kind, what, planter(cast(Row, rows), state, with_step(cast(Row, rows)[state], word, step)))
 

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import fsdp
-from fsdp.runtime.registry import sharded_of
+from fsdp.runtime.registry import unit_ref_of
 from state_machine import Action, Effect
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -309,9 +309,9 @@ def test_files_can_be_held_in_the_head(name: str) -> None:
 
 def test_engine_has_a_deed_for_every_action_and_an_effect_for_every_effect() -> None:
     def fn(rank: int) -> None:
-        sharded = sharded_of(fsdp.fully_shard(nn.Linear(2, 2)))
+        sharded = unit_ref_of(fsdp.fully_shard(nn.Linear(2, 2)))
         assert sharded is not None
-        assert set(sharded.engine._deeds) == set(Action)
+        assert set(sharded.engine._action_handlers) == set(Action)
         assert all(set(effects) == set(Effect) for effects in sharded.engine._effects)
 
     fsdp.simulate(1, fn)

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.comm.process_group import Collectives
+from fsdp.comm.process_group import Communicator
 from fsdp.errors import ShardingError
-from fsdp.runtime.registry import communicates, engines_in, refusal, refuse_unless_resting
+from fsdp.runtime.registry import collective_call, engines_in, refusal, refuse_unless_resting
 
 
-@communicates
+@collective_call
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale the gradients of `model` so that their global norm is at most `max_norm`; return the norm before.
 
@@ -26,14 +26,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     if not power > 0:
         raise ShardingError(f"norm_type must be a positive number or inf, not {norm_type!r}.")
     engines = engines_in(model, "clip_grad_norm_")
-    channels = engines[0].channels
+    comms = engines[0].comms
     named = {id(p): (name, p) for name, p in model.named_parameters()}
-    sharded = {id(p): p for engine in engines for unit in engine.units for p in unit.shard_parameters}
+    sharded = {id(p): p for engine in engines for unit in engine.units for p in unit.sharded_params}
     unsharded = [key for key in named if key not in sharded]
     if unsharded:  # those of ignored modules are left out
         inside = {id(p) for engine in engines for p in engine.units[0].module.parameters()}
         unsharded = [key for key in unsharded if key not in inside]
-    if unsharded or not all(engine.channels.same_ranks_as(channels) for engine in engines):
+    if unsharded or not all(engine.comms.same_ranks_as(comms) for engine in engines):
         why = f"{named[unsharded[0]][0]!r} is not sharded" if unsharded else "the roots have different process groups"
         raise ShardingError(
             f"clip_grad_norm_: {why}, so the norm over all of them is not defined here; wrap the whole model over one group."
@@ -54,7 +54,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         if any([norm.dtype is not torch.float32 or norm.device != device for norm in norms]):
             norms = [norm.to(device, torch.float32) for norm in norms]
         local = torch.linalg.vector_norm(torch.stack(norms), power)
-    total = _combine(channels.reductions, local, power)
+    total = _combine(comms.reduce_comm, local, power)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if strided:
         torch._foreach_mul_(strided, factor)
@@ -63,12 +63,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     return total
 
 
-def _combine(collectives: Collectives, local: Tensor, power: float) -> Tensor:
+def _combine(comm: Communicator, local: Tensor, power: float) -> Tensor:
     if math.isinf(power):
-        collectives.all_reduce(local, "max", "gradient norm").wait()
+        comm.all_reduce(local, "max", "gradient norm").wait()
         return local
     summed = local**power
-    collectives.all_reduce(summed, "sum", "gradient norm").wait()
+    comm.all_reduce(summed, "sum", "gradient norm").wait()
     return summed ** (1 / power)
 
 
@@ -84,12 +84,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
         engine = engines_in(model, "ShardedGradScaler")[0]
         self._found_on = engine.units[0].device
         super().__init__(device or self._found_on.type, **options)
-        self._collectives = engine.channels.everyone
+        self._comm = engine.comms.world_comm
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(*args, **kwargs)
         if not found:  # this rank holds nothing of what this optimizer steps, and its peers still ask
             found = {self._found_on: torch.zeros((), device=self._found_on)}
         for flag in found.values():
-            self._collectives.all_reduce(flag, "max", "found inf").wait()
+            self._comm.all_reduce(flag, "max", "found inf").wait()
         return found

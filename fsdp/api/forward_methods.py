@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fsdp.errors import ShardingError
-from fsdp.runtime.registry import sharded_of
+from fsdp.runtime.registry import unit_ref_of
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
@@ -24,8 +24,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ShardingError: `module` is no unit, or has no such method.
     """
-    unit = module if sharded_of(module) is not None else getattr(module, "module", module)
-    if sharded_of(unit) is None:
+    unit = module if unit_ref_of(module) is not None else getattr(module, "module", module)
+    if unit_ref_of(unit) is None:
         raise ShardingError(
             f"register_forward_method: {type(module).__name__} is not a unit; wrap it first, or register a method of the "
             "unit that contains it."
@@ -52,6 +52,6 @@ class _ForwardMethod:
         self._method = method
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        sharded = sharded_of(module)
+        sharded = unit_ref_of(module)
         assert sharded is not None, "it was a unit when the method was registered"
         return sharded.hooks.run_as_forward(sharded.index, self._method, args, kwargs)

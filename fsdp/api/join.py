@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fsdp.autograd.pytree import tensors_in
 from fsdp.errors import ShardingError
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.registry import engines_in, sharded_of
+from fsdp.runtime.registry import engines_in, unit_ref_of
 
 
 class _Deed(IntEnum):
@@ -56,16 +56,16 @@ class Joined:
             ShardingError: they do not all do the same.
         """
         message = torch.zeros(_CLEARED + 1, dtype=torch.int64, device=self._engine.units[0].device)
-        shards = [parameter for unit in self._engine.units for parameter in unit.shard_parameters]
+        shards = [parameter for unit in self._engine.units for parameter in unit.sharded_params]
         if deed is not None:
             message[deed] = 1
             message[_CLEARED] = all(parameter.grad is None for parameter in shards)
-        self._engine.channels.everyone.all_reduce(message, "sum", "who has data left").wait()
+        self._engine.comms.world_comm.all_reduce(message, "sum", "who has data left").wait()
         *counts, cleared = message.tolist()
         left = sum(counts)
         if not left:
             return None
-        self._engine.reducer.take_part(left)
+        self._engine.reducer.set_averaging_ranks(left)
         if counts.count(0) != len(counts) - 1:
             told = ", ".join(f"{count} {of.name.lower()}" for of, count in zip(_Deed, counts, strict=True) if count)
             raise ShardingError(f"inside fsdp.join, of {left} ranks that have data left {told} at the same time.")
@@ -85,7 +85,7 @@ class Joined:
     def _serve(self) -> None:
         """Do what the others do, until nobody has data left."""
         self._finished = True
-        self._engine.reducer.muted = True
+        self._engine.reducer.ignores_local_grads = True
         # half of an accumulation that will not be completed
         self._engine.reducer.forget_kept()
         try:
@@ -97,7 +97,7 @@ class Joined:
                 else:
                     self._go_back(deed is _Deed.REDUCES)
         finally:
-            self._engine.reducer.muted = False
+            self._engine.reducer.ignores_local_grads = False
             self._outputs.clear()
 
     def _run(self, trains: bool) -> None:
@@ -164,7 +164,7 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
         ShardingError: `model` is not one root, has a communication hook or a static graph, or ranks with data do
             different things.
     """
-    sharded = sharded_of(getattr(model, "module", model)) or sharded_of(model)
+    sharded = unit_ref_of(getattr(model, "module", model)) or unit_ref_of(model)
     engines = engines_in(model, "join")
     if sharded is None or len(engines) != 1:
         raise ShardingError(f"join takes one wrapped model; there are {len(engines)} roots in this {type(model).__name__}.")
@@ -187,7 +187,7 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
         joined._serve()
     finally:
         engine.before_pass = None
-        engine.reducer.take_part(engine.channels.size)
+        engine.reducer.set_averaging_ranks(engine.comms.size)
         handle.remove()
 
 

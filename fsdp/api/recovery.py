@@ -21,5 +21,5 @@ def agree_abandoned(model: nn.Module) -> None:
     """
     for engine in engines_in(model, "agree_abandoned"):
         # those who heard of no failure yet are told by this
-        engine.tell_peers(engine.units[0].name, sys.exc_info()[1])
-        engine.channels.connect_anew()
+        engine.notify_peers(engine.units[0].name, sys.exc_info()[1])
+        engine.comms.reconnect()

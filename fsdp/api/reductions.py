@@ -12,7 +12,7 @@ def reducer_stats(model: nn.Module) -> list[BucketStats]:
     Raises:
         ShardingError: there is no unit in `model`.
     """
-    return [one for engine in engines_in(model, "reducer_stats") for one in engine.reducer.launches.stats()]
+    return [one for engine in engines_in(model, "reducer_stats") for one in engine.reducer.stats.report()]
 
 
 def relearn_order(model: nn.Module) -> None:

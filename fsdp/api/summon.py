@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from fsdp.runtime.registry import Sharded, units_in
+from fsdp.runtime.registry import UnitRef, units_in
 from state_machine import Event
 
 
@@ -20,14 +20,14 @@ def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[Non
     Raises:
         IllegalTransition: inside a forward, a backward, or another summon.
     """
-    lent: list[Sharded] = []
+    full_params: list[UnitRef] = []
     kept = False
     try:
         for sharded in units_in(model, "summon_full_params"):
-            sharded.hear(Event.SUMMONED)
-            lent.append(sharded)
+            sharded.on_event(Event.SUMMON)
+            full_params.append(sharded)
         yield
         kept = writeback
     finally:
-        for sharded in lent:
-            sharded.hear(Event.RETURNED if kept else Event.DISCARDED)
+        for sharded in full_params:
+            sharded.on_event(Event.UNSUMMON_WRITEBACK if kept else Event.UNSUMMON_DISCARD)

@@ -12,11 +12,11 @@ from fsdp.api import clipping
 from fsdp.build.builder import build, check_initialisation
 from fsdp.build.consistency import agree
 from fsdp.build.plan import Planned, make_plan
-from fsdp.comm.context import Channels, open_channels
+from fsdp.comm.context import CommContext, open_comms
 from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
-from fsdp.runtime.registry import engines_in, sharded_of
+from fsdp.runtime.registry import engines_in, unit_ref_of
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -41,10 +41,10 @@ class FullyShardedDataParallel(nn.Module):
             raise  # the hooks have heard it
         except BaseException as failure:
             # torch calls no hook for Ctrl-C
-            sharded = sharded_of(self.module)
+            sharded = unit_ref_of(self.module)
             assert sharded is not None, "the constructor made it a unit"
             sharded.engine.note(failure)
-            sharded.engine.give_up(failure)
+            sharded.engine.abandon_step(failure)
             raise
 
     def __getattr__(self, name: str) -> Any:
@@ -138,8 +138,8 @@ def fully_shard(
     Raises:
         ShardingError: an option, the module or the ranks are not as they must be. Nothing was sharded.
     """
-    ranks = process_group, mesh, find_strategy(sharding_strategy).grouping
-    channels = open_channels(*ranks)
+    ranks = process_group, mesh, find_strategy(sharding_strategy).mesh_kind
+    comms = open_comms(*ranks)
     options = (
         sharding_strategy,
         reshard_after_forward,
@@ -152,17 +152,17 @@ def fully_shard(
     )
 
     def prepare() -> tuple[Config, list[Planned]]:
-        config, plan = _prepare(module, auto_wrap_policy, ignored_modules, channels, options, unknown)
+        config, plan = _prepare(module, auto_wrap_policy, ignored_modules, comms, options, unknown)
         check_initialisation(plan, param_init_fn)
         return config, plan
 
-    config, plan = agree(channels.everyone, prepare)
-    build(plan, config, open_channels(*ranks, config.reduction.streams), param_init_fn, ignored_modules or ())
+    config, plan = agree(comms.world_comm, prepare)
+    build(plan, config, open_comms(*ranks, config.reduction.streams), param_init_fn, ignored_modules or ())
     return module
 
 
 def _prepare(
-    module: nn.Module, policy: Any, ignored: Any, channels: Channels, options: tuple[Any, ...], unknown: dict[str, Any]
+    module: nn.Module, policy: Any, ignored: Any, comms: CommContext, options: tuple[Any, ...], unknown: dict[str, Any]
 ) -> tuple[Config, list[Planned]]:
     """Everything that can be refused, before anything moves."""
     if unknown:
@@ -170,19 +170,19 @@ def _prepare(
     if not isinstance(module, nn.Module):
         raise ShardingError(f"fully_shard takes an nn.Module, not {type(module).__name__}.")
     config = make_config(*options)
-    if sharded_of(module) is not None:
+    if unit_ref_of(module) is not None:
         raise ShardingError(f"{type(module).__name__} is a unit already; wrap a module once.")
     if isinstance(module, FullyShardedDataParallel):
         raise ShardingError("the module is a FullyShardedDataParallel already; wrap a module once.")
     plan = make_plan(module, policy, _unit_of, lambda one: isinstance(one, FullyShardedDataParallel), ignored)
-    names = {place.names[0] for one in plan for place in one.places if place.parameter.requires_grad}
+    names = {place.names[0] for one in plan for place in one.param_infos if place.parameter.requires_grad}
     for trigger in config.reduction.triggers:
         if trigger not in names:
             raise ShardingError(
                 f"reduction.triggers: {type(module).__name__} has no trainable parameter {trigger!r}, or it is in a unit already."
             )
     for one in plan:
-        inner = sharded_of(one.module)
+        inner = unit_ref_of(one.module)
         if inner is not None and inner.engine.reducer.keeps_gradients:
             raise ShardingError(
                 f"unit {one.name!r} keeps gradients under no_sync; run the backward that synchronises before wrapping around it."
@@ -192,13 +192,13 @@ def _prepare(
                 f"unit {one.name!r} has a communication hook, which would be lost; register it on the outermost module, after "
                 "wrapping."
             )
-        if inner is not None and not inner.engine.channels.same_ranks_as(channels):
+        if inner is not None and not inner.engine.comms.same_ranks_as(comms):
             raise ShardingError(
                 f"unit {one.name!r} was wrapped over another process group or mesh, or with a strategy that shares the work in "
                 "another way; wrap all units of a model alike."
             )
     devices: dict[torch.device, str] = {}
-    for place in (place for one in plan for place in one.places if not place.parameter.is_meta):
+    for place in (place for one in plan for place in one.param_infos if not place.parameter.is_meta):
         devices.setdefault(place.parameter.device, place.names[0])
     if len(devices) > 1:
         (a, first), (b, second) = list(devices.items())[:2]
@@ -206,7 +206,7 @@ def _prepare(
             f"parameter {first!r} is on {a}, but {second!r} is on {b}; move the module to one device before wrapping it."
         )
     for device, name in devices.items():
-        if not channels.everyone.can_carry(device):
+        if not comms.world_comm.supports_device(device):
             raise ShardingError(
                 f"parameter {name!r} is on {device}, where this process group cannot communicate; "
                 "move the module to the group's device before wrapping it."
@@ -215,7 +215,7 @@ def _prepare(
 
 
 def _unit_of(module: nn.Module) -> Unit | None:
-    sharded = sharded_of(module)
+    sharded = unit_ref_of(module)
     return None if sharded is None else sharded.unit
 
 
@@ -275,5 +275,5 @@ def memory_bytes(model: nn.Module, peak: bool = False) -> int:
 
     With `peak`, the most it ever held at once.
     """
-    ledgers = [engine.ledger for engine in engines_in(model, "memory_bytes")]
-    return sum(ledger.peak if peak else ledger.now for ledger in ledgers)
+    ledgers = [engine.tracker for engine in engines_in(model, "memory_bytes")]
+    return sum(tracker.peak if peak else tracker.now for tracker in ledgers)

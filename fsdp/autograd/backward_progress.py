@@ -28,82 +28,82 @@ from collections.abc import Callable
 
 import torch
 
-from fsdp.autograd.node_hooks import Way
+from fsdp.autograd.node_hooks import BackwardPath
 
 
-class Readiness:
+class BackwardProgress:
     """Whether gradients have arrived at one unit in this backward, and which of its calls autograd is still inside."""
 
-    __slots__ = ("_again", "_open_calls", "_ways", "arrived", "backward", "reached")
+    __slots__ = ("_entered_via_second_graph", "_open_calls", "_paths", "backward", "entered", "has_grad")
 
     def __init__(self) -> None:
         self.backward = 1
         """Its number."""
-        self._ways: list[weakref.ref[Way]] = []
+        self._paths: list[weakref.ref[BackwardPath]] = []
         """Of the calls whose graph, or that of a call inside, was alive at the last call."""
-        self.reached = False
+        self.entered = False
         """This backward has come to the unit."""
-        self._again = False
+        self._entered_via_second_graph = False
         """Reached through nodes that an earlier backward made."""
-        self.arrived = False
+        self.has_grad = False
         """A gradient came, and is not reduced or kept."""
         self._open_calls = 0
 
     def reset(self) -> None:
         """A backward is over: for the next one nothing has arrived and nothing is open."""
         self.backward += 1
-        self.reached = False
-        self._again = False
-        self.arrived = False
+        self.entered = False
+        self._entered_via_second_graph = False
+        self.has_grad = False
         self._open_calls = 0
 
-    def watch(self, way: Way, gone: Callable[[weakref.ref[Way]], None]) -> None:
+    def watch(self, path: BackwardPath, gone: Callable[[weakref.ref[BackwardPath]], None]) -> None:
         """A call has returned, and this is the way back through it; `gone` is called when its graph is."""
-        self._ways = [*(one for one in self._ways if one() is not None), weakref.ref(way, gone)]
+        self._paths = [*(one for one in self._paths if one() is not None), weakref.ref(path, gone)]
 
-    def reach(self, way: Way) -> None:
+    def reach(self, path: BackwardPath) -> None:
         """Autograd is about to enter a call."""
-        self.reached = True
-        way.reached_in = self.backward
-        if way.inputs and way.backward != self.backward:
-            way.backward = self.backward
+        self.entered = True
+        path.entered_in = self.backward
+        if path.inputs and path.backward != self.backward:
+            path.backward = self.backward
             # autograd.grad does not say whether it comes to a leaf: wait for it, at worst until the backward ends
-            way.pending = sum(not node.next_functions or torch._C._will_engine_execute_node(node) for node in way.inputs)
-            if way.pending:
+            path.pending = sum(not node.next_functions or torch._C._will_engine_execute_node(node) for node in path.inputs)
+            if path.pending:
                 self._open_calls += 1
 
     def reach_again(self) -> None:
         """Autograd is about to enter nodes that an earlier backward through the unit made, or that nothing leads to."""
-        self.reached = True
-        self._again = True
+        self.entered = True
+        self._entered_via_second_graph = True
 
-    def leave(self, way: Way) -> bool:
+    def leave(self, path: BackwardPath) -> bool:
         """Autograd is about to enter a node behind an input of a call; return whether it leaves it with that."""
-        if way.backward != self.backward or not way.pending:
+        if path.backward != self.backward or not path.pending:
             return False
-        way.pending -= 1
-        if way.pending:
+        path.pending -= 1
+        if path.pending:
             return False
         self._open_calls -= 1
-        way.left_in = self.backward
-        return not self._again
+        path.left_in = self.backward
+        return not self._entered_via_second_graph
 
     def is_ready(self) -> bool:
         """Whether every call this backward goes through is over."""
-        return not self._open_calls and all(map(self._is_over, self.living_ways()))
+        return not self._open_calls and all(map(self._is_over, self.living_paths()))
 
     def is_ready_after_checkpoint(self) -> bool:
         """The same, at the end of the backward of a reentrant checkpoint, in which calls are over that were entered."""
-        return not self._open_calls and not self._again
+        return not self._open_calls and not self._entered_via_second_graph
 
-    def _is_over(self, way: Way) -> bool:
+    def _is_over(self, path: BackwardPath) -> bool:
         """Whether this backward has come out of a call, or does not go through it."""
-        if not way.through_graph:
+        if not path.inputs_are_interior:
             return False
-        if way.backward == self.backward:
-            return way.left_in == self.backward
-        return not any(map(torch._C._will_engine_execute_node, way.inputs))
+        if path.backward == self.backward:
+            return path.left_in == self.backward
+        return not any(map(torch._C._will_engine_execute_node, path.inputs))
 
-    def living_ways(self) -> list[Way]:
+    def living_paths(self) -> list[BackwardPath]:
         """The ways through calls whose graph, or that of a call inside, is alive."""
-        return [way for reference in self._ways if (way := reference()) is not None]
+        return [path for reference in self._paths if (path := reference()) is not None]

@@ -16,19 +16,19 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from fsdp.autograd.pytree import tensors_in
 
-Ends = Sequence[weakref.ref[Tensor]]
+Endpoints = Sequence[weakref.ref[Tensor]]
 
 
-class Call:
+class ForwardCall:
     """One forward of one unit, while it runs."""
 
-    __slots__ = ("carried", "exits", "guard", "handled", "nested", "outputs", "records", "refused", "taken", "way")
+    __slots__ = ("carried", "exits", "guard", "handled", "nested", "outputs", "path", "records", "refused", "taken")
 
-    def __init__(self, replay: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
+    def __init__(self, recompute: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
         self.exits = nodes_of(inputs)
         """The distinct nodes behind the inputs: of a leaf, the one that accumulates its gradient."""
         # one with inner units can be left through any of them
-        self.way = Way(replay, versions, inputs, self.exits if innermost else ())
+        self.path = BackwardPath(recompute, versions, inputs, self.exits if innermost else ())
         self.outputs: list[Tensor] = []
         # an exception that was being handled before the call is not one that passes through it
         self.handled = sys.exc_info()[1]
@@ -44,52 +44,52 @@ class Call:
         self.nested = False
         """Called from inside its own forward: by a recursion, or by a method that is registered as a forward."""
 
-    def nest_in(self, outer: "Call") -> None:
+    def nest_in(self, outer: "ForwardCall") -> None:
         """It is a part of `outer`, and a gradient may be asked of its inputs as well."""
         self.nested = True
-        outer.way.ends += self.way.ends
-        self.way = outer.way
+        outer.path.endpoints += self.path.endpoints
+        self.path = outer.path
 
-    def give_up(self) -> None:
+    def abandon_step(self) -> None:
         """It will not end: end its guard, and keep nothing of its graph."""
         if self.guard is not None:
             self.guard.end()
-        self.exits, self.outputs, self.way = (), [], Way(self.way.replay, self.way.versions, (), ())
+        self.exits, self.outputs, self.path = (), [], BackwardPath(self.path.recompute, self.path.versions, (), ())
 
 
-class Way:
+class BackwardPath:
     """A backward's way through one call of one unit. Lives as long as the graph of the call, or of one inside it."""
 
     __slots__ = (
         "__weakref__",
-        "around",
         "backward",
-        "ends",
+        "enclosing",
+        "endpoints",
+        "entered_in",
+        "has_grad_inputs",
         "inputs",
-        "led_to",
+        "inputs_are_interior",
         "left_in",
         "pending",
-        "reached_in",
-        "replay",
-        "through_graph",
+        "recompute",
         "versions",
     )
 
-    def __init__(self, replay: bool, versions: int, inputs: Sequence[Tensor], exits: Sequence[Node]) -> None:
-        self.replay = replay
+    def __init__(self, recompute: bool, versions: int, inputs: Sequence[Tensor], exits: Sequence[Node]) -> None:
+        self.recompute = recompute
         self.versions = versions
         """Of the shards it computes with, and what it changes in them."""
-        self.ends = [weakref.ref(tensor) for tensor in inputs]
+        self.endpoints = [weakref.ref(tensor) for tensor in inputs]
         """The inputs, and the outputs of a call that has ended: a gradient may be asked of them while somebody still has them."""
-        self.around: Sequence[tuple[Any, Way]] = ()
+        self.enclosing: Sequence[tuple[Any, BackwardPath]] = ()
         """The listeners of the units in whose calls this one was made, and the ways through these."""
-        self.led_to = bool(inputs)
+        self.has_grad_inputs = bool(inputs)
         """An input requires grad, so that a backward may go on where it came from."""
         self.inputs = exits
         """The nodes by which autograd leaves it, if any input requires grad."""
-        self.through_graph = bool(exits) and all(node.next_functions for node in exits)
+        self.inputs_are_interior = bool(exits) and all(node.next_functions for node in exits)
         """It is left, and every input was made by a node; the gradient of a leaf is accumulated out of turn."""
-        self.reached_in = 0
+        self.entered_in = 0
         """The backward that reached it last."""
         self.left_in = 0
         """The backward that left last."""
@@ -99,7 +99,7 @@ class Way:
         """Nodes behind the inputs that this backward has not come to yet."""
 
 
-class Crossing:
+class NodePrehook:
     """Autograd is about to enter one node: calls it leaves that way, and calls it reaches.
 
     One hook a node, because the unit that is left gives its memory back before the next one takes
@@ -114,27 +114,27 @@ class Crossing:
     def __init__(self) -> None:
         self.watched_by: set[int] = set()
         """The ids of the listeners whose units are reached this way."""
-        self.leaves: list[tuple[weakref.ref[Way], Callable[[Way, Sequence[Tensor | None]], None]]] = []
+        self.leaves: list[tuple[weakref.ref[BackwardPath], Callable[[BackwardPath, Sequence[Tensor | None]], None]]] = []
         self.reaches: list[Callable[[Sequence[Tensor | None]], None]] = []
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
         for reference, leave in tuple(self.leaves):
-            way = reference()
-            if way is not None:
-                leave(way, gradients)
+            path = reference()
+            if path is not None:
+                leave(path, gradients)
         for reach in tuple(self.reaches):
             reach(gradients)
 
-    def leave(self, way: Way, tell: Callable[[Way, Sequence[Tensor | None]], None]) -> None:
+    def leave(self, path: BackwardPath, tell: Callable[[BackwardPath, Sequence[Tensor | None]], None]) -> None:
         """This is the way out of a call. A leaf outlives the graphs it is in, so ways are forgotten when they are dead."""
         self.leaves = [one for one in self.leaves if one[0]() is not None]
-        self.leaves.append((weakref.ref(way), tell))
+        self.leaves.append((weakref.ref(path), tell))
 
     @classmethod
-    def of(cls, node: Node) -> "Crossing":
+    def of(cls, node: Node) -> "NodePrehook":
         """The crossing of `node`, put there if it has none."""
         metadata = cast(dict[str, Any], node.metadata)
-        found: Crossing | None = metadata.get(cls.KEY)
+        found: NodePrehook | None = metadata.get(cls.KEY)
         if found is None:
             found = metadata[cls.KEY] = cls()
             node.register_prehook(found)
@@ -147,7 +147,7 @@ def node_behind(tensor: Tensor) -> Node | None:
     return tensor.grad_fn
 
 
-def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+def input_nodes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
     """The inputs that require grad."""
     if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
         return args if args[0].requires_grad else ()

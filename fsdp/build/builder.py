@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.build.plan import IGNORED, Planned
+from fsdp.comm.context import CommContext
 from fsdp.config import Config
 from fsdp.debug.delays import delayed
 from fsdp.debug.dump import remember
-from fsdp.runtime.engine import Engine
-from fsdp.errors import ShardingError
-from fsdp.comm.context import Channels
-from fsdp.runtime.hooks import Hooks
-from fsdp.build.plan import IGNORED, Planned
-from fsdp.runtime.registry import Sharded, sharded_of
-from fsdp.state_dict.state_dict_hooks import StateHooks
-from fsdp.device.storage import Ledger
+from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import default_device, make_streams
+from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
+from fsdp.runtime.engine import Engine
+from fsdp.runtime.hooks import EngineHooks
+from fsdp.runtime.registry import UnitRef, unit_ref_of
+from fsdp.state_dict.state_dict_hooks import StateHooks
 
 Initialise = Callable[[nn.Module], object]
 
@@ -49,51 +49,51 @@ def check_initialisation(plan: Sequence[Planned], initialise: Any) -> None:
 def build(
     plan: Sequence[Planned],
     config: Config,
-    channels: Channels,
+    comms: CommContext,
     initialise: Initialise | None,
     ignored: Collection[nn.Module],
 ) -> None:
     """Shard what the plan says, and put one engine over all units."""
-    units = _Builder(plan, config, channels, initialise).build()
-    _check_replicas([unit for unit, one in zip(units, plan, strict=True) if one.unit is None], channels)
-    inner = [sharded for one in plan if (sharded := sharded_of(one.module)) is not None]
+    units = _Builder(plan, config, comms, initialise).build()
+    _check_replicas([unit for unit, one in zip(units, plan, strict=True) if one.unit is None], comms)
+    inner = [sharded for one in plan if (sharded := unit_ref_of(one.module)) is not None]
     for old in {id(sharded.engine): sharded for sharded in inner}.values():
-        old.engine.abandon()
+        old.engine._reset_step()
         old.hooks.remove()
     for sharded in inner:
         for handle in sharded.state_dict_handles:
             handle.remove()
     if config.sync_module_states:
-        _broadcast(((name, buffer.detach()) for name, buffer in plan[0].module.named_buffers()), channels)
+        _broadcast(((name, buffer.detach()) for name, buffer in plan[0].module.named_buffers()), comms)
     device = next((unit.device for unit in units if unit.flats), torch.device("cpu"))
-    streams = delayed(make_streams(device, len(channels.lanes)), channels.everyone.rank, device)
-    ledger = Ledger()
+    streams = delayed(make_streams(device, len(comms.lanes)), comms.world_comm.rank, device)
+    tracker = MemoryTracker()
     for unit in units:
-        unit.join(streams, ledger)
+        unit.join(streams, tracker)
     inside: list[set[int]] = [set() for _ in plan]
     for index, one in enumerate(plan):
         for outer in one.ancestors:
             inside[outer].add(index)
-    engine = Engine(units, [*map(frozenset, inside)], channels, streams, ledger)
-    hooks = Hooks(engine)
+    engine = Engine(units, [*map(frozenset, inside)], comms, streams, tracker)
+    hooks = EngineHooks(engine)
     remember(engine)
     for index, one in enumerate(plan):
         state_hooks = StateHooks(engine, index, [units[outer] for outer in sorted(one.ancestors)])
-        one.module.__dict__[Sharded.ATTRIBUTE] = Sharded(engine, hooks, state_hooks.handles, index)
+        one.module.__dict__[UnitRef.ATTRIBUTE] = UnitRef(engine, hooks, state_hooks.handles, index)
     for module in ignored:
         module.__dict__[IGNORED] = True
 
 
-def _check_replicas(units: Sequence[Unit], channels: Channels) -> None:
+def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
     """Ranks that hold the same shards must begin with the same values, or they train different models.
 
     Raises:
         ShardingError: they do not.
     """
-    if channels.replicas.size == 1:
+    if comms.replica_comm.size == 1:
         return
     sums = [[int(flat.shard.view(torch.int32).sum(dtype=torch.int64)) for flat in unit.flats] for unit in units]
-    for other in channels.replicas.gather_objects(sums, "parameters of replicas"):
+    for other in comms.replica_comm.gather_objects(sums, "parameters of replicas"):
         for unit, mine, theirs in zip(units, sums, other, strict=True):
             if mine != theirs:
                 raise ShardingError(
@@ -105,15 +105,15 @@ def _check_replicas(units: Sequence[Unit], channels: Channels) -> None:
 class _Builder:
     """Makes the units in the order in which they become whole."""
 
-    def __init__(self, plan: Sequence[Planned], config: Config, channels: Channels, initialise: Initialise | None) -> None:
+    def __init__(self, plan: Sequence[Planned], config: Config, comms: CommContext, initialise: Initialise | None) -> None:
         self._plan = plan
         self._config = config
-        self._channels = channels
+        self._comms = comms
         self._initialise = initialise or _reset
         self._index = {id(one.module): index for index, one in enumerate(plan)}
         self._own = [{id(module) for module in one.own_modules} for one in plan]
         self._units: list[Unit | None] = [None for _ in plan]
-        self._device = default_device(channels.everyone.can_carry)
+        self._device = default_device(comms.world_comm.supports_device)
 
     def build(self) -> list[Unit]:
         """Every unit, outermost first."""
@@ -124,8 +124,8 @@ class _Builder:
         one = self._plan[index]
         self._prepare(one.module, index)
         if one.unit is None and self._config.sync_module_states:
-            _broadcast(((place.names[0], place.parameter.detach()) for place in one.places), self._channels)
-        unit = one.unit or Unit(one.module, one.name, one.places, self._config, self._channels.gathers)
+            _broadcast(((place.names[0], place.parameter.detach()) for place in one.param_infos), self._comms)
+        unit = one.unit or Unit(one.module, one.name, one.param_infos, self._config, self._comms.shard_comm)
         unit.name = one.name
         self._units[index] = unit
 
@@ -169,11 +169,11 @@ def _reset(module: nn.Module) -> None:
     module.reset_parameters()  # type: ignore[operator]  # checked before anything moved
 
 
-def _broadcast(states: Iterator[tuple[str, Tensor]], channels: Channels) -> None:
+def _broadcast(states: Iterator[tuple[str, Tensor]], comms: CommContext) -> None:
     with torch.no_grad():
         for name, state in states:
             carrier = state.contiguous()
             # as bytes: not every backend knows every dtype
-            channels.everyone.broadcast(carrier.view(-1).view(torch.uint8), 0, name).wait()
+            comms.world_comm.broadcast(carrier.view(-1).view(torch.uint8), 0, name).wait()
             if carrier is not state:
                 state.copy_(carrier)

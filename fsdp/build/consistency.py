@@ -5,15 +5,15 @@ from dataclasses import fields
 from hashlib import sha256
 from typing import Any
 
-from fsdp.comm.process_group import Collectives
+from fsdp.build.plan import Planned
+from fsdp.comm.process_group import Communicator
 from fsdp.config import Config
 from fsdp.errors import ShardingError
-from fsdp.build.plan import Planned
 
 Prepared = tuple[Config, list[Planned]]
 
 
-def agree(collectives: Collectives, prepare: Callable[[], Prepared]) -> Prepared:
+def agree(comm: Communicator, prepare: Callable[[], Prepared]) -> Prepared:
     """Prepare on every rank and compare what came out; a refusal on one rank reaches every rank.
 
     Raises:
@@ -23,16 +23,16 @@ def agree(collectives: Collectives, prepare: Callable[[], Prepared]) -> Prepared
         prepared = prepare()
     except Exception as refusal:  # a user's policy may raise anything, and the peers must hear of it
         reason = str(refusal) if isinstance(refusal, ShardingError) else repr(refusal)
-        collectives.gather_objects(f"refused: {reason}", "agreement")
+        comm.gather_objects(f"refused: {reason}", "agreement")
         raise
     lines = _describe(*prepared)
     digest = sha256("\n".join(lines).encode()).hexdigest()
-    answers = collectives.gather_objects(digest, "agreement")
+    answers = comm.gather_objects(digest, "agreement")
     for rank, answer in enumerate(answers):
         if answer.startswith("refused: "):
             raise ShardingError(f"rank {rank} could not wrap its module: {answer.removeprefix('refused: ')}")
     if len(set(answers)) > 1:
-        raise ShardingError(_first_difference(collectives.gather_objects(lines, "agreement")))
+        raise ShardingError(_first_difference(comm.gather_objects(lines, "agreement")))
     return prepared
 
 
@@ -42,7 +42,7 @@ def _describe(config: Config, plan: Sequence[Planned]) -> list[str]:
         lines += [f"buffer {name!r} {tuple(b.shape)} {b.dtype}" for name, b in plan[0].module.named_buffers()]
     for one in plan:
         lines.append(f"unit {one.name!r}")
-        for place in one.places:
+        for place in one.param_infos:
             p: Any = place.parameter
             names = " = ".join(place.names)
             lines.append(f"parameter {names!r} {tuple(p.shape)} {p.dtype}" + ("" if p.requires_grad else " frozen"))

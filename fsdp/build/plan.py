@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fsdp.errors import ShardingError
-from fsdp.params.module_params import owner_of
-from fsdp.params.flat_buffer import Place
-from fsdp.state_dict.fqns import TRANSPARENT
 from fsdp.autograd.pytree import modules_within
+from fsdp.errors import ShardingError
+from fsdp.params.flat_buffer import ParamInfo
+from fsdp.params.module_params import owning_unit
 from fsdp.params.unit import Unit
+from fsdp.state_dict.fqns import TRANSPARENT
 
 # Marks a module that an earlier wrapping was told to ignore.
 IGNORED = "_fsdp_ignored"
@@ -29,7 +29,7 @@ class Planned(NamedTuple):
     name: str
     unit: Unit | None
     """The unit it is already."""
-    places: list[Place]
+    param_infos: list[ParamInfo]
     """What a new unit will own."""
     ancestors: frozenset[int]
     """Indices of the units around it."""
@@ -81,7 +81,7 @@ class _Walk:
         self._names: list[str] = []
         self._index: dict[int, int] = {}
         self._ancestors: list[set[int]] = []
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, ParamInfo] = {}
         self._chains: dict[int, tuple[int, ...]] = {}
 
     def visit(self, module: nn.Module, path: str, chain: tuple[int, ...]) -> None:
@@ -119,13 +119,13 @@ class _Walk:
                     "ignore every module that uses it, or none."
                 )
         others = {*map(id, self._modules), *self._ignored}
-        places: list[list[Place]] = [[] for _ in self._modules]
+        param_infos: list[list[ParamInfo]] = [[] for _ in self._modules]
         for key, place in self._places.items():
             owner = self._chains[key][-1]
             unit = self._unit_of(self._modules[owner])
             if unit is None:
-                places[owner].append(place)
-            elif owner_of(place.parameter) is not unit:
+                param_infos[owner].append(place)
+            elif owning_unit(place.parameter) is not unit:
                 raise ShardingError(
                     f"parameter {place.names[0]!r} is new in unit {unit.name!r}, which was wrapped before; add "
                     "parameters before wrapping."
@@ -135,7 +135,7 @@ class _Walk:
                 module,
                 self._names[i] or type(module).__name__,
                 self._unit_of(module),
-                places[i],
+                param_infos[i],
                 frozenset(self._ancestors[i]),
                 list(modules_within(module, others)),
             )
@@ -155,14 +155,14 @@ class _Walk:
 
     def _note(self, module: nn.Module, slot: str, parameter: nn.Parameter, name: str, chain: tuple[int, ...]) -> None:
         key = id(parameter)
-        owner = owner_of(parameter)
+        owner = owning_unit(parameter)
         if owner is not None and all(self._unit_of(self._modules[index]) is not owner for index in chain):
             raise ShardingError(
                 f"parameter {name!r} is already owned by unit {owner.name!r}, but is used outside it as well. "
                 "Wrap inner units before outer ones. Tied parameters must live in one unit: wrap the module that contains "
                 "both uses instead, or let auto_wrap_policy choose."
             )
-        place = self._places.setdefault(key, Place(parameter))
+        place = self._places.setdefault(key, ParamInfo(parameter))
         place.add(name, module, slot)
         known = self._chains.setdefault(key, chain)
         common = [a for a, b in zip(known, chain, strict=False) if a == b]

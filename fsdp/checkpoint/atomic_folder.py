@@ -14,24 +14,24 @@ INCOMPLETE = ".incomplete-"
 """In the name of a folder that somebody is at work in, or was when it was killed."""
 
 
-def begin(asker: str, folder: Path) -> str:
+def begin(caller: str, folder: Path) -> str:
     """Make a folder to work in, beside `folder`; its name.
 
     Raises:
         ShardingError: there is something at `folder`, or nothing can be written there.
     """
     if folder.exists():
-        raise ShardingError(f"{asker}: {folder} exists already; give each one a name of its own (its step), or remove it first.")
+        raise ShardingError(f"{caller}: {folder} exists already; give each one a name of its own (its step), or remove it first.")
     name = f".{folder.name}{INCOMPLETE}{uuid.uuid4().hex[:8]}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         (folder.parent / name).mkdir()
     except OSError as error:
-        raise ShardingError(f"{asker}: cannot write in {folder.parent}: {error.strerror}.") from error
+        raise ShardingError(f"{caller}: cannot write in {folder.parent}: {error.strerror}.") from error
     return name
 
 
-def publish(asker: str, working: Path, folder: Path) -> None:
+def publish(caller: str, working: Path, folder: Path) -> None:
     """Give the finished folder `working` its name, down to the disk.
 
     Raises:
@@ -42,7 +42,7 @@ def publish(asker: str, working: Path, folder: Path) -> None:
         working.rename(folder)
     except OSError as error:
         raise ShardingError(
-            f"{asker}: {folder} has come into being meanwhile ({error.strerror}); one job at a time writes there."
+            f"{caller}: {folder} has come into being meanwhile ({error.strerror}); one job at a time writes there."
         ) from error
     sync(folder.parent)
 

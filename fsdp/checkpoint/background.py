@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from fsdp.comm.process_group import Collectives
+from fsdp.comm.process_group import Communicator
 from fsdp.comm.simulated import current_rank
 from fsdp.errors import ShardingError
 
@@ -63,7 +63,7 @@ def finished(path: Path) -> Saving:
     return Saving(path, future)
 
 
-def go_on(everyone: Collectives, path: Path, work: Callable[[], None]) -> Saving:
+def go_on(world_comm: Communicator, path: Path, work: Callable[[], None]) -> Saving:
     """Do `work` on a thread; in a simulated world at once, so that every run can be repeated."""
     if current_rank() is not None:
         future: Future[None] = Future()
@@ -74,17 +74,17 @@ def go_on(everyone: Collectives, path: Path, work: Callable[[], None]) -> Saving
         future = Future()
         threads.submit(_run, path, work, future)
         threads.shutdown(wait=False)
-    _last[everyone] = saving = Saving(path, future)
+    _last[world_comm] = saving = Saving(path, future)
     return saving
 
 
-def settle(everyone: Collectives) -> None:
+def settle(world_comm: Communicator) -> None:
     """Return when nothing goes on in the background for these ranks. Does not communicate.
 
     Raises:
         ShardingError: what went on has failed, and nobody has heard of that.
     """
-    if (last := _last.get(everyone)) is not None:
+    if (last := _last.get(world_comm)) is not None:
         last.settle()
 
 
@@ -101,4 +101,4 @@ def _run(path: Path, work: Callable[[], None], future: "Future[None]") -> None:
         future.set_result(None)
 
 
-_last: "weakref.WeakKeyDictionary[Collectives, Saving]" = weakref.WeakKeyDictionary()
+_last: "weakref.WeakKeyDictionary[Communicator, Saving]" = weakref.WeakKeyDictionary()

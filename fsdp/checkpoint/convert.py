@@ -29,12 +29,12 @@ from fsdp.checkpoint.hf_safetensors import (
 )
 from fsdp.checkpoint.manifest import NAME, read_manifest
 from fsdp.checkpoint.progress import Progress
-from fsdp.checkpoint.save import RANDOM, Draft, pack, unpack
-from fsdp.comm.process_group import Alone
+from fsdp.checkpoint.save import RANDOM, CheckpointWriter, pack, unpack
+from fsdp.comm.process_group import SingleRankCommunicator
 from fsdp.errors import ShardingError
 
 if TYPE_CHECKING:
-    from fsdp.checkpoint.dcp import Stored, Unread
+    from fsdp.checkpoint.dcp import LazyTensor, StoredCheckpoint
 
 PACKED: Final = ("extra", RANDOM)
 """Parts that hold each rank's own, packed."""
@@ -53,7 +53,7 @@ def describe(path: Path, tensors: bool = False) -> Iterator[str]:
         when = datetime.fromtimestamp(manifest.saved_at / 1e9, UTC)
         yield f"format {manifest.version}, saved by {manifest.world_size} ranks on {when:%Y-%m-%d %H:%M:%S} UTC"
         yield f"{len(manifest.files)} files, {manifest.total_bytes / 1e6:,.1f} MB"
-    stored = dcp.Stored(path)
+    stored = dcp.StoredCheckpoint(path)
     if not (path / NAME).exists():
         yield "written by torch's Distributed Checkpoint: no manifest, no checksums"
     parts: dict[str, list[Any]] = {}
@@ -98,8 +98,10 @@ def convert(path: Path, out: Path, to: str, max_shard_size: int) -> None:
                 f"convert: the optimizer state in {path} is by number, and only its optimizer knows the names; load it with "
                 "fsdp.load_full_optim_state_dict, then fsdp.save."
             )
-        alone = Alone()
-        Draft(out, _each_rank(source, pack), {}, alone, None, Progress("convert", False, 0), max_shard_size).finish(alone)
+        alone = SingleRankCommunicator()
+        CheckpointWriter(out, _each_rank(source, pack), {}, alone, None, Progress("convert", False, 0), max_shard_size).finish(
+            alone
+        )
 
 
 def _each_rank(state: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -115,7 +117,7 @@ def _open(path: Path) -> dict[str, Any]:
     from fsdp.checkpoint import dcp
 
     if (path / dcp.METADATA).exists():
-        stored = dcp.Stored(path)
+        stored = dcp.StoredCheckpoint(path)
         tensors = {key: _stored(stored, key, found) for key in stored.paths if (found := stored.tensor(key)) is not None}
         values = stored.plan({key: None for key in stored.paths if key not in tensors}).read()
         return stored.nested({key: tensors[key] if key in tensors else values[key] for key in stored.paths})
@@ -131,13 +133,13 @@ def _open(path: Path) -> dict[str, Any]:
     return dict(state) if "model" in state and isinstance(state["model"], Mapping) else {"model": state}
 
 
-def _stored(stored: "Stored", key: str, found: Any) -> "Unread":
+def _stored(stored: "StoredCheckpoint", key: str, found: Any) -> "LazyTensor":
     from fsdp.checkpoint import dcp
 
-    return dcp.Unread(tuple(found.size), found.properties.dtype, lambda: stored.plan({key: stored.empty(key)}).read()[key])
+    return dcp.LazyTensor(tuple(found.size), found.properties.dtype, lambda: stored.plan({key: stored.empty(key)}).read()[key])
 
 
-def _unread_in(file: Path) -> Iterator[tuple[str, "Unread"]]:
+def _unread_in(file: Path) -> Iterator[tuple[str, "LazyTensor"]]:
     from fsdp.checkpoint import dcp
 
     def reader(name: str) -> Callable[[], Tensor]:
@@ -151,7 +153,7 @@ def _unread_in(file: Path) -> Iterator[tuple[str, "Unread"]]:
     with opened_file(file, "convert") as opened:
         for name in opened.keys():  # noqa: SIM118  # not a mapping
             there = opened.get_slice(name)
-            yield name, dcp.Unread(tuple(there.get_shape()), dtype_of(there.get_dtype()), reader(name))
+            yield name, dcp.LazyTensor(tuple(there.get_shape()), dtype_of(there.get_dtype()), reader(name))
 
 
 def _read(value: Any) -> Any:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp.checkpoint.manifest import record
 from fsdp.comm.agreement import agree_on_refusals
-from fsdp.comm.process_group import Collectives
+from fsdp.comm.process_group import Communicator
 from fsdp.errors import ShardingError
 
 METADATA: Final = ".metadata"
@@ -62,7 +62,7 @@ _ALLOWED: Final = {
 }
 
 
-class Stored:
+class StoredCheckpoint:
     """A finished checkpoint, or any folder that Distributed Checkpoint wrote, with its metadata read."""
 
     def __init__(self, folder: Path) -> None:
@@ -93,9 +93,9 @@ class Stored:
         known: dict[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
         return {key: known.get(key, (key,)) for key in self.metadata.state_dict_metadata}
 
-    def plan(self, targets: dict[str, Any]) -> "Reading":
+    def plan(self, targets: dict[str, Any]) -> "ReadPlan":
         """How to read the keys of `targets` into their values: tensors in place, anything else (None) by a new one."""
-        return Reading(self, targets)
+        return ReadPlan(self, targets)
 
     def nested(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Values by key, nested as they were saved."""
@@ -103,10 +103,10 @@ class Stored:
         return found
 
 
-class Reading:
+class ReadPlan:
     """What one rank is about to read."""
 
-    def __init__(self, stored: Stored, targets: dict[str, Any]) -> None:
+    def __init__(self, stored: StoredCheckpoint, targets: dict[str, Any]) -> None:
         self._stored = stored
         self._targets = targets
         self._planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -127,14 +127,14 @@ class Reading:
         """What is stored there; twice, what is read twice."""
         return sum(self._stored.info(item).length for item in self._plan.items)
 
-    def read(self, told: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
-        """Read it; the targets, filled. `told`: hears of the bytes of every item that was read.
+    def read(self, on_progress: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
+        """Read it; the targets, filled. `on_progress`: hears of the bytes of every item that was read.
 
         Raises:
             ShardingError: a file is missing or cut, or a value is a pickle of something that is no plain data.
         """
         stored = self._stored  # not self: no cycle may keep what was read alive
-        self._planner.told = lambda item: told(stored.info(item).length)
+        self._planner.on_progress = lambda item: on_progress(stored.info(item).length)
         reader = FileSystemReader(self._stored.folder)
         reader.set_up_storage_reader(self._stored.metadata, is_coordinator=False)
         try:
@@ -151,17 +151,17 @@ class Reading:
 class _LoadPlanner(DefaultLoadPlanner):
     """torch's, but for how it reads what is no tensor, and that it tells how far it is."""
 
-    told: Callable[[ReadItem], None] = staticmethod(lambda item: None)
+    on_progress: Callable[[ReadItem], None] = staticmethod(lambda item: None)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-        self.told(read_item)
+        self.on_progress(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        self.told(read_item)
+        self.on_progress(read_item)
 
 
-class Unread:
+class LazyTensor:
     """A tensor that is read when it is written, and not before: what a conversion hands on."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> None:
@@ -186,20 +186,20 @@ class _SavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__()
         self.aside: dict[MetadataIndex, Tensor | io.BytesIO] = {}
-        self.told: Callable[[int], None] = lambda count: None
+        self.on_progress: Callable[[int], None] = lambda count: None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        self.told(size_of(write_item))
+        self.on_progress(size_of(write_item))
         if write_item.index in self.aside:
             return self.aside.pop(write_item.index)  # nobody needs it again
         value = self.state_dict[write_item.index.fqn]
-        return value.read() if isinstance(value, Unread) else super().resolve_data(write_item)
+        return value.read() if isinstance(value, LazyTensor) else super().resolve_data(write_item)
 
 
-class Writing:
+class WritePlan:
     """What one rank is about to write of a nested state dict, as all ranks have agreed."""
 
-    def __init__(self, folder: Path, state: Mapping[str, Any], collectives: Collectives, file_bytes: int = FILE_BYTES) -> None:
+    def __init__(self, folder: Path, state: Mapping[str, Any], comm: Communicator, file_bytes: int = FILE_BYTES) -> None:
         """Plan it, in files of at most `file_bytes`, or one tensor. The folder must exist. Communicates.
 
         Raises:
@@ -212,13 +212,13 @@ class Writing:
         self._file_bytes = file_bytes
 
         def plan() -> SavePlan:
-            self._planner.set_up_planner(dict(state), self._writer.storage_meta(), is_coordinator=collectives.rank == 0)
-            self._writer.set_up_storage_writer(collectives.rank == 0)
+            self._planner.set_up_planner(dict(state), self._writer.storage_meta(), is_coordinator=comm.rank == 0)
+            self._writer.set_up_storage_writer(comm.rank == 0)
             return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
         # every rank computes the same global plan, which saves handing it out
-        central, self._metadata = self._planner.create_global_plan(agree_on_refusals(collectives, plan))
-        self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(central)[collectives.rank])
+        central, self._metadata = self._planner.create_global_plan(agree_on_refusals(comm, plan))
+        self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(central)[comm.rank])
 
     @property
     def nbytes(self) -> int:
@@ -232,37 +232,38 @@ class Writing:
         self._writer.per_thread_copy_ahead = 0  # or torch's writer, on a thread, would wait for a stream of the first device
         self._staged = True
 
-    def write(self, collectives: Collectives, told: Callable[[int], None]) -> dict[str, Any]:
+    def write(self, comm: Communicator, on_progress: Callable[[int], None]) -> dict[str, Any]:
         """Write it, and on rank 0 the metadata; return what the manifest says of all files.
 
         Memory: torch's writer holds every tensor of a file, or a copy of it, until the file is complete.
-        `told` hears of the bytes of what is about to be written, and of what was read again for its checksum. Communicates.
+        `on_progress` hears of the bytes of what is about to be written, and of what was read again for its checksum.
+        Communicates.
 
         Raises:
             Exception: as above.
         """
-        self._planner.told = told
+        self._planner.on_progress = on_progress
 
         def put() -> tuple[list[WriteResult], dict[str, Any]]:
             # the option is everybody's, and in the background others may be saving
             with nullcontext() if self._staged else _without_checksums_in_archives():
                 results = [one for plan in self._files() for one in self._writer.write_data(plan, self._planner).wait()]
             share = self.nbytes / max(sum(one.size_in_bytes for one in results), 1)  # torch wraps every tensor in an archive
-            return results, _records(self._folder, results, lambda count: told(int(count * share)), not self._staged)
+            return results, _records(self._folder, results, lambda count: on_progress(int(count * share)), not self._staged)
 
         def finish() -> dict[str, Any]:
-            if collectives.rank != 0:
+            if comm.rank != 0:
                 return {}
             self._writer.finish(self._metadata, [results for results, _ in answers])
             path = self._folder / METADATA
             return {METADATA: record(path, [(0, path.stat().st_size)], at_once=not self._staged)}
 
         try:
-            answers = agree_on_refusals(collectives, put)
+            answers = agree_on_refusals(comm, put)
         finally:
             self._planner.aside = {}
         files = {name: one for _, records in answers for name, one in records.items()}
-        return {**files, **agree_on_refusals(collectives, finish)[0]}
+        return {**files, **agree_on_refusals(comm, finish)[0]}
 
     def _files(self) -> Iterator[SavePlan]:
         """The plan of each file of this rank."""
@@ -331,9 +332,9 @@ def _without_checksums_in_archives() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _records(folder: Path, results: list[WriteResult], told: Callable[[int], None], at_once: bool) -> dict[str, Any]:
+def _records(folder: Path, results: list[WriteResult], on_progress: Callable[[int], None], at_once: bool) -> dict[str, Any]:
     items: dict[str, list[tuple[int, int]]] = {}
     for result in results:
         info: _StorageInfo = result.storage_data
         items.setdefault(info.relative_path, []).append((info.offset, info.length))
-    return {name: record(folder / name, there, told, at_once) for name, there in items.items()}
+    return {name: record(folder / name, there, on_progress, at_once) for name, there in items.items()}

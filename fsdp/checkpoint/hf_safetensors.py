@@ -22,18 +22,18 @@ from fsdp.checkpoint.atomic_folder import begin, publish
 from fsdp.checkpoint.progress import Asked, Progress
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.errors import ShardingError
-from fsdp.runtime.registry import communicates, everyone_in, resting_units_in
+from fsdp.runtime.registry import collective_call, resting_units_in, world_comm_in
 from fsdp.state_dict.fqns import check_names, entries
 from fsdp.state_dict.full_state import BUCKET_BYTES
-from fsdp.state_dict.param_ranges import Range, gather_range, memory_for, ranges_of
-from fsdp.state_dict.param_shard import Piece, check_fit, pieces_in
+from fsdp.state_dict.param_ranges import ParamRange, gather_range, memory_for, ranges_of
+from fsdp.state_dict.param_shard import ParamShard, check_fit, param_shards_in
 
 INDEX: Final = "model.safetensors.index.json"
 UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @torch.no_grad()
-@communicates
+@collective_call
 def export_safetensors(model: nn.Module, path: str | Path, max_shard_size: int | str = "5GB", *, progress: Asked = False) -> None:
     """Write parameters and persistent buffers as the folder `path`, which appears when it is complete.
 
@@ -50,41 +50,41 @@ def export_safetensors(model: nn.Module, path: str | Path, max_shard_size: int |
     folder, limit = Path(path), size_in_bytes(max_shard_size)
     require_safetensors("export_safetensors")
     units = resting_units_in(model, "export_safetensors")
-    collectives = everyone_in(model, "export_safetensors")
-    pieces = pieces_in(model)
+    comm = world_comm_in(model, "export_safetensors")
+    param_shards = param_shards_in(model)
     names = _first_names(model)
-    plain = [(name, tensor) for name, tensor in entries(model) if id(tensor) not in pieces and names[id(tensor)] == name]
+    plain = [(name, tensor) for name, tensor in entries(model) if id(tensor) not in param_shards and names[id(tensor)] == name]
     ranges = [(unit, one) for unit in units for one in ranges_of(unit, BUCKET_BYTES)]
     planned = [(name, tensor.nbytes) for name, tensor in plain]
-    planned += [(names[id(piece.parameter)], _bytes(piece)) for _, one in ranges for piece in one.pieces]
+    planned += [(names[id(param_shard.parameter)], _bytes(param_shard)) for _, one in ranges for param_shard in one.param_shards]
     files = plan_files(planned, limit)
     shown: list[Progress] = []
 
     def prepare() -> str:
-        shown.append(Progress("export_safetensors", progress, collectives.rank))
-        return begin("export_safetensors", folder) if collectives.rank == 0 else ""
+        shown.append(Progress("export_safetensors", progress, comm.rank))
+        return begin("export_safetensors", folder) if comm.rank == 0 else ""
 
-    working = folder.parent / agree_on_refusals(collectives, prepare)[0]
+    working = folder.parent / agree_on_refusals(comm, prepare)[0]
     try:
         shown[0].begin(sum(size for _, size in planned))
-        writer = _Writer(working, files, collectives.rank, collectives.size, shown[0])
+        writer = _Writer(working, files, comm.rank, comm.size, shown[0])
         for label, tensor in plain:
             writer.take(label, tensor)
         memory = memory_for([one for _, one in ranges])
         for unit, one in ranges:
-            _take_range(one, gather_range(one, unit.collectives, unit.name, memory), names, writer)
-        agree_on_refusals(collectives, lambda: _finish(writer, working, files) if collectives.rank == 0 else writer.finish())
-        agree_on_refusals(collectives, lambda: publish("export_safetensors", working, folder) if collectives.rank == 0 else None)
+            _take_range(one, gather_range(one, unit.comm, unit.name, memory), names, writer)
+        agree_on_refusals(comm, lambda: _finish(writer, working, files) if comm.rank == 0 else writer.finish())
+        agree_on_refusals(comm, lambda: publish("export_safetensors", working, folder) if comm.rank == 0 else None)
         shown[0].end()
     except BaseException:
         shown[0].end(finished=False)
-        if collectives.rank == 0:
+        if comm.rank == 0:
             shutil.rmtree(working, ignore_errors=True)
         raise
 
 
 @torch.no_grad()
-@communicates
+@collective_call
 def load_safetensors(model: nn.Module, path: str | Path, *, progress: Asked = False) -> None:
     """Load parameters and buffers from a safetensors file or a folder of them; each rank reads its own rows only.
 
@@ -97,26 +97,26 @@ def load_safetensors(model: nn.Module, path: str | Path, *, progress: Asked = Fa
     """
     require_safetensors("load_safetensors")
     resting_units_in(model, "load_safetensors")
-    collectives = everyone_in(model, "load_safetensors")
-    pieces, asker = pieces_in(model), f"load_safetensors {path}"
+    comm = world_comm_in(model, "load_safetensors")
+    param_shards, caller = param_shards_in(model), f"load_safetensors {path}"
     with ExitStack() as stack:
         targets: list[tuple[Tensor, Any]] = []
         shown: list[Progress] = []
 
         def prepare() -> None:
-            shown.append(Progress("load_safetensors", progress, collectives.rank))
-            slices = dict(slices_in(Path(path), asker, stack))
+            shown.append(Progress("load_safetensors", progress, comm.rank))
+            slices = dict(slices_in(Path(path), caller, stack))
             of: dict[int, str] = {}
             for name, tensor in entries(model):
                 if name in slices:
                     of.setdefault(id(tensor), name)
             wanted = [name for name, tensor in entries(model) if name in slices or id(tensor) not in of]
-            check_names(asker, wanted, slices)
+            check_names(caller, wanted, slices)
             for name, tensor in {id(tensor): (of[id(tensor)], tensor) for _, tensor in entries(model)}.values():
-                shape = pieces[id(tensor)].shape if id(tensor) in pieces else tuple(tensor.shape)
+                shape = param_shards[id(tensor)].shape if id(tensor) in param_shards else tuple(tensor.shape)
                 there = slices[name]
                 check_fit(
-                    asker,
+                    caller,
                     name,
                     torch.empty(there.get_shape(), dtype=dtype_of(there.get_dtype()), device="meta"),
                     shape,
@@ -124,11 +124,11 @@ def load_safetensors(model: nn.Module, path: str | Path, *, progress: Asked = Fa
                 )
                 targets.append((tensor, there))
 
-        agree_on_refusals(collectives, prepare)
+        agree_on_refusals(comm, prepare)
         shown[0].begin(sum(tensor.nbytes for tensor, _ in targets))
         for tensor, there in targets:
-            piece = pieces.get(id(tensor))
-            tensor.copy_(_read(there, piece, tensor))
+            param_shard = param_shards.get(id(tensor))
+            tensor.copy_(_read(there, param_shard, tensor))
             shown[0].add(tensor.nbytes)
         shown[0].end()
 
@@ -202,9 +202,9 @@ def plan_files(tensors: list[tuple[str, int]], limit: int) -> list[list[tuple[st
     return files
 
 
-def _take_range(one: Range, buffer: Tensor, names: dict[int, str], writer: _Writer) -> None:
-    for piece in one.pieces:
-        writer.take(names[id(piece.parameter)], one.view(buffer, piece))
+def _take_range(one: ParamRange, buffer: Tensor, names: dict[int, str], writer: _Writer) -> None:
+    for param_shard in one.param_shards:
+        writer.take(names[id(param_shard.parameter)], one.view(buffer, param_shard))
 
 
 def _first_names(model: nn.Module) -> dict[int, str]:
@@ -214,19 +214,19 @@ def _first_names(model: nn.Module) -> dict[int, str]:
     return names
 
 
-def _bytes(piece: Piece) -> int:
-    return prod(piece.shape) * piece.parameter.element_size()
+def _bytes(param_shard: ParamShard) -> int:
+    return prod(param_shard.shape) * param_shard.parameter.element_size()
 
 
-def slices_in(path: Path, asker: str, stack: ExitStack) -> Iterator[tuple[str, Any]]:
+def slices_in(path: Path, caller: str, stack: ExitStack) -> Iterator[tuple[str, Any]]:
     """Every tensor in the file or the files of a folder, by name, unread."""
-    for file in files_in(path, asker):
-        opened = stack.enter_context(opened_file(file, asker))
+    for file in files_in(path, caller):
+        opened = stack.enter_context(opened_file(file, caller))
         for key in opened.keys():  # noqa: SIM118  # not a mapping
             yield key, opened.get_slice(key)
 
 
-def files_in(path: Path, asker: str) -> list[Path]:
+def files_in(path: Path, caller: str) -> list[Path]:
     """The file, or the files of a folder.
 
     Raises:
@@ -241,11 +241,11 @@ def files_in(path: Path, asker: str) -> list[Path]:
         names, path = {path.name}, path.parent
     for name in sorted(names):
         if not (path / name).is_file():
-            raise ShardingError(f"{asker}: {name} is missing.")
+            raise ShardingError(f"{caller}: {name} is missing.")
     return [path / name for name in sorted(names)]
 
 
-def opened_file(file: Path, asker: str) -> Any:
+def opened_file(file: Path, caller: str) -> Any:
     """One file, mapped until it is closed.
 
     Raises:
@@ -256,15 +256,15 @@ def opened_file(file: Path, asker: str) -> Any:
     try:
         return safe_open(file, framework="pt")
     except Exception as error:  # the package has an exception of its own, and raises others
-        raise ShardingError(f"{asker}: {file.name} is damaged: {error}.") from error
+        raise ShardingError(f"{caller}: {file.name} is damaged: {error}.") from error
 
 
-def _read(there: Any, piece: Piece | None, tensor: Tensor) -> Tensor:
+def _read(there: Any, param_shard: ParamShard | None, tensor: Tensor) -> Tensor:
     """This rank's part of a parameter: no rows are read but those it has elements of."""
-    if piece is None or not piece.shape:
+    if param_shard is None or not param_shard.shape:
         full: Tensor = there[...]
         return full if tensor.numel() else full.reshape(-1)[:0]
-    part, row = piece.part, max(prod(piece.shape[1:]), 1)
+    part, row = param_shard.part, max(prod(param_shard.shape[1:]), 1)
     low, high = part.first // row, -(-(part.first + part.numel) // row)
     rows: Tensor = there[low:high].reshape(-1)
     return rows[part.first - low * row : part.first - low * row + part.numel].view(part.shape)
@@ -292,9 +292,9 @@ def size_in_bytes(size: int | str) -> int:
     return number
 
 
-def require_safetensors(asker: str) -> None:
+def require_safetensors(caller: str) -> None:
     """Raises:
     ShardingError: the package is not installed.
     """
     if find_spec("safetensors") is None:
-        raise ShardingError(f"{asker} needs the package safetensors: pip install 'fsdp[safetensors]'.")
+        raise ShardingError(f"{caller} needs the package safetensors: pip install 'fsdp[safetensors]'.")

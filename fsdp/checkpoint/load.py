@@ -18,14 +18,14 @@ from fsdp.checkpoint.rng import restore_random_states
 from fsdp.checkpoint.save import EACH, RANDOM, Pathlike, cut_of, unpack
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.errors import ShardingError
-from fsdp.runtime.registry import everyone_in, resting_units_in
+from fsdp.runtime.registry import resting_units_in, world_comm_in
 from fsdp.state_dict.fqns import check_names, entries, extra_states
-from fsdp.state_dict.optim_placement import Kind, Spread, spread_from_full
-from fsdp.state_dict.optim_state import Holding
-from fsdp.state_dict.param_shard import check_fit, pieces_in
+from fsdp.state_dict.optim_placement import PlacementKind, StatePlacement, placement_from_full
+from fsdp.state_dict.optim_state import OptimizerView
+from fsdp.state_dict.param_shard import check_fit, param_shards_in
 
 if TYPE_CHECKING:
-    from fsdp.checkpoint.dcp import Stored
+    from fsdp.checkpoint.dcp import StoredCheckpoint
 
 
 @torch.no_grad()
@@ -53,39 +53,39 @@ def load(
 
     folder = Path(path)
     units = resting_units_in(model, "load")
-    collectives = everyone_in(model, "load")
-    holding = None if optimizer is None else Holding(model, optimizer, f"load {folder}")
+    comm = world_comm_in(model, "load")
+    view = None if optimizer is None else OptimizerView(model, optimizer, f"load {folder}")
 
-    def prepare() -> tuple[dcp.Stored, dict[str, Any], dcp.Reading]:
+    def prepare() -> tuple[dcp.StoredCheckpoint, dict[str, Any], dcp.ReadPlan]:
         manifest = read_manifest(folder) if (folder / NAME).exists() or not (folder / dcp.METADATA).exists() else None
         _refuse_damage(folder, manifest, {dcp.METADATA: {0}})
-        stored = dcp.Stored(folder)
+        stored = dcp.StoredCheckpoint(folder)
         targets = {**_model_targets(folder, stored, model), **_gradient_targets(folder, stored, model)}
-        if holding is not None:
-            targets.update(_optimizer_targets(stored, manifest, holding))
-        alike = manifest is None or manifest.world_size == collectives.size
-        wanted = {f"extra.{collectives.rank if alike else 0}"}
+        if view is not None:
+            targets.update(_optimizer_targets(stored, manifest, view))
+        alike = manifest is None or manifest.world_size == comm.size
+        wanted = {f"extra.{comm.rank if alike else 0}"}
         if rng and alike and manifest is not None:
-            wanted.add(f"{RANDOM}.{collectives.rank}")
+            wanted.add(f"{RANDOM}.{comm.rank}")
         targets.update({key: None for key in stored.paths if key in wanted})
         values = stored.plan({key: value for key, value in targets.items() if value is None})
         tensors = stored.plan({key: value for key, value in targets.items() if value is not None})
-        shown.append(Progress("load", progress, collectives.rank))
+        shown.append(Progress("load", progress, comm.rank))
         shown[0].begin((1 if manifest is None else 2) * (values.nbytes + tensors.nbytes))
         for reading in (values, tensors):
             _refuse_damage(folder, manifest, reading.ranges, shown[0].add)
         found = values.read(shown[0].add)
-        if holding is not None:
-            holding.named({"state": {}, **stored.nested(found)["optimizer"]})
+        if view is not None:
+            view.named({"state": {}, **stored.nested(found)["optimizer"]})
         return stored, found, tensors
 
     shown: list[Progress] = []
-    prepared: list[tuple[dcp.Stored, dict[str, Any], dcp.Reading]] = []
+    prepared: list[tuple[dcp.StoredCheckpoint, dict[str, Any], dcp.ReadPlan]] = []
     loaded: dict[str, Any] = {}
     try:
-        agree_on_refusals(collectives, lambda: prepared.append(prepare()))
+        agree_on_refusals(comm, lambda: prepared.append(prepare()))
         stored, values, tensors = prepared[0]
-        agree_on_refusals(collectives, lambda: loaded.update(tensors.read(shown[0].add)))
+        agree_on_refusals(comm, lambda: loaded.update(tensors.read(shown[0].add)))
     except BaseException:
         for one in shown:
             one.end(finished=False)
@@ -93,10 +93,10 @@ def load(
     found = stored.nested({**values, **loaded})
     for name, module in extra_states(model).items():
         module.set_extra_state(found["model"][name])
-    if holding is not None:
+    if view is not None:
         given = found["optimizer"]
         state = {name: _own(kept) for name, kept in given.get("state", {}).items()}
-        holding.install(state, holding.named({"state": state, "param_groups": given["param_groups"]})["param_groups"])
+        view.install(state, view.named({"state": state, "param_groups": given["param_groups"]})["param_groups"])
     if saved_grads.PART in found:
         saved_grads.take_gradients(model, found[saved_grads.PART])
     for packed in found.get(RANDOM, {}).values():
@@ -128,88 +128,94 @@ def latest(folder: Pathlike, verify: bool = False) -> Path | None:
 
 
 def _refuse_damage(
-    folder: Path, manifest: Manifest | None, ranges: Mapping[str, set[int]], told: Callable[[int], None] = lambda count: None
+    folder: Path,
+    manifest: Manifest | None,
+    ranges: Mapping[str, set[int]],
+    on_progress: Callable[[int], None] = lambda count: None,
 ) -> None:
-    damage = [] if manifest is None else list(manifest.damage(folder, ranges, told))
+    damage = [] if manifest is None else list(manifest.damage(folder, ranges, on_progress))
     if damage:
         raise ShardingError(
             f"checkpoint {folder} is damaged: {'; '.join(damage[:3])}. fsdp.latest finds the newest complete one."
         )
 
 
-def _model_targets(folder: Path, stored: "Stored", model: nn.Module) -> dict[str, Any]:
+def _model_targets(folder: Path, stored: "StoredCheckpoint", model: nn.Module) -> dict[str, Any]:
     """The model's own tensors by key, and None for what is no tensor."""
-    prefix, asker = "model.", f"load {folder}"
+    prefix, caller = "model.", f"load {folder}"
     there = {key.removeprefix(prefix): key for key in stored.paths if key.startswith(prefix)}
     extra = extra_states(model)
     # of extra state that is a dict, each value has a key of its own
     nested = {name: [key for key in there if key == name or key.startswith(f"{name}.")] for name in extra}
     plain = {name: key for name, key in there.items() if not any(name in keys for keys in nested.values())}
-    check_names(asker, [name for name, _ in entries(model)], plain)
-    pieces = pieces_in(model)
+    check_names(caller, [name for name, _ in entries(model)], plain)
+    param_shards = param_shards_in(model)
     for name, tensor in entries(model):
         found = stored.tensor(there[name])
         if found is None:
-            raise ShardingError(f"{asker}: {name!r} is no tensor there.")
-        shape = pieces[id(tensor)].shape if id(tensor) in pieces else tuple(tensor.shape)
-        check_fit(asker, name, torch.empty(found.size, dtype=found.properties.dtype, device="meta"), shape, tensor.dtype)
+            raise ShardingError(f"{caller}: {name!r} is no tensor there.")
+        shape = param_shards[id(tensor)].shape if id(tensor) in param_shards else tuple(tensor.shape)
+        check_fit(caller, name, torch.empty(found.size, dtype=found.properties.dtype, device="meta"), shape, tensor.dtype)
     values = model.state_dict()
     targets = {there[name]: values[name] for name, _ in entries(model)}
     return {**targets, **{there[key]: stored.empty(there[key]) for keys in nested.values() for key in keys}}
 
 
-def _gradient_targets(folder: Path, stored: "Stored", model: nn.Module) -> dict[str, Tensor]:
+def _gradient_targets(folder: Path, stored: "StoredCheckpoint", model: nn.Module) -> dict[str, Tensor]:
     """New memory for this rank's parts of the gradients that were saved."""
-    prefix, pieces, targets = f"{saved_grads.PART}.", pieces_in(model), {}
+    prefix, param_shards, targets = f"{saved_grads.PART}.", param_shards_in(model), {}
     named = dict(entries(model))
     for key in stored.paths:
         if key.startswith(prefix) and (found := stored.tensor(key)) is not None:
             name = key.removeprefix(prefix)
-            piece = pieces.get(id(named.get(name)))
-            targets[key] = saved_grads.target_of_gradient(f"load {folder}", name, piece, tuple(found.size))
+            param_shard = param_shards.get(id(named.get(name)))
+            targets[key] = saved_grads.target_of_gradient(f"load {folder}", name, param_shard, tuple(found.size))
     return targets
 
 
-def _optimizer_targets(stored: "Stored", manifest: Manifest | None, holding: Holding) -> dict[str, Any]:
+def _optimizer_targets(stored: "StoredCheckpoint", manifest: Manifest | None, view: OptimizerView) -> dict[str, Any]:
     """New memory for this rank's part of the optimizer's state, by key, and None for what is no tensor."""
-    asker = holding.asker
+    caller = view.caller
     paths = {key: path for key, path in stored.paths.items() if path[0] == "optimizer"}
     if not paths:
-        raise ShardingError(f"{asker}: it holds no optimizer state; leave the optimizer out.")
+        raise ShardingError(f"{caller}: it holds no optimizer state; leave the optimizer out.")
     targets: dict[str, Any] = {key: None for key, path in paths.items() if path[1] == "param_groups"}
     for key, path in paths.items():
         if path[1] != "state":
             continue
         name, what = str(path[2]), str(path[3])
-        if name not in holding.parameters:
-            raise ShardingError(f"{asker}: it has state of parameter {name!r}, which the optimizer does not step.")
+        if name not in view.parameters:
+            raise ShardingError(f"{caller}: it has state of parameter {name!r}, which the optimizer does not step.")
         found = stored.tensor(key)
-        if not holding.holds(name):
+        if not view.holds(name):
             continue
-        device = holding.parameters[name].device
+        device = view.parameters[name].device
         if found is None or not found.size:
             targets[key] = stored.empty(key)
         elif EACH in what:
-            if _own_rank(what) == holding.rank:
-                _check_layout(asker, name, what, manifest, holding)
+            if _own_rank(what) == view.rank:
+                _check_layout(caller, name, what, manifest, view)
                 targets[key] = torch.empty(found.size, dtype=found.properties.dtype, device=device)
         else:
-            spread = spread_from_full(
-                f"{asker}: {what!r} of parameter {name!r}", holding.pieces.get(name), tuple(found.size), found.properties.dtype
+            placement = placement_from_full(
+                f"{caller}: {what!r} of parameter {name!r}",
+                view.param_shards.get(name),
+                tuple(found.size),
+                found.properties.dtype,
             )
-            targets[key] = _target(spread, key, holding, device)
+            targets[key] = _target(placement, key, view, device)
     return targets
 
 
-def _target(spread: Spread, key: str, holding: Holding, device: torch.device) -> Tensor:
-    local = torch.empty(spread.local_shape(holding.rank), dtype=spread.dtype, device=device)
-    return local if spread.kind is Kind.WHOLE else spread.value(key, local, holding.rank)
+def _target(placement: StatePlacement, key: str, view: OptimizerView, device: torch.device) -> Tensor:
+    local = torch.empty(placement.local_shape(view.rank), dtype=placement.dtype, device=device)
+    return local if placement.kind is PlacementKind.UNSHARDED else placement.value(key, local, view.rank)
 
 
-def _check_layout(asker: str, name: str, what: str, manifest: Manifest | None, holding: Holding) -> None:
-    if manifest is None or manifest.layout.get(name) != cut_of(holding.pieces[name]):
+def _check_layout(caller: str, name: str, what: str, manifest: Manifest | None, view: OptimizerView) -> None:
+    if manifest is None or manifest.layout.get(name) != cut_of(view.param_shards[name]):
         raise ShardingError(
-            f"{asker}: {what.split(EACH)[0]!r} of parameter {name!r} is a statistic over each rank's own part, saved by "
+            f"{caller}: {what.split(EACH)[0]!r} of parameter {name!r} is a statistic over each rank's own part, saved by "
             f"{'unknown' if manifest is None else manifest.world_size} ranks; load it on as many, wrapped alike, or load without "
             "the optimizer and start it anew."
         )

@@ -48,11 +48,12 @@ class Manifest:
         return sum(file["bytes"] for file in self.files.values())
 
     def damage(
-        self, folder: Path, ranges: Mapping[str, set[int]] | None = None, told: Callable[[int], None] = lambda count: None
+        self, folder: Path, ranges: Mapping[str, set[int]] | None = None, on_progress: Callable[[int], None] = lambda count: None
     ) -> Iterator[str]:
         """One sentence for everything that is not as it was written; files are read, an item at a time.
 
-        `ranges`: of these files only, the items at these offsets only. `told`: hears of every item that was read, its bytes.
+        `ranges`: of these files only, the items at these offsets only. `on_progress`: hears of every item that was read, its
+        bytes.
         """
         for name, file in self.files.items():
             if ranges is not None and name not in ranges:
@@ -64,7 +65,7 @@ class Manifest:
                 yield f"{name} has {there:,} bytes, of {file['bytes']:,} that were written"
             else:
                 items = [item for item in file["items"] if ranges is None or item[0] in ranges[name]]
-                yield from _damaged(path, items, told)
+                yield from _damaged(path, items, on_progress)
 
     def missing_or_cut(self, folder: Path) -> str | None:
         """The first file that is not there in full, if any; nothing is read."""
@@ -95,18 +96,18 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def record(
-    path: Path, items: list[tuple[int, int]], told: Callable[[int], None] = lambda count: None, at_once: bool = True
+    path: Path, items: list[tuple[int, int]], on_progress: Callable[[int], None] = lambda count: None, at_once: bool = True
 ) -> dict[str, Any]:
     """What the manifest says of one file with these items, each (offset, length); it is down to the disk afterwards.
 
     With `at_once`, checksums are computed while the disk works, and so cost nearly nothing. That takes a thread, which
-    nobody can start any more when the interpreter ends. `told`: hears of every item that was read, its bytes.
+    nobody can start any more when the interpreter ends. `on_progress`: hears of every item that was read, its bytes.
     """
 
     def check(file: Any) -> Iterator[list[int]]:
         for at, length in sorted(items):
             yield [at, length, _crc_at(file, at, length)]
-            told(length)
+            on_progress(length)
 
     with open(path, "rb") as file:
         if at_once:
@@ -120,11 +121,11 @@ def record(
         return {"bytes": path.stat().st_size, "items": checked}
 
 
-def _damaged(path: Path, items: list[list[int]], told: Callable[[int], None]) -> Iterator[str]:
+def _damaged(path: Path, items: list[list[int]], on_progress: Callable[[int], None]) -> Iterator[str]:
     with open(path, "rb") as file:
         for at, length, crc in items:
             found = _crc_at(file, at, length)
-            told(length)
+            on_progress(length)
             if found != crc:
                 yield f"{path.name} is damaged between bytes {at:,} and {at + length:,} (its checksum differs)"
 

@@ -14,15 +14,15 @@ Asked = bool | Callable[[int, int], object]
 class Progress:
     """Bytes done of bytes in all, on one rank. What it tells goes wrong without harm: a save is worth more than its bar."""
 
-    def __init__(self, asker: str, asked: Asked, rank: int) -> None:
+    def __init__(self, caller: str, asked: Asked, rank: int) -> None:
         """Raises:
         ShardingError: a bar is asked for, and the package tqdm is missing; or `asked` is neither a bool nor a function.
         """
         if not isinstance(asked, bool) and not callable(asked):
-            raise ShardingError(f"{asker}: progress is {asked!r}; give True, or a function of (done_bytes, total_bytes).")
+            raise ShardingError(f"{caller}: progress is {asked!r}; give True, or a function of (done_bytes, total_bytes).")
         if asked is True and find_spec("tqdm") is None:
-            raise ShardingError(f"{asker}: progress=True needs tqdm: pip install 'fsdp[progress]', or give a function.")
-        self._asker = asker
+            raise ShardingError(f"{caller}: progress=True needs tqdm: pip install 'fsdp[progress]', or give a function.")
+        self._asker = caller
         self._tell: Callable[[int, int], object] | None = asked if callable(asked) else None
         self._wants_bar = asked is True and rank == 0
         self._bar: Any = None

@@ -25,16 +25,16 @@ from fsdp.checkpoint.progress import Asked, Progress
 from fsdp.checkpoint.rng import random_states
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.comm.context import channel_beside
-from fsdp.comm.process_group import Collectives
+from fsdp.comm.process_group import Communicator
 from fsdp.errors import ShardingError
-from fsdp.runtime.registry import everyone_in, resting_units_in
+from fsdp.runtime.registry import resting_units_in, world_comm_in
 from fsdp.state_dict.fqns import entries
-from fsdp.state_dict.optim_placement import Kind
-from fsdp.state_dict.optim_state import Holding
-from fsdp.state_dict.param_shard import Piece, pieces_in
+from fsdp.state_dict.optim_placement import PlacementKind
+from fsdp.state_dict.optim_state import OptimizerView
+from fsdp.state_dict.param_shard import ParamShard, param_shards_in
 
 if TYPE_CHECKING:
-    from fsdp.checkpoint.dcp import Writing
+    from fsdp.checkpoint.dcp import WritePlan
 
 EACH: Final = "@"
 """Between a key of an optimizer's state and the rank whose own it is."""
@@ -81,38 +81,38 @@ def save(
     """
     folder = Path(path)
     units = resting_units_in(model, "save")
-    everyone = everyone_in(model, "save")
+    world_comm = world_comm_in(model, "save")
     packed: dict[str, bytes] = {}
     shown: list[Progress] = []
 
     def prepare() -> list[str]:
-        settle(everyone)
+        settle(world_comm)
         if keep_last is not None and keep_last < 1:
             raise ShardingError(f"save: keep_last is {keep_last}; give the number of checkpoints to keep, at least 1.")
         saved_grads.refuse_kept_gradients(model)
         packed["extra"] = pack(dict(extra or {}))
         if rng:
             packed[RANDOM] = pack(random_states(units[0].device))
-        shown.append(Progress("save", progress, everyone.rank))
+        shown.append(Progress("save", progress, world_comm.rank))
         return saved_grads.names_of_gradients(model) if accumulated else []
 
-    named = agree_on_refusals(everyone, prepare)
+    named = agree_on_refusals(world_comm, prepare)
     state: dict[str, Any] = {"model": dict(model.state_dict())}
-    state.update({part: {str(everyone.rank): one} for part, one in packed.items()})
+    state.update({part: {str(world_comm.rank): one} for part, one in packed.items()})
     if accumulated:
-        state[saved_grads.PART] = saved_grads.gradient_state(model, named, everyone)
+        state[saved_grads.PART] = saved_grads.gradient_state(model, named, world_comm)
     if optimizer is not None:
-        state["optimizer"] = _optimizer_state(Holding(model, optimizer, "save"))
-    beside = channel_beside(everyone) if async_ else everyone
-    draft = Draft(folder, state, _layout(model), everyone, keep_last, shown[0])
+        state["optimizer"] = _optimizer_state(OptimizerView(model, optimizer, "save"))
+    beside = channel_beside(world_comm) if async_ else world_comm
+    draft = CheckpointWriter(folder, state, _layout(model), world_comm, keep_last, shown[0])
     if not async_:
-        draft.finish(everyone)
+        draft.finish(world_comm)
         return finished(folder)
-    draft.stage(everyone)
-    return go_on(everyone, folder, lambda: draft.finish(beside))
+    draft.stage(world_comm)
+    return go_on(world_comm, folder, lambda: draft.finish(beside))
 
 
-class Draft:
+class CheckpointWriter:
     """A checkpoint that all ranks have planned: a hidden folder, and what this rank is to write there."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Draft:
         folder: Path,
         state: dict[str, Any],
         layout: dict[str, list[int]],
-        collectives: Collectives,
+        comm: Communicator,
         keep_last: int | None,
         progress: Progress,
         file_bytes: int | None = None,
@@ -136,34 +136,34 @@ class Draft:
         self._layout = layout
         self._keep_last = keep_last
         self._progress = progress
-        name = agree_on_refusals(collectives, lambda: begin("save", folder) if collectives.rank == 0 else "")[0]
+        name = agree_on_refusals(comm, lambda: begin("save", folder) if comm.rank == 0 else "")[0]
         self._working = folder.parent / name
-        with self._or_nothing(collectives):
-            self._writing: Writing = dcp.Writing(self._working, state, collectives, file_bytes or dcp.FILE_BYTES)
+        with self._or_nothing(comm):
+            self._writing: WritePlan = dcp.WritePlan(self._working, state, comm, file_bytes or dcp.FILE_BYTES)
 
-    def stage(self, collectives: Collectives) -> None:
+    def stage(self, comm: Communicator) -> None:
         """Copy what is to be written. Communicates."""
-        with self._or_nothing(collectives):
-            agree_on_refusals(collectives, self._writing.stage)
+        with self._or_nothing(comm):
+            agree_on_refusals(comm, self._writing.stage)
 
-    def finish(self, collectives: Collectives) -> None:
+    def finish(self, comm: Communicator) -> None:
         """Write this rank's part; the folder appears when all have. Communicates.
 
         Raises:
             ShardingError: on every rank, if some rank could not write. Nothing appears.
         """
-        with self._or_nothing(collectives):
+        with self._or_nothing(comm):
             self._progress.begin(2 * self._writing.nbytes)
-            files = self._writing.write(collectives, self._progress.add)
-            manifest = Manifest(collectives.size, time.time_ns(), {}, self._layout, files)
-            agree_on_refusals(collectives, lambda: self._appear(manifest) if collectives.rank == 0 else None)
+            files = self._writing.write(comm, self._progress.add)
+            manifest = Manifest(comm.size, time.time_ns(), {}, self._layout, files)
+            agree_on_refusals(comm, lambda: self._appear(manifest) if comm.rank == 0 else None)
             self._progress.end()
 
     def _appear(self, manifest: Manifest) -> None:
         """Write the manifest, make the checkpoint visible, and remove those that are not to be kept."""
         from fsdp.checkpoint import dcp
 
-        stored = dcp.Stored(self._working)
+        stored = dcp.StoredCheckpoint(self._working)
         tensors = {
             key: {"shape": list(one.size), "dtype": str(one.properties.dtype).removeprefix("torch.")}
             for key in stored.paths
@@ -175,13 +175,13 @@ class Draft:
             _prune(self._folder.parent, self._keep_last)
 
     @contextmanager
-    def _or_nothing(self, collectives: Collectives) -> Iterator[None]:
+    def _or_nothing(self, comm: Communicator) -> Iterator[None]:
         """Leave nothing behind on failure."""
         try:
             yield
         except BaseException as failure:
             self._progress.end(finished=False)
-            if collectives.rank == 0:
+            if comm.rank == 0:
                 shutil.rmtree(self._working, ignore_errors=True)
             if isinstance(failure, OSError):
                 raise ShardingError(f"save: {self._folder} could not be written: {failure}. Nothing appeared there.") from failure
@@ -189,18 +189,18 @@ class Draft:
 
 
 def _layout(model: nn.Module) -> dict[str, list[int]]:
-    pieces = pieces_in(model)
+    param_shards = param_shards_in(model)
     found = {}
     for name, tensor in entries(model):
-        if piece := pieces.get(id(tensor)):
-            found[name] = cut_of(piece)
+        if param_shard := param_shards.get(id(tensor)):
+            found[name] = cut_of(param_shard)
     return found
 
 
-def cut_of(piece: Piece) -> list[int]:
+def cut_of(param_shard: ParamShard) -> list[int]:
     """What the manifest says of how a parameter is cut."""
-    layout = piece.flat.layout
-    return [layout.slots[piece.number].start, layout.chunk, layout.world_size]
+    layout = param_shard.flat.layout
+    return [layout.slots[param_shard.number].start, layout.shard_numel, layout.num_shards]
 
 
 def _prune(folder: Path, keep: int) -> None:
@@ -215,22 +215,22 @@ def _prune(folder: Path, keep: int) -> None:
     remove_leftovers(folder)
 
 
-def _optimizer_state(holding: Holding) -> dict[str, Any]:
+def _optimizer_state(view: OptimizerView) -> dict[str, Any]:
     """This rank's part of the state of an optimizer, nested by parameter name. Communicates."""
-    spreads, state = holding.spreads()
-    local = holding.local()
-    for (name, key), spread in spreads.items():
-        if not holding.holds(name):
+    placements, state = view.placements()
+    local = view.local()
+    for (name, key), placement in placements.items():
+        if not view.holds(name):
             continue
         kept = state.setdefault(name, {})
         tensor = local[name][key].detach()
-        if spread.kind is Kind.EACH:
-            kept[f"{key}{EACH}{holding.rank}"] = tensor
-        elif spread.kind is Kind.WHOLE:
+        if placement.kind is PlacementKind.PER_RANK:
+            kept[f"{key}{EACH}{view.rank}"] = tensor
+        elif placement.kind is PlacementKind.UNSHARDED:
             kept[key] = tensor
         else:
-            kept[key] = spread.value(f"optimizer.state.{name}.{key}", tensor, holding.rank)
-    return {"state": state, "param_groups": holding.options()}
+            kept[key] = placement.value(f"optimizer.state.{name}.{key}", tensor, view.rank)
+    return {"state": state, "param_groups": view.options()}
 
 
 def pack(extra: dict[str, Any]) -> bytes:

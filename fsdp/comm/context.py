@@ -18,48 +18,48 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp.comm import simulated
-from fsdp.comm.process_group import Alone, Collectives, ProcessGroupCollectives
-from fsdp.config import Grouping
+from fsdp.comm.process_group import Communicator, ProcessGroupCommunicator, SingleRankCommunicator
+from fsdp.config import MeshKind
 from fsdp.errors import ShardingError
-from fsdp.failure.peers import Lines
-from fsdp.failure.watchdog import Device, DeviceLines
+from fsdp.failure.peers import PeerMonitor
+from fsdp.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 
 
 class Lane(NamedTuple):
     """One way for reductions, which do not wait for those on another."""
 
-    reductions: Collectives
+    shard: Communicator
     """Among the ranks that share the shards of a unit."""
-    replicas: Collectives
+    replicate: Communicator
     """Among the ranks that hold the same shards."""
 
 
-class Channels(NamedTuple):
+class CommContext(NamedTuple):
     """Gathers and reductions on groups of their own, so that neither can reorder the other."""
 
-    gathers: Collectives
+    shard_comm: Communicator
     """Among the ranks that share the shards of a unit."""
-    everyone: Collectives
+    world_comm: Communicator
     """Among all ranks. Not that of the reductions: which of these come before a question to all may differ between ranks."""
     lanes: tuple[Lane, ...]
     """As many as there are reduction streams."""
 
     @property
-    def reductions(self) -> Collectives:
+    def reduce_comm(self) -> Communicator:
         """Those of the first lane."""
-        return self.lanes[0].reductions
+        return self.lanes[0].shard
 
     @property
-    def replicas(self) -> Collectives:
+    def replica_comm(self) -> Communicator:
         """Those of the first lane."""
-        return self.lanes[0].replicas
+        return self.lanes[0].replicate
 
     @property
     def size(self) -> int:
         """How many ranks train together."""
-        return self.reductions.size * self.replicas.size
+        return self.reduce_comm.size * self.replica_comm.size
 
-    def same_ranks_as(self, other: "Channels") -> bool:
+    def same_ranks_as(self, other: "CommContext") -> bool:
         """Whether both are between the same ranks, which share the work alike; on how many lanes does not matter."""
         return self._replace(lanes=self.lanes[:1]) == other._replace(lanes=other.lanes[:1])
 
@@ -68,10 +68,10 @@ class Channels(NamedTuple):
         for channel in self.each().values():
             channel.abandon(unit, failure)
 
-    def connect_anew(self) -> None:
+    def reconnect(self) -> None:
         """After an abandoned step: meet the others and be ready for the next one."""
         for channel in self.each().values():
-            channel.connect_anew()
+            channel.reconnect()
 
     def completed(self) -> None:
         """A backward has ended well."""
@@ -80,21 +80,21 @@ class Channels(NamedTuple):
 
     def epoch(self) -> int:
         """Grows with every step that is abandoned, by whichever model on these channels."""
-        return sum([channel.epoch() for channel in (self.gathers, self.everyone)])
+        return sum([channel.epoch() for channel in (self.shard_comm, self.world_comm)])
 
-    def each(self) -> dict[str, Collectives]:
+    def each(self) -> dict[str, Communicator]:
         """Every channel once, by name."""
         lanes = [
             (_lane_name(name, number), channel)
             for number, lane in enumerate(self.lanes)
-            for name, channel in zip(lane._fields, lane, strict=True)
+            for name, channel in zip(("reductions", "replicas"), lane, strict=True)
         ]
-        names = {id(channel): name for name, channel in (("everyone", self.everyone), *lanes, ("gathers", self.gathers))}
-        found = {"gathers": self.gathers, **dict(lanes), "everyone": self.everyone}
+        names = {id(channel): name for name, channel in (("everyone", self.world_comm), *lanes, ("gathers", self.shard_comm))}
+        found = {"gathers": self.shard_comm, **dict(lanes), "everyone": self.world_comm}
         return {name: channel for name, channel in found.items() if names[id(channel)] == name}
 
 
-def open_channels(process_group: Any, mesh: Any, grouping: Grouping, lanes: int = 1) -> Channels:
+def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 1) -> CommContext:
     """The channels of a group: the given one, or a mesh's, or the default group, or the simulated world's.
 
     Communicates the first time a group or a mesh is seen: groups are made of it.
@@ -105,12 +105,12 @@ def open_channels(process_group: Any, mesh: Any, grouping: Grouping, lanes: int 
     if process_group is not None and mesh is not None:
         raise ShardingError("process_group and mesh contradict each other; give one of them.")
     shape = isinstance(mesh, tuple | list)
-    if mesh is not None and not (shape and grouping is Grouping.HYBRID) and not hasattr(mesh, "get_group"):
+    if mesh is not None and not (shape and mesh_kind is MeshKind.HYBRID) and not hasattr(mesh, "get_group"):
         raise ShardingError(
             f"mesh must be a DeviceMesh, or for HYBRID_SHARD the shape (replicas, shards), not {mesh!r}; for other strategies "
             "leave it out to use all ranks."
         )
-    if grouping is Grouping.HYBRID:
+    if mesh_kind is MeshKind.HYBRID:
         if mesh is None:
             raise ShardingError(
                 "HYBRID_SHARD needs a mesh: a two-dimensional DeviceMesh or the shape (replicas, shards), whose rows shard a "
@@ -123,32 +123,32 @@ def open_channels(process_group: Any, mesh: Any, grouping: Grouping, lanes: int 
         )
     world = simulated.current_rank()
     if world is not None:
-        return _simulated_channels(world, process_group, mesh, grouping, lanes)
-    if grouping is Grouping.HYBRID:
-        return _hybrid_channels(mesh, lanes)
+        return _simulated_comms(world, process_group, mesh, mesh_kind, lanes)
+    if mesh_kind is MeshKind.HYBRID:
+        return _hybrid_comms(mesh, lanes)
     if mesh is not None:
         process_group = mesh.get_group()
     if process_group is None:
         process_group = _default_group()
-    gathers = _gathers(process_group)
+    shard_comm = _gathers(process_group)
     found = [_reductions(process_group, number) for number in range(lanes)]
-    if grouping is Grouping.REPLICATED:
-        return Channels(_alone, gathers, tuple(Lane(_alone, one) for one in found))
-    return Channels(gathers, gathers, tuple(Lane(one, _alone) for one in found))
+    if mesh_kind is MeshKind.REPLICATE:
+        return CommContext(_alone, shard_comm, tuple(Lane(_alone, one) for one in found))
+    return CommContext(shard_comm, shard_comm, tuple(Lane(one, _alone) for one in found))
 
 
-def channel_beside(everyone: Collectives) -> Collectives:
+def channel_beside(world_comm: Communicator) -> Communicator:
     """A channel to the same ranks, for a thread that must not come between the calls of training.
 
     Its group is gloo's, which carries what is on the host. Communicates the first time.
     """
-    if not isinstance(everyone, ProcessGroupCollectives) or dist.get_backend(everyone.group) == "fake":
-        return everyone
-    if everyone.group not in _beside:
-        ranks = dist.get_process_group_ranks(everyone.group)
+    if not isinstance(world_comm, ProcessGroupCommunicator) or dist.get_backend(world_comm.group) == "fake":
+        return world_comm
+    if world_comm.group not in _beside:
+        ranks = dist.get_process_group_ranks(world_comm.group)
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        _beside[everyone.group] = ProcessGroupCollectives(group, "beside", None)
-    return _beside[everyone.group]
+        _beside[world_comm.group] = ProcessGroupCommunicator(group, "beside", None)
+    return _beside[world_comm.group]
 
 
 def _check_shape(shape: tuple[int, ...], ranks: int) -> None:
@@ -157,16 +157,16 @@ def _check_shape(shape: tuple[int, ...], ranks: int) -> None:
         raise ShardingError(f"mesh {shape} does not fit: give (replicas, shards) with a product of {ranks}, the number of ranks.")
 
 
-def _simulated_channels(
-    world: simulated.SimulatedRank, process_group: Any, mesh: Any, grouping: Grouping, lanes: int
-) -> Channels:
-    if process_group is not None or (mesh is not None and grouping is not Grouping.HYBRID):
+def _simulated_comms(
+    world: simulated.SimulatedRank, process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int
+) -> CommContext:
+    if process_group is not None or (mesh is not None and mesh_kind is not MeshKind.HYBRID):
         raise ShardingError("process_group and mesh have no meaning inside fsdp.simulate; leave them out.")
-    gathers, names = world.channel("gathers"), [_lane_name("reductions", number) for number in range(lanes)]
-    if grouping is Grouping.SHARDED:
-        return Channels(gathers, gathers, tuple(Lane(world.channel(name), _alone) for name in names))
-    if grouping is Grouping.REPLICATED:
-        return Channels(_alone, gathers, tuple(Lane(_alone, world.channel(name)) for name in names))
+    shard_comm, names = world.channel("gathers"), [_lane_name("reductions", number) for number in range(lanes)]
+    if mesh_kind is MeshKind.SHARD:
+        return CommContext(shard_comm, shard_comm, tuple(Lane(world.channel(name), _alone) for name in names))
+    if mesh_kind is MeshKind.REPLICATE:
+        return CommContext(_alone, shard_comm, tuple(Lane(_alone, world.channel(name)) for name in names))
     if not isinstance(mesh, tuple | list):
         raise ShardingError("inside fsdp.simulate there are no meshes; give the shape (replicas, shards) as mesh.")
     _check_shape(tuple(mesh), world.size)
@@ -174,16 +174,16 @@ def _simulated_channels(
     shards = tuple(range(row * mesh[1], (row + 1) * mesh[1]))
     replicas = tuple(range(column, world.size, mesh[1]))
 
-    def channel(name: str, ranks: tuple[int, ...]) -> Collectives:
+    def channel(name: str, ranks: tuple[int, ...]) -> Communicator:
         return world.channel(name, ranks) if len(ranks) > 1 else _alone
 
     columns = [_lane_name("replicas", number) for number in range(lanes)]
     ways = (Lane(channel(name, shards), channel(column, replicas)) for name, column in zip(names, columns, strict=True))
     # a row may be all there is, and what is asked of everyone must not come between its reductions
-    return Channels(channel("gathers", shards), world.channel("everyone"), tuple(ways))
+    return CommContext(channel("gathers", shards), world.channel("everyone"), tuple(ways))
 
 
-def _hybrid_channels(mesh: Any, lanes: int) -> Channels:
+def _hybrid_comms(mesh: Any, lanes: int) -> CommContext:
     if isinstance(mesh, tuple | list):
         mesh = _mesh(tuple(mesh))
     if mesh.ndim != 2:
@@ -191,11 +191,11 @@ def _hybrid_channels(mesh: Any, lanes: int) -> Channels:
     columns, rows = mesh.get_group(0), mesh.get_group(1)
     # a mesh of its own has groups of its own, also where the ranks are those of one on which nobody can go on; and meshes
     # of other ranks may have rows in common
-    known, everyone = _flattened.setdefault(rows, weakref.WeakValueDictionary()), tuple(mesh.mesh.flatten().tolist())
-    if everyone not in known:
-        known[everyone] = dist.new_group(list(everyone), use_local_synchronization=True)
+    known, world_comm = _flattened.setdefault(rows, weakref.WeakValueDictionary()), tuple(mesh.mesh.flatten().tolist())
+    if world_comm not in known:
+        known[world_comm] = dist.new_group(list(world_comm), use_local_synchronization=True)
     ways = tuple(Lane(_reductions(rows, number), _reductions(columns, number)) for number in range(lanes))
-    return Channels(_gathers(rows), _reductions(known[everyone], 0), ways)
+    return CommContext(_gathers(rows), _reductions(known[world_comm], 0), ways)
 
 
 def _mesh(shape: tuple[int, ...]) -> Any:
@@ -219,28 +219,28 @@ def _default_group() -> dist.ProcessGroup:
 
 
 # torch owns the groups, and forgets them in destroy_process_group()
-_alone = Alone()
+_alone = SingleRankCommunicator()
 _CUDA: Final = torch.device("cuda")
-_device: Final = Device()
-_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Collectives]] = weakref.WeakKeyDictionary()
-_lines_of: weakref.WeakKeyDictionary[dist.ProcessGroup, Lines | None] = weakref.WeakKeyDictionary()
-_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
+_device: Final = DeviceWatchdog()
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] = weakref.WeakKeyDictionary()
+_peers_of: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerMonitor | None] = weakref.WeakKeyDictionary()
+_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
 _Flattened = weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
 _flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Flattened] = weakref.WeakKeyDictionary()
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
-def _gathers(group: dist.ProcessGroup) -> Collectives:
+def _gathers(group: dist.ProcessGroup) -> Communicator:
     """The channel of the gathers over the ranks of a group."""
-    return _channel(group, "gathers", lambda lines: group)
+    return _channel(group, "gathers", lambda peers: group)
 
 
-def _reductions(group: dist.ProcessGroup, number: int) -> Collectives:
+def _reductions(group: dist.ProcessGroup, number: int) -> Communicator:
     """That of a lane of reductions. Whoever asks for it, asks for the gathers as well."""
 
-    def carrier(lines: Lines | None) -> Any:
+    def carrier(peers: PeerMonitor | None) -> Any:
         # where gloo is all there is, the channels have connections of their own
-        if lines is not None and _gloo(group) is not None and not torch.accelerator.is_available():
+        if peers is not None and _gloo(group) is not None and not torch.accelerator.is_available():
             return group
         return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
 
@@ -251,19 +251,19 @@ def _lane_name(name: str, number: int) -> str:
     return f"{name} {number}" if number else name
 
 
-def _channel(group: dist.ProcessGroup, name: str, carrier: Callable[[Lines | None], Any]) -> Collectives:
+def _channel(group: dist.ProcessGroup, name: str, carrier: Callable[[PeerMonitor | None], Any]) -> Communicator:
     if dist.get_world_size(group) == 1:
         return _alone
-    if group not in _lines_of:
-        _lines_of[group] = _lines(group)
-    known, lines = _opened.setdefault(group, {}), _lines_of[group]
+    if group not in _peers_of:
+        _peers_of[group] = _peers(group)
+    known, peers = _opened.setdefault(group, {}), _peers_of[group]
     if name not in known:
-        if lines is not None:
-            lines.open(name)
-        carries = carrier(lines)
-        if isinstance(lines, DeviceLines):
-            lines.aborts.append(partial(_abort, weakref.ref(carries)))
-        known[name] = ProcessGroupCollectives(carries, name, lines)
+        if peers is not None:
+            peers.open(name)
+        carries = carrier(peers)
+        if isinstance(peers, DevicePeerMonitor):
+            peers.aborts.append(partial(_abort, weakref.ref(carries)))
+        known[name] = ProcessGroupCommunicator(carries, name, peers)
     return known[name]
 
 
@@ -289,7 +289,7 @@ def _gloo(group: dist.ProcessGroup) -> Any:
     return found if isinstance(found, getattr(dist, "ProcessGroupGloo", ())) else None
 
 
-def _lines(group: dist.ProcessGroup) -> Lines | None:
+def _peers(group: dist.ProcessGroup) -> PeerMonitor | None:
     """What the channels of a real group share."""
     if dist.get_backend(group) == "fake":
         return None
@@ -309,7 +309,7 @@ def _lines(group: dist.ProcessGroup) -> Lines | None:
 
     ranks = dist.get_process_group_ranks(group)
     how = c10d.PrefixStore(name, store), scope, ranks, rank, None if gloo is None else connect
-    lines = DeviceLines(*how, _device) if on_device else Lines(*how)
+    peers = DevicePeerMonitor(*how, _device) if on_device else PeerMonitor(*how)
     # torch owns the group: its threads and ours end with destroy_process_group()
-    weakref.finalize(group, lines.close).atexit = False
-    return lines
+    weakref.finalize(group, peers.close).atexit = False
+    return peers

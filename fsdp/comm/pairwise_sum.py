@@ -9,7 +9,7 @@ BLOCK: Final = 2**15
 """Elements of each rank that are summed together on the host, so that what is added again is still in the cache."""
 
 
-def sum_over_ranks(parts: Tensor, into: Tensor) -> None:
+def pairwise_sum(parts: Tensor, into: Tensor) -> None:
     """Sum `parts` (W, C), which is used up, over the ranks into `into` (C,).
 
     Neighbours are added in pairs until one is left: every element is summed in the same order wherever
@@ -20,7 +20,7 @@ def sum_over_ranks(parts: Tensor, into: Tensor) -> None:
     count, chunk = parts.shape
     if count > 2 and chunk > BLOCK and parts.device.type == "cpu":
         for begin in range(0, chunk, BLOCK):
-            sum_over_ranks(parts[:, begin : begin + BLOCK], into[begin : begin + BLOCK])
+            pairwise_sum(parts[:, begin : begin + BLOCK], into[begin : begin + BLOCK])
         return
     if parts.is_floating_point() and parts.dtype.itemsize < 4:
         parts = parts.float()
@@ -41,7 +41,7 @@ def sum_over_ranks(parts: Tensor, into: Tensor) -> None:
 
 
 def sum_of_two(one: Tensor, other: Tensor, into: Tensor) -> None:
-    """Those of two ranks, in either order, (C,) each: the bits of `sum_over_ranks`."""
+    """Those of two ranks, in either order, (C,) each: the bits of `pairwise_sum`."""
     if one.is_floating_point() and one.dtype.itemsize < 4:
         one, other = one.float(), other.float()
     if one.dtype == into.dtype:

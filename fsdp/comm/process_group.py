@@ -1,8 +1,8 @@
 """What ranks say to each other. Only this file and context.py import torch.distributed.
 
-Rule 1: only methods of `Collectives` communicate, and each of them always does.
+Rule 1: only methods of `Communicator` communicate, and each of them always does.
 Rule 2: every rank of a channel calls the same methods in the same order.
-Rule 3: one rank alone has a channel too (`Alone`): nobody else asks how many there are.
+Rule 3: one rank alone has a channel too (`SingleRankCommunicator`): nobody else asks how many there are.
 """
 
 import weakref
@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp.comm.work import DONE, ExchangedSum, FixedOrderTotal, Together, Work
+from fsdp.comm.work import DONE, AllToAllReduceScatter, DeterministicAllReduce, Work, WorkBatch
 from fsdp.errors import PeerFailed, ShardingError
 from fsdp.failure.desync import RECENT, WatchedWork
-from fsdp.failure.peers import Lines
+from fsdp.failure.peers import PeerMonitor
 
 ReduceOp = Literal["sum", "max"]
 
 
-class Collectives(Protocol):
+class Communicator(Protocol):
     """One channel between the ranks of a group. `label` names the unit in errors and traces."""
 
     @property
@@ -33,11 +33,11 @@ class Collectives(Protocol):
     @property
     def size(self) -> int: ...
 
-    def can_carry(self, device: torch.device) -> bool:
+    def supports_device(self, device: torch.device) -> bool:
         """Whether tensors on `device` can be communicated."""
 
-    def all_gather(self, whole: Tensor, label: str, own: Tensor | None = None) -> Work:
-        """Fill `whole` (W * B bytes, uint8) from every rank's chunk; this rank's own lies in its place already.
+    def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
+        """Fill `unsharded` (W * B bytes, uint8) from every rank's chunk; this rank's own lies in its place already.
 
         `own` is that place, if the caller has it at hand.
 
@@ -47,26 +47,26 @@ class Collectives(Protocol):
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
         """Sum chunk `rank` of every rank's `bucket` (W * C,) into `into` (C,), which is filled when `wait` returns.
 
-        `bucket` must not be touched before. With `fixed_order`, the bits are those of `sum_over_ranks` on every backend.
+        `bucket` must not be touched before. With `fixed_order`, the bits are those of `pairwise_sum` on every backend.
         Traffic: this rank receives (W - 1) * C elements.
         """
 
-    def coalesces(self, device: torch.device, fixed_order: bool = False) -> bool:
-        """Whether `reduce_scatter_each` can be called for tensors on `device`."""
+    def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
+        """Whether `reduce_scatter_coalesced` can be called for tensors on `device`."""
 
-    def reduce_scatter_each(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
+    def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
         """`reduce_scatter` of each bucket, together, as one operation of the backend."""
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         """What a `reduce_scatter` of `bucket` holds besides its arguments, until `wait`."""
 
-    def total_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
+    def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
         """The same of the sum of an `all_reduce`; `wait` takes half as much again."""
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         """Combine `tensor` (any shape) over all ranks, in place.
 
-        A sum with `fixed_order` has the bits of `sum_over_ranks`; it communicates a second time in `wait`, so every rank must
+        A sum with `fixed_order` has the bits of `pairwise_sum`; it communicates a second time in `wait`, so every rank must
         wait for its collectives of this kind in the same order, and call nothing else on the channel in between.
         Traffic: this rank receives 2 (W - 1) / W of the tensor.
         """
@@ -83,7 +83,7 @@ class Collectives(Protocol):
     def epoch(self) -> int:
         """Grows with every step that is abandoned, by whichever model on the channel."""
 
-    def begin_again(self, unit: str) -> PeerFailed | None:
+    def announce_restart(self, unit: str) -> PeerFailed | None:
         """A forward begins, though no backward came to the one before: go on when that is so on every rank.
 
         If the others are in that backward, they give it up, and what they are told is returned.
@@ -95,7 +95,7 @@ class Collectives(Protocol):
     def completed(self) -> None:
         """A backward has ended well."""
 
-    def connect_anew(self) -> None:
+    def reconnect(self) -> None:
         """After an abandoned step: meet the others and be ready for the next one."""
 
 
@@ -122,32 +122,32 @@ def _from(source: int) -> Any:
     return options
 
 
-class Alone:
+class SingleRankCommunicator:
     """A channel of one rank, over nothing."""
 
     rank: Final = 0
     size: Final = 1
 
-    def can_carry(self, device: torch.device) -> bool:
+    def supports_device(self, device: torch.device) -> bool:
         return True
 
-    def all_gather(self, whole: Tensor, label: str, own: Tensor | None = None) -> Work:
+    def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
         return DONE
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
         into.copy_(bucket)
         return DONE
 
-    def coalesces(self, device: torch.device, fixed_order: bool = False) -> bool:
+    def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
         return False
 
-    def reduce_scatter_each(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
+    def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
         raise NotImplementedError
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         return 0
 
-    def total_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
+    def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
         return 0
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
@@ -165,7 +165,7 @@ class Alone:
     def epoch(self) -> int:
         return 0
 
-    def begin_again(self, unit: str) -> PeerFailed | None:
+    def announce_restart(self, unit: str) -> PeerFailed | None:
         return None
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
@@ -174,25 +174,25 @@ class Alone:
     def completed(self) -> None:
         return
 
-    def connect_anew(self) -> None:
+    def reconnect(self) -> None:
         return
 
 
-class ProcessGroupCollectives:
+class ProcessGroupCommunicator:
     """A channel over one torch process group, of two ranks at least.
 
     On CPU a reduction is an exchange of chunks and a local sum: gloo's own reduce-scatter is an
     all-reduce in disguise, which moves twice the bytes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, channel: str, lines: Lines | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, channel: str, peers: PeerMonitor | None) -> None:
         # torch owns the group: a strong reference would keep its threads alive beyond destroy_process_group()
         self._reference = weakref.ref(group)
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
         self._channel = channel
-        self._lines = lines
-        self._over_gloo = lines is not None and bool(lines.connections)
+        self._peers = peers
+        self._over_gloo = peers is not None and bool(peers.connections)
         """For what is on the host. gloo's own gather goes through a second buffer, which costs as much again."""
         self._recent: deque[tuple[str, str]] = deque(maxlen=RECENT)
 
@@ -202,19 +202,19 @@ class ProcessGroupCollectives:
         `nbytes`: what it is about, if that is more than `tensor`.
         """
         self._recent.append((kind, label))
-        group, lines = self.group, self._lines
-        if lines is None:
+        group, peers = self.group, self._peers
+        if peers is None:
             return cast(Work, launch(group))
-        if lines.down or lines.refusal is not None:
-            lines.connect_anew()
+        if peers.down or peers.refusal is not None:
+            peers.reconnect()
         channel = self._channel
-        note = lines.trails[channel].before(kind, label, nbytes or tensor.nbytes)
+        note = peers.sequences[channel].check_call(kind, label, nbytes or tensor.nbytes)
         if tensor.device.type != "cpu":
-            return cast(Work, lines.launch_on_device(channel, note, partial(launch, group)))
+            return cast(Work, peers.launch_on_device(channel, note, partial(launch, group)))
         try:
-            return WatchedWork(launch(lines.connections.get(channel, group)), lines.watch, note)
+            return WatchedWork(launch(peers.connections.get(channel, group)), peers.detector, note)
         except RuntimeError as failure:
-            lines.watch.explain(failure)
+            peers.detector.explain_failure(failure)
             raise
 
     @property
@@ -234,19 +234,19 @@ class ProcessGroupCollectives:
     def size(self) -> int:
         return self._size
 
-    def can_carry(self, device: torch.device) -> bool:
+    def supports_device(self, device: torch.device) -> bool:
         return any(device.type == known.type for known in self.group._device_types)
 
-    def all_gather(self, whole: Tensor, label: str, own: Tensor | None = None) -> Work:
-        chunk = whole.numel() // self._size
+    def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
+        chunk = unsharded.numel() // self._size
         if own is None:
-            own = whole.narrow(0, self._rank * chunk, chunk)
-        if self._swaps(whole):
-            return self._launch("all_gather", label, whole, partial(self._exchange, own, self._of_peer(whole)))
-        if self._over_gloo and whole.device.type == "cpu" and chunk >= _LARGE:
-            chunks = torch.split(whole, chunk)
-            return self._launch("all_gather", label, whole, lambda group: Together(_broadcasts(group, chunks)))
-        return self._launch("all_gather", label, whole, lambda group: group._allgather_base(whole, own, _GATHER))
+            own = unsharded.narrow(0, self._rank * chunk, chunk)
+        if self._swaps(unsharded):
+            return self._launch("all_gather", label, unsharded, partial(self._exchange, own, self._of_peer(unsharded)))
+        if self._over_gloo and unsharded.device.type == "cpu" and chunk >= _LARGE:
+            chunks = torch.split(unsharded, chunk)
+            return self._launch("all_gather", label, unsharded, lambda group: WorkBatch(_broadcasts(group, chunks)))
+        return self._launch("all_gather", label, unsharded, lambda group: group._allgather_base(unsharded, own, _GATHER))
 
     def _swaps(self, tensor: Tensor) -> bool:
         """Whether a gather or a reduction is an exchange of one chunk for another."""
@@ -269,19 +269,19 @@ class ProcessGroupCollectives:
         if self._swaps(bucket):
             received = torch.empty_like(into)
             work = self._launch("reduce_scatter", label, bucket, partial(self._exchange, self._of_peer(bucket), received))
-            return ExchangedSum(work, received, into, bucket.narrow(0, self._rank * into.numel(), into.numel()))
+            return AllToAllReduceScatter(work, received, into, bucket.narrow(0, self._rank * into.numel(), into.numel()))
         received = torch.empty_like(bucket)
         work = self._launch(
             "reduce_scatter", label, bucket, lambda group: group.alltoall_base(received, bucket, [], [], _EXCHANGE)
         )
-        return ExchangedSum(work, received, into)
+        return AllToAllReduceScatter(work, received, into)
 
-    def coalesces(self, device: torch.device, fixed_order: bool = False) -> bool:
+    def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
         # on the host a reduction is an exchange, which gloo cannot coalesce
         backend = None if device.type == "cpu" or fixed_order else self.group._get_backend(device)
         return bool(getattr(backend, "supports_coalescing", False))
 
-    def reduce_scatter_each(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
+    def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
         device = buckets[0].device
 
         def launch(group: dist.ProcessGroup) -> Any:
@@ -300,7 +300,7 @@ class ProcessGroupCollectives:
             return bucket.nbytes if fixed_order else 0
         return bucket.nbytes // (2 if self._swaps(bucket) else 1)
 
-    def total_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
+    def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
         chunk = -(-tensor.numel() // self._size)
         return 2 * self._size * chunk * tensor.element_size() if fixed_order else 0
 
@@ -321,7 +321,7 @@ class ProcessGroupCollectives:
         work = self._launch(
             "reduce_scatter", label, padded, lambda group: group.alltoall_base(received, padded, [], [], _EXCHANGE)
         )
-        return FixedOrderTotal(work, padded, received, tensor, lambda sums: self.all_gather(sums, label), self._rank)
+        return DeterministicAllReduce(work, padded, received, tensor, lambda sums: self.all_gather(sums, label), self._rank)
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         return self._launch("broadcast", label, tensor, lambda group: group.broadcast([tensor], _from(source)))
@@ -337,19 +337,19 @@ class ProcessGroupCollectives:
         return [f"{kind} {label}" for kind, label in self._recent]
 
     def epoch(self) -> int:
-        return 0 if self._lines is None else self._lines.epoch
+        return 0 if self._peers is None else self._peers.epoch
 
-    def begin_again(self, unit: str) -> PeerFailed | None:
-        return None if self._lines is None else self._lines.begin_again(self._channel, unit)
+    def announce_restart(self, unit: str) -> PeerFailed | None:
+        return None if self._peers is None else self._peers.announce_restart(self._channel, unit)
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
-        if self._lines is not None:
-            self._lines.abandon(unit, failure)
+        if self._peers is not None:
+            self._peers.abandon(unit, failure)
 
     def completed(self) -> None:
-        if self._lines is not None:
-            self._lines.completed += 1
+        if self._peers is not None:
+            self._peers.completed += 1
 
-    def connect_anew(self) -> None:
-        if self._lines is not None and self._lines.down:
-            self._lines.connect_anew()
+    def reconnect(self) -> None:
+        if self._peers is not None and self._peers.down:
+            self._peers.reconnect()

@@ -92,22 +92,22 @@ class SimulatedRank:
         self.size = world.size
         self.log: list[Call] = []
         self._world = world
-        self._channels: dict[str, SimulatedCollectives] = {}
+        self._comms: dict[str, SimulatedCommunicator] = {}
 
-    def channel(self, name: str, ranks: Sequence[int] | None = None) -> "SimulatedCollectives":
+    def channel(self, name: str, ranks: Sequence[int] | None = None) -> "SimulatedCommunicator":
         """The channel of that name among `ranks` (all, if None). Each one's n-th call in an era is one operation."""
         members = tuple(range(self.size) if ranks is None else ranks)
         full = name if len(members) == self.size else f"{name} of {name_ranks(members)}"
-        if full not in self._channels:
-            self._channels[full] = SimulatedCollectives(self._world, self, full, members)
-        return self._channels[full]
+        if full not in self._comms:
+            self._comms[full] = SimulatedCommunicator(self._world, self, full, members)
+        return self._comms[full]
 
     def let_others_run(self) -> None:
         """A point where another rank may take over, as every collective is one."""
         self._world.switch(self.rank)
 
 
-class SimulatedCollectives:
+class SimulatedCommunicator:
     """One rank's end of a channel of the simulated world.
 
     What is to be received is overwritten with 0xFF bytes (NaN) by the call, and what is to be sent is read only when the
@@ -124,24 +124,24 @@ class SimulatedCollectives:
         self._world = world
         self._ranks = ranks
         self._log = rank.log
-        self._era = 0
+        self._epoch = 0
         self._called = 0
 
-    def can_carry(self, device: torch.device) -> bool:
+    def supports_device(self, device: torch.device) -> bool:
         """Simulated ranks compute on the CPU."""
         return device.type == "cpu"
 
-    def all_gather(self, whole: Tensor, label: str, own: Tensor | None = None) -> "_InFlight":
-        """Fill `whole` (W * B bytes, uint8) from every rank's chunk of B bytes."""
-        if whole.dtype is not torch.uint8 or whole.numel() % self.size:
-            raise ShardingError(f"all_gather({label!r}) takes {self.size} equal chunks of uint8, not {describe(whole)}.")
-        buffer = Buffer(whole, label)
-        chunk = whole.numel() // self.size
+    def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> "_InFlight":
+        """Fill `unsharded` (W * B bytes, uint8) from every rank's chunk of B bytes."""
+        if unsharded.dtype is not torch.uint8 or unsharded.numel() % self.size:
+            raise ShardingError(f"all_gather({label!r}) takes {self.size} equal chunks of uint8, not {describe(unsharded)}.")
+        buffer = Buffer(unsharded, label)
+        chunk = unsharded.numel() // self.size
         buffer.poison(0, self.rank * chunk)
-        buffer.poison((self.rank + 1) * chunk, whole.numel())
-        mark_written(whole)
-        side = Side(f"all_gather({label!r}, {whole.numel()} bytes)", label, move_chunks, (buffer,))
-        return self._launch("all_gather", side, whole.numel() - chunk)
+        buffer.poison((self.rank + 1) * chunk, unsharded.numel())
+        mark_written(unsharded)
+        side = Side(f"all_gather({label!r}, {unsharded.numel()} bytes)", label, move_chunks, (buffer,))
+        return self._launch("all_gather", side, unsharded.numel() - chunk)
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> "_InFlight":
         """Sum chunk `rank` of every rank's `bucket` (W * C,) into `into` (C,), in rank order, half precision in fp32."""
@@ -155,11 +155,11 @@ class SimulatedCollectives:
         side = Side(f"reduce_scatter({label!r}, {describe(bucket)})", label, move_sums, (given, target))
         return self._launch("reduce_scatter", side, bucket.nbytes - into.nbytes)
 
-    def coalesces(self, device: torch.device, fixed_order: bool = False) -> bool:
+    def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
         """No: tests put another answer here."""
         return False
 
-    def reduce_scatter_each(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> "_Several":
+    def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> "_Several":
         """`reduce_scatter` of each bucket."""
         return _Several([self.reduce_scatter(bucket, chunk, label) for bucket, chunk in zip(buckets, into, strict=True)])
 
@@ -167,7 +167,7 @@ class SimulatedCollectives:
         """Nothing: the sum goes straight to its place."""
         return 0
 
-    def total_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
+    def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
         """Nothing either."""
         return 0
 
@@ -211,35 +211,35 @@ class SimulatedCollectives:
         """It has one."""
         return 0
 
-    def begin_again(self, unit: str) -> PeerFailed | None:
+    def announce_restart(self, unit: str) -> PeerFailed | None:
         """The world sees it for itself."""
         return None
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """This rank calls nothing more in this era: whoever waits for it is told."""
         why = "it was ended" if failure is None else _quote(failure)
-        self._world.abandon(self.name, self._ranks, self._ranks[self.rank], Abandoned(self._era + 1, unit, why))
+        self._world.abandon(self.name, self._ranks, self._ranks[self.rank], Abandoned(self._epoch + 1, unit, why))
 
     def completed(self) -> None:
         """The world needs no count."""
 
-    def connect_anew(self) -> None:
+    def reconnect(self) -> None:
         """There is nothing to connect."""
 
     def _launch(self, kind: str, side: "Side", received: int) -> "_InFlight":
         self._log.append(Call(self.name, kind, side.label, received))
         rank = self._ranks[self.rank]
-        era = self._world.era_of(self.name, rank)
-        if era != self._era:
-            self._era, self._called = era, 0
+        epoch = self._world.epoch_of(self.name, rank)
+        if epoch != self._epoch:
+            self._epoch, self._called = epoch, 0
         number, self._called = self._called, self._called + 1
-        return _InFlight(self._world, rank, self._world.launch(rank, Operation(self.name, self._ranks, era, number), side))
+        return _InFlight(self._world, rank, self._world.launch(rank, Operation(self.name, self._ranks, epoch, number), side))
 
 
 class Abandoned(NamedTuple):
     """The step that a rank has given up last: the era of a channel that begins with that, and what the others are told."""
 
-    era: int
+    epoch: int
     unit: str
     why: str
 
@@ -267,13 +267,13 @@ class _InFlight:
 class _Several:
     """Collectives in flight that are waited for together."""
 
-    __slots__ = ("_flights",)
+    __slots__ = ("_queue",)
 
     def __init__(self, flights: Sequence[_InFlight]) -> None:
-        self._flights = flights
+        self._queue = flights
 
     def wait(self) -> None:
-        for flight in self._flights:
+        for flight in self._queue:
             flight.wait()
 
 
@@ -287,8 +287,8 @@ class _World:
         self._seed = seed
         self._choices = random.Random(seed)
         # some networks are always late, some always early
-        self._promptness = self._choices.choice((0.0, 0.1, 0.5, 1.0))
-        self._seats = [_Seat() for _ in range(size)]
+        self._eagerness = self._choices.choice((0.0, 0.1, 0.5, 1.0))
+        self._rank_slots = [_RankSlot() for _ in range(size)]
         self._operations: dict[tuple[str, int, int], Operation] = {}
         self._abandoned: dict[tuple[str, int], Abandoned] = {}
         self._complete: list[Operation] = []
@@ -308,7 +308,7 @@ class _World:
         for thread in threads:
             thread.start()
         try:
-            self._pass_baton(self._choose())
+            self._pass_turn(self._choose())
             for thread in threads:
                 thread.join()
         except BaseException:  # Ctrl-C, or a test's time-out: every rank hears of it at its next collective
@@ -330,7 +330,7 @@ class _World:
         return [results[rank] for rank in range(self.size)]
 
     def _live(self, rank: int, fn: Callable[[int], T], results: dict[int, T], born: "_Randomness", grad: bool) -> None:
-        self._seats[rank].turn.acquire()
+        self._rank_slots[rank].turn.acquire()
         _this_thread.rank = self.ranks[rank]
         born.restore()
         torch.set_grad_enabled(grad)
@@ -338,19 +338,19 @@ class _World:
             results[rank] = fn(rank)
         except BaseException as failure:
             self._failures[rank] = failure
-        self._seats[rank].over = True
-        self._pass_baton(self._choose())
+        self._rank_slots[rank].over = True
+        self._pass_turn(self._choose())
 
-    def era_of(self, channel: str, rank: int) -> int:
+    def epoch_of(self, channel: str, rank: int) -> int:
         """How often that rank has begun anew on the channel, after a step that it had given up."""
         abandoned = self._abandoned.get((channel, rank))
-        return abandoned.era if abandoned is not None else 0
+        return abandoned.epoch if abandoned is not None else 0
 
     def abandon(self, channel: str, ranks: tuple[int, ...], rank: int, what: Abandoned) -> None:
         """`rank` does not call what the others have called in this era, nor will."""
         self._abandoned[channel, rank] = what
-        oldest = min(self.era_of(channel, one) for one in ranks)
-        for operation in [one for one in self._operations.values() if one.channel == channel and one.era < oldest]:
+        oldest = min(self.epoch_of(channel, one) for one in ranks)
+        for operation in [one for one in self._operations.values() if one.channel == channel and one.epoch < oldest]:
             if not operation.complete:  # nor will it be
                 del self._operations[channel, *operation.turn]
 
@@ -373,15 +373,15 @@ class _World:
 
     def wait(self, rank: int, operation: "Operation") -> None:
         """Give the baton away until the operation is complete; move its data if that has not happened yet."""
-        seat = self._seats[rank]
+        rank_slot = self._rank_slots[rank]
         if not operation.complete:
-            seat.waits_for = operation
+            rank_slot.waits_for = operation
             try:
                 self.switch(rank)
             finally:
-                seat.waits_for = None
-                verdict, seat.verdict = seat.verdict, None
-            trouble = verdict or self._mismatch(operation)
+                rank_slot.waits_for = None
+                error, rank_slot.error = rank_slot.error, None
+            trouble = error or self._mismatch(operation)
             if trouble is not None:
                 raise WorldError(trouble)
             missing = self._missing(operation)
@@ -395,36 +395,36 @@ class _World:
 
     def switch(self, rank: int) -> None:
         """A scheduling point: some data may move, then some rank that can go on does."""
-        if self._complete and self._choices.random() < self._promptness:
+        if self._complete and self._choices.random() < self._eagerness:
             self._move_up_to(self._choices.choice(self._complete))
         chosen = self._choose()
         if chosen != rank:
             mine = _Randomness()
-            self._pass_baton(chosen)
-            self._seats[rank].turn.acquire()
+            self._pass_turn(chosen)
+            self._rank_slots[rank].turn.acquire()
             mine.restore()
         if self._interrupted:
             raise WorldError("The simulated world was interrupted from outside.")
 
-    def _pass_baton(self, chosen: int | None) -> None:
+    def _pass_turn(self, chosen: int | None) -> None:
         if chosen is not None:
             self.holder = chosen
-            self._seats[chosen].turn.release()
+            self._rank_slots[chosen].turn.release()
 
     def _choose(self) -> int | None:
         """Any rank that can go on. If none can, all hear that it is a deadlock, and go on with that."""
-        live = [rank for rank, seat in enumerate(self._seats) if not seat.over]
-        able = [rank for rank in live if self._interrupted or self._can_go_on(self._seats[rank])]
+        live = [rank for rank, rank_slot in enumerate(self._rank_slots) if not rank_slot.over]
+        able = [rank for rank in live if self._interrupted or self._can_go_on(self._rank_slots[rank])]
         if live and not able:
             deadlock = self._deadlock(live)
             for rank in live:
-                self._seats[rank].verdict = deadlock
+                self._rank_slots[rank].error = deadlock
             able = live
         return self._choices.choice(able) if able else None
 
-    def _can_go_on(self, seat: "_Seat") -> bool:
-        operation = seat.waits_for
-        if operation is None or operation.complete or seat.verdict is not None:
+    def _can_go_on(self, rank_slot: "_RankSlot") -> bool:
+        operation = rank_slot.waits_for
+        if operation is None or operation.complete or rank_slot.error is not None:
             return True
         return self._mismatch(operation) is not None or self._missing(operation) is not None
 
@@ -469,15 +469,15 @@ class _World:
                 return PeerFailed(text, rank, None, _quote(failure))
         for rank in absent:
             step = self._abandoned.get((operation.channel, rank))
-            if step is not None and step.era > operation.era:
+            if step is not None and step.epoch > operation.epoch:
                 text = f"Rank {rank} has abandoned the step in unit {step.unit!r}: {step.why}. It never called {operation.name}."
                 return PeerFailed(text, rank, step.unit, step.why)
         return None
 
     def _deadlock(self, live: list[int]) -> str:
         stories = []
-        for rank, seat in enumerate(self._seats):
-            operation = seat.waits_for
+        for rank, rank_slot in enumerate(self._rank_slots):
+            operation = rank_slot.waits_for
             if rank in live and operation is not None:
                 absent = [other for other in operation.ranks if other not in operation.sides]
                 stories.append(f"Rank {rank} waits for {operation.name}, which {name_ranks(absent)} did not call.")
@@ -488,16 +488,16 @@ class _World:
         return " ".join(["Deadlock: nobody can go on.", *stories])
 
 
-class _Seat:
-    """Where a rank waits for the baton. `verdict`: why its wait cannot end."""
+class _RankSlot:
+    """Where a rank waits for the baton. `error`: why its wait cannot end."""
 
-    __slots__ = ("over", "turn", "verdict", "waits_for")
+    __slots__ = ("error", "over", "turn", "waits_for")
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
         self.turn.acquire()
         self.waits_for: Operation | None = None
-        self.verdict: str | None = None
+        self.error: str | None = None
         self.over = False
 
 

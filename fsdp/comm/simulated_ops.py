@@ -6,21 +6,21 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp.comm.pairwise_sum import sum_over_ranks
+from fsdp.comm.pairwise_sum import pairwise_sum
 from fsdp.errors import ShardingError, WorldError, name_ranks
 
 ReduceOp = Literal["sum", "max"]
 
 
 class Operation:
-    """What `ranks` do together at one number of one channel, in its `era`. `fault`: why its data could not move."""
+    """What `ranks` do together at one number of one channel, in its `epoch`. `fault`: why its data could not move."""
 
-    __slots__ = ("channel", "complete", "era", "fault", "moved", "number", "pickled", "ranks", "sides", "told")
+    __slots__ = ("channel", "complete", "epoch", "fault", "moved", "number", "pickled", "ranks", "sides", "told")
 
-    def __init__(self, channel: str, ranks: tuple[int, ...], era: int, number: int) -> None:
+    def __init__(self, channel: str, ranks: tuple[int, ...], epoch: int, number: int) -> None:
         self.channel = channel
         self.ranks = ranks
-        self.era = era
+        self.epoch = epoch
         self.number = number
         self.sides: dict[int, Side] = {}
         self.complete = False
@@ -32,7 +32,7 @@ class Operation:
     @property
     def turn(self) -> tuple[int, int]:
         """What comes later on a channel has a greater one."""
-        return self.era, self.number
+        return self.epoch, self.number
 
     @property
     def place(self) -> str:
@@ -117,9 +117,9 @@ class Buffer:
 
 def move_chunks(sides: Sequence[Side]) -> None:
     chunk = sides[0].buffers[0].flat.numel() // len(sides)
-    whole = torch.cat([side.buffers[0].flat.narrow(0, rank * chunk, chunk) for rank, side in enumerate(sides)])
+    unsharded = torch.cat([side.buffers[0].flat.narrow(0, rank * chunk, chunk) for rank, side in enumerate(sides)])
     for side in sides:
-        side.buffers[0].flat.copy_(whole)
+        side.buffers[0].flat.copy_(unsharded)
 
 
 def move_sums(sides: Sequence[Side]) -> None:
@@ -128,7 +128,7 @@ def move_sums(sides: Sequence[Side]) -> None:
         into = side.buffers[1].flat
         sums.append(torch.empty_like(into))
         chunk = into.numel()
-        sum_over_ranks(torch.stack([other.buffers[0].sent.narrow(0, rank * chunk, chunk) for other in sides]), sums[-1])
+        pairwise_sum(torch.stack([other.buffers[0].sent.narrow(0, rank * chunk, chunk) for other in sides]), sums[-1])
     # only when all are read: one rank's input may be another's output
     for side, total in zip(sides, sums, strict=True):
         side.buffers[1].flat.copy_(total)
@@ -150,7 +150,7 @@ def _combine(sides: Sequence[Side], op: ReduceOp) -> Tensor:
     if op == "max":
         return sent.amax(0)
     total = torch.empty_like(sent[0])
-    sum_over_ranks(sent, total)
+    pairwise_sum(sent, total)
     return total
 
 

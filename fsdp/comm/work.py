@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from fsdp.comm.pairwise_sum import sum_of_two, sum_over_ranks
+from fsdp.comm.pairwise_sum import pairwise_sum, sum_of_two
 
 
 class Work(Protocol):
@@ -27,7 +27,7 @@ class _Done:
 DONE: Final = _Done()
 
 
-class ExchangedSum:
+class AllToAllReduceScatter:
     """An exchange of chunks, summed at `wait`: the same bits on every run."""
 
     __slots__ = ("_into", "_own", "_received", "_work")
@@ -42,22 +42,22 @@ class ExchangedSum:
     def wait(self) -> None:
         self._work.wait()
         if self._own is None:
-            sum_over_ranks(self._received.view(-1, self._into.numel()), self._into)
+            pairwise_sum(self._received.view(-1, self._into.numel()), self._into)
         else:
             sum_of_two(self._own, self._received, self._into)
 
 
-class Together:
+class WorkBatch:
     """Several works that are one."""
 
     __slots__ = ("_failure", "_works")
 
-    def __init__(self, launches: Iterable[Callable[[], Any]]) -> None:
+    def __init__(self, stats: Iterable[Callable[[], Any]]) -> None:
         self._works: list[Any] = []
         self._failure: RuntimeError | None = None
         """What kept some of them from being launched: the others are in flight, and are awaited first."""
         try:
-            for launch in launches:
+            for launch in stats:
                 self._works.append(launch())
         except RuntimeError as failure:
             self._failure = failure
@@ -78,7 +78,7 @@ class Together:
         return all(work.is_completed() for work in self._works)
 
 
-class InStages:
+class TwoPhaseWork:
     """A work that communicates again in `wait`. A rank that gives up waits for what has begun, and begins nothing more."""
 
     __slots__ = ("begun",)
@@ -88,7 +88,7 @@ class InStages:
         """The stage in flight."""
 
 
-class FixedOrderTotal(InStages):
+class DeterministicAllReduce(TwoPhaseWork):
     """An exchange of chunks, summed at `wait`, where the sums are gathered again."""
 
     __slots__ = ("_gather", "_own", "_received", "_sent", "_tensor")
@@ -109,7 +109,7 @@ class FixedOrderTotal(InStages):
         self.begun.wait()
         parts = self._received
         sums = torch.empty_like(parts)
-        sum_over_ranks(parts, sums[self._own])
+        pairwise_sum(parts, sums[self._own])
         self.begun = self._gather(sums.view(-1))
         self.begun.wait()
         self._tensor.view(-1).copy_(sums.view(-1)[: self._tensor.numel()])

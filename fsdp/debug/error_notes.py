@@ -10,8 +10,8 @@ from types import FrameType
 from typing import Any, Final, Protocol
 
 from fsdp.autograd.frames import running_backward
-from fsdp.comm.context import Channels
-from fsdp.device.storage import Ledger
+from fsdp.comm.context import CommContext
+from fsdp.device.storage import MemoryTracker
 from fsdp.errors import IllegalTransition, ShardingError, WorldError
 from fsdp.params.unit import Unit
 from state_machine import ResidencyState, Root, State
@@ -31,9 +31,9 @@ class Told(Protocol):
     @property
     def units(self) -> Sequence[Unit]: ...
     @property
-    def channels(self) -> Channels: ...
+    def comms(self) -> CommContext: ...
     @property
-    def ledger(self) -> Ledger: ...
+    def tracker(self) -> MemoryTracker: ...
     @property
     def root(self) -> Root: ...
     @property
@@ -79,10 +79,10 @@ def lines_of(engine: Told) -> Iterator[str]:
 
 def _note_of(engine: Told, index: int, with_story: bool) -> str:
     state, residency = engine.root.lifecycles[index].state, engine.residency[index]
-    everyone = engine.channels.everyone
+    world_comm = engine.comms.world_comm
     note = (
         f"{MARK} {engine.units[index].name!r}, {state.name}, whole parameters {residency.name}, "
-        f"on rank {everyone.rank} of {everyone.size}"
+        f"on rank {world_comm.rank} of {world_comm.size}"
     )
     if not with_story:
         return note
@@ -108,13 +108,13 @@ def _reason(error: BaseException) -> str:
 
 
 def _head(engine: Told) -> Iterator[str]:
-    channels = engine.channels
-    held = ", ".join(f"{count:,} {kind}" for kind, count in sorted(engine.ledger.held.items()) if count)
+    comms = engine.comms
+    held = ", ".join(f"{count:,} {kind}" for kind, count in sorted(engine.tracker.held.items()) if count)
     yield (
-        f"root {engine.units[0].name!r}, rank {channels.everyone.rank} of {channels.everyone.size}, backward "
+        f"root {engine.units[0].name!r}, rank {comms.world_comm.rank} of {comms.world_comm.size}, backward "
         f"{engine.root.backward.name}; bytes held: {held or 'none'}"
     )
-    for name, channel in channels.each().items():
+    for name, channel in comms.each().items():
         if channel.size > 1:
             yield f"  {name}: {', '.join(channel.recent()) or 'nothing called yet'}"
 
@@ -131,8 +131,8 @@ def _table(engine: Told, shown: Sequence[int], events: int | None) -> Iterator[s
         yield "  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
 
 
-def _when_it_raises(frame: FrameType, hear: Any) -> None:
-    """Call `hear` with the exception that is about to come out of what `frame` has called, by its trace function."""
+def _when_it_raises(frame: FrameType, on_event: Any) -> None:
+    """Call `on_event` with the exception that is about to come out of what `frame` has called, by its trace function."""
     before, outer = frame.f_trace, sys.gettrace()
 
     def trace(where: FrameType, event: str, told: Any) -> Any:
@@ -143,7 +143,7 @@ def _when_it_raises(frame: FrameType, hear: Any) -> None:
         if outer is None:
             sys.settrace(None)
         if isinstance(told[1], BaseException):
-            hear(told[1])
+            on_event(told[1])
         return before if before is None else before(where, event, told)
 
     frame.f_trace = trace

@@ -26,8 +26,8 @@ class Guard:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._before = [flat.whole.view(torch.uint8).clone() for flat in unit.flats]
-        self._edits = [flat.count_edits() for flat in unit.flats]
+        self._before = [flat.unsharded.view(torch.uint8).clone() for flat in unit.flats]
+        self._edits = [flat.count_inplace_updates() for flat in unit.flats]
         self._hooks: saved_tensors_hooks | None = None
         # torch asks the innermost hooks only: those of a checkpoint (which reads parameters anew when it replays), or of the user
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -47,11 +47,13 @@ class Guard:
         Raises:
             ShardingError: one was changed, and its version does not say so.
         """
-        for flat, before, edits in zip(self._unit.flats, self._before, self._edits, strict=True):
-            after, size = flat.whole.view(torch.uint8), flat.whole.element_size()
+        for flat, before, inplace_updates in zip(self._unit.flats, self._before, self._edits, strict=True):
+            after, size = flat.unsharded.view(torch.uint8), flat.unsharded.element_size()
             if flat.is_shared or torch.equal(after, before):
                 continue  # what is the shard itself is not lost
-            for place, slot, then, now in zip(flat.places, flat.layout.slots, edits, flat.count_edits(), strict=True):
+            for place, slot, then, now in zip(
+                flat.param_infos, flat.layout.slots, inplace_updates, flat.count_inplace_updates(), strict=True
+            ):
                 mine = slice(slot.start * size, slot.end * size)
                 if then == now and not torch.equal(after[mine], before[mine]):
                     raise ShardingError(

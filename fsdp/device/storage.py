@@ -15,7 +15,7 @@ from fsdp.errors import ShardingError
 
 
 @dataclass(slots=True)
-class Ledger:
+class MemoryTracker:
     """Bytes the engine holds on this rank, by kind: shards, whole, bucket, scratch, reduced, kept, lent.
 
     `.grad` is the user's, and its memory, which replicas on the host keep for the next backward, is not in the books.
@@ -40,7 +40,7 @@ _SHARED: Final = {
 """By kind of memory: what it is, and what a user has of it."""
 
 
-class Memory:
+class ResizableStorage:
     """The memory of one permanent buffer, which comes and goes while the buffer and every view of it stay.
 
     Released from the beginning. With `stays`, it comes once and does not go.
@@ -56,14 +56,14 @@ class Memory:
         self._storage.resize_(0)
         self._held = False
 
-    def allocate(self, ledger: Ledger) -> None:
+    def allocate(self, tracker: MemoryTracker) -> None:
         """Have memory; its content is undefined. Idempotent."""
         if not self._held:
             self._storage.resize_(self._size)
             self._held = True
-            ledger.add(self._kind, self._size)
+            tracker.add(self._kind, self._size)
 
-    def release(self, ledger: Ledger) -> bool:
+    def release(self, tracker: MemoryTracker) -> bool:
         """Give the memory back, unless it stays; return whether there was any. Idempotent.
 
         Raises:
@@ -80,11 +80,11 @@ class Memory:
                 f"{made}.numpy(); make it of a copy, {made}.clone().numpy(), and the model anew."
             ) from reason
         self._held = False
-        ledger.add(self._kind, -self._size)
+        tracker.add(self._kind, -self._size)
         return True
 
 
-class Spare:
+class ReusableBuffer:
     """Memory of one size that is given out again as soon as nobody has any of it.
 
     For what would else be asked of the system, and cleared by it page by page, in every step.
@@ -108,15 +108,15 @@ _OURS: Final = 2
 """The tensor that is kept, and the storage that is asked."""
 
 
-class Borrowed:
+class SharedStorage:
     """The memory of a buffer that is somebody else's, and always there."""
 
     __slots__ = ()
 
-    def allocate(self, ledger: Ledger) -> None:
+    def allocate(self, tracker: MemoryTracker) -> None:
         """It has memory."""
 
-    def release(self, ledger: Ledger) -> bool:
+    def release(self, tracker: MemoryTracker) -> bool:
         """It is not ours to give back."""
         return False
 

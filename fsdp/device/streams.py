@@ -150,9 +150,9 @@ class CudaStreams:
             self._queues.current().wait_stream(stream)
 
 
-def default_device(can_carry: Callable[[torch.device], bool]) -> torch.device:
+def default_device(supports_device: Callable[[torch.device], bool]) -> torch.device:
     """Where a rank's new parameters go: its current CUDA device if the group can communicate there, else the host."""
-    cuda = torch.cuda.is_available() and can_carry(torch.device("cuda"))
+    cuda = torch.cuda.is_available() and supports_device(torch.device("cuda"))
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 

@@ -19,7 +19,7 @@ from threading import Thread
 from typing import Any, Final, NoReturn
 
 from fsdp.errors import PeerFailed, ShardingError, WorldError
-from fsdp.failure.desync import AGAIN, Note, Store, Trail, Watch
+from fsdp.failure.desync import RESTART_CALL, CallSequence, DesyncDetector, PendingCall, Store
 from fsdp.failure.liveness import is_dead, this_process
 
 SECONDS: Final = "FSDP_PEER_SECONDS"
@@ -31,7 +31,7 @@ CLOSING: Final = 2.0
 RESTART: Final = "Start the job again from a checkpoint."
 
 
-class Lines:
+class PeerMonitor:
     """The channels of one group: their connections, and what is known of the peers."""
 
     def __init__(
@@ -49,25 +49,25 @@ class Lines:
         self._ranks = tuple(ranks)
         """As the user counts them."""
         self._rank = rank
-        self._channels: list[str] = []
+        self._comms: list[str] = []
         self._connect = connect
-        self._speaks = connect is not None
+        self._publishes = connect is not None
         """Whether the others hear of a failure."""
         self._patience = seconds(SECONDS, 2.0)
         self._return_patience = seconds(RETURN_SECONDS, 60.0)
         self._epoch = 0
         self._neighbours: list[Any] = []
         """The processes of this host, each with its rank, in the order in which they said so."""
-        self._process, self._said_gone = os.getpid(), False
+        self._process, self._exit_published = os.getpid(), False
         self.connections: dict[str, Any] = {}
         """What carries the collectives of a channel on the host, unless that is the group itself."""
-        self._in_vain = True
+        self._device_may_hang = True
         """Whether something may wait on a device for ever, if nobody can go on."""
         self._closing: Thread | None = None
         self.down = False
         """Hung up; the next call connects anew."""
         self.refusal: Any = None
-        """If not None, the next call asks `connect_anew` whether it may be made."""
+        """If not None, the next call asks `reconnect` whether it may be made."""
         self._host = f"on/{this_process()[0]}"
         number = store.add(self._host, 1)
         store.set(f"{self._host}/{number}", json.dumps((rank, this_process())))
@@ -76,30 +76,34 @@ class Lines:
 
     def _start(self) -> None:
         epoch = self._epoch
-        self.watch = Watch(self._scope(f"{epoch}"), self._rank, len(self._ranks))
-        self.watch.ask_for_peers, self.watch.hang_up, self.watch.blame = self._ask_for_peers, self.hang_up, self._blame
-        self.trails: dict[str, Trail] = {}
-        for channel in self._channels:
+        self.detector = DesyncDetector(self._scope(f"{epoch}"), self._rank, len(self._ranks))
+        self.detector.check_peers, self.detector.disconnect, self.detector.report_restart = (
+            self._check_peers,
+            self.disconnect,
+            self._report_restart,
+        )
+        self.sequences: dict[str, CallSequence] = {}
+        for channel in self._comms:
             self._connect_channel(channel)
         self.down = False
 
     def open(self, channel: str) -> None:
         """One more channel. Every rank opens the same ones in the same order."""
-        self._channels.append(channel)
+        self._comms.append(channel)
         if not self.down:
             self._connect_channel(channel)
 
     def _connect_channel(self, channel: str) -> None:
-        self.trails[channel] = Trail(self.watch, channel)
+        self.sequences[channel] = CallSequence(self.detector, channel)
         if self._connect is not None:
             self.connections[channel] = self._connect(f"{self._epoch}/{channel}")
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """This rank gives up a step: say why, and hang up."""
-        if not self._speaks:
+        if not self._publishes:
             return
         if isinstance(failure, WorldError) and not isinstance(failure, PeerFailed):
-            self._say_hopeless(str(failure))
+            self._publish_fatal(str(failure))
         if self.down:
             return
         # on a mesh, who hears of a failure in one group tells those of the others
@@ -111,37 +115,37 @@ class Lines:
         with suppress(RuntimeError):  # the store may be gone
             number = self._store.add(f"abandoned/{self._epoch}", 1)
             self._store.set(f"abandoned/{self._epoch}/{number}", json.dumps((*why, self._rank, self.launched())))
-        self.hang_up()
+        self.disconnect()
 
     def launched(self) -> dict[str, int]:
         """How many collectives on a device, by channel, as far as anybody looks after them."""
         return {}
 
-    def launch_on_device(self, channel: str, note: Callable[[], Note], launch: Callable[[], Any]) -> Any:
+    def launch_on_device(self, channel: str, note: Callable[[], PendingCall], launch: Callable[[], Any]) -> Any:
         """Call `launch`. The host does not wait for what it launches."""
         return launch()
 
-    def _say_hopeless(self, why: str) -> None:
+    def _publish_fatal(self, why: str) -> None:
         """Nobody can go on, in any group of this model: those who want to, and wait for this rank, are told."""
-        self.watch.trouble = self.watch.trouble or why
+        self.detector.trouble = self.detector.trouble or why
         with suppress(RuntimeError):
             if not self._store.check(["hopeless"]):
-                self._store.set("hopeless", json.dumps((self.watch.trouble, self._in_vain)))
+                self._store.set("hopeless", json.dumps((self.detector.trouble, self._device_may_hang)))
 
-    def _refuse_hopeless(self) -> None:
+    def _refuse_fatal(self) -> None:
         if self._store.check(["hopeless"]):
-            self.watch.trouble, self._in_vain = json.loads(self._store.get("hopeless"))
-            raise WorldError(self.watch.trouble)
+            self.detector.trouble, self._device_may_hang = json.loads(self._store.get("hopeless"))
+            raise WorldError(self.detector.trouble)
 
-    def begin_again(self, channel: str, unit: str) -> PeerFailed | None:
+    def announce_restart(self, channel: str, unit: str) -> PeerFailed | None:
         """A forward begins, though no backward came to the one before: go on when that is so on every rank.
 
         If the others are in that backward, they give it up, and what they are told is returned.
         """
-        if not self._speaks or self.down:
+        if not self._publishes or self.down:
             return None
         try:
-            self.trails[channel].before(AGAIN, unit, 0)
+            self.sequences[channel].check_call(RESTART_CALL, unit, 0)
         except PeerFailed as told:
             return told  # whoever is gone for good is missed when this rank connects anew
         return None
@@ -151,11 +155,11 @@ class Lines:
         """Grows with every step that is abandoned, by whichever model on the group."""
         return self._epoch + self.down  # connecting anew makes no difference
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Close the connections. Idempotent."""
         if self.down:
             return
-        self.down = self._speaks
+        self.down = self._publishes
         connections, self.connections = self.connections, {}
         # closing waits for collectives in flight, which may wait for the peers to hang up as well
         self._closing = Thread(target=connections.clear, name="fsdp hangs up", daemon=True)
@@ -163,12 +167,12 @@ class Lines:
 
     def close(self) -> None:
         """The group is destroyed, or the process ends: a thread that still closes something then would abort it."""
-        self.hang_up()
-        self._connect, self._speaks = None, False
+        self.disconnect()
+        self._connect, self._publishes = None, False
         if self._closing is not None:
             self._closing.join(CLOSING)
 
-    def connect_anew(self) -> None:
+    def reconnect(self) -> None:
         """Meet the others, who have all abandoned the step, and connect.
 
         Raises:
@@ -176,8 +180,8 @@ class Lines:
             WorldError: some ranks have completed a backward that others abandoned, or launched more on a device, or they
                 disagreed before.
         """
-        if self.watch.trouble is not None:
-            raise WorldError(self.watch.trouble)
+        if self.detector.trouble is not None:
+            raise WorldError(self.detector.trouble)
         epoch = self._epoch + 1
         keys = [f"back/{epoch}/{rank}" for rank in range(len(self._ranks))]
         self._store.set(keys[self._rank], json.dumps((self.completed, self.launched())))
@@ -185,11 +189,11 @@ class Lines:
         while not self._store.check(keys):
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-            gone = self._gone()
+            gone = self._ended_ranks()
             # who has ended since has said before that it came back, or that nobody can go on
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             if missing:
-                self._refuse_hopeless()
+                self._refuse_fatal()
             if ended := [rank for rank in gone if rank in missing]:
                 self._fail(ended, "has ended, while this rank waited for it to go on after an abandoned step")
             if missing and time.monotonic() - begin > self._return_patience:
@@ -198,28 +202,28 @@ class Lines:
         more = next((rank for rank, (_, launched) in enumerate(said) if launched != said[0][1]), None)
         counts = [completed for completed, _ in said]
         if len(set(counts)) > 1:
-            self._in_vain = more is not None
+            self._device_may_hang = more is not None
             ahead, behind = counts.index(max(counts)), counts.index(min(counts))
-            self.watch.trouble = (
+            self.detector.trouble = (
                 f"rank {self._ranks[ahead]} has completed a backward that rank {self._ranks[behind]} has abandoned, so their "
                 "parameters may be a step apart: load a checkpoint, on all ranks."
             )
-            raise WorldError(self.watch.trouble)
+            raise WorldError(self.detector.trouble)
         if more is not None:
-            self.watch.trouble = (
+            self.detector.trouble = (
                 f"rank {self._ranks[more]} and rank {self._ranks[0]} have launched different collectives on their devices in the "
                 f"step they abandoned, and what waits for them there cannot be taken back. {RESTART}"
             )
-            raise WorldError(self.watch.trouble)
+            raise WorldError(self.detector.trouble)
         self._epoch = epoch
         try:
             self._start()
         except RuntimeError as failure:
             self.down = True
-            self.watch.explain(failure)
+            self.detector.explain_failure(failure)
             raise
 
-    def _ask_for_peers(self, broken: bool) -> None:
+    def _check_peers(self, broken: bool) -> None:
         """This rank waits, or its connections broke: is a peer the reason?
 
         Raises:
@@ -230,9 +234,9 @@ class Lines:
         if broken:
             self._store.set(f"here/{self._epoch}/{self._rank}", "")
         while True:
-            gone = self._gone()  # asked first: who has ended since may have abandoned the step before
+            gone = self._ended_ranks()  # asked first: who has ended since may have abandoned the step before
             if self._store.add(f"abandoned/{self._epoch}", 0):
-                self._refuse_hopeless()
+                self._refuse_fatal()
                 self._refuse_abandoned()
             if gone:
                 self._fail(gone, "has ended, while this rank waited for it")
@@ -250,11 +254,11 @@ class Lines:
         if self._store.check([key]):  # or it is being written
             raise abandoned_by(*json.loads(self._store.get(key))[:3])
 
-    def _blame(self, rank: int) -> NoReturn:
-        name, reason = self._ranks[rank], f"a {AGAIN}, which failed outside the model or was left out there"
+    def _report_restart(self, rank: int) -> NoReturn:
+        name, reason = self._ranks[rank], f"a {RESTART_CALL}, which failed outside the model or was left out there"
         raise abandoned_by(name, None, reason)
 
-    def _gone(self) -> list[int]:
+    def _ended_ranks(self) -> list[int]:
         """The others that have ended."""
         some = self._store.check(["ended"])
         others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
@@ -267,17 +271,17 @@ class Lines:
             self._neighbours.append(json.loads(self._store.get(key)))
         return {rank for rank, process in self._neighbours if is_dead(process)}
 
-    def _say_gone(self) -> None:
-        if self._said_gone or os.getpid() != self._process:
+    def _publish_exit(self) -> None:
+        if self._exit_published or os.getpid() != self._process:
             return  # a child of this process ends
-        self._said_gone = True
+        self._exit_published = True
         with suppress(RuntimeError):
             self._store.set(f"gone/{self._rank}", json.dumps(self.launched()))
             self._store.set("ended", "")
 
-    def say_goodbye(self) -> None:
+    def on_exit(self) -> None:
         """This process ends."""
-        self._say_gone()
+        self._publish_exit()
         self.close()
 
     def _fail(self, ranks: Sequence[int], reason: str, remedy: str = f" {RESTART}") -> NoReturn:
@@ -293,13 +297,13 @@ def abandoned_by(
     return PeerFailed(f"rank {rank} has abandoned the step{where} with {reason}.{remedy}", rank, unit, reason)
 
 
-_living: "weakref.WeakSet[Lines]" = weakref.WeakSet()
+_living: "weakref.WeakSet[PeerMonitor]" = weakref.WeakSet()
 
 
 @atexit.register
-def _say_goodbye() -> None:
+def _on_exit() -> None:
     for lines in list(_living):
-        lines.say_goodbye()
+        lines.on_exit()
 
 
 def seconds(variable: str, otherwise: float) -> float:

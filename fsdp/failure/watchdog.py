@@ -20,8 +20,8 @@ from threading import Event, Thread, current_thread
 from typing import Any, Final, NamedTuple
 
 from fsdp.errors import PeerFailed, WorldError
-from fsdp.failure.desync import PATIENCE, Note, Store
-from fsdp.failure.peers import CLOSING, RESTART, Lines, abandoned_by
+from fsdp.failure.desync import STALL_SECONDS, PendingCall, Store
+from fsdp.failure.peers import CLOSING, RESTART, PeerMonitor, abandoned_by
 
 POLL: Final = 0.5
 """Seconds between two looks at what was launched last."""
@@ -32,15 +32,15 @@ FAILURES: Final = 5
 ABORTED: Final = "What was in flight on the device of rank"
 
 
-class Device:
+class DeviceWatchdog:
     """The device of this process: one thread looks after all groups that communicate there."""
 
     def __init__(self) -> None:
-        self._groups: list[weakref.ref[DeviceLines]] = []
+        self._groups: list[weakref.ref[DevicePeerMonitor]] = []
         self._ended = Event()
         self._thread: Thread | None = None
 
-    def add(self, lines: "DeviceLines") -> None:
+    def add(self, lines: "DevicePeerMonitor") -> None:
         """Look after one more group."""
         self._groups.append(weakref.ref(lines))
         if self._thread is None:
@@ -48,7 +48,7 @@ class Device:
             self._thread = Thread(target=self._run, args=(self._ended,), name="fsdp looks after a device", daemon=True)
             self._thread.start()
 
-    def remove(self, lines: "DeviceLines") -> None:
+    def remove(self, lines: "DevicePeerMonitor") -> None:
         """Look after it no more."""
         self._groups = [group for group in self._groups if group() not in (None, lines)]
         if not self._groups and self._thread is not None:
@@ -60,16 +60,16 @@ class Device:
     def _run(self, ended: Event) -> None:
         while not ended.wait(POLL):
             for group in self._living():
-                group.look()
+                group.diagnose_stall()
 
-    def _living(self) -> "list[DeviceLines]":
+    def _living(self) -> "list[DevicePeerMonitor]":
         return [lines for group in self._groups if (lines := group()) is not None]
 
-    def lose(self, failure: WorldError) -> None:
+    def abort_all(self, failure: WorldError) -> None:
         """This rank waits for ever: end whatever is in flight, in all groups, which may wait for each other on the device."""
         groups = self._living()
         for lines in groups:
-            lines.is_lost(failure)
+            lines.is_aborted(failure)
         # communicators may wait for each other in an abort as well, so none waits for another's turn
         aborts = [abort for lines in groups for abort in lines.aborts]
         threads = [Thread(target=_quietly, args=(abort,), name="fsdp aborts", daemon=True) for abort in aborts]
@@ -79,7 +79,7 @@ class Device:
             thread.join(ABORTING)
 
 
-class Refusal(NamedTuple):
+class PendingError(NamedTuple):
     """What the next call raises."""
 
     epoch: int | None
@@ -87,7 +87,7 @@ class Refusal(NamedTuple):
     error: WorldError
 
 
-class DeviceLines(Lines):
+class DevicePeerMonitor(PeerMonitor):
     """The channels of a group whose collectives are on a device, those on the host as they are elsewhere."""
 
     def __init__(
@@ -97,24 +97,24 @@ class DeviceLines(Lines):
         ranks: Sequence[int],
         rank: int,
         connect: Callable[[str], Any] | None,
-        device: Device,
+        device: DeviceWatchdog,
     ) -> None:
         self.aborts: list[Callable[[], None]] = []
         """For each communicator: ends what it has in flight."""
         self._launched = Counter[str]()
         """By channel, since the group was opened."""
-        self._last: Callable[[], Note] | None = None
+        self._last: Callable[[], PendingCall] | None = None
         """What to say of the last call."""
-        self._looked: tuple[Callable[[], Note] | None, float] = None, 0.0
+        self._looked: tuple[Callable[[], PendingCall] | None, float] = None, 0.0
         """What was the last call, and when that was seen to be so, or asked about."""
         self._failures = 0
-        self._lost: str | None = None
+        self._aborted: str | None = None
         """Why everything here has been aborted."""
         self._over = False
         """Nobody looks any more."""
         self._device = device
         super().__init__(store, scope, ranks, rank, connect)
-        self._speaks = True
+        self._publishes = True
         device.add(self)
 
     def _start(self) -> None:
@@ -125,7 +125,7 @@ class DeviceLines(Lines):
         # one whose first call failed has launched nothing
         return {channel: count for channel, count in dict(self._launched).items() if count}
 
-    def launch_on_device(self, channel: str, note: Callable[[], Note], launch: Callable[[], Any]) -> Any:
+    def launch_on_device(self, channel: str, note: Callable[[], PendingCall], launch: Callable[[], Any]) -> Any:
         # counted before, because the first call of a communicator waits for all ranks
         self._launched[channel] += 1
         self._last = note
@@ -140,46 +140,46 @@ class DeviceLines(Lines):
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         super().abandon(unit, failure)
-        if self._lost is None:
+        if self._aborted is None:
             self.refusal = None  # this is the step it is about
 
-    def connect_anew(self) -> None:
+    def reconnect(self) -> None:
         refusal, self.refusal = self.refusal, None
         if refusal is not None and (refusal.epoch is None or (refusal.epoch == self._epoch and not self.down)):
             raise refusal.error
-        if self._lost is not None:
-            raise WorldError(self._lost)
+        if self._aborted is not None:
+            raise WorldError(self._aborted)
         if self.down:
-            super().connect_anew()
+            super().reconnect()
 
     def close(self) -> None:
         self._over = True
-        self._say_gone()
+        self._publish_exit()
         super().close()
         self._device.remove(self)
 
-    def look(self) -> None:
+    def diagnose_stall(self) -> None:
         """Called by a thread again and again: does this rank wait in vain?"""
         if self._over:
             return
         # read before anything that others have said: they may go on with this rank meanwhile, and it launches more
-        launched, epoch, watch, last = self.launched(), self._epoch, self.watch, self._last
+        launched, epoch, detector, last = self.launched(), self._epoch, self.detector, self._last
         now = time.monotonic()
         if last is not self._looked[0]:
             self._looked = last, now
         try:
-            if last is not None and now - self._looked[1] >= PATIENCE:
+            if last is not None and now - self._looked[1] >= STALL_SECONDS:
                 self._looked = last, now
                 self._ask(launched, epoch)
                 self._failures = 0
-                if last is self._last and not self.down and not watch.host_waits:
-                    watch.tell(last()._replace(on_device=True))
-            if watch.trouble is not None:
-                raise WorldError(watch.trouble)
+                if last is self._last and not self.down and not detector.host_waits:
+                    detector.publish(last()._replace(on_device=True))
+            if detector.trouble is not None:
+                raise WorldError(detector.trouble)
         except WorldError as failure:
             self._over = True
-            if self._in_vain:
-                self._device.lose(failure)
+            if self._device_may_hang:
+                self._device.abort_all(failure)
         except RuntimeError:
             self._failures += 1
             self._over = self._failures >= FAILURES
@@ -191,7 +191,7 @@ class DeviceLines(Lines):
             PeerFailed: it has launched more.
             WorldError: a peer has given up because nobody can go on.
         """
-        gone = self._gone()  # asked first: who has ended since may have abandoned the step before
+        gone = self._ended_ranks()  # asked first: who has ended since may have abandoned the step before
         keys = [f"abandoned/{epoch}/{number + 1}" for number in range(self._store.add(f"abandoned/{epoch}", 0))]
         notes = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]  # or it is being written
         for rank, unit, reason, _, theirs in notes:
@@ -201,9 +201,9 @@ class DeviceLines(Lines):
         # what was launched by one that failed and ended may not have run to its end
         if lost := [rank for rank in gone if rank in writers or _is_more(launched, self._launched_by(rank))]:
             self._fail(lost, "has ended, while this rank waited for it", remedy="")
-        self._refuse_hopeless()
+        self._refuse_fatal()
         if notes and self._rank not in writers and self._epoch == epoch and not self.down:
-            self.refusal = Refusal(epoch, abandoned_by(*notes[0][:3]))
+            self.refusal = PendingError(epoch, abandoned_by(*notes[0][:3]))
 
     def _launched_by(self, rank: int) -> dict[str, int]:
         """All that a rank which has ended had launched; nothing if it did not say so."""
@@ -211,7 +211,7 @@ class DeviceLines(Lines):
         found: dict[str, int] = json.loads(self._store.get(key)) if self._store.check([key]) else {}
         return found
 
-    def is_lost(self, failure: WorldError) -> None:
+    def is_aborted(self, failure: WorldError) -> None:
         """What is in flight here is about to be aborted."""
         text, where = str(failure), self._ranks[self._rank]
         if ABORTED not in text:
@@ -219,9 +219,9 @@ class DeviceLines(Lines):
         error = WorldError(text)
         if isinstance(failure, PeerFailed):
             error = PeerFailed(text, failure.rank, failure.unit, failure.reason)
-        self._over, self._lost, self.refusal = True, text, Refusal(None, error)
-        self.watch.trouble, self._in_vain = text, True
-        self._say_hopeless(text)
+        self._over, self._aborted, self.refusal = True, text, PendingError(None, error)
+        self.detector.trouble, self._device_may_hang = text, True
+        self._publish_fatal(text)
 
 
 def _is_more(mine: Mapping[str, int], theirs: Mapping[str, int]) -> bool:

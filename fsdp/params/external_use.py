@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
-from fsdp.params.layout import Part
-from fsdp.params.module_params import Owner, owner_of
+from fsdp.params.layout import ShardExtent
+from fsdp.params.module_params import Owner, owning_unit
 
 
 def full_tensor(parameter: nn.Parameter) -> Tensor:
@@ -42,28 +42,28 @@ def to_local(parameter: nn.Parameter) -> Tensor:
     return _known_owner(parameter, "to_local").local_value(parameter)
 
 
-def _known_owner(parameter: Tensor, asker: str) -> Owner:
-    owner = owner_of(parameter)
+def _known_owner(parameter: Tensor, caller: str) -> Owner:
+    owner = owning_unit(parameter)
     if owner is None:
-        raise ShardingError(f"{asker}: this tensor of shape {tuple(parameter.shape)} is not a parameter of a sharded module.")
+        raise ShardingError(f"{caller}: this tensor of shape {tuple(parameter.shape)} is not a parameter of a sharded module.")
     return owner
 
 
-class FullUse(torch.autograd.Function):
+class GatherParam(torch.autograd.Function):
     """`value()`, as a function of the whole parameter."""
 
     @staticmethod
-    def forward(ctx: Any, whole: nn.Parameter, value: Callable[[], Tensor], announce: Callable[[], None]) -> Tensor:
-        ctx.announce = announce
+    def forward(ctx: Any, unsharded: nn.Parameter, value: Callable[[], Tensor], on_external_grad: Callable[[], None]) -> Tensor:
+        ctx.on_external_grad = on_external_grad
         return value()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.announce()
+        ctx.on_external_grad()
         return gradient, None, None
 
 
-class LocalUse(torch.autograd.Function):
+class LocalShard(torch.autograd.Function):
     """This rank's part of the whole parameter.
 
     Shapes:   gradient of the part  ->  zeros of the whole shape with the part filled in, times W
@@ -72,21 +72,21 @@ class LocalUse(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, whole: nn.Parameter, shard: Tensor, part: Part, world_size: int, announce: Callable[[], None]
+        ctx: Any, unsharded: nn.Parameter, shard: Tensor, part: ShardExtent, world_size: int, on_external_grad: Callable[[], None]
     ) -> Tensor:
-        ctx.announce, ctx.part, ctx.world_size, ctx.shape = announce, part, world_size, whole.shape
+        ctx.on_external_grad, ctx.part, ctx.world_size, ctx.shape = on_external_grad, part, world_size, unsharded.shape
         return shard.view_as(shard)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.announce()
+        ctx.on_external_grad()
         part = ctx.part
         full = gradient.new_zeros(ctx.shape)
         full.view(-1)[part.first : part.first + part.numel] = gradient.reshape(-1) * ctx.world_size
         return full, None, None, None, None
 
 
-class RefusedUse:
+class RefuseShardGrad:
     """The hook of a shard: refuses by name what autograd would accumulate into it."""
 
     __slots__ = ("_name", "_unit")

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ParamExtent:
     """One parameter in the whole flat buffer, in elements."""
 
     shape: Shape
@@ -34,7 +34,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardExtent:
     """What one rank holds of one parameter, in elements."""
 
     shape: Shape
@@ -57,29 +57,29 @@ class Layout:
         rank 1            a a b .    shape (1, 2), and (1,) of b
     """
 
-    slots: tuple[Slot, ...]
-    chunk: int
-    world_size: int
+    slots: tuple[ParamExtent, ...]
+    shard_numel: int
+    num_shards: int
 
     @property
     def numel(self) -> int:
         """Elements of the whole flat buffer, padding included."""
-        return self.chunk * self.world_size
+        return self.shard_numel * self.num_shards
 
-    def part(self, index: int, rank: int) -> Part:
+    def part(self, index: int, rank: int) -> ShardExtent:
         """What `rank` holds of parameter `index`.
 
         Rows: shape (k, *rest), k may be 0. Cut by element: (1, ..., 1, n). Without dimensions:
         () on the rank that holds it, (0,) on the others.
         """
         slot = self.slots[index]
-        begin = rank * self.chunk
+        begin = rank * self.shard_numel
         low = min(max(begin, slot.start), slot.end)
-        high = max(min(begin + self.chunk, slot.end), low)
-        return Part(_part_shape(slot, high - low), max(low - begin, 0) if high > low else 0, low - slot.start, high - low)
+        high = max(min(begin + self.shard_numel, slot.end), low)
+        return ShardExtent(_part_shape(slot, high - low), max(low - begin, 0) if high > low else 0, low - slot.start, high - low)
 
 
-def _part_shape(slot: Slot, numel: int) -> Shape:
+def _part_shape(slot: ParamExtent, numel: int) -> Shape:
     shape = slot.shape
     if numel == slot.numel:
         return shape
@@ -91,8 +91,8 @@ def _part_shape(slot: Slot, numel: int) -> Shape:
 
 
 @lru_cache(maxsize=4096)
-def make_layout(shapes: tuple[Shape, ...], itemsize: int, world_size: int) -> Layout:
-    """Lay parameters of `shapes` (elements of `itemsize` bytes) over `world_size` chunks.
+def make_layout(shapes: tuple[Shape, ...], itemsize: int, num_shards: int) -> Layout:
+    """Lay parameters of `shapes` (elements of `itemsize` bytes) over `num_shards` chunks.
 
     Boundaries fall between rows (dim 0) wherever that keeps the chunk within `PADDING_BUDGET` of
     the smallest possible one; the parameters with the longest rows are cut by element first.
@@ -100,11 +100,11 @@ def make_layout(shapes: tuple[Shape, ...], itemsize: int, world_size: int) -> La
     step = max(ALIGNMENT // itemsize, 1)
     # candidates for whole rows, shortest rows first
     rows = sorted({_row(shape) for shape in shapes if len(shape) > 1 and prod(shape) > 0})
-    smallest = _fit(shapes, frozenset(), step, world_size, limit=None)
+    smallest = _fit(shapes, frozenset(), step, num_shards, limit=None)
     assert smallest is not None, "an unlimited chunk always fits"
-    limit = max(smallest.chunk, int(smallest.chunk * (1 + PADDING_BUDGET)))
+    limit = max(smallest.shard_numel, int(smallest.shard_numel * (1 + PADDING_BUDGET)))
     for kept in range(len(rows), 0, -1):
-        found = _fit(shapes, frozenset(rows[:kept]), step, world_size, limit)
+        found = _fit(shapes, frozenset(rows[:kept]), step, num_shards, limit)
         if found is not None:
             return found
     return smallest
@@ -119,46 +119,46 @@ def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def _fit(shapes: Sequence[Shape], whole_rows: frozenset[int], step: int, world_size: int, limit: int | None) -> Layout | None:
+def _fit(shapes: Sequence[Shape], whole_rows: frozenset[int], step: int, num_shards: int, limit: int | None) -> Layout | None:
     """The layout with the smallest chunk found that keeps these row lengths whole, or None beyond `limit`."""
     total = sum(_round_up(prod(shape), step) for shape in shapes)
-    chunk = _round_up(max(-(-total // world_size), 1), step)
+    shard_numel = _round_up(max(-(-total // num_shards), 1), step)
     for _ in range(8):
         # a parameter longer than a chunk crosses several boundaries: the chunk itself must be whole rows
-        crossing = [_row(s) for s in shapes if len(s) > 1 and _row(s) in whole_rows and prod(s) > chunk]
-        chunk = _round_up(chunk, lcm(step, *crossing))
-        if limit is not None and chunk > limit:
+        crossing = [_row(s) for s in shapes if len(s) > 1 and _row(s) in whole_rows and prod(s) > shard_numel]
+        shard_numel = _round_up(shard_numel, lcm(step, *crossing))
+        if limit is not None and shard_numel > limit:
             return None
-        slots = _place(shapes, whole_rows, step, chunk)
+        slots = _place(shapes, whole_rows, step, shard_numel)
         end = slots[-1].end if slots else 0
-        if end <= chunk * world_size:
-            return Layout(slots, chunk, world_size)
-        chunk = _round_up(max(-(-end // world_size), chunk + 1), step)
+        if end <= shard_numel * num_shards:
+            return Layout(slots, shard_numel, num_shards)
+        shard_numel = _round_up(max(-(-end // num_shards), shard_numel + 1), step)
     return None
 
 
-def _place(shapes: Sequence[Shape], whole_rows: frozenset[int], step: int, chunk: int) -> tuple[Slot, ...]:
+def _place(shapes: Sequence[Shape], whole_rows: frozenset[int], step: int, shard_numel: int) -> tuple[ParamExtent, ...]:
     slots = []
     at = 0
     for shape in shapes:
         numel = prod(shape)
         row = _row(shape) if len(shape) > 1 and numel else 1
         at = _round_up(at, step)
-        boundary = _round_up(at + 1, chunk)
+        boundary = _round_up(at + 1, shard_numel)
         crosses = at + numel > boundary
         if crosses and row in whole_rows:
             at += (boundary - at) % lcm(row, step)
             if at >= boundary:
-                boundary = _round_up(at + 1, chunk)
+                boundary = _round_up(at + 1, shard_numel)
             crosses = at + numel > boundary
-        crosses_twice = at + numel > boundary + chunk
-        cut = crosses and ((boundary - at) % row != 0 or (crosses_twice and chunk % row != 0))
-        slots.append(Slot(shape, at, numel, cut))
+        crosses_twice = at + numel > boundary + shard_numel
+        cut = crosses and ((boundary - at) % row != 0 or (crosses_twice and shard_numel % row != 0))
+        slots.append(ParamExtent(shape, at, numel, cut))
         at += numel
     return tuple(slots)
 
 
-def limit_of(left: int, cap: int, tapers: bool) -> int:
+def next_bucket_limit(left: int, cap: int, tapers: bool) -> int:
     """Bytes of the next bucket or parcel, of `left` that have none. If it `tapers` at most half of them, so that little is on
     its way when nothing is left to compute; but an eighth of the cap is little enough."""
     return min(cap, max(left // 2, cap // 8)) if tapers else cap

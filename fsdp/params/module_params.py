@@ -46,13 +46,13 @@ def own(parameter: nn.Parameter, owner: Owner) -> None:
     _owners[parameter] = weakref.ref(owner)
 
 
-def owner_of(parameter: Tensor) -> Owner | None:
+def owning_unit(parameter: Tensor) -> Owner | None:
     """The unit that owns `parameter`, if it is sharded already."""
     owner: weakref.ref[Owner] | None = _owners.get(parameter)  # type: ignore[no-untyped-call]
     return None if owner is None else owner()
 
 
-class Slots(dict[str, nn.Parameter | None]):
+class ParamDict(dict[str, nn.Parameter | None]):
     """The `_parameters` of a module of some unit."""
 
     __slots__ = ("shared",)
@@ -63,13 +63,13 @@ class Slots(dict[str, nn.Parameter | None]):
         """Several units have parameters here, so that some may be shards while others are whole."""
 
 
-class OpenSlots(Slots):
+class PlainParamDict(ParamDict):
     """All of them whole: a read costs what it does on a plain module."""
 
     __slots__ = ()
 
 
-class GuardedSlots(Slots):
+class InterceptingParamDict(ParamDict):
     """Some may be shards, whole ones from before an optimizer step, or whole for a backward that frees them soon: a read in a
     forward is answered by the unit."""
 
@@ -77,7 +77,7 @@ class GuardedSlots(Slots):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         found = super().__getitem__(name)
-        owner = None if found is None else owner_of(found)
+        owner = None if found is None else owning_unit(found)
         if found is None or owner is None or not (in_backward() or in_a_forward()):
             return found
         # frames: this one, nn.Module.__getattr__, the reader
@@ -85,20 +85,20 @@ class GuardedSlots(Slots):
         return cast(nn.Parameter, owner.read(found, module, reader))
 
 
-class ModuleFace:
+class ModuleParams:
     """What one module shows of one unit, in either face."""
 
-    __slots__ = ("_module", "_slots", "_teller", "shards", "wholes")
+    __slots__ = ("_module", "_slots", "_teller", "shards", "unsharded_params")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)  # see `Unit.module`
         self.shards: dict[str, nn.Parameter] = {}
-        self.wholes: dict[str, nn.Parameter] = {}
-        if isinstance(module._parameters, Slots):
+        self.unsharded_params: dict[str, nn.Parameter] = {}
+        if isinstance(module._parameters, ParamDict):
             module._parameters.shared = True
         else:
-            module.__dict__["_parameters"] = GuardedSlots(module._parameters)
-        self._slots = cast(Slots, module._parameters)
+            module.__dict__["_parameters"] = InterceptingParamDict(module._parameters)
+        self._slots = cast(ParamDict, module._parameters)
         # modules that keep a second book of their parameters (nn.LSTM) are told through their own __setattr__
         plain = type(module).__setattr__ is nn.Module.__setattr__
         self._teller: Callable[[dict[str, nn.Parameter]], None] = self._slots.update if plain else self._tell
@@ -108,23 +108,23 @@ class ModuleFace:
         """The module, as long as it is there."""
         return self._module()
 
-    def show_wholes(self) -> None:
+    def use_unsharded(self) -> None:
         """Let the module show the whole parameters. The unit still answers reads, until it opens."""
-        self._teller(self.wholes)
+        self._teller(self.unsharded_params)
 
-    def show_shards(self) -> None:
+    def use_sharded(self) -> None:
         """Let the module show the shards."""
         self._teller(self.shards)
-        self._slots.__class__ = GuardedSlots
+        self._slots.__class__ = InterceptingParamDict
 
-    def open(self) -> None:
+    def stop_intercepting(self) -> None:
         """The unit's own forward or a replay of it begins: reads need no answer from now on."""
         if not self._slots.shared:
-            self._slots.__class__ = OpenSlots
+            self._slots.__class__ = PlainParamDict
 
-    def guard(self) -> None:
+    def intercept_reads(self) -> None:
         """Let the unit answer reads of the whole parameters from now on."""
-        self._slots.__class__ = GuardedSlots
+        self._slots.__class__ = InterceptingParamDict
 
     def check(self, unit: str) -> None:
         """Outside a forward the module must show the shards.
@@ -136,17 +136,17 @@ class ModuleFace:
         if not any(map(is_not, shown, self.shards.values())):
             return
         for slot, there, shard in zip(self.shards, shown, self.shards.values(), strict=True):
-            if there is not shard and there is not self.wholes[slot]:
+            if there is not shard and there is not self.unsharded_params[slot]:
                 raise ShardingError(
                     f"{type(self.module).__name__}.{slot} in unit {unit!r} was replaced by another parameter after wrapping; "
                     "copy into the one that is there, or replace it before wrapping."
                 )
 
-    def _tell(self, face: dict[str, nn.Parameter]) -> None:
+    def _tell(self, module_params: dict[str, nn.Parameter]) -> None:
         # a module's __setattr__ looks at what is there, which is no read to answer
-        self._slots.__class__ = OpenSlots
+        self._slots.__class__ = PlainParamDict
         module = self.module
-        for name, parameter in face.items():
+        for name, parameter in module_params.items():
             if module is not None:
                 setattr(module, name, parameter)
-        self._slots.__class__ = GuardedSlots
+        self._slots.__class__ = InterceptingParamDict

@@ -2,7 +2,7 @@
 
 Rule 1: the shard face is made of the user's original Parameter objects, the whole face of ours;
         both live as long as the unit.
-Rule 2: the modules show the whole face only between SHOW and HIDE; whoever looks at any other
+Rule 2: the modules show the whole face only between USE_UNSHARDED and USE_SHARDED; whoever looks at any other
         time sees living shards, never freed memory.
 """
 
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.autograd.frames import in_backward, is_running
-from fsdp.comm.process_group import Collectives
+from fsdp.comm.process_group import Communicator
 from fsdp.comm.work import Work
-from fsdp.config import Config, Grouping
-from fsdp.device.storage import Ledger, size_of
+from fsdp.config import Config, MeshKind
+from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
-from fsdp.params.external_use import FullUse, LocalUse
-from fsdp.params.flat_buffer import Before, FlatBuffer, Place, in_pieces
-from fsdp.params.module_params import ModuleFace, own
+from fsdp.params.external_use import GatherParam, LocalShard
+from fsdp.params.flat_buffer import Before, FlatBuffer, ParamInfo, in_pieces
+from fsdp.params.module_params import ModuleParams, own
 
 
 class Unit:
@@ -31,19 +31,19 @@ class Unit:
         self,
         module: nn.Module,
         name: str,
-        places: Sequence[Place],
+        param_infos: Sequence[ParamInfo],
         config: Config,
-        collectives: Collectives,
+        comm: Communicator,
     ) -> None:
         self._module = weakref.ref(module)
         self.name = name
         self.config = config
-        self.collectives = collectives
+        self.comm = comm
         self._streams: Streams
-        self._ledger: Ledger
+        self._tracker: MemoryTracker
         self.gathered_in_pass = 0
         """The pass in which the copy in memory was gathered: one from an earlier pass may be stale."""
-        self.lent: list[Tensor] = []
+        self.full_params: list[Tensor] = []
         self._works: list[Work] = []
         self._set_aside: list[Tensor | None] = []
         self.versions_in_forward = 0
@@ -52,37 +52,37 @@ class Unit:
         self._sums: Tensor
         """Of the shards, when the copy in memory was gathered."""
         self._open = False
-        self._edits_of_replays = 0
-        self._read_by_replay = False
+        self._recompute_updates = 0
+        self._read_by_recompute = False
         """A replay that is not one of the unit's whole forward has read whole parameters, and may have changed them."""
-        self.announce: Callable[[], None]
+        self.on_external_grad: Callable[[], None]
         """Set by the hooks: a gradient of one parameter is about to come from a use outside the unit."""
-        self.stay: Callable[[], bool]
+        self.unshard_for_backward: Callable[[], bool]
         """Set by the hooks: have the whole parameters until the end of the backward; return whether that will do."""
         self._copies: dict[int, tuple[Tensor, int]] = {}
         """Stand-ins for the copies that were read in forwards: their version counters, without their memory."""
-        replicated = config.grouping is Grouping.REPLICATED
+        replicated = config.mesh_kind is MeshKind.REPLICATE
         self.flats = tuple(
-            FlatBuffer(members, _compute_dtype(members[0].parameter.dtype, config), collectives, replicated)
-            for members in in_pieces(places, config)
+            FlatBuffer(members, _compute_dtype(members[0].parameter.dtype, config), comm, replicated)
+            for members in in_pieces(param_infos, config)
         )
-        self.whole_parameters = tuple(p for flat in self.flats for p in flat.whole_parameters)
-        self.trains = any(map(any, (flat.trainable for flat in self.flats)))
+        self.unsharded_params = tuple(p for flat in self.flats for p in flat.unsharded_params)
+        self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
         """Whether any parameter is trainable."""
         self.keys = frozenset(flat.key for flat in self.flats)
-        faces: dict[int, ModuleFace] = {}
+        by_module: dict[int, ModuleParams] = {}
         self._numbers: dict[int, int] = {}
         """Of each parameter, by the id of its shard and of its whole."""
         for flat in self.flats:
-            for place, whole in zip(flat.places, flat.whole_parameters, strict=True):
-                self._numbers[id(place.parameter)] = self._numbers[id(whole)] = len(self._numbers) // 2
+            for place, unsharded in zip(flat.param_infos, flat.unsharded_params, strict=True):
+                self._numbers[id(place.parameter)] = self._numbers[id(unsharded)] = len(self._numbers) // 2
                 own(place.parameter, self)
-                own(whole, self)
+                own(unsharded, self)
                 for owner, slot in place.slots:
-                    face = faces.get(id(owner)) or faces.setdefault(id(owner), ModuleFace(owner))
-                    face.shards[slot] = place.parameter
-                    face.wholes[slot] = whole
-        self._faces = tuple(faces.values())
+                    shown = by_module.get(id(owner)) or by_module.setdefault(id(owner), ModuleParams(owner))
+                    shown.shards[slot] = place.parameter
+                    shown.unsharded_params[slot] = unsharded
+        self._module_params = tuple(by_module.values())
 
     @property
     def module(self) -> nn.Module:
@@ -96,30 +96,30 @@ class Unit:
         return module
 
     def __repr__(self) -> str:
-        return f"Unit({self.name!r}, {len(self.places)} parameters)"
+        return f"Unit({self.name!r}, {len(self.param_infos)} parameters)"
 
-    def join(self, streams: Streams, ledger: Ledger) -> None:
+    def join(self, streams: Streams, tracker: MemoryTracker) -> None:
         """Become part of a root: share its streams and its books."""
         self._streams = streams
-        self._ledger = ledger
-        ledger.add("shards", sum(size_of(flat.shard) for flat in self.flats))
+        self._tracker = tracker
+        tracker.add("shards", sum(size_of(flat.shard) for flat in self.flats))
 
     @property
     def device(self) -> torch.device:
         return self.flats[0].device if self.flats else torch.device("cpu")
 
     @property
-    def places(self) -> tuple[Place, ...]:
-        return tuple(place for flat in self.flats for place in flat.places)
+    def param_infos(self) -> tuple[ParamInfo, ...]:
+        return tuple(place for flat in self.flats for place in flat.param_infos)
 
     @property
-    def shard_parameters(self) -> tuple[nn.Parameter, ...]:
-        return tuple(p for flat in self.flats for p in flat.shard_parameters)
+    def sharded_params(self) -> tuple[nn.Parameter, ...]:
+        return tuple(p for flat in self.flats for p in flat.sharded_params)
 
     @property
     def versions(self) -> int:
         """Grows with every in-place change of a shard, but for those a replay repeats."""
-        return sum([p._version for flat in self.flats for p in flat.shard_parameters]) - self._edits_of_replays
+        return sum([p._version for flat in self.flats for p in flat.sharded_params]) - self._recompute_updates
 
     def remember_sums(self) -> None:
         """A copy is about to be gathered: note the checksums of what it will be a copy of."""
@@ -138,49 +138,49 @@ class Unit:
         with torch.no_grad():
             return torch.stack([flat.shard.view(torch.int32).sum(dtype=torch.int64) for flat in self.flats])
 
-    def open(self) -> None:
+    def stop_intercepting(self) -> None:
         """Its own forward, or a replay of it, runs on the whole parameters."""
         self._open = True
-        for face in self._faces:
-            face.open()
+        for shown in self._module_params:
+            shown.stop_intercepting()
 
-    def guard(self) -> None:
+    def intercept_reads(self) -> None:
         """From now on, answer each read of the whole parameters with a fresh copy: an optimizer may step."""
         self._open = False
-        for face in self._faces:
-            face.guard()
+        for shown in self._module_params:
+            shown.intercept_reads()
 
-    def take_edits(self, before: Before = None) -> int:
+    def write_back_inplace(self, before: Before = None) -> int:
         """Keep what its forward changed in the whole parameters in place; return by how much `versions` grew.
 
-        `before`: filled with what `forget_edits` needs, if the forward goes on and may yet fail.
+        `before`: filled with what `roll_back_inplace` needs, if the forward goes on and may yet fail.
 
         Raises:
             ShardingError: they are in another precision than the shards.
         """
-        return sum([flat.take_edits(self.name, before) for flat in self.flats])
+        return sum([flat.write_back_inplace(self.name, before) for flat in self.flats])
 
-    def take_edits_of_replay(self) -> None:
+    def write_back_inplace_of_recompute(self) -> None:
         """Keep what a replay changed in place: the same once more, which is no reason to refuse the backward it is for."""
-        self._read_by_replay = False
-        self._edits_of_replays += self.take_edits()
+        self._read_by_recompute = False
+        self._recompute_updates += self.write_back_inplace()
 
-    def forget_edits(self, taken: "list[tuple[Tensor, Tensor]]") -> None:
+    def roll_back_inplace(self, taken: "list[tuple[Tensor, Tensor]]") -> None:
         """A forward failed: what it changed will be gathered anew, and what was `taken` of that is put back.
 
         Where the whole parameters are the shards, all of it stays.
         """
         for flat in self.flats:
-            flat.edits = flat.count_edits()
+            flat.inplace_updates = flat.count_inplace_updates()
         with torch.no_grad():
             for shard, before in reversed(taken):
                 shard.copy_(before)
-        self._edits_of_replays += len(taken)
+        self._recompute_updates += len(taken)
 
     def sync_requires_grad(self) -> None:
         """Carry to the whole face what the user has frozen or thawed."""
         if any([flat.sync_requires_grad() for flat in self.flats]):
-            self.trains = any(map(any, (flat.trainable for flat in self.flats)))
+            self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
 
     def check_shards(self) -> bool:
         """Take over what the user did to the shards from outside, or refuse it; return whether anything was copied.
@@ -189,8 +189,8 @@ class Unit:
             ShardingError: a shard was replaced by something that does not fit, or a copy was edited instead of it.
         """
         self._check_copies()
-        for face in self._faces:
-            face.check(self.name)
+        for shown in self._module_params:
+            shown.check(self.name)
         return any([flat.check_shards(self.name) for flat in self.flats])
 
     # uses outside the unit ----------------------------------------------------------------
@@ -201,18 +201,18 @@ class Unit:
         A copy has the dtype the unit computes in.
         """
         number = self._numbers[id(parameter)]
-        whole = self.whole_parameters[number]
+        unsharded = self.unsharded_params[number]
         # a choice that leads to a gather must not hang on what this rank holds, such as whether an optimizer changed it here
-        if self.lent or (parameter is whole and self._open):
+        if self.full_params or (parameter is unsharded and self._open):
             return parameter
         if in_backward():
-            own = any(face.module is reader for face in self._faces) or is_running(module)
+            own = any(shown.module is reader for shown in self._module_params) or is_running(module)
             # a replay around the unit computes with what the unit itself may be done with before; one of a part of it
             # needs the rest of the unit soon, of which each rank may read something else
-            if (own and parameter is whole) or ((own or parameter is whole) and self.stay()):
-                self._read_by_replay = True
-                return whole
-        copy = self._use_in_full(number, whole.dtype)
+            if (own and parameter is unsharded) or ((own or parameter is unsharded) and self.unshard_for_backward()):
+                self._read_by_recompute = True
+                return unsharded
+        copy = self._use_in_full(number, unsharded.dtype)
         if not copy.is_inference():
             self._check_copies()
             stand_in = copy.detach()
@@ -223,18 +223,18 @@ class Unit:
     def full_value(self, parameter: nn.Parameter) -> Tensor:
         """See `fsdp.full_tensor`."""
         number = self._numbers[id(parameter)]
-        return parameter if self.lent else self._use_in_full(number, self.shard_parameters[number].dtype)
+        return parameter if self.full_params else self._use_in_full(number, self.sharded_params[number].dtype)
 
     def local_value(self, parameter: nn.Parameter) -> Tensor:
         """See `fsdp.to_local`."""
         number = self._numbers[id(parameter)]
         flat, i = self._find(number)
-        if self.lent:
+        if self.full_params:
             raise ShardingError("to_local: lent parameters cannot be trained; leave summon_full_params first.")
         self.check_shards()
         self.sync_requires_grad()
-        shard, announce = flat.shard_parameters[i].detach(), self._announce
-        value: Tensor = LocalUse.apply(flat.whole_parameters[i], shard, flat.parts[i], flat.world_size, announce)  # type: ignore[no-untyped-call]
+        shard, on_external_grad = flat.sharded_params[i].detach(), self._on_external_grad
+        value: Tensor = LocalShard.apply(flat.unsharded_params[i], shard, flat.parts[i], flat.num_shards, on_external_grad)  # type: ignore[no-untyped-call]
         return value
 
     def _use_in_full(self, number: int, dtype: torch.dtype) -> Tensor:
@@ -244,26 +244,26 @@ class Unit:
 
         def gather() -> Tensor:
             full = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
-            flat.own_chunk(full).copy_(flat.shard)
-            self.collectives.all_gather(full.view(torch.uint8), self.name).wait()
+            flat.local_chunk(full).copy_(flat.shard)
+            self.comm.all_gather(full.view(torch.uint8), self.name).wait()
             slot = flat.layout.slots[i]
             return full[slot.start : slot.end].view(slot.shape).clone()
 
-        value: Tensor = FullUse.apply(flat.whole_parameters[i], gather, self._announce)  # type: ignore[no-untyped-call]
+        value: Tensor = GatherParam.apply(flat.unsharded_params[i], gather, self._on_external_grad)  # type: ignore[no-untyped-call]
         if in_backward() and value.requires_grad:
             # a replay; the gradient may come in a graph task of the checkpoint's own, and the backward is not over with that
-            self.announce()
+            self.on_external_grad()
         return value
 
-    def _announce(self) -> None:
-        self.announce()
+    def _on_external_grad(self) -> None:
+        self.on_external_grad()
 
     def _find(self, number: int) -> tuple[FlatBuffer, int]:
         """The buffer of a parameter of this unit, and its number there."""
         for flat in self.flats:
-            if number < len(flat.places):
+            if number < len(flat.param_infos):
                 return flat, number
-            number -= len(flat.places)
+            number -= len(flat.param_infos)
         raise IndexError(number)
 
     def _check_copies(self) -> None:
@@ -271,7 +271,7 @@ class Unit:
         for number, (stand_in, version) in copies.items():
             if stand_in._version != version:
                 raise ShardingError(
-                    f"parameter {self.places[number].names[0]!r} was read in a forward outside its unit {self.name!r} and "
+                    f"parameter {self.param_infos[number].names[0]!r} was read in a forward outside its unit {self.name!r} and "
                     "changed there in place, which reaches a copy only; change it in the forward of its unit, or between "
                     "forwards."
                 )
@@ -286,14 +286,14 @@ class Unit:
         """
         with self._streams.gathering():
             for flat in self.flats:
-                flat.memory.allocate(self._ledger)
+                flat.memory.allocate(self._tracker)
                 if flat.is_shared:
                     continue
-                flat.own_whole.copy_(flat.shard)
-                self._works.append(self.collectives.all_gather(flat.whole_bytes, self.name, flat.own_bytes))
+                flat.local_unsharded.copy_(flat.shard)
+                self._works.append(self.comm.all_gather(flat.unsharded_bytes, self.name, flat.local_bytes))
             self._works += self._streams.gathered()
 
-    def await_gather(self) -> None:
+    def wait_unshard(self) -> None:
         """Wait until the whole parameters may be read."""
         works, self._works = self._works, []
         for work in works:
@@ -301,38 +301,38 @@ class Unit:
 
     def show(self) -> None:
         """Let the modules show the whole parameters."""
-        for face in self._faces:
-            face.show_wholes()
+        for shown in self._module_params:
+            shown.use_unsharded()
 
     def hide(self) -> None:
         """Let the modules show the shards again."""
-        if self._read_by_replay:
-            self.take_edits_of_replay()
+        if self._read_by_recompute:
+            self.write_back_inplace_of_recompute()
         self._open = False
-        for face in self._faces:
-            face.show_shards()
+        for shown in self._module_params:
+            shown.use_sharded()
 
     def release(self) -> None:
         """Give the memory of the whole parameters back. Idempotent."""
-        if any([flat.memory.release(self._ledger) for flat in self.flats]):
+        if any([flat.memory.release(self._tracker) for flat in self.flats]):
             self._streams.released()
 
     # the loan to the user -----------------------------------------------------------------
 
     @torch.no_grad()
-    def lend(self) -> None:
+    def gather_full(self) -> None:
         """Gather the parameters in their own precision and point the user's Parameter objects at them.
 
-        Memory: W * C elements of the shards' dtype, apart from the whole face, until `reclaim`.
+        Memory: W * C elements of the shards' dtype, apart from the whole face, until `free_full`.
         """
         for flat in self.flats:
             full = torch.empty(flat.layout.numel, dtype=flat.shard.dtype, device=flat.device)
-            self._ledger.add("lent", size_of(full))
-            flat.own_chunk(full).copy_(flat.shard)
-            self.collectives.all_gather(full.view(torch.uint8), self.name).wait()
-            self.lent.append(full)
-        for flat, full in zip(self.flats, self.lent, strict=True):
-            for parameter, slot in zip(flat.shard_parameters, flat.layout.slots, strict=True):
+            self._tracker.add("lent", size_of(full))
+            flat.local_chunk(full).copy_(flat.shard)
+            self.comm.all_gather(full.view(torch.uint8), self.name).wait()
+            self.full_params.append(full)
+        for flat, full in zip(self.flats, self.full_params, strict=True):
+            for parameter, slot in zip(flat.sharded_params, flat.layout.slots, strict=True):
                 self._set_aside.append(parameter.grad)
                 parameter.grad = None
                 parameter.data = full[slot.start : slot.end].view(slot.shape).data
@@ -344,36 +344,36 @@ class Unit:
         Raises:
             ShardingError: a parameter was pointed at a tensor of another shape or dtype. Nothing was copied.
         """
-        lent = list(self.full_parameters())
-        for place, view in lent:
+        full_params = list(self.full_parameters())
+        for place, view in full_params:
             given = place.parameter
             if given.shape != view.shape or given.dtype != view.dtype:
                 raise ShardingError(
                     f"parameter {place.names[0]!r} became {tuple(given.shape)}, {given.dtype} inside summon_full_params; "
                     f"it is {tuple(view.shape)}, {view.dtype}. Copy into it instead."
                 )
-        for place, view in lent:
+        for place, view in full_params:
             if place.parameter.data_ptr() != view.data_ptr():
                 view.copy_(place.parameter.detach())
-        for flat, full in zip(self.flats, self.lent, strict=True):
-            flat.shard.copy_(flat.own_chunk(full))
+        for flat, full in zip(self.flats, self.full_params, strict=True):
+            flat.shard.copy_(flat.local_chunk(full))
 
     @torch.no_grad()
-    def reclaim(self) -> None:
+    def free_full(self) -> None:
         """Point the user's Parameter objects at the shards again. Idempotent."""
         aside = iter(self._set_aside)
-        for flat, full in zip(self.flats, self.lent, strict=False):
-            self._ledger.add("lent", -size_of(full))
-            for parameter, part in zip(flat.shard_parameters, flat.parts, strict=True):
+        for flat, full in zip(self.flats, self.full_params, strict=False):
+            self._tracker.add("lent", -size_of(full))
+            for parameter, part in zip(flat.sharded_params, flat.parts, strict=True):
                 parameter.grad = None
                 parameter.data = flat.shard_view(part).data
                 parameter.grad = next(aside, None)
-        self.lent, self._set_aside = [], []
+        self.full_params, self._set_aside = [], []
 
-    def full_parameters(self) -> Iterator[tuple[Place, Tensor]]:
+    def full_parameters(self) -> Iterator[tuple[ParamInfo, Tensor]]:
         """While lent: every parameter in full, in its own precision."""
-        for flat, full in zip(self.flats, self.lent, strict=True):
-            for place, slot in zip(flat.places, flat.layout.slots, strict=True):
+        for flat, full in zip(self.flats, self.full_params, strict=True):
+            for place, slot in zip(flat.param_infos, flat.layout.slots, strict=True):
                 yield place, full[slot.start : slot.end].view(slot.shape)
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
-from fsdp.params.module_params import owner_of
+from fsdp.params.module_params import owning_unit
 
-LOOKS: Final = (
+READERS: Final = (
     *("abs", "clone", "cpu", "cuda", "detach", "double", "float", "item", "max", "mean", "min", "norm", "numpy"),
     # printing flattens what it prints
     *("reshape", "std", "sum", "to", "tolist"),
@@ -28,27 +28,27 @@ LOOKS: Final = (
 """Methods that read a whole value."""
 
 
-def check_looks(whole: nn.Parameter) -> None:
-    """From now on, looking at `whole` while it has no memory is refused."""
-    reference = weakref.ref(whole)
-    whole.__dict__.update({name: partial(_look, reference, name) for name in LOOKS})
+def refuse_freed_reads(unsharded: nn.Parameter) -> None:
+    """From now on, looking at `unsharded` while it has no memory is refused."""
+    reference = weakref.ref(unsharded)
+    unsharded.__dict__.update({name: partial(_look, reference, name) for name in READERS})
 
 
 def _look(reference: "weakref.ref[nn.Parameter]", name: str, *args: Any, **kwargs: Any) -> Any:
-    whole = reference()
+    unsharded = reference()
     if torch.compiler.is_compiling():
-        return getattr(Tensor, name)(whole, *args, **kwargs)
-    if whole is not None and whole.numel() and not whole.untyped_storage().size():
-        owner = owner_of(whole)
+        return getattr(Tensor, name)(unsharded, *args, **kwargs)
+    if unsharded is not None and unsharded.numel() and not unsharded.untyped_storage().size():
+        owner = owning_unit(unsharded)
         unit = "a unit that is no more" if owner is None else f"unit {owner.name!r}"
         raise ShardingError(
-            f"{name}: this whole parameter of {unit}, of shape {tuple(whole.shape)}, was kept from inside a forward, "
+            f"{name}: this whole parameter of {unit}, of shape {tuple(unsharded.shape)}, was kept from inside a forward, "
             "and its memory was given back when that ended: keep a copy (`weight.clone()`) there, or give the parameter "
             "that the module shows to fsdp.full_tensor."
         )
-    if whole is not None and name == "__reduce_ex__":
+    if unsharded is not None and name == "__reduce_ex__":
         # what is saved is a parameter like any other
-        plain = nn.Parameter(whole.data, whole.requires_grad)
-        plain.__dict__.update({key: value for key, value in whole.__dict__.items() if key not in LOOKS})
+        plain = nn.Parameter(unsharded.data, unsharded.requires_grad)
+        plain.__dict__.update({key: value for key, value in unsharded.__dict__.items() if key not in READERS})
         return plain.__reduce_ex__(*args, **kwargs)  # type: ignore[no-untyped-call]
-    return getattr(nn.Parameter, name)(whole, *args, **kwargs)
+    return getattr(nn.Parameter, name)(unsharded, *args, **kwargs)

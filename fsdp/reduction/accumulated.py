@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from fsdp.errors import ShardingError
 
 
-class Kept:
+class AccumulatedGrad:
     """A whole gradient kept under `no_sync`, and what the shard showed when it was kept."""
 
-    __slots__ = ("shown", "shown_is_ours", "version", "whole")
+    __slots__ = ("shown", "shown_is_ours", "unsharded", "version")
 
-    def __init__(self, whole: Tensor, shard: nn.Parameter, own: Tensor) -> None:
-        self.whole = whole
+    def __init__(self, unsharded: Tensor, shard: nn.Parameter, own: Tensor) -> None:
+        self.unsharded = unsharded
         self.shown_is_ours = shard.grad is None
         if shard.grad is None:
             shard.grad = own

@@ -6,7 +6,7 @@ Rule 1: a pure function of the order and the sizes, so all ranks that agree on t
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from fsdp.params.layout import limit_of
+from fsdp.params.layout import next_bucket_limit
 
 
 class Item(NamedTuple):
@@ -20,40 +20,40 @@ class Item(NamedTuple):
     """It is the last of its parcel."""
 
 
-Parcel = tuple[int, ...]
+BucketGroup = tuple[int, ...]
 """The numbers of the buckets that one collective reduces."""
 
 
-def make_parcels(
+def make_bucket_groups(
     order: Sequence[int], items: Sequence[Item], cap: int | None, first: int, tapers: bool = False
-) -> tuple[Parcel, ...]:
+) -> tuple[BucketGroup, ...]:
     """Put buckets (by number, in `order`) into parcels of at most `cap` bytes, the first one of at most `first`; or of one.
 
     A parcel is launched when its last bucket is ready, so parcels come in the order of their last ones. `cap` None: no two
-    share one. `tapers`: see `limit_of`.
+    share one. `tapers`: see `next_bucket_limit`.
     """
     if cap is None:
         return tuple((number,) for number in order)
-    closed = sorted(_fill(order, items, cap, min(first, cap), tapers), key=lambda parcel: parcel[0])
-    return tuple(parcel for _, parcel in closed)
+    closed = sorted(_fill(order, items, cap, min(first, cap), tapers), key=lambda group: group[0])
+    return tuple(group for _, group in closed)
 
 
-def _fill(order: Sequence[int], items: Sequence[Item], cap: int, first: int, tapers: bool) -> Iterator[tuple[int, Parcel]]:
+def _fill(order: Sequence[int], items: Sequence[Item], cap: int, first: int, tapers: bool) -> Iterator[tuple[int, BucketGroup]]:
     """Each parcel with the place of its last bucket in the order."""
     limit, left = first, sum(items[number].size for number in order)
-    filling: dict[Hashable, tuple[int, int, Parcel]] = {}
+    filling: dict[Hashable, tuple[int, int, BucketGroup]] = {}
     for place, number in enumerate(order):
         size, kind, ends = items[number]
-        last, total, parcel = filling.pop(kind, (place, 0, ()))
-        if parcel and total + size > limit:
-            yield last, parcel
+        last, total, group = filling.pop(kind, (place, 0, ()))
+        if group and total + size > limit:
+            yield last, group
             left -= total
-            limit, total, parcel = limit_of(left, cap, tapers), 0, ()
+            limit, total, group = next_bucket_limit(left, cap, tapers), 0, ()
         if ends:
-            yield place, (*parcel, number)
+            yield place, (*group, number)
             left -= total + size
-            limit = limit_of(left, cap, tapers)
+            limit = next_bucket_limit(left, cap, tapers)
         else:
-            filling[kind] = (place, total + size, (*parcel, number))
-    for last, _, parcel in filling.values():
-        yield last, parcel
+            filling[kind] = (place, total + size, (*group, number))
+    for last, _, group in filling.values():
+        yield last, group

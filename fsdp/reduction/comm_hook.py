@@ -10,7 +10,7 @@ from fsdp.errors import ShardingError
 from fsdp.reduction.bucket import Bucket
 
 
-class GradientBucket:
+class GradBucket:
     """One bucket on its way through a hook. Its methods are those of `torch.distributed.GradBucket`."""
 
     def __init__(self, bucket: Bucket, index: int, is_last: bool) -> None:
@@ -41,7 +41,7 @@ class GradientBucket:
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """The parameters the gradients are of: those of `model.parameters()`, of which this rank holds its part."""
-        return list(self._bucket.flat.shard_parameters)
+        return list(self._bucket.flat.sharded_params)
 
     def index(self) -> int:
         """Of the bucket in its model, the same in every step."""
@@ -58,7 +58,7 @@ class CommHook(NamedTuple):
     state: Any
     hook: Callable[[Any, Any], Any]
 
-    def launch(self, bucket: GradientBucket, result: Tensor, unit: str) -> "HookedWork":
+    def launch(self, bucket: GradBucket, result: Tensor, unit: str) -> "HookedWork":
         """Let the hook begin; what it promises is checked, and copied to `result` (C,), at `wait`."""
         bucket.zero_padding()
         promise = self.hook(self.state, bucket)

@@ -6,9 +6,9 @@ Rule 1: they are summed without ever being dense; what travels is as long as the
 import torch
 from torch import Tensor
 
-from fsdp.comm.pairwise_sum import sum_over_ranks
-from fsdp.comm.process_group import Collectives
-from fsdp.comm.work import InStages
+from fsdp.comm.pairwise_sum import pairwise_sum
+from fsdp.comm.process_group import Communicator
+from fsdp.comm.work import TwoPhaseWork
 
 
 def dense(gradient: Tensor) -> Tensor:
@@ -29,12 +29,12 @@ def no_rows(like: Tensor, dtype: torch.dtype) -> Tensor:
     return _of_rows(indices[0], like.new_empty(0, *like.shape[1:], dtype=dtype), like.shape)
 
 
-class SparseTotal(InStages):
+class SparseTotal(TwoPhaseWork):
     """The sum of one sparse gradient (V, *rest) over all ranks, in flight.
 
     First the ranks tell each other how many rows they have; the rows themselves are exchanged in `wait`, so every rank must wait
     for its collectives of this kind in the same order, and call nothing else on the channel in between. The order of the sum is
-    that of `sum_over_ranks`.
+    that of `pairwise_sum`.
 
     Traffic: this rank receives (W - 1) * (8 + R * (8 + row)) bytes, R being the most rows that any rank has, with R rows
              rounded up to 8 bytes.
@@ -43,7 +43,7 @@ class SparseTotal(InStages):
 
     __slots__ = ("_channel", "_counts", "_given", "_label", "result")
 
-    def __init__(self, rows: Tensor, channel: Collectives, label: str) -> None:
+    def __init__(self, rows: Tensor, channel: Communicator, label: str) -> None:
         self._given = rows
         self._channel = channel
         self._label = label
@@ -70,12 +70,12 @@ class SparseTotal(InStages):
             self.begun = self._channel.all_gather(chunk.view(-1).view(torch.uint8), self._label)
             self.begun.wait()
         indices = torch.cat([of[:count] for of, count in zip(chunk, counts, strict=True)])
-        found, places = torch.unique(indices, return_inverse=True)
+        found, param_infos = torch.unique(indices, return_inverse=True)
         parts = values.new_zeros(len(counts), len(found), *row)
-        for part, of, place, count in zip(parts, chunk[:, most:], places.split(counts), counts, strict=True):
+        for part, of, place, count in zip(parts, chunk[:, most:], param_infos.split(counts), counts, strict=True):
             part.index_copy_(0, place, of.view(values.dtype)[: count * elements].view(count, *row))
         total = values.new_empty(len(found), *row)
-        sum_over_ranks(parts.view(len(counts), -1), total.view(-1))
+        pairwise_sum(parts.view(len(counts), -1), total.view(-1))
         self.result = _of_rows(found, total, shape)
 
 

@@ -14,7 +14,7 @@ class BucketStats(NamedTuple):
     """Whose gradients it reduced."""
     bytes: int
     """Of the whole gradients, in the dtype they were reduced in, padding included; of sparse ones, what this rank has."""
-    pending: tuple[str, ...]
+    reduced_shard: tuple[str, ...]
     """Trainable parameters whose gradients had not come when it was launched: zeros stood for them."""
     ready_s: float
     """When its gradients had come, or autograd had left its unit: seconds since the backward came to the first unit."""
@@ -24,13 +24,13 @@ class BucketStats(NamedTuple):
 
 class _Launch(NamedTuple):
     buckets: Sequence[Bucket]
-    came: Sequence[Sequence[bool]]
+    used_here: Sequence[Sequence[bool]]
     bytes: int
     ready: float
     launched: float
 
 
-class Launches:
+class ReducerStats:
     """The reductions of one backward. Costs a clock and a tuple a launch; words are made when somebody asks."""
 
     def __init__(self) -> None:
@@ -44,21 +44,25 @@ class Launches:
 
     def note(self, buckets: Sequence[Bucket], ready: float) -> None:
         """Some buckets were filled and launched; `ready` is when the last of them was (`time.perf_counter`)."""
-        came = [bucket.came for bucket in buckets]
+        used_here = [bucket.used_here for bucket in buckets]
         size = sum([bucket.nbytes for bucket in buckets])
-        self._now.append(_Launch(buckets, came, size, ready - self._began, perf_counter() - self._began))
+        self._now.append(_Launch(buckets, used_here, size, ready - self._began, perf_counter() - self._began))
 
     def end(self) -> None:
         """A backward that synchronised is over."""
         self._of_last = self._now
 
-    def stats(self) -> list[BucketStats]:
+    def report(self) -> list[BucketStats]:
         """In the order of the launches."""
         return [
             BucketStats(
                 tuple(dict.fromkeys(bucket.name for bucket in one.buckets)),
                 one.bytes,
-                tuple(name for bucket, came in zip(one.buckets, one.came, strict=True) for name in bucket.missing(came)),
+                tuple(
+                    name
+                    for bucket, used_here in zip(one.buckets, one.used_here, strict=True)
+                    for name in bucket.missing_params(used_here)
+                ),
                 one.ready,
                 one.launched,
             )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp.comm.process_group import Collectives
+from fsdp.comm.process_group import Communicator
 from fsdp.comm.work import Work
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
@@ -23,19 +23,19 @@ class _Question(NamedTuple):
 
     flags: Tensor
     """One a parameter. 1: there was a gradient; 2: there is one that came after its bucket was launched."""
-    complete: bool
+    all_used_here: bool
     """Whether this rank had all of them, and needs no answer."""
     work: Work
 
 
-class Usage:
+class UsedParams:
     """Who had which gradient, in one backward at a time."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], static: bool, everyone: Collectives, streams: Streams, device: torch.device
+        self, buckets: Sequence[Bucket], static: bool, world_comm: Communicator, streams: Streams, device: torch.device
     ) -> None:
         self._buckets = buckets
-        self._everyone = everyone
+        self._everyone = world_comm
         self._streams = streams
         self._static = static
         self._offsets = list(accumulate((len(bucket.views) for bucket in buckets), initial=0))
@@ -51,14 +51,14 @@ class Usage:
         """A backward begins."""
         self.shared = False
         """The ranks were told what is here."""
-        self.has: list[bool] = []
+        self.has_grad: list[bool] = []
         """Which buckets have gradients here that were not launched before that."""
         self.launched: list[bool] = []
         """Which buckets were launched before that: what they have is a second portion."""
         self._used: list[bool] = []
         self._more: list[bool] = []
 
-    def share(self, launched: Sequence[bool]) -> None:
+    def exchange(self, launched: Sequence[bool]) -> None:
         """At the end of a backward: tell the ranks which parameters had a gradient here.
 
         Raises:
@@ -66,49 +66,49 @@ class Usage:
         """
         self.shared = True
         self.launched = list(launched)
-        fresh = [bucket.take_stock(one) for bucket, one in zip(self._buckets, launched, strict=True)]
-        self.has = [True in one for one in fresh]
+        fresh = [bucket.collect_used(one) for bucket, one in zip(self._buckets, launched, strict=True)]
+        self.has_grad = [True in one for one in fresh]
         if self._usual is not None:
             self._check_usual()
             self._used, self._more = self._usual, self._usual_more
             return
         if self._static:
-            self._usual_here = [list(bucket.came) for bucket in self._buckets]
-        complete = all(bucket.complete for bucket in self._buckets)
+            self._usual_here = [list(bucket.used_here) for bucket in self._buckets]
+        all_used_here = all(bucket.all_used_here for bucket in self._buckets)
         with self._streams.reducing():
-            if complete and not any(map(and_, self.has, launched)):
+            if all_used_here and not any(map(and_, self.has_grad, launched)):
                 flags = self._all_used.clone()
             else:
                 found = [
-                    came + (was_launched and more)
+                    used_here + (was_launched and more)
                     for bucket, was_launched, of_bucket in zip(self._buckets, launched, fresh, strict=True)
-                    for came, more in zip(bucket.came, of_bucket, strict=True)
+                    for used_here, more in zip(bucket.used_here, of_bucket, strict=True)
                 ]
                 flags = torch.tensor(found, dtype=torch.uint8, device=self._all_used.device)
-            self._question = _Question(flags, complete, self._everyone.all_reduce(flags, "max", "which gradients came"))
+            self._question = _Question(flags, all_used_here, self._everyone.all_reduce(flags, "max", "which gradients came"))
 
-    def of(self, number: int) -> Sequence[bool]:
+    def used(self, number: int) -> Sequence[bool]:
         """Which parameters of a bucket had a gradient on some rank."""
         return self._used[self._offsets[number] : self._offsets[number + 1]] if self._used else self._buckets[number].all_used
 
-    def some_rank_has(self, number: int) -> bool:
+    def any_rank_has_grad(self, number: int) -> bool:
         """Whether any rank has a gradient of a bucket of which there is none here."""
-        self.settle(read=True)
-        return any(self.of(number))
+        self.wait_all(read=True)
+        return any(self.used(number))
 
-    def some_rank_has_more(self, number: int) -> bool:
+    def any_rank_has_remainder(self, number: int) -> bool:
         """Whether any rank has a second portion of a bucket."""
-        self.settle(read=True)
+        self.wait_all(read=True)
         return any(self._more[self._offsets[number] : self._offsets[number + 1]])
 
-    def settle(self, read: bool = False) -> None:
+    def wait_all(self, read: bool = False) -> None:
         """Learn what the others had, if this rank needs to know."""
         question = self.take()
         if question is None:
             return
         question.work.wait()
         self._streams.await_reductions()
-        if read or not question.complete or self._static:
+        if read or not question.all_used_here or self._static:
             flags = question.flags.tolist()
             self._used = [flag > 0 for flag in flags]
             self._more = [flag > 1 for flag in flags]
@@ -122,7 +122,7 @@ class Usage:
 
     def _check_usual(self) -> None:
         for bucket, usual in zip(self._buckets, self._usual_here, strict=True):
-            for place, now, before in zip(bucket.flat.places, bucket.came, usual, strict=True):
+            for place, now, before in zip(bucket.flat.param_infos, bucket.used_here, usual, strict=True):
                 if now != before:
                     raise ShardingError(
                         f"parameter {place.names[0]!r} of unit {bucket.name!r} had {'a' if before else 'no'} gradient in the "

@@ -7,38 +7,38 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fsdp.autograd.backward_progress import Readiness
+from fsdp.autograd.backward_progress import BackwardProgress
 from fsdp.runtime.engine import Engine
 
 
 class Hearer(Protocol):
     """Who is told."""
 
-    readiness: Readiness
+    progress: BackwardProgress
     engine: Engine
 
-    def gradient_arrives(self) -> None:
+    def on_first_gradient(self) -> None:
         """The first gradient of the unit has come in this backward."""
 
 
-def hear_arrivals(reference: "weakref.ref[Hearer]", counted: int | None) -> Callable[[Tensor], None]:
+def on_gradient(reference: "weakref.ref[Hearer]", early: int | None) -> Callable[[Tensor], None]:
     """The hook of the parameters of one bucket, given by its number if it is a counted one.
 
     Weakly: the collector of garbage does not see hooks of this kind, and the hearer leads back to the tensor.
     """
 
-    def arrives(whole: Tensor) -> None:
+    def arrives(unsharded: Tensor) -> None:
         hearer = reference()
-        if hearer is not None and not hearer.readiness.arrived:
-            hearer.gradient_arrives()
+        if hearer is not None and not hearer.progress.has_grad:
+            hearer.on_first_gradient()
 
-    def counts(whole: Tensor) -> None:
-        arrives(whole)
+    def counts(unsharded: Tensor) -> None:
+        arrives(unsharded)
         hearer = reference()
-        if hearer is not None and counted is not None:
-            hearer.engine.gradient_counts(counted)
+        if hearer is not None and early is not None:
+            hearer.engine.gradient_counts(early)
 
-    return arrives if counted is None else counts
+    return arrives if early is None else counts
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from fsdp.comm.process_group import Collectives
+from fsdp.comm.process_group import Communicator
 
 
 @torch.no_grad()
-def broadcast_buffers(module: nn.Module, everyone: Collectives) -> None:
+def broadcast_buffers(module: nn.Module, world_comm: Communicator) -> None:
     """Overwrite every buffer of `module` with that of rank 0: one collective for each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in module.buffers():
@@ -19,7 +19,7 @@ def broadcast_buffers(module: nn.Module, everyone: Collectives) -> None:
         mine = torch.cat([buffer.reshape(-1) for buffer in buffers])
         together = mine.clone()
         # as bytes: not every backend knows every dtype
-        everyone.broadcast(together.view(torch.uint8), 0, "buffers").wait()
+        world_comm.broadcast(together.view(torch.uint8), 0, "buffers").wait()
         # what is the same is left alone: a graph may have saved it
         if not torch.equal(together, mine):
             _give_out(together, buffers)

@@ -19,7 +19,7 @@ class Closing(Protocol):
         """The backward that runs is dying."""
 
 
-class RootCallback:
+class FinalCallback:
     """Runs when the backward is over. Dropped uncalled, it says that the backward failed."""
 
     __slots__ = ("_called", "_engine", "_number")
@@ -33,7 +33,7 @@ class RootCallback:
         self._called = True
         if self._runs():
             synchronised = self._engine.backward_synchronises
-            self._engine.close_backward(Event.BACKWARD_ENDS if synchronised else Event.BACKWARD_ENDS_UNSYNCED)
+            self._engine.close_backward(Event.FINAL_CALLBACK if synchronised else Event.FINAL_CALLBACK_NO_SYNC)
 
     def __del__(self) -> None:
         if not self._called and self._runs():

@@ -17,7 +17,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 
 
-class Accumulators:
+class AccumulateGradChecks:
     """The accumulating nodes that somebody keeps of the parameters of one unit. Those kept before wrapping hear all of them."""
 
     def __init__(self, unit: Unit) -> None:
@@ -25,11 +25,11 @@ class Accumulators:
         self._heard: dict[int, RemovableHandle] = {}
         """By the id of the shard."""
         self._is_checked = False
-        for place, whole in zip(unit.places, unit.whole_parameters, strict=True):
+        for place, unsharded in zip(unit.param_infos, unit.unsharded_params, strict=True):
             node = _kept_accumulator(place.parameter)
             if node is not None:
                 relay = _relay(node, place.parameter, place.names[0])
-                self._heard[id(place.parameter)] = whole.register_hook(relay)  # type: ignore[no-untyped-call]
+                self._heard[id(place.parameter)] = unsharded.register_hook(relay)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Let them hear nothing any more."""
@@ -46,8 +46,8 @@ class Accumulators:
         # it costs as much as a small kernel for each parameter; and inference has no nodes
         if self._is_checked or torch.is_inference_mode_enabled():
             return
-        for place, whole in zip(self._unit.places, self._unit.whole_parameters, strict=True):
-            if any(map(_waits_for_all, (whole._backward_hooks or {}).values())):
+        for place, unsharded in zip(self._unit.param_infos, self._unit.unsharded_params, strict=True):
+            if any(map(_waits_for_all, (unsharded._backward_hooks or {}).values())):
                 raise ShardingError(
                     f"torch's register_multi_grad_hook was set on {place.names[0]!r} of unit {self._unit.name!r} before "
                     "wrapping: it waits for the gradient of a shard, which never comes. Set it inside a forward, give it "
@@ -82,7 +82,7 @@ def _relay(node: Any, shard: nn.Parameter, name: str) -> Callable[[Tensor], None
         ShardingError: one of them steps an optimizer, with what an earlier backward has left in `.grad`.
     """
 
-    def hear(gradient: Tensor) -> None:
+    def on_event(gradient: Tensor) -> None:
         # hooks of the shard hear the reduced gradient; a leaf that needs no gradient accumulates none
         hooks, shard._backward_hooks = shard._backward_hooks, None
         trains, version = shard.requires_grad, shard._version
@@ -98,7 +98,7 @@ def _relay(node: Any, shard: nn.Parameter, name: str) -> Callable[[Tensor], None
                 "reduced yet, nor in `.grad`; step the optimizer in p.register_post_accumulate_grad_hook."
             )
 
-    return hear
+    return on_event
 
 
 def _count_of_unkept() -> int:

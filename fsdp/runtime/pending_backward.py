@@ -1,19 +1,19 @@
 """Whether a backward may still come to the last forward of a root, here and on the other ranks."""
 
-from fsdp.comm.context import Channels
+from fsdp.comm.context import CommContext
 from fsdp.errors import PeerFailed
 
 
-class LastForward:
+class PendingBackward:
     """What is known of it between two steps, where no hook hears what fails."""
 
-    __slots__ = ("_channels", "_epoch", "awaits_backward", "graphs")
+    __slots__ = ("_comms", "_epoch", "expected", "graphs")
 
-    def __init__(self, channels: Channels) -> None:
-        self._channels = channels
+    def __init__(self, comms: CommContext) -> None:
+        self._comms = comms
         self._epoch = 0
         """Of the channels, when the last pass began."""
-        self.awaits_backward = False
+        self.expected = False
         """It made a graph, and no backward has come to it that the other ranks would wait in."""
         self.graphs = 0
         """Of calls of units, that are alive."""
@@ -24,9 +24,9 @@ class LastForward:
 
     def was_abandoned(self) -> bool:
         """Whether another model on these channels has abandoned a step since, of which it may have been a part."""
-        epoch, self._epoch = self._epoch, self._channels.epoch()
+        epoch, self._epoch = self._epoch, self._comms.epoch()
         abandoned = epoch != self._epoch
-        self.awaits_backward = self.awaits_backward and not abandoned
+        self.expected = self.expected and not abandoned
         return abandoned
 
     def given_up(self, unit: str) -> PeerFailed | None:
@@ -36,8 +36,8 @@ class LastForward:
         Raises:
             PeerFailed: they were, and somebody still has a graph of that step here, so that it may go on.
         """
-        awaited, self.awaits_backward = self.awaits_backward, False
-        told = self._channels.gathers.begin_again(unit) if awaited else None
+        awaited, self.expected = self.expected, False
+        told = self._comms.shard_comm.announce_restart(unit) if awaited else None
         if told is not None and self.graphs:
             raise told
         return told

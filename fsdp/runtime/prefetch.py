@@ -8,7 +8,7 @@ leave it alike launch the same gathers.
 from collections.abc import Sequence
 
 
-class Schedule:
+class PrefetchSchedule:
     """The order of gathers of one kind of pass: forward, or backward.
 
     Example: after a pass that needed 0 1 2, with `depth` 1, needing 0 asks for 1 and needing 1 for 2.

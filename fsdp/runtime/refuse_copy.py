@@ -6,7 +6,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 
 
-class Uncopied:
+class RefuseCopy:
     """What the hooks of a unit refer to. A copy or a pickle of the module comes here, and is refused."""
 
     def __init__(self, unit: Unit) -> None:

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp.autograd.pytree import Attributes, tensors_in
 
 
-class Escapes:
+class SideOutputs:
     """The ways out of one unit: attributes of its modules (a balancing loss), and what the user's hooks on them carry off."""
 
     __slots__ = ("_attributes", "_carried", "_handles", "_heard", "_hooks", "_inner")
@@ -45,7 +45,7 @@ class Escapes:
         for handle in self._handles:
             handle.remove()
 
-    def left_behind(self, known: Callable[[Tensor], bool]) -> list[Tensor]:
+    def new_attributes(self, known: Callable[[Tensor], bool]) -> list[Tensor]:
         """Tensors that are attributes now, but for those `known` from an earlier forward."""
         values = [value for attributes in self._attributes for value in attributes.values()]
         found = [value for value in values if isinstance(value, Tensor)]
@@ -54,11 +54,11 @@ class Escapes:
                 found += [one for one in tensors_in(value) if not isinstance(one, nn.Parameter)]
         return [one for one in found if not known(one)] if found else found
 
-    def carried_off(self) -> list[Tensor]:
+    def hook_captures(self) -> list[Tensor]:
         """What the hooked modules returned in this forward and somebody still has."""
         return [tensor for reference in self._carried if (tensor := reference()) is not None]
 
-    def take_over(self, tensors: Sequence[Tensor]) -> None:
+    def adopt(self, tensors: Sequence[Tensor]) -> None:
         """They have come out of a call inside, and may require grad later."""
         self._carried += map(weakref.ref, tensors)
 

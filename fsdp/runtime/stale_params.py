@@ -4,18 +4,18 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp.comm.process_group import Collectives
+from fsdp.comm.process_group import Communicator
 from fsdp.params.unit import Unit
 
 
-class Copies:
+class StaleParams:
     """The copies of the units that keep theirs always."""
 
     __slots__ = ("_everyone", "_stepped", "_trained", "_units")
 
-    def __init__(self, units: Sequence[Unit], everyone: Collectives) -> None:
+    def __init__(self, units: Sequence[Unit], world_comm: Communicator) -> None:
         self._units = tuple(units)
-        self._everyone = everyone
+        self._everyone = world_comm
         self._stepped = True
         """A backward that synchronised has ended since the last pass began: an optimizer may have stepped."""
         self._trained = False

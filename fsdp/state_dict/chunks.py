@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fsdp.params.layout import Shape
 
 
-class Box(NamedTuple):
+class Chunk(NamedTuple):
     """A box of a tensor whose elements follow each other in the flattened tensor."""
 
     offsets: Shape
@@ -18,7 +18,7 @@ class Box(NamedTuple):
     """Its first element, from the beginning of the range."""
 
 
-def boxes_of(shape: Shape, first: int, numel: int) -> tuple[Box, ...]:
+def chunks_of(shape: Shape, first: int, numel: int) -> tuple[Chunk, ...]:
     """The `numel` elements from `first` on of a flattened tensor of `shape`, as few boxes, in order.
 
     At most 2n - 1 for n dimensions: the end of a row, whole rows, the beginning of a row, where the
@@ -31,22 +31,22 @@ def boxes_of(shape: Shape, first: int, numel: int) -> tuple[Box, ...]:
     if numel == 0:
         return ()
     if numel == prod(shape):
-        return (Box((0,) * len(shape), shape, 0),)
+        return (Chunk((0,) * len(shape), shape, 0),)
     row = prod(shape[1:])
     low, before = divmod(first, row)
     high, after = divmod(first + numel, row)
     if low == high:
-        return _in_row(low, boxes_of(shape[1:], before, numel), 0)
-    found: tuple[Box, ...] = ()
+        return _in_row(low, chunks_of(shape[1:], before, numel), 0)
+    found: tuple[Chunk, ...] = ()
     if before:
-        found += _in_row(low, boxes_of(shape[1:], before, row - before), 0)
+        found += _in_row(low, chunks_of(shape[1:], before, row - before), 0)
         low += 1
     if low < high:
-        found += (Box((low, *(0,) * (len(shape) - 1)), (high - low, *shape[1:]), low * row - first),)
+        found += (Chunk((low, *(0,) * (len(shape) - 1)), (high - low, *shape[1:]), low * row - first),)
     if after:
-        found += _in_row(high, boxes_of(shape[1:], 0, after), high * row - first)
+        found += _in_row(high, chunks_of(shape[1:], 0, after), high * row - first)
     return found
 
 
-def _in_row(row: int, boxes: tuple[Box, ...], start: int) -> tuple[Box, ...]:
-    return tuple(Box((row, *box.offsets), (1, *box.sizes), start + box.start) for box in boxes)
+def _in_row(row: int, chunks: tuple[Chunk, ...], start: int) -> tuple[Chunk, ...]:
+    return tuple(Chunk((row, *chunk.offsets), (1, *chunk.sizes), start + chunk.start) for chunk in chunks)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
 from fsdp.params.layout import Shape
-from fsdp.state_dict.param_shard import check_fit, pieces_in
+from fsdp.state_dict.param_shard import check_fit, param_shards_in
 
 # Wrappers whose name is no part of a plain parameter name.
 TRANSPARENT = frozenset({"_checkpoint_wrapped_module"})
@@ -33,7 +33,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def check_names(asker: str, wanted: list[str], given: Mapping[str, Any]) -> None:
+def check_names(caller: str, wanted: list[str], given: Mapping[str, Any]) -> None:
     """Raises:
     ShardingError: names are missing or unexpected.
     """
@@ -42,26 +42,26 @@ def check_names(asker: str, wanted: list[str], given: Mapping[str, Any]) -> None
     unexpected = sorted(name for name in given if name not in known)
     if missing or unexpected:
         raise ShardingError(
-            f"{asker}: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}; "
+            f"{caller}: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}; "
             "give the state dict of the same plain module."
         )
 
 
-def check_values(asker: str, model: nn.Module, given: Mapping[str, Any]) -> None:
+def check_values(caller: str, model: nn.Module, given: Mapping[str, Any]) -> None:
     """Of the names that are in both.
 
     Raises:
         ShardingError: a value has another shape, or a dtype that would lose something.
     """
-    pieces = pieces_in(model)
+    param_shards = param_shards_in(model)
     for name, tensor in entries(model):
         if name in given:
-            piece = pieces.get(id(tensor))
-            shape: Shape = tuple(tensor.shape) if piece is None else piece.shape
-            if piece is None:
-                check_fit(asker, name, given[name], shape, tensor.dtype)
+            param_shard = param_shards.get(id(tensor))
+            shape: Shape = tuple(tensor.shape) if param_shard is None else param_shard.shape
+            if param_shard is None:
+                check_fit(caller, name, given[name], shape, tensor.dtype)
             else:
-                piece.local_part(asker, name, given[name])
+                param_shard.local_part(caller, name, given[name])
 
 
 def _plain(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

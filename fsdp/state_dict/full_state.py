@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.comm.agreement import agree_on_refusals
-from fsdp.comm.process_group import Collectives
+from fsdp.comm.process_group import Communicator
 from fsdp.errors import ShardingError
-from fsdp.runtime.registry import communicates, everyone_in, resting_units_in
+from fsdp.runtime.registry import collective_call, resting_units_in, world_comm_in
 from fsdp.state_dict.fqns import check_names, check_values, entries, extra_states
-from fsdp.state_dict.param_ranges import Range, broadcast_all, gather_range, memory_for, ranges_of
-from fsdp.state_dict.param_shard import pieces_in
+from fsdp.state_dict.param_ranges import ParamRange, broadcast_all, gather_range, memory_for, ranges_of
+from fsdp.state_dict.param_shard import param_shards_in
 
 BUCKET_BYTES: Final = 32 << 20
 
 
 @torch.no_grad()
-@communicates
+@collective_call
 def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.device | str = "cpu") -> dict[str, Any]:
     """What `state_dict()` of the plain module would be: full parameters, persistent buffers, extra state of modules.
 
@@ -34,15 +34,20 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.dev
     Raises:
         ShardingError: inside a forward, a backward or a summon.
     """
-    wanted = not rank0_only or everyone_in(model, "full_state_dict").rank == 0
+    wanted = not rank0_only or world_comm_in(model, "full_state_dict").rank == 0
     full: dict[int, Tensor] = {}
     units = resting_units_in(model, "full_state_dict")
     ranges = [(unit, one) for unit in units for one in ranges_of(unit, BUCKET_BYTES)]
     memory = memory_for([one for _, one in ranges])
     for unit, one in ranges:
-        buffer = gather_range(one, unit.collectives, unit.name, memory)
+        buffer = gather_range(one, unit.comm, unit.name, memory)
         if wanted:
-            full.update({id(piece.parameter): one.view(buffer, piece).to(device, copy=True) for piece in one.pieces})
+            full.update(
+                {
+                    id(param_shard.parameter): one.view(buffer, param_shard).to(device, copy=True)
+                    for param_shard in one.param_shards
+                }
+            )
     if not wanted:
         return {}
     state: dict[str, Any] = {
@@ -70,20 +75,20 @@ def iter_full_params(
     for name, tensor in entries(model):
         names.setdefault(id(tensor), name)
     # those of ignored modules, which every rank has in full
-    sharded = pieces_in(model)
+    sharded = param_shards_in(model)
     for parameter in model.parameters():
         if id(parameter) not in sharded:
             yield names[id(parameter)], parameter.detach().to(dtype or parameter.dtype)
     for unit in resting_units_in(model, "iter_full_params"):
         for one in ranges_of(unit, bucket_bytes):
-            buffer = gather_range(one, unit.collectives, unit.name)
+            buffer = gather_range(one, unit.comm, unit.name)
             buffer = buffer.to(dtype or buffer.dtype)
-            for piece in one.pieces:
-                yield names[id(piece.parameter)], one.view(buffer, piece)
+            for param_shard in one.param_shards:
+                yield names[id(param_shard.parameter)], one.view(buffer, param_shard)
 
 
 @torch.no_grad()
-@communicates
+@collective_call
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None) -> None:
     """Load a plain module's state dict: the same on every rank, or rank 0's where others give None.
 
@@ -95,55 +100,55 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None)
             lose something, or if rank 0 gives None. Nothing was loaded.
     """
     units = resting_units_in(model, "load_full_state_dict")
-    collectives = everyone_in(model, "load_full_state_dict")
+    comm = world_comm_in(model, "load_full_state_dict")
 
     def check() -> bool:
         if state_dict is None:
-            if collectives.rank == 0:
+            if comm.rank == 0:
                 raise ShardingError("load_full_state_dict: rank 0 must give the state dict; only other ranks may give None.")
             return False
         check_names("load_full_state_dict", [*(name for name, _ in entries(model)), *extra_states(model)], state_dict)
         check_values("load_full_state_dict", model, state_dict)
         return True
 
-    everywhere = all(agree_on_refusals(collectives, check))
-    pieces = pieces_in(model)
+    everywhere = all(agree_on_refusals(comm, check))
+    param_shards = param_shards_in(model)
     given = {} if state_dict is None else {id(value): state_dict[name] for name, value in entries(model)}
     if everywhere:
-        for key, piece in pieces.items():
+        for key, param_shard in param_shards.items():
             # through the parameter, so that autograd sees that it changed
-            piece.parameter.copy_(piece.local_part("load_full_state_dict", "", given[key]))
+            param_shard.parameter.copy_(param_shard.local_part("load_full_state_dict", "", given[key]))
     else:
         for unit in units:
             for one in ranges_of(unit, BUCKET_BYTES):
-                _hand_out(one, given, collectives, unit.name)
+                _hand_out(one, given, comm, unit.name)
     for name, value in entries(model):
-        if id(value) not in pieces:
-            _load_plain(name, value, given.get(id(value)), None if everywhere else collectives)
+        if id(value) not in param_shards:
+            _load_plain(name, value, given.get(id(value)), None if everywhere else comm)
     for name, module in extra_states(model).items():
         mine = None if state_dict is None else state_dict[name]
-        module.set_extra_state(mine if everywhere else collectives.gather_objects(mine, name)[0])
+        module.set_extra_state(mine if everywhere else comm.gather_objects(mine, name)[0])
 
 
-def _hand_out(one: Range, given: Mapping[int, Tensor], collectives: Collectives, label: str) -> None:
+def _hand_out(one: ParamRange, given: Mapping[int, Tensor], comm: Communicator, label: str) -> None:
     """Rank 0's values of a range into the shards of all ranks."""
     buffer = one.empty()
-    if collectives.rank == 0:
-        for piece in one.pieces:
-            one.view(buffer, piece).copy_(given[id(piece.parameter)])
-    broadcast_all([(0, buffer)], collectives, label)
-    for piece in one.pieces:
-        piece.parameter.copy_(piece.cut(one.view(buffer, piece)))
+    if comm.rank == 0:
+        for param_shard in one.param_shards:
+            one.view(buffer, param_shard).copy_(given[id(param_shard.parameter)])
+    broadcast_all([(0, buffer)], comm, label)
+    for param_shard in one.param_shards:
+        param_shard.parameter.copy_(param_shard.cut(one.view(buffer, param_shard)))
 
 
-def _load_plain(name: str, value: Tensor, given: Tensor | None, collectives: Collectives | None) -> None:
-    """What every rank has in full: from what is given here, or by way of `collectives` from rank 0."""
-    if collectives is None:
+def _load_plain(name: str, value: Tensor, given: Tensor | None, comm: Communicator | None) -> None:
+    """What every rank has in full: from what is given here, or by way of `comm` from rank 0."""
+    if comm is None:
         assert given is not None, "the names were checked"
         value.copy_(given)
         return
     carrier = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     if given is not None:
         carrier.copy_(given)
-    broadcast_all([(0, carrier)], collectives, name)
+    broadcast_all([(0, carrier)], comm, name)
     value.copy_(carrier)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp.errors import ShardingError
 from fsdp.params.layout import Shape
-from fsdp.state_dict.chunks import Box, boxes_of
+from fsdp.state_dict.chunks import Chunk, chunks_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -32,7 +32,7 @@ class ShardedValue(Tensor):
     """Shape as cut, () to (1, ..., 1, n); elements `first` to `first + local.numel()` of the flattened tensor."""
     plain_name: str
     first: int
-    boxes: tuple[Box, ...]
+    chunks: tuple[Chunk, ...]
 
     @staticmethod
     def __new__(cls, name: str, local: Tensor, shape: Shape, first: int, holds_the_empty: bool = False) -> "ShardedValue":
@@ -41,7 +41,7 @@ class ShardedValue(Tensor):
         value.plain_name = name
         value.local = local
         value.first = first
-        value.boxes = (Box((0,) * len(shape), shape, 0),) if holds_the_empty else boxes_of(shape, first, local.numel())
+        value.chunks = (Chunk((0,) * len(shape), shape, 0),) if holds_the_empty else chunks_of(shape, first, local.numel())
         return value
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -49,7 +49,7 @@ class ShardedValue(Tensor):
 
     def like(self, local: Tensor) -> "ShardedValue":
         """The same part of another tensor of this shape."""
-        return ShardedValue(self.plain_name, local, tuple(self.shape), self.first, bool(self.boxes) and not self.numel())
+        return ShardedValue(self.plain_name, local, tuple(self.shape), self.first, bool(self.chunks) and not self.numel())
 
     def cut_like(self, other: "ShardedValue") -> bool:
         """Whether `other` is the same part of a tensor of the same shape."""
@@ -106,13 +106,13 @@ class ShardedValue(Tensor):
         """The boxes this rank holds."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
+        return [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in self.chunks]
 
     def __get_tensor_shard__(self, index: "MetadataIndex") -> Tensor:
         """The box that begins at the offsets of `index`: a view of the shard."""
-        box = next(box for box in self.boxes if index.offset is not None and box.offsets == tuple(index.offset))
-        numel = torch.Size(box.sizes).numel()
-        return self.local.reshape(-1)[box.start : box.start + numel].view(box.sizes)
+        chunk = next(chunk for chunk in self.chunks if index.offset is not None and chunk.offsets == tuple(index.offset))
+        numel = torch.Size(chunk.sizes).numel()
+        return self.local.reshape(-1)[chunk.start : chunk.start + numel].view(chunk.sizes)
 
 
 _SAME_PART: frozenset[Callable[..., Any]] = frozenset(

@@ -18,13 +18,13 @@ from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.refuse_copy import Uncopied
+from fsdp.runtime.refuse_copy import RefuseCopy
 from fsdp.state_dict.fqns import TRANSPARENT, check_names, check_values, entries, extra_states
-from fsdp.state_dict.param_shard import Piece, pieces_of
+from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 from state_machine import State
 
 
-class StateHooks(Uncopied):
+class StateHooks(RefuseCopy):
     """The state-dict hooks of one unit."""
 
     def __init__(self, engine: Engine, index: int, around: Sequence[Unit]) -> None:
@@ -32,10 +32,10 @@ class StateHooks(Uncopied):
         self._engine = engine
         self._index = index
         self._around = around
-        self._slots: WeakKeyDictionary[nn.Module, dict[str, Piece]] = WeakKeyDictionary()  # see `Unit.module`
-        for place, piece in zip(self._unit.places, pieces_of(self._unit), strict=True):
+        self._slots: WeakKeyDictionary[nn.Module, dict[str, ParamShard]] = WeakKeyDictionary()  # see `Unit.module`
+        for place, param_shard in zip(self._unit.param_infos, param_shards_of(self._unit), strict=True):
             for owner, slot in place.slots:
-                self._slots.setdefault(owner, {})[slot] = piece
+                self._slots.setdefault(owner, {})[slot] = param_shard
         module = self._unit.module
         self.handles: list[RemovableHandle] = [
             module.register_state_dict_pre_hook(self._begin),  # type: ignore[no-untyped-call]
@@ -70,9 +70,9 @@ class StateHooks(Uncopied):
     def _show_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         if self._lent:
             return
-        for slot, piece in self._slots[module].items():
+        for slot, param_shard in self._slots[module].items():
             if prefix + slot in state_dict:
-                state_dict[prefix + slot] = piece.value(prefix + slot, piece.parameter.detach())
+                state_dict[prefix + slot] = param_shard.value(prefix + slot, param_shard.parameter.detach())
 
     def _refuse_fragments(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         outer = [unit.module for unit in self._around]
@@ -94,11 +94,11 @@ class StateHooks(Uncopied):
     def _check_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         if self._lent:
             return
-        asker = self._loading
+        caller = self._loading
         if metadata.get("assign_to_params_buffers", False):
-            raise ShardingError(f"{asker}: assign=True would replace its shards; leave it out.")
+            raise ShardingError(f"{caller}: assign=True would replace its shards; leave it out.")
         if not self._engine.root.at_rest:
-            raise ShardingError(f"{asker}: call it outside any forward, backward and summon_full_params.")
+            raise ShardingError(f"{caller}: call it outside any forward, backward and summon_full_params.")
         self._unit.check_shards()
         call = loading_call()
         # the first unit that is reached checks for all of them
@@ -106,14 +106,14 @@ class StateHooks(Uncopied):
             return
         target, given, strict = call
         if strict and not _renames(target):
-            check_names(asker, [*(name for name, _ in entries(target)), *extra_states(target)], given)
-        check_values(asker, target, given)
+            check_names(caller, [*(name for name, _ in entries(target)), *extra_states(target)], given)
+        check_values(caller, target, given)
 
     def _take_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for slot, piece in self._slots[module].items():
+        for slot, param_shard in self._slots[module].items():
             given = state_dict.get(prefix + slot)
             if given is not None and not self._lent:
-                state_dict[prefix + slot] = piece.local_part(self._loading, prefix + slot, given)
+                state_dict[prefix + slot] = param_shard.local_part(self._loading, prefix + slot, given)
 
 
 def _renames(target: nn.Module) -> bool:

@@ -11,37 +11,37 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from state_machine.explorer.harness import NEVER, Snapshot, World
+from state_machine.explorer.harness import NEVER, Harness, Snapshot
 from state_machine.explorer.invariants import Sync, Violation
 from state_machine.explorer.model import Branch, Move, Scope, Tree, What
-from state_machine.table import Strategy
+from state_machine.table import ReshardPolicy
 
-KEEP: Final = Strategy.KEEP_AFTER_FORWARD
-ALWAYS: Final = Strategy.KEEP_ALWAYS
+AFTER_BACKWARD: Final = ReshardPolicy.AFTER_BACKWARD
+NEVER_RESHARD: Final = ReshardPolicy.NEVER
 EVERYTHING: Final = Scope(breakage=True)
 
 TREES: Final = (
-    Tree("alone", (Branch("root", 0, KEEP),), EVERYTHING),
+    Tree("alone", (Branch("root", 0, AFTER_BACKWARD),), EVERYTHING),
     Tree("alone-frozen", (Branch("root", 0, frozen=True),), EVERYTHING),
-    Tree("pair", (Branch("root", 0, KEEP), Branch("child", 0)), EVERYTHING),
-    Tree("pair-frozen", (Branch("root", 0, KEEP), Branch("child", 0, frozen=True)), EVERYTHING),
-    Tree("pair-kept", (Branch("root", 0), Branch("child", 0, KEEP)), Scope(prefetch=2)),
-    Tree("alone-always", (Branch("root", 0, ALWAYS),), EVERYTHING),
-    Tree("pair-always", (Branch("root", 0, ALWAYS), Branch("child", 0, ALWAYS)), Scope(lending=False)),
-    Tree("chain", (Branch("root", 0, KEEP), Branch("block", 0), Branch("leaf", 1)), Scope(lending=False, again=False)),
+    Tree("pair", (Branch("root", 0, AFTER_BACKWARD), Branch("child", 0)), EVERYTHING),
+    Tree("pair-frozen", (Branch("root", 0, AFTER_BACKWARD), Branch("child", 0, frozen=True)), EVERYTHING),
+    Tree("pair-kept", (Branch("root", 0), Branch("child", 0, AFTER_BACKWARD)), Scope(prefetch=2)),
+    Tree("alone-always", (Branch("root", 0, NEVER_RESHARD),), EVERYTHING),
+    Tree("pair-always", (Branch("root", 0, NEVER_RESHARD), Branch("child", 0, NEVER_RESHARD)), Scope(lending=False)),
+    Tree("chain", (Branch("root", 0, AFTER_BACKWARD), Branch("block", 0), Branch("leaf", 1)), Scope(lending=False, again=False)),
     Tree(
         "chain-lent",
-        (Branch("root", 0), Branch("block", 0, KEEP), Branch("leaf", 1)),
+        (Branch("root", 0), Branch("block", 0, AFTER_BACKWARD), Branch("leaf", 1)),
         Scope(no_sync=False, nested=False, again=False),
     ),
     Tree(
         "chain-frozen",
-        (Branch("root", 0, KEEP), Branch("block", 0, frozen=True), Branch("adapter", 1)),
+        (Branch("root", 0, AFTER_BACKWARD), Branch("block", 0, frozen=True), Branch("adapter", 1)),
         Scope(no_sync=False, lending=False),
     ),
     Tree(
         "tree",
-        (Branch("root", 0, KEEP), Branch("left", 0), Branch("leaf", 1), Branch("right", 0, frozen=True)),
+        (Branch("root", 0, AFTER_BACKWARD), Branch("left", 0), Branch("leaf", 1), Branch("right", 0, frozen=True)),
         Scope(nested=False, no_sync=False, lending=False),
     ),
 )
@@ -63,7 +63,7 @@ class Report(NamedTuple):
 def explore(tree: Tree) -> Report:
     """Visit every reachable joint state of the tree. Stops at the first depth with a violation."""
     began = time.perf_counter()
-    world = World(tree)
+    world = Harness(tree)
     start = world.freeze()
     came_from: dict[Snapshot, tuple[Snapshot, Move, int] | None] = {start: None}
     frontier = deque((start,))
@@ -72,23 +72,23 @@ def explore(tree: Tree) -> Report:
         here = frontier.popleft()
         world.restore(here)
         for move in tuple(world.moves()):
-            fuse = NEVER
+            fail_after = NEVER
             while True:
                 world.restore(here)
                 transitions += 1
                 refusals += move.what is What.REFUSED
                 try:
-                    broke = world.perform(move, fuse)
+                    broke = world.perform(move, fail_after)
                 except Violation as violation:
-                    story = (*_story(tree, came_from, here), _told(tree, move, fuse), f"=> {violation}")
+                    story = (*_story(tree, came_from, here), _told(tree, move, fail_after), f"=> {violation}")
                     return Report(tree.name, len(came_from), transitions, refusals, 1, story, time.perf_counter() - began)
                 there = world.freeze()
                 if there not in came_from:
-                    came_from[there] = (here, move, fuse)
+                    came_from[there] = (here, move, fail_after)
                     frontier.append(there)
-                if not tree.scope.breakage or (fuse != NEVER and not broke):
+                if not tree.scope.breakage or (fail_after != NEVER and not broke):
                     break
-                fuse += 1
+                fail_after += 1
     return Report(tree.name, len(came_from), transitions, refusals, 0, (), time.perf_counter() - began)
 
 
@@ -96,28 +96,28 @@ def _story(tree: Tree, came_from: dict[Snapshot, tuple[Snapshot, Move, int] | No
     steps: list[str] = []
     step = came_from[snapshot]
     while step is not None:
-        before, move, fuse = step
-        steps.append(_told(tree, move, fuse))
+        before, move, fail_after = step
+        steps.append(_told(tree, move, fail_after))
         step = came_from[before]
     return tuple(reversed(steps))
 
 
-def _told(tree: Tree, move: Move, fuse: int) -> str:
+def _told(tree: Tree, move: Move, fail_after: int) -> str:
     """A move in words."""
     name, event = tree.units[move.unit].name, move.event.name
     words = {
         What.FORWARD: f"{name}: {event}",
-        What.BACKWARD: f"{name}: {event}" + (" under no_sync" if move.sync is Sync.KEEPING else ""),
-        What.REPLAY: f"{name}: REPLAY_BEGINS, REPLAY_ENDS" + (" under no_sync" if move.sync is Sync.KEEPING else ""),
-        What.CLOSE: "all: " + ", ".join(["FORWARD_FAILS"] * move.depth + [event]),
-        What.WANT: f"{name}: prefetch wants it",
+        What.BACKWARD: f"{name}: {event}" + (" under no_sync" if move.sync is Sync.COMMITTING else ""),
+        What.REPLAY: f"{name}: PRE_RECOMPUTE, POST_RECOMPUTE" + (" under no_sync" if move.sync is Sync.COMMITTING else ""),
+        What.CLOSE: "all: " + ", ".join(["FORWARD_FAILED"] * move.depth + [event]),
+        What.PREFETCH: f"{name}: prefetch wants it",
         What.OPTIMIZER_STEP: "the optimizer steps",
         What.GRAPHS_DROPPED: "the user drops every graph",
         What.LOAN: f"{name}: {event}",
         What.ABANDON: "all: STEP_ABANDONED",
         What.REFUSED: f"{name}: {event}, which must be refused",
     }[move.what]
-    return words if fuse == NEVER else f"{words}, and effect {fuse + 1} of it fails"
+    return words if fail_after == NEVER else f"{words}, and effect {fail_after + 1} of it fails"
 
 
 def chosen(name: str) -> Sequence[Tree]:

@@ -1,19 +1,19 @@
 """A world in which the moves of the model are done: the real machines, an engine that obeys them, and the bystander.
 
 The engine here is the shortest that obeys `Root`, `Lifecycle` and `Residency`. Any of its effects can be made to fail
-half-way (`fuse`); then the step is abandoned, as the real engine does, and nothing may remain. Not broken off: what
-only gives memory back or shows a face, the commits (all that can fail comes before the first), and a wait inside FREE.
+half-way (`fail_after`); then the step is abandoned, as the real engine does, and nothing may remain. Not broken off: what
+only gives memory back or shows a face, the commits (all that can fail comes before the first), and a wait inside RESHARD.
 """
 
 from collections.abc import Iterator
 from typing import Final
 
-from state_machine.explorer.invariants import NONE, NOWHERE, Bystander, Seen, Sync, Violation
+from state_machine.explorer.invariants import NONE, NOWHERE, InvariantMonitor, Seen, Sync, Violation
 from state_machine.explorer.model import Model, Move, Tree, What
 from state_machine.lifecycle import IllegalTransition, Lifecycle
-from state_machine.residency import Ask, Effect, Residency, ResidencyState
+from state_machine.residency import Effect, Request, Residency, ResidencyState
 from state_machine.root import Instruction, Root
-from state_machine.table import BackwardState, Strategy
+from state_machine.table import BackwardState, ReshardPolicy
 from state_machine.vocabulary import Action, Event, State
 
 
@@ -26,14 +26,22 @@ Snapshot = tuple[tuple[UnitSnapshot, ...], tuple[int, ...], Sync, int, BackwardS
 
 STATES: Final = {state.value: state for state in State}
 RESIDENCES: Final = {state.value: state for state in ResidencyState}
-ASKS: Final = {Action.NEED: Ask.NEED, Action.KEEP: Ask.KEEP, Action.FREE: Ask.FREE}
+ASKS: Final = {Action.UNSHARD: Request.UNSHARD, Action.KEEP_UNSHARDED: Request.CACHE, Action.RESHARD: Request.RESHARD}
 MAY_FAIL: Final = frozenset(
-    {Effect.LAUNCH, Effect.AWAIT, Action.REDUCE, Action.FLUSH, Action.LEND, Action.WRITE_BACK, Action.DRAIN}
+    {
+        Effect.ALL_GATHER,
+        Effect.WAIT_ALL_GATHER,
+        Action.REDUCE_GRADS,
+        Action.FLUSH_GRADS,
+        Action.GATHER_FULL,
+        Action.WRITE_BACK,
+        Action.WAIT_REDUCTIONS,
+    }
 )
 NEVER: Final = -1
 
 
-class World:
+class Harness:
     """The units of one tree, the engine that obeys the machines, and the bystander."""
 
     def __init__(self, tree: Tree) -> None:
@@ -42,14 +50,14 @@ class World:
         self.model = Model(tree)
         self.root = Root([Lifecycle(unit.name, unit.strategy) for unit in tree.units])
         self.residencies = tuple(Residency(unit.name) for unit in tree.units)
-        keeps = tuple(unit.strategy is not Strategy.FREE_AFTER_FORWARD for unit in tree.units)
-        always = tuple(unit.strategy is Strategy.KEEP_ALWAYS for unit in tree.units)
-        self.seen = Bystander(tuple(unit.name for unit in tree.units), keeps, always)
+        keeps = tuple(unit.strategy is not ReshardPolicy.AFTER_FORWARD for unit in tree.units)
+        always = tuple(unit.strategy is ReshardPolicy.NEVER for unit in tree.units)
+        self.seen = InvariantMonitor(tuple(unit.name for unit in tree.units), keeps, always)
         self.live = 0
         """The units that some graph can reach, one bit each."""
-        self.owed = [False] * len(tree.units)
+        self.pending_return = [False] * len(tree.units)
         """The loan ended by itself (the step was abandoned); the user will still give it back."""
-        self.fuse = NEVER
+        self.fail_after = NEVER
         """How many effects from now one fails."""
 
     # snapshots: the explorer stands outside the machines, and is the only one that may put them anywhere
@@ -57,8 +65,10 @@ class World:
     def freeze(self) -> Snapshot:
         """Everything that decides what can come next, hashable. The story of a unit decides nothing."""
         units = tuple(
-            (life._state._value_, home._state._value_, owed, facts.freeze())
-            for life, home, owed, facts in zip(self.root.lifecycles, self.residencies, self.owed, self.seen.facts, strict=True)
+            (life._state._value_, home._state._value_, pending_return, facts.freeze())
+            for life, home, pending_return, facts in zip(
+                self.root.lifecycles, self.residencies, self.pending_return, self.seen.facts, strict=True
+            )
         )
         return (units, self.seen.path, self.seen.sync, self.live, self.root._backward)
 
@@ -67,25 +77,25 @@ class World:
         units, self.seen.path, self.seen.sync, self.live, self.root._backward = snapshot
         self.seen.queued = self.seen.sync is not Sync.NO_BACKWARD
         self.seen.committing.clear()
-        for unit, (state, residence, owed, facts) in enumerate(units):
+        for unit, (state, residence, pending_return, facts) in enumerate(units):
             self.root.lifecycles[unit]._state = STATES[state]
             self.residencies[unit]._state = RESIDENCES[residence]
-            self.owed[unit] = owed
+            self.pending_return[unit] = pending_return
             self.seen.facts[unit].restore(facts)
 
     def moves(self) -> Iterator[Move]:
         """Every move that is legal now, and some that must be refused."""
-        return self.model.moves(self.seen, self.live, self.owed)
+        return self.model.moves(self.seen, self.live, self.pending_return)
 
     # doing it
 
-    def perform(self, move: Move, fuse: int = NEVER) -> bool:
+    def perform(self, move: Move, fail_after: int = NEVER) -> bool:
         """Do it, let the engine obey, let the bystander look. Return whether an effect failed on the way.
 
         Raises:
             Violation: a promise is broken, or a legal move is refused.
         """
-        self.fuse = fuse
+        self.fail_after = fail_after
         stashed = tuple(facts.stashed for facts in self.seen.facts)
         try:
             return self._act_or_abandon(move, stashed)
@@ -96,7 +106,7 @@ class World:
         try:
             self._act(move, stashed)
         except Breakage:
-            self.fuse = NEVER
+            self.fail_after = NEVER
             self._abandon(stashed)
             return True
         self.seen.check()
@@ -112,13 +122,13 @@ class World:
                 self._move_backward(unit, event)
                 if move.what is What.REPLAY:
                     self.seen.check()
-                    self._hear(unit, Event.REPLAY_ENDS)
+                    self._hear(unit, Event.POST_RECOMPUTE)
             case What.CLOSE:
                 for _ in range(move.depth):
-                    self._move_forward(self.seen.path[-1], Event.FORWARD_FAILS)
+                    self._move_forward(self.seen.path[-1], Event.FORWARD_FAILED)
                 self._close(event, stashed)
-            case What.WANT:
-                self._ask(unit, Ask.WANT)
+            case What.PREFETCH:
+                self._ask(unit, Request.PREFETCH)
             case What.OPTIMIZER_STEP:
                 for facts in self.seen.facts:
                     facts.stale = facts.copy != NOWHERE
@@ -126,7 +136,7 @@ class World:
             case What.GRAPHS_DROPPED:
                 self.live = 0
             case What.LOAN:
-                self.owed[unit] = False
+                self.pending_return[unit] = False
                 self._hear(unit, event)
             case What.ABANDON:
                 self._abandon(stashed)
@@ -134,9 +144,9 @@ class World:
                 self._expect_refusal(unit, event)
 
     def _move_forward(self, unit: int, event: Event) -> None:
-        if event is Event.FORWARD_BEGINS:
+        if event is Event.PRE_FORWARD:
             self.seen.path += (unit,)
-            if not self.seen.facts[unit].lent:
+            if not self.seen.facts[unit].full_params:
                 self.live |= 1 << unit
         else:
             self.seen.path = self.seen.path[:-1]
@@ -144,17 +154,17 @@ class World:
 
     def _move_backward(self, unit: int, event: Event) -> None:
         facts = self.seen.facts[unit]
-        if event is Event.BACKWARD_REACHES or event is Event.REPLAY_BEGINS:
+        if event is Event.PRE_BACKWARD or event is Event.PRE_RECOMPUTE:
             facts.open = True
-        elif event is Event.GRADIENT_ARRIVES:
+        elif event is Event.GRAD_ACCUMULATED:
             # late entry: who knows what else of the unit will compute without announcing itself
             facts.open = facts.open or facts.reduction == NONE
             facts.arrived = True
-        elif event is Event.GRADIENT_FROM_OUTSIDE:
+        elif event is Event.EXTERNAL_GRAD:
             facts.arrived = True
-        elif event is Event.BACKWARD_LEFT or event is Event.GRADIENTS_KEPT:
+        elif event is Event.INPUT_GRADS_DONE or event is Event.POST_BACKWARD_NO_SYNC:
             facts.open = False
-        elif event is Event.GRADIENTS_READY:
+        elif event is Event.POST_BACKWARD:
             facts.open = False
             facts.arrived = True
         self._hear(unit, event)
@@ -162,7 +172,7 @@ class World:
     def _close(self, event: Event, stashed: tuple[bool, ...]) -> None:
         for facts in self.seen.facts:
             facts.open = False
-        self._obey(self.root.close(event, self.order), event)
+        self._obey(self.root.end_backward(event, self.order), event)
         self.seen.sync = Sync.NO_BACKWARD
         self.seen.check_closed(stashed, event)
         self._check_at_rest()
@@ -173,11 +183,11 @@ class World:
         self.seen.committing.clear()
         for unit, facts in enumerate(self.seen.facts):
             facts.open = False
-            self.owed[unit] = self.owed[unit] or facts.lent
-        self._obey(self.root.abandon(self.order), Event.STEP_ABANDONED)
+            self.pending_return[unit] = self.pending_return[unit] or facts.full_params
+        self._obey(self.root.abandon_step(self.order), Event.STEP_ABANDONED)
         # the exception that made us give up now passes through the forwards it came from
         for unit in reversed(path):
-            self._hear(unit, Event.FORWARD_FAILS)
+            self._hear(unit, Event.FORWARD_FAILED)
         self.seen.check_abandoned(stashed)
         if not self.root.at_rest:
             raise Violation("given up, and the root is not at rest")
@@ -186,14 +196,14 @@ class World:
         if self.root.backward is not BackwardState.RESTING:
             raise Violation("the backward is closed, and runs")
         for unit, life in enumerate(self.root.lifecycles):
-            if unit not in self.seen.path and not self.seen.facts[unit].lent and life.state is not State.IDLE:
+            if unit not in self.seen.path and not self.seen.facts[unit].full_params and life.state is not State.IDLE:
                 raise Violation(f"{life.unit}: the backward is over and it is {life.state.name}")
 
     def _expect_refusal(self, unit: int, event: Event) -> None:
         life = self.root.lifecycles[unit]
         state, story = life.state, life.story
         try:
-            self.root.hear(unit, event)
+            self.root.on_event(unit, event)
         except IllegalTransition:
             if life.state is not state or life.story != story:
                 raise Violation(f"{life.unit}: moved while refusing {event.name}") from None
@@ -203,7 +213,7 @@ class World:
     # the engine, in short: what the machines say is done
 
     def _hear(self, unit: int, event: Event) -> None:
-        instructions = self.root.hear(unit, event)
+        instructions = self.root.on_event(unit, event)
         self._obey(instructions, event)
         self.seen.answered(unit, event, tuple(one.action for one in instructions))
 
@@ -212,20 +222,20 @@ class World:
             ask = ASKS.get(action)
             if ask is not None:
                 self._ask(unit, ask)
-            elif action is Action.REFRESH:
+            elif action is Action.DROP_STALE:
                 if self.seen.facts[unit].stale:
-                    self._ask(unit, Ask.FREE)
+                    self._ask(unit, Request.RESHARD)
             else:
                 self._burn(action)
                 self.seen.action(unit, action, event)
 
-    def _ask(self, unit: int, ask: Ask) -> None:
+    def _ask(self, unit: int, ask: Request) -> None:
         for effect in self.residencies[unit].on(ask):
             self._burn(effect)
             self.seen.effect(unit, effect)
 
     def _burn(self, thing: Action | Effect) -> None:
-        if self.fuse != NEVER and thing in MAY_FAIL:
-            if self.fuse == 0:
+        if self.fail_after != NEVER and thing in MAY_FAIL:
+            if self.fail_after == 0:
                 raise Breakage
-            self.fuse -= 1
+            self.fail_after -= 1

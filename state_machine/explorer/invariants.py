@@ -32,21 +32,21 @@ class Sync(Enum):
 
     NO_BACKWARD = auto()
     SYNCHRONISING = auto()
-    KEEPING = auto()
+    COMMITTING = auto()
     """Under `no_sync`."""
 
 
 class Facts:
     """What the bystander knows of one unit."""
 
-    __slots__ = ("arrived", "copy", "lent", "open", "reduction", "shown", "stale", "stashed")
+    __slots__ = ("arrived", "copy", "full_params", "open", "reduction", "shown", "stale", "stashed")
 
     def __init__(self) -> None:
         self.restore((NOWHERE, False, False, False, False, NONE, False, False))
 
     def freeze(self) -> Seen:
         """Everything, hashable."""
-        return (self.copy, self.shown, self.stale, self.open, self.arrived, self.reduction, self.stashed, self.lent)
+        return (self.copy, self.shown, self.stale, self.open, self.arrived, self.reduction, self.stashed, self.full_params)
 
     def restore(self, seen: Seen) -> None:
         """Undo `freeze`."""
@@ -58,24 +58,24 @@ class Facts:
             self.arrived,  # a gradient came and is not reduced
             self.reduction,
             self.stashed,  # gradients kept whole by earlier backwards under `no_sync`
-            self.lent,
+            self.full_params,
         ) = seen
 
 
 EXPECTED: Final = {
     # actions that a fact of the event itself demands or forbids, whatever the state
-    Action.WATCH_OUTPUTS: (Event.FORWARD_ENDS, Event.REPLAY_ENDS),
-    Action.COMMIT: (Event.BACKWARD_ENDS,),
-    Action.FLUSH: (Event.BACKWARD_ENDS,),
-    Action.REDUCE: (Event.GRADIENTS_READY,),
-    Action.STASH: (Event.BACKWARD_ENDS_UNSYNCED,),
-    Action.DROP: (Event.BACKWARD_FAILS, Event.STEP_ABANDONED),
-    Action.WRITE_BACK: (Event.RETURNED,),
-    Action.LEND: (Event.SUMMONED,),
+    Action.HOOK_OUTPUTS: (Event.POST_FORWARD, Event.POST_RECOMPUTE),
+    Action.COMMIT: (Event.FINAL_CALLBACK,),
+    Action.FLUSH_GRADS: (Event.FINAL_CALLBACK,),
+    Action.REDUCE_GRADS: (Event.POST_BACKWARD,),
+    Action.ACCUMULATE_UNSHARDED: (Event.FINAL_CALLBACK_NO_SYNC,),
+    Action.DROP_GRADS: (Event.BACKWARD_FAILED, Event.STEP_ABANDONED),
+    Action.WRITE_BACK: (Event.UNSUMMON_WRITEBACK,),
+    Action.GATHER_FULL: (Event.SUMMON,),
 }
 
 
-class Bystander:
+class InvariantMonitor:
     """Watches the units of one root. Raises Violation the moment a promise is broken."""
 
     __slots__ = ("always", "committing", "facts", "keeps", "names", "path", "queued", "sync")
@@ -104,19 +104,19 @@ class Bystander:
         """Something happened to the memory of a unit."""
         facts = self.facts[unit]
         match effect:
-            case Effect.LAUNCH:
+            case Effect.ALL_GATHER:
                 self.require(facts.copy == NOWHERE, unit, "gathered what was in memory or in flight already")
                 facts.copy = IN_FLIGHT
                 facts.stale = False
-            case Effect.AWAIT:
+            case Effect.WAIT_ALL_GATHER:
                 if facts.copy == IN_FLIGHT:
                     facts.copy = IN_MEMORY
-            case Effect.SHOW:
+            case Effect.USE_UNSHARDED:
                 self.require(facts.copy == IN_MEMORY, unit, "showed parameters that are not in memory")
                 facts.shown = True
-            case Effect.HIDE:
+            case Effect.USE_SHARDED:
                 facts.shown = False
-            case Effect.RELEASE:
+            case Effect.FREE_UNSHARDED:
                 self.require(facts.copy != IN_FLIGHT, unit, "released memory under a gather in flight")
                 self.require(not facts.shown, unit, "released memory that the modules still show")
                 facts.copy = NOWHERE
@@ -127,17 +127,19 @@ class Bystander:
         facts = self.facts[unit]
         self.require(event in EXPECTED.get(action, (event,)), unit, f"{action.name} in answer to {event.name}")
         self.require(
-            not self.committing or action in (Action.COMMIT, Action.STASH), unit, f"{action.name}, which can fail, after a COMMIT"
+            not self.committing or action in (Action.COMMIT, Action.ACCUMULATE_UNSHARDED),
+            unit,
+            f"{action.name}, which can fail, after a COMMIT",
         )
         match action:
             case Action.JOIN_BACKWARD:
                 self.require(not self.queued, unit, "a second callback in one backward")
                 self.queued = True
-            case Action.REDUCE:
+            case Action.REDUCE_GRADS:
                 self.require(facts.arrived, unit, "reduced a gradient twice, or none")
                 facts.arrived = False
                 facts.reduction = REDUCING
-            case Action.FLUSH:
+            case Action.FLUSH_GRADS:
                 if facts.arrived or (facts.stashed and facts.reduction == NONE):
                     facts.arrived = False
                     facts.reduction = REDUCING
@@ -148,37 +150,37 @@ class Bystander:
                 facts.reduction = NONE
                 facts.stashed = False
                 self.committing.append(unit)
-            case Action.STASH:
+            case Action.ACCUMULATE_UNSHARDED:
                 self.committing.append(unit)
                 facts.stashed = facts.stashed or facts.arrived
                 facts.arrived = False
-            case Action.DRAIN:
-                self.effect(unit, Effect.AWAIT)
+            case Action.WAIT_REDUCTIONS:
+                self.effect(unit, Effect.WAIT_ALL_GATHER)
                 facts.reduction = REDUCED if facts.reduction == REDUCING else facts.reduction
-            case Action.DROP:
+            case Action.DROP_GRADS:
                 self.require(facts.reduction != REDUCING, unit, "dropped gradients under a reduction in flight")
                 facts.arrived = False
                 facts.reduction = NONE
-            case Action.LEND:
+            case Action.GATHER_FULL:
                 self.require(facts.copy == NOWHERE, unit, "lent full parameters beside a whole copy")
-                facts.lent = True
+                facts.full_params = True
             case Action.WRITE_BACK:
-                self.require(facts.lent, unit, "wrote back what was not lent")
-            case Action.RECLAIM:
-                facts.lent = False
+                self.require(facts.full_params, unit, "wrote back what was not lent")
+            case Action.FREE_FULL:
+                facts.full_params = False
 
     def answered(self, unit: int, event: Event, actions: tuple[Action, ...]) -> None:
         """What must be among the answers to an event, seen from outside."""
         facts = self.facts[unit]
         self.require(self.queued or self.sync is Sync.NO_BACKWARD, unit, "a backward touched a unit and no callback is queued")
-        if event is Event.FORWARD_ENDS or event is Event.REPLAY_ENDS:
-            self.require(Action.WATCH_OUTPUTS in actions, unit, "nobody watches its outputs")
-        elif event is Event.GRADIENTS_READY:
+        if event is Event.POST_FORWARD or event is Event.POST_RECOMPUTE:
+            self.require(Action.HOOK_OUTPUTS in actions, unit, "nobody watches its outputs")
+        elif event is Event.POST_BACKWARD:
             self.require(not facts.arrived, unit, "its gradients are complete and not reduced")
-        elif event is Event.SUMMONED:
-            self.require(facts.lent, unit, "asked for, and not lent")
-        elif event is Event.RETURNED or event is Event.DISCARDED:
-            self.require(not facts.lent, unit, "given back, and still lent")
+        elif event is Event.SUMMON:
+            self.require(facts.full_params, unit, "asked for, and not lent")
+        elif event is Event.UNSUMMON_WRITEBACK or event is Event.UNSUMMON_DISCARD:
+            self.require(not facts.full_params, unit, "given back, and still lent")
 
     def computes(self, unit: int) -> bool:
         """Does its forward, a replay of it, or its backward run now?"""
@@ -187,7 +189,7 @@ class Bystander:
     def check(self) -> None:
         """P2 and P8, at any moment: whole exactly where something computes."""
         for unit, facts in enumerate(self.facts):
-            if facts.lent:
+            if facts.full_params:
                 self.require(facts.copy == NOWHERE, unit, "lent, and gathered beside the loan")
             elif facts.open or unit in self.path:
                 self.require(facts.copy == IN_MEMORY, unit, "computes and its parameters are not in memory")
@@ -202,15 +204,15 @@ class Bystander:
         for unit, facts in enumerate(self.facts):
             self.require(facts.reduction == NONE, unit, "a reduction outlives its backward")
             self.require(not facts.arrived, unit, "a gradient outlives its backward, neither reduced nor kept nor dropped")
-            if unit not in self.path and (event is Event.BACKWARD_FAILS or not self.always[unit]):
+            if unit not in self.path and (event is Event.BACKWARD_FAILED or not self.always[unit]):
                 self.require(facts.copy == NOWHERE, unit, "the backward is over and it is not sharded")
             self.require(facts.copy != IN_FLIGHT, unit, "the backward is over and a gather is in flight")
-            if event is Event.BACKWARD_ENDS:
+            if event is Event.FINAL_CALLBACK:
                 self.require(unit in self.committing, unit, "never committed")
                 self.require(not facts.stashed, unit, "what no_sync stashed was not reduced")
             elif stashed[unit]:
                 self.require(facts.stashed, unit, "what earlier backwards stashed is lost")
-            elif event is Event.BACKWARD_FAILS:
+            elif event is Event.BACKWARD_FAILED:
                 self.require(not facts.stashed, unit, "a failed backward stashed its gradients")
         self.committing.clear()
         self.queued = False
@@ -221,6 +223,6 @@ class Bystander:
         self.queued = False
         for unit, facts in enumerate(self.facts):
             self.require(facts.copy == NOWHERE and not facts.shown, unit, "given up and not sharded")
-            self.require(not facts.lent, unit, "given up and still lent")
+            self.require(not facts.full_params, unit, "given up and still lent")
             self.require(facts.reduction == NONE and not facts.arrived, unit, "given up and its gradients remain")
             self.require(facts.stashed or not stashed[unit], unit, "what earlier backwards stashed is lost")

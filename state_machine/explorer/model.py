@@ -14,7 +14,7 @@ here holds there. The world (harness.py) does it. The permissions:
 * A replay blocks autograd's thread, so nothing but replays and prefetch can come between its begin and its end, and
   both leave the lifecycle where the begin put it: it is one move, with its end or (stopped early) without.
 * A gradient from a use of a parameter outside its unit may come in any backward, also when no graph reaches the unit.
-* A frozen unit has no gradients; its inputs' gradients (BACKWARD_LEFT) come also when its own output is unused.
+* A frozen unit has no gradients; its inputs' gradients (INPUT_GRADS_DONE) come also when its own output is unused.
 * An optimizer step makes every copy stale, and autograd refuses the graphs from before it: both in one move, at rest.
 * Prefetch may want any unit that is not lent, at any moment, with a bound on the gathers in flight.
 * An exception in a backward inside a forward may pass through some of the forwards before the engine hears of it.
@@ -28,8 +28,8 @@ from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from state_machine.explorer.invariants import IN_FLIGHT, NONE, NOWHERE, Bystander, Sync
-from state_machine.table import Strategy
+from state_machine.explorer.invariants import IN_FLIGHT, NONE, NOWHERE, InvariantMonitor, Sync
+from state_machine.table import ReshardPolicy
 from state_machine.vocabulary import Event
 
 
@@ -39,7 +39,7 @@ class Branch(NamedTuple):
     name: str
     parent: int
     """Its place among the units; the outermost is its own parent."""
-    strategy: Strategy = Strategy.FREE_AFTER_FORWARD
+    strategy: ReshardPolicy = ReshardPolicy.AFTER_FORWARD
     frozen: bool = False
 
 
@@ -75,7 +75,7 @@ class What(Enum):
     BACKWARD = auto()
     REPLAY = auto()
     CLOSE = auto()
-    WANT = auto()
+    PREFETCH = auto()
     OPTIMIZER_STEP = auto()
     GRAPHS_DROPPED = auto()
     LOAN = auto()
@@ -94,9 +94,9 @@ class Move(NamedTuple):
     """How many forwards the exception has passed through."""
 
 
-FORWARD_MOVES: Final = (Event.FORWARD_ENDS, Event.INFERENCE_ENDS, Event.FORWARD_FAILS)
-CLOSING: Final = {Sync.SYNCHRONISING: Event.BACKWARD_ENDS, Sync.KEEPING: Event.BACKWARD_ENDS_UNSYNCED}
-COMPLETE: Final = {Sync.SYNCHRONISING: Event.GRADIENTS_READY, Sync.KEEPING: Event.GRADIENTS_KEPT}
+FORWARD_MOVES: Final = (Event.POST_FORWARD, Event.POST_FORWARD_NO_GRAD, Event.FORWARD_FAILED)
+CLOSING: Final = {Sync.SYNCHRONISING: Event.FINAL_CALLBACK, Sync.COMMITTING: Event.FINAL_CALLBACK_NO_SYNC}
+COMPLETE: Final = {Sync.SYNCHRONISING: Event.POST_BACKWARD, Sync.COMMITTING: Event.POST_BACKWARD_NO_SYNC}
 
 
 class Model:
@@ -108,71 +108,71 @@ class Model:
         order = range(len(tree.units))
         self.children = tuple(tuple(u for u in order if tree.units[u].parent == p and u != p) for p in order)
 
-    def moves(self, seen: Bystander, live: int, owed: Sequence[bool]) -> Iterator[Move]:
+    def moves(self, seen: InvariantMonitor, live: int, pending_return: Sequence[bool]) -> Iterator[Move]:
         """Every move that is legal now, and some that must be refused."""
         if seen.sync is Sync.NO_BACKWARD:
             yield from self._forward_moves(seen)
             if not seen.path:
-                yield from self._moves_at_rest(seen, live, owed)
+                yield from self._moves_at_rest(seen, live, pending_return)
             if not seen.path or self.scope.nested:
                 yield from self._backward_moves(seen, live, Sync.SYNCHRONISING)
                 if self.scope.no_sync:
-                    yield from self._backward_moves(seen, live, Sync.KEEPING)
+                    yield from self._backward_moves(seen, live, Sync.COMMITTING)
         else:
             yield from self._backward_moves(seen, live, seen.sync)
             yield Move(What.CLOSE, event=CLOSING[seen.sync])
             for depth in range(len(seen.path) + 1):
-                yield Move(What.CLOSE, event=Event.BACKWARD_FAILS, depth=depth)
+                yield Move(What.CLOSE, event=Event.BACKWARD_FAILED, depth=depth)
         gathers = sum(facts.copy == IN_FLIGHT for facts in seen.facts)
         for unit, facts in enumerate(seen.facts):
-            if not facts.lent and (facts.copy != NOWHERE or gathers < self.scope.prefetch):
-                yield Move(What.WANT, unit)
-            if facts.lent or seen.computes(unit):
-                yield Move(What.REFUSED, unit, Event.SUMMONED)
+            if not facts.full_params and (facts.copy != NOWHERE or gathers < self.scope.prefetch):
+                yield Move(What.PREFETCH, unit)
+            if facts.full_params or seen.computes(unit):
+                yield Move(What.REFUSED, unit, Event.SUMMON)
         yield Move(What.ABANDON)
 
-    def _forward_moves(self, seen: Bystander) -> Iterator[Move]:
+    def _forward_moves(self, seen: InvariantMonitor) -> Iterator[Move]:
         if not seen.path:
-            yield Move(What.FORWARD, 0, Event.FORWARD_BEGINS)
+            yield Move(What.FORWARD, 0, Event.PRE_FORWARD)
             return
         top = seen.path[-1]
         for child in self.children[top]:
-            yield Move(What.FORWARD, child, Event.FORWARD_BEGINS)
-        if not seen.facts[top].lent:
-            yield Move(What.REFUSED, top, Event.FORWARD_BEGINS)
+            yield Move(What.FORWARD, child, Event.PRE_FORWARD)
+        if not seen.facts[top].full_params:
+            yield Move(What.REFUSED, top, Event.PRE_FORWARD)
         for event in FORWARD_MOVES:
-            refused = event is Event.FORWARD_ENDS and seen.facts[top].lent
+            refused = event is Event.POST_FORWARD and seen.facts[top].full_params
             yield Move(What.REFUSED if refused else What.FORWARD, top, event)
 
-    def _moves_at_rest(self, seen: Bystander, live: int, owed: Sequence[bool]) -> Iterator[Move]:
+    def _moves_at_rest(self, seen: InvariantMonitor, live: int, pending_return: Sequence[bool]) -> Iterator[Move]:
         if live:
             yield Move(What.GRAPHS_DROPPED)
         if live or any(facts.copy != NOWHERE for facts in seen.facts):
             yield Move(What.OPTIMIZER_STEP)
         for unit, facts in enumerate(seen.facts):
-            if facts.lent or owed[unit]:
-                yield Move(What.LOAN, unit, Event.RETURNED)
-                yield Move(What.LOAN, unit, Event.DISCARDED)
+            if facts.full_params or pending_return[unit]:
+                yield Move(What.LOAN, unit, Event.UNSUMMON_WRITEBACK)
+                yield Move(What.LOAN, unit, Event.UNSUMMON_DISCARD)
             elif self.scope.lending:
-                yield Move(What.LOAN, unit, Event.SUMMONED)
+                yield Move(What.LOAN, unit, Event.SUMMON)
 
-    def _backward_moves(self, seen: Bystander, live: int, sync: Sync) -> Iterator[Move]:
+    def _backward_moves(self, seen: InvariantMonitor, live: int, sync: Sync) -> Iterator[Move]:
         for unit, facts in enumerate(seen.facts):
             if not facts.arrived and not self.units[unit].frozen:
-                outside = Event.GRADIENT_FROM_OUTSIDE
-                yield Move(What.REFUSED, unit, outside) if facts.lent else Move(What.BACKWARD, unit, outside, sync)
+                outside = Event.EXTERNAL_GRAD
+                yield Move(What.REFUSED, unit, outside) if facts.full_params else Move(What.BACKWARD, unit, outside, sync)
             if not live >> unit & 1:
                 continue
             frozen = self.units[unit].frozen
-            if facts.lent:
-                yield Move(What.REFUSED, unit, Event.BACKWARD_REACHES)
+            if facts.full_params:
+                yield Move(What.REFUSED, unit, Event.PRE_BACKWARD)
             elif self.scope.again or facts.open or facts.reduction == NONE:
-                yield Move(What.BACKWARD, unit, Event.BACKWARD_REACHES, sync)
-                yield Move(What.BACKWARD, unit, Event.REPLAY_BEGINS, sync)
-                yield Move(What.REPLAY, unit, Event.REPLAY_BEGINS, sync)
+                yield Move(What.BACKWARD, unit, Event.PRE_BACKWARD, sync)
+                yield Move(What.BACKWARD, unit, Event.PRE_RECOMPUTE, sync)
+                yield Move(What.REPLAY, unit, Event.PRE_RECOMPUTE, sync)
                 if not facts.arrived and not frozen:
-                    yield Move(What.BACKWARD, unit, Event.GRADIENT_ARRIVES, sync)
+                    yield Move(What.BACKWARD, unit, Event.GRAD_ACCUMULATED, sync)
             if frozen and seen.queued:
-                yield Move(What.BACKWARD, unit, Event.BACKWARD_LEFT, sync)
+                yield Move(What.BACKWARD, unit, Event.INPUT_GRADS_DONE, sync)
             if facts.arrived or (self.scope.again and facts.reduction != NONE):
                 yield Move(What.BACKWARD, unit, COMPLETE[sync], sync)

@@ -198,8 +198,8 @@ def test_what_the_allocator_says_is_written_down(monkeypatch: pytest.MonkeyPatch
     said = {"max_memory_allocated": 80, "max_memory_reserved": 100, "memory_allocated": 10, "memory_reserved": 100}
     for name, count in said.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, count=count: count)
-    counted = {"inactive_split_bytes.all.current": 7, "inactive_split_bytes.all.peak": 9, "num_alloc_retries": 1}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: counted)
+    early = {"inactive_split_bytes.all.current": 7, "inactive_split_bytes.all.peak": 9, "num_alloc_retries": 1}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: early)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     assert device_runs.held(torch.device("cuda", 0)) == {
         "peak_allocated": 80,

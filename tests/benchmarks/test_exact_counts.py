@@ -56,17 +56,17 @@ def test_clipping_takes_one_collective_whatever_the_number_of_parameters() -> No
             loss_of(model(torch.ones(2, 6))).backward()
             link.reset()
             fsdp.clip_grad_norm_(model, 1.0)
-            assert link.collectives.total() <= 1
+            assert link.comm.total() <= 1
 
 
 def test_every_chunk_that_travels_begins_at_a_multiple_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = SimulatedGroup._launch
     travelled = []
 
-    def look(self: SimulatedGroup, kind: str, whole: Sequence[torch.Tensor], result: Any, times: int = 1) -> Any:
+    def look(self: SimulatedGroup, kind: str, unsharded: Sequence[torch.Tensor], result: Any, times: int = 1) -> Any:
         if kind in ("all_gather", "all_to_all", "reduce_scatter"):
-            travelled.extend((kind, tensor.data_ptr() % 16, tensor.nbytes // WORLD % 16) for tensor in whole)
-        return launch(self, kind, whole, result, times)
+            travelled.extend((kind, tensor.data_ptr() % 16, tensor.nbytes // WORLD % 16) for tensor in unsharded)
+        return launch(self, kind, unsharded, result, times)
 
     # sizes that nothing divides, and bf16 beside fp32
     half = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

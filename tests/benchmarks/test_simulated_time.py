@@ -36,7 +36,7 @@ def test_what_is_launched_together_goes_one_after_another_whatever_the_group(lin
     assert time.perf_counter() - begin >= 2 * (1e-3 + 3e-3)
     assert works[0].is_completed()
     assert link.busy == pytest.approx(2 * 4.072e-3)
-    assert link.collectives == {"all_gather": 2} and link.received == {"all_gather": 2 * 3072}
+    assert link.comm == {"all_gather": 2} and link.received == {"all_gather": 2 * 3072}
 
 
 def test_a_future_is_kept_when_the_wire_is_done_and_an_all_reduce_goes_twice(link: Link) -> None:
@@ -63,9 +63,9 @@ def test_ours_sends_over_the_wire_what_it_sends_in_the_simulated_world(link: Lin
     model = fsdp.fully_shard(overlap.Model(2, 8, 0.0), auto_wrap_policy={overlap.Block})
     for _ in range(2):
         found = overlap.run(model, torch.ones(1, 8), link)
-    whole = 2 * 4 * 64 * 4 + 4 * 16  # the root's own 8 elements: padded to 16 bytes a rank
-    assert link.received["all_gather"] == (whole + 2 * 4 * 64 * 4) * 3 / 4
-    assert link.received["all_to_all"] == whole * 3 / 4
+    unsharded = 2 * 4 * 64 * 4 + 4 * 16  # the root's own 8 elements: padded to 16 bytes a rank
+    assert link.received["all_gather"] == (unsharded + 2 * 4 * 64 * 4) * 3 / 4
+    assert link.received["all_to_all"] == unsharded * 3 / 4
     assert found["collectives"] == 5 + 3 + 1, "gathers, reductions, and which gradients came"
 
 
@@ -119,9 +119,9 @@ def test_where_names_the_files_and_functions(
     monkeypatch.setattr(where, "elsewhere", lambda measure, settings, timeout: measure(settings))
     where.main()
     functions = json.loads(out.read_text())["functions"]["ours"]
-    places = {row["place"] for phase in functions.values() for row in phase}
-    assert {"C++", "fsdp/engine", "fsdp/reducer"} <= places
-    assert not [place for place in places if place.startswith("/")]
+    param_infos = {row["place"] for phase in functions.values() for row in phase}
+    assert {"C++", "fsdp/engine", "fsdp/reducer"} <= param_infos
+    assert not [place for place in param_infos if place.startswith("/")]
     assert "| fsdp/engine |" in (said := capsys.readouterr().out)
     # what one more tensor costs: `nn.ParameterList` reads it once, autograd calls one hook for it
     calls = {(row["place"], row["function"]): row["calls"] for row in of_one_more(out)}

@@ -51,7 +51,7 @@ def compressed(rank: int) -> dict[str, Compressed]:
             loss_of(model(case.batch(rank, 0))).backward()
             steps.append(gradients_of(model))
         total = {key: None if one is None else sum(step[key] for step in steps) for key, one in steps[0].items()}
-        chunks = [flat.layout.chunk for unit in units_of(model) for flat in unit.flats]
+        chunks = [flat.layout.shard_numel for unit in units_of(model) for flat in unit.flats]
         found[name] = Compressed(steps[0], total, gradients_of(plain), state.received_bytes // STEPS, chunks)
     return found
 

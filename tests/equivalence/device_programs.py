@@ -25,8 +25,8 @@ from peer_programs import LIMIT, Mine, Told, kill, told
 
 import fsdp
 from fsdp.comm import context
-from fsdp.comm.process_group import ProcessGroupCollectives
-from fsdp.failure.watchdog import DeviceLines
+from fsdp.comm.process_group import ProcessGroupCommunicator
+from fsdp.failure.watchdog import DevicePeerMonitor
 
 aborted = Event()
 
@@ -47,14 +47,14 @@ class OnDevice:
                 return
 
 
-def launch(self: ProcessGroupCollectives, kind: str, label: str, tensor: torch.Tensor, launch: Any, nbytes: int = 0) -> Any:
+def launch(self: ProcessGroupCommunicator, kind: str, label: str, tensor: torch.Tensor, launch: Any, nbytes: int = 0) -> Any:
     """Instead of `_launch`, whose tensors are on the host here."""
-    lines = self._lines
-    assert isinstance(lines, DeviceLines)
-    if lines.down or lines.refusal is not None:
-        lines.connect_anew()
-    note = lines.trails[self._channel].before(kind, label, nbytes or tensor.nbytes)
-    return lines.launch_on_device(self._channel, note, lambda: OnDevice(launch(self.group)))
+    peers = self._peers
+    assert isinstance(peers, DevicePeerMonitor)
+    if peers.down or peers.refusal is not None:
+        peers.reconnect()
+    note = peers.sequences[self._channel].check_call(kind, label, nbytes or tensor.nbytes)
+    return peers.launch_on_device(self._channel, note, lambda: OnDevice(launch(self.group)))
 
 
 def abort(reference: "ref[dist.ProcessGroup]") -> None:
@@ -66,7 +66,7 @@ def stand_in() -> None:
     context._gloo = lambda group: None
     context._carries_on_device = lambda group: True
     context._abort = abort
-    ProcessGroupCollectives._launch = launch  # type: ignore[method-assign]
+    ProcessGroupCommunicator._launch = launch  # type: ignore[method-assign]
 
 
 def main(rank: int, size: int, folder: Path, names: list[str]) -> None:

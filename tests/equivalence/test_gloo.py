@@ -211,10 +211,10 @@ def distances(ranks: list[dict[str, Any]], hook: str, which: str) -> Iterator[tu
     found = [one["compressed"][hook] for one in ranks]
     steps = COMPRESSED_STEPS if which == "total" else 1
     for name, gradient in found[0].own.items():
-        whole = torch.stack([one.own[name] for one in found]).double()
+        unsharded = torch.stack([one.own[name] for one in found]).double()
         joined_up = join([getattr(one, which)[name] for one in found], gradient.shape)
         assert joined_up is not None
-        yield (joined_up.double() - steps * whole.mean(0)).abs(), whole
+        yield (joined_up.double() - steps * unsharded.mean(0)).abs(), unsharded
 
 
 ROUNDING = 1 + 1e-4
@@ -222,9 +222,9 @@ ROUNDING = 1 + 1e-4
 
 
 def test_a_reduction_in_bf16_is_off_by_one_rounding_of_each_rank(ranks: list[dict[str, Any]]) -> None:
-    for off, whole in distances(ranks, "bf16", "first"):
+    for off, unsharded in distances(ranks, "bf16", "first"):
         # half of the distance of neighbours that have 8 bits; and what gradients in fp32 are good for
-        assert bool((off <= 2**-8 * whole.abs().mean(0) + 1e-6 * whole.abs().max()).all())
+        assert bool((off <= 2**-8 * unsharded.abs().mean(0) + 1e-6 * unsharded.abs().max()).all())
     assert max(float(off.max()) for off, _ in distances(ranks, "bf16", "first")) > 0, "nothing was compressed"
 
 

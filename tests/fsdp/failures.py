@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp.comm.process_group import ProcessGroupCollectives
-from fsdp.comm.simulated import SimulatedCollectives, current_rank
+from fsdp.comm.process_group import ProcessGroupCommunicator
+from fsdp.comm.simulated import SimulatedCommunicator, current_rank
 from fsdp.debug.error_notes import MARK
 from fsdp.device import storage
-from fsdp.runtime.registry import sharded_of
+from fsdp.runtime.registry import unit_ref_of
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "failures.md"
 BESIDE: Final = "\n## FSDP1, FSDP2 and DDP beside it\n"
@@ -102,8 +102,8 @@ class Checkpointed(Net):
 
 
 def _comm_hook(model: nn.Module, fault: Fault) -> None:
-    engine = sharded_of(model).engine  # type: ignore[union-attr]
-    shards, rank = engine.channels.reductions.size, engine.channels.reductions.rank
+    engine = unit_ref_of(model).engine  # type: ignore[union-attr]
+    shards, rank = engine.comms.reduce_comm.size, engine.comms.reduce_comm.rank
 
     def hook(state: None, bucket: Any) -> "torch.futures.Future[Tensor]":
         fault.fire()
@@ -117,7 +117,7 @@ def _comm_hook(model: nn.Module, fault: Fault) -> None:
 
 def _root_callback(model: nn.Module, fault: Fault) -> None:
     """In what runs once when a backward is over."""
-    reducer = sharded_of(model).engine.reducer  # type: ignore[union-attr]
+    reducer = unit_ref_of(model).engine.reducer  # type: ignore[union-attr]
     commit = reducer._settle
 
     def settle() -> None:
@@ -187,12 +187,12 @@ next forward, and the others hear of it then."""
 @contextmanager
 def tight() -> Iterator[None]:
     """Functions of the engine that run out of memory when the fault of their rank is armed for them. Around all ranks."""
-    allocate = storage.Memory.allocate
+    allocate = storage.ResizableStorage.allocate
 
-    def allocated(memory: Any, ledger: Any) -> None:
+    def allocated(memory: Any, tracker: Any) -> None:
         if memory._kind == _short.get(here()):
             _faults[here()].fire()
-        allocate(memory, ledger)
+        allocate(memory, tracker)
 
     def reducing(real: Callable[..., Any]) -> Callable[..., Any]:
         def launch(channel: Any, tensor: Tensor, *args: Any) -> Any:
@@ -203,11 +203,11 @@ def tight() -> Iterator[None]:
         return launch
 
     with (
-        mock.patch.object(storage.Memory, "allocate", allocated),
-        mock.patch.object(SimulatedCollectives, "reduce_scatter", reducing(SimulatedCollectives.reduce_scatter)),
-        mock.patch.object(SimulatedCollectives, "all_reduce", reducing(SimulatedCollectives.all_reduce)),
-        mock.patch.object(ProcessGroupCollectives, "reduce_scatter", reducing(ProcessGroupCollectives.reduce_scatter)),
-        mock.patch.object(ProcessGroupCollectives, "all_reduce", reducing(ProcessGroupCollectives.all_reduce)),
+        mock.patch.object(storage.ResizableStorage, "allocate", allocated),
+        mock.patch.object(SimulatedCommunicator, "reduce_scatter", reducing(SimulatedCommunicator.reduce_scatter)),
+        mock.patch.object(SimulatedCommunicator, "all_reduce", reducing(SimulatedCommunicator.all_reduce)),
+        mock.patch.object(ProcessGroupCommunicator, "reduce_scatter", reducing(ProcessGroupCommunicator.reduce_scatter)),
+        mock.patch.object(ProcessGroupCommunicator, "all_reduce", reducing(ProcessGroupCommunicator.all_reduce)),
     ):
         yield
 
@@ -315,9 +315,9 @@ _wanted: Final[dict[tuple[int, bool, str, str], list[Any]]] = {}
 
 def held(model: nn.Module, strategy: str) -> dict[str, int]:
     """Bytes at rest, by kind. Copies that outlive a step may have been gathered in it or not."""
-    ledger = sharded_of(model.module).engine.ledger  # type: ignore[union-attr, arg-type]
+    tracker = unit_ref_of(model.module).engine.tracker  # type: ignore[union-attr, arg-type]
     outlive = "whole" if strategy == "SHARD_GRADIENTS" else ""
-    return {kind: count for kind, count in ledger.held.items() if count and kind != outlive}
+    return {kind: count for kind, count in tracker.held.items() if count and kind != outlive}
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -121,7 +121,7 @@ def attack_metadata(folder: Path) -> None:
 
 def attack_value(folder: Path) -> None:
     """The value of `extra`, by a pickle of the same length at most."""
-    found = dcp.Stored(folder).metadata
+    found = dcp.StoredCheckpoint(folder).metadata
     (info,) = (info for index, info in found.storage_data.items() if index.fqn == "extra.0")
     path = folder / info.relative_path
     stream = io.BytesIO()
@@ -282,7 +282,7 @@ def die_at(stage: str) -> None:
             die()
 
     {
-        "before anything is written": lambda: setattr(dcp.Writing, "write", dying),
+        "before anything is written": lambda: setattr(dcp.WritePlan, "write", dying),
         "when rank 1 has written its parts": lambda: setattr(dcp.FileSystemWriter, "write_data", rank_1_dies),
         "before the metadata is written": lambda: setattr(dcp.FileSystemWriter, "finish", dying),
         "before the manifest is written": lambda: setattr(manifest.Manifest, "write", dying),

@@ -20,12 +20,12 @@ class Sizes(NamedTuple):
     """Bytes, in fp32."""
 
     shard: int
-    whole: int
+    unsharded: int
 
 
 def sizes(parameters: list[Tensor], world_size: int) -> Sizes:
     layout = make_layout(tuple(tuple(p.shape) for p in parameters), 4, world_size)
-    return Sizes(4 * layout.chunk, 4 * layout.numel)
+    return Sizes(4 * layout.shard_numel, 4 * layout.numel)
 
 
 def make(width: int) -> Net:
@@ -46,16 +46,16 @@ def expected_peak(world_size: int, width: int, prefetch: int, buffers: int = 1) 
     moments = []
     for i in range(BLOCKS):
         done = BLOCKS - 1 - i
-        computing = block.whole * min(prefetch + 1, i + 1) + block.whole * buffers * bool(done) + block.shard * done
-        reducing = block.whole * min(prefetch, i) + block.whole * buffers + block.shard * (done + 1)
+        computing = block.unsharded * min(prefetch + 1, i + 1) + block.unsharded * buffers * bool(done) + block.shard * done
+        reducing = block.unsharded * min(prefetch, i) + block.unsharded * buffers + block.shard * (done + 1)
         moments += [computing, reducing]
-    return root.shard + BLOCKS * block.shard + root.whole + max(moments)
+    return root.shard + BLOCKS * block.shard + root.unsharded + max(moments)
 
 
 def floor(world_size: int, width: int, prefetch: int) -> int:
     """Shards, gradient shards, prefetch + 1 whole units, the root's own, and two units of gradients."""
     root, block = root_and_block(world_size, width)
-    return 2 * (root.shard + BLOCKS * block.shard) + (prefetch + 1) * block.whole + root.whole + 2 * block.whole
+    return 2 * (root.shard + BLOCKS * block.shard) + (prefetch + 1) * block.unsharded + root.unsharded + 2 * block.unsharded
 
 
 def all_sizes(world_size: int, width: int) -> list[Sizes]:

@@ -78,7 +78,7 @@ def patch(stage: str) -> None:
     if stage == WRITTEN:
         dcp.FileSystemWriter.write_data = then_die(dcp.FileSystemWriter.write_data)  # type: ignore[method-assign]
     elif stage == LAST:
-        dcp.Writing.write = then_die(dcp.Writing.write)  # type: ignore[method-assign]
+        dcp.WritePlan.write = then_die(dcp.WritePlan.write)  # type: ignore[method-assign]
     elif stage == UNDER_WAY:
         dcp.FileSystemWriter.write_data = lambda *_: threading.Event().wait()  # type: ignore[assignment, method-assign]
     else:

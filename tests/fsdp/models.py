@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.comm.simulated import Call, current_rank
 from fsdp.params.unit import Unit
-from fsdp.runtime.registry import sharded_of
-from state_machine import Strategy
+from fsdp.runtime.registry import unit_ref_of
+from state_machine import ReshardPolicy
 
 
 class Block(nn.Module):
@@ -284,13 +284,13 @@ def is_at_rest(model: nn.Module) -> bool:
     engines = list(_engines(model))
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return False  # a guard was left behind
-    if any(engine.ledger.held.get(kind) for engine in engines for kind in ("scratch", "reduced", "lent")):
+    if any(engine.tracker.held.get(kind) for engine in engines for kind in ("scratch", "reduced", "lent")):
         return False
     units = [unit for engine in engines for unit in engine.units]
-    if any(engine.ledger.held.get("bucket") for engine in engines) and not any(unit.config.keeps_buckets for unit in units):
+    if any(engine.tracker.held.get("bucket") for engine in engines) and not any(unit.config.keeps_buckets for unit in units):
         return False
-    return all(e.root.at_rest and not any(e.whole(i) for i in range(len(e.units))) for e in engines) and all(
-        flat.is_shared or unit.config.strategy is Strategy.KEEP_ALWAYS or flat.whole.untyped_storage().size() == 0
+    return all(e.root.at_rest and not any(e.is_unsharded(i) for i in range(len(e.units))) for e in engines) and all(
+        flat.is_shared or unit.config.strategy is ReshardPolicy.NEVER or flat.unsharded.untyped_storage().size() == 0
         for unit in units
         for flat in unit.flats
     )
@@ -298,12 +298,12 @@ def is_at_rest(model: nn.Module) -> bool:
 
 def kept_always(model: nn.Module) -> int:
     """Bytes of whole parameters that a strategy keeps between steps."""
-    units = [unit for engine in _engines(model) for unit in engine.units if unit.config.strategy is Strategy.KEEP_ALWAYS]
-    return sum(flat.whole.untyped_storage().size() for unit in units for flat in unit.flats if not flat.is_shared)
+    units = [unit for engine in _engines(model) for unit in engine.units if unit.config.strategy is ReshardPolicy.NEVER]
+    return sum(flat.unsharded.untyped_storage().size() for unit in units for flat in unit.flats if not flat.is_shared)
 
 
 def _engines(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
-        sharded = sharded_of(module)
+        sharded = unit_ref_of(module)
         if sharded is not None and sharded.index == 0:
             yield sharded.engine

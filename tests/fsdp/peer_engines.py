@@ -12,7 +12,7 @@ from models import Block
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.comm.process_group import ProcessGroupCollectives
+from fsdp.comm.process_group import ProcessGroupCommunicator
 
 OURS, FSDP2, FSDP1, DDP = ENGINES = ("fsdp", "FSDP2", "FSDP1", "DDP")
 COMM_HOOK, GATHER, REDUCTION = "the communication hook", "a gather is refused", "a reduction is refused"
@@ -97,7 +97,7 @@ def refusing(place: str, fault: Fault) -> Iterator[None]:
     }
     owners: list[tuple[Any, str]] = [(dist, name) for name in names.get(place, ()) if hasattr(dist, name)]
     if place in names:
-        owners.append((ProcessGroupCollectives, "all_gather" if place == GATHER else "reduce_scatter"))
+        owners.append((ProcessGroupCommunicator, "all_gather" if place == GATHER else "reduce_scatter"))
 
     def first(real: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:

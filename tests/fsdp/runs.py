@@ -13,8 +13,8 @@ from torch import Tensor
 import fsdp
 from fsdp.comm.simulated import current_rank
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.registry import sharded_of
-from state_machine import Strategy
+from fsdp.runtime.registry import unit_ref_of
+from state_machine import ReshardPolicy
 from tests.fsdp.programs import (
     Backward,
     Clip,
@@ -44,7 +44,7 @@ class ShardedRun:
         self.model = self.learner.model
         self.engines: list[Engine] = []
         for module in self.model.modules():
-            one = sharded_of(module)
+            one = unit_ref_of(module)
             if one is not None and one.engine not in self.engines:
                 self.engines.append(one.engine)
         self.parameters = list(self.model.parameters())
@@ -120,7 +120,9 @@ class ShardedRun:
         allowed = (1, 2) if statement.slope else (1,)
         assert all(engine.backward_number - backwards[engine] in allowed for engine in joined)
         reduced = [call.label for call in rank.log[called:] if call.kind == "reduce_scatter"]
-        buckets = [unit.name for engine in joined for unit in engine.units for flat in unit.flats if any(flat.trainable)]
+        buckets = [
+            unit.name for engine in joined for unit in engine.units for flat in unit.flats if any(flat.requires_grad_flags)
+        ]
         if not statement.sync or only_asks:
             assert not reduced
         else:
@@ -144,16 +146,16 @@ class ShardedRun:
         assert len(now) == len(self.parameters) and all(one is other for one, other in zip(now, self.parameters, strict=True))
         for engine in self.engines:
             assert engine.root.at_rest
-            held = {kind: count for kind, count in engine.ledger.held.items() if count and kind not in ("shards", "kept")}
-            assert engine.ledger.held.get("kept", 0) == sum(
-                kept.whole.nbytes for bucket in engine.reducer.buckets for kept in bucket.stash.values()
+            held = {kind: count for kind, count in engine.tracker.held.items() if count and kind not in ("shards", "kept")}
+            assert engine.tracker.held.get("kept", 0) == sum(
+                kept.unsharded.nbytes for bucket in engine.reducer.buckets for kept in bucket.accumulated.values()
             )
-            if self.may_keep or any(unit.config.strategy is Strategy.KEEP_ALWAYS for unit in engine.units):
+            if self.may_keep or any(unit.config.strategy is ReshardPolicy.NEVER for unit in engine.units):
                 held.pop("whole", None)
             if any(unit.config.keeps_buckets for unit in engine.units):
                 held.pop("bucket", None)
             assert not held, f"at rest, {engine.units[0].name} holds {held}"
-            assert not any(engine.whole(index) for index in range(len(engine.units)))
+            assert not any(engine.is_unsharded(index) for index in range(len(engine.units)))
 
     def see(self, seen: Seen) -> Seen:
         for name, parameter in self.model.named_parameters():

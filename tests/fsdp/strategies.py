@@ -34,7 +34,7 @@ from tests.fsdp.trees import (
     walk,
 )
 
-KEEPING = ("SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER", "NO_SHARD")
+COMMITTING = ("SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER", "NO_SHARD")
 REDUCTIONS = (
     None,
     None,
@@ -96,8 +96,8 @@ def trees(draw: st.DrawFn) -> TreeSpec:
         or (draw(st.booleans()) if chosen == "some" else chosen == "all" or isinstance(modules[path], LeafSpec))
     ]
     by_hand = several_roots or draw(st.booleans())
-    strategy = draw(st.sampled_from(("FULL_SHARD", "FULL_SHARD", *KEEPING, "HYBRID_SHARD")))
-    keeps = strategy in KEEPING
+    strategy = draw(st.sampled_from(("FULL_SHARD", "FULL_SHARD", *COMMITTING, "HYBRID_SHARD")))
+    keeps = strategy in COMMITTING
     reshard = draw(st.sampled_from((None, None, False) if keeps else (None, True, False)))
     options = (
         ("sharding_strategy", strategy),
@@ -117,7 +117,7 @@ def trees(draw: st.DrawFn) -> TreeSpec:
             ties.append((alike[0], alike[1]))
     tied = {path for tie in ties for path in tie}
     leaf_paths = [path for path in inner if isinstance(modules[path], LeafSpec)]
-    edits = [(path, edit) for path, edit in _possible_edits(root) if path not in tied]
+    inplace_updates = [(path, edit) for path, edit in _possible_edits(root) if path not in tied]
     return TreeSpec(
         root,
         tuple(units),
@@ -133,7 +133,7 @@ def trees(draw: st.DrawFn) -> TreeSpec:
         feature=draw(st.sampled_from(("", "", *inner))),
         late_feature=draw(st.booleans()),
         hooked=draw(st.sampled_from(("", "", *leaf_paths))),
-        edit=draw(st.sampled_from((None, None, None, None, *edits))),
+        edit=draw(st.sampled_from((None, None, None, None, *inplace_updates))),
     )
 
 
@@ -177,8 +177,8 @@ def programs(draw: st.DrawFn, tree: TreeSpec) -> Program:
     def one_in(number: int) -> bool:
         return draw(st.integers(1, number)) == number
 
-    def fault(*places: str) -> Fault:
-        where = draw(st.sampled_from(places))
+    def fault(*param_infos: str) -> Fault:
+        where = draw(st.sampled_from(param_infos))
         paths = [path for path, one in modules.items() if where == "forward" or one.trap] or [""]
         return where, draw(st.sampled_from(paths)), draw(st.integers(0, 2))
 

@@ -224,21 +224,21 @@ def test_no_sync_keeps_memory_for_whole_gradients_and_gives_it_back() -> None:
     def fn(rank: int) -> None:
         model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
         backward(model, rank, 1, kept=True)
-        assert all(len(bucket.stash) == len(bucket.views) for bucket in _buckets(model))
+        assert all(len(bucket.accumulated) == len(bucket.views) for bucket in _buckets(model))
         backward(model, rank, 1)
-        assert not any(bucket.stash for bucket in _buckets(model))
+        assert not any(bucket.accumulated for bucket in _buckets(model))
         backward(model, rank, 1, kept=True)
         model.zero_grad()
         backward(model, rank, 1)
-        assert not any(bucket.stash for bucket in _buckets(model))
+        assert not any(bucket.accumulated for bucket in _buckets(model))
 
     fsdp.simulate(2, fn)
 
 
 def _buckets(model: nn.Module) -> list[Any]:
-    from fsdp.runtime.registry import sharded_of
+    from fsdp.runtime.registry import unit_ref_of
 
-    sharded = sharded_of(model)
+    sharded = unit_ref_of(model)
     assert sharded is not None
     assert len(units_of(model)) == 4
     return list(sharded.engine.reducer.buckets)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp.state_dict.chunks import boxes_of
+from fsdp.state_dict.chunks import chunks_of
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -18,18 +18,18 @@ def test_property_boxes_tile_the_range_in_order_and_are_few(shape: tuple[int, ..
     numel = data.draw(st.integers(0, total - first))
     full = torch.arange(total).view(shape)
     found = []
-    boxes = boxes_of(shape, first, numel)
-    for box in boxes:
-        assert box.start == len(found)
-        inside = full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+    chunks = chunks_of(shape, first, numel)
+    for chunk in chunks:
+        assert chunk.start == len(found)
+        inside = full[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))]
         found += inside.reshape(-1).tolist()
     assert found == list(range(first, first + numel))
-    assert len(boxes) <= max(2 * len(shape) - 1, 1)
+    assert len(chunks) <= max(2 * len(shape) - 1, 1)
 
 
 def test_the_bound_is_reached() -> None:
-    assert len(boxes_of((3, 3, 3), 1, 25)) == 5
+    assert len(chunks_of((3, 3, 3), 1, 25)) == 5
 
 
 def test_whole_rows_are_one_box() -> None:
-    assert boxes_of((4, 6), 6, 12) == (((1, 0), (2, 6), 0),)
+    assert chunks_of((4, 6), 6, 12) == (((1, 0), (2, 6), 0),)

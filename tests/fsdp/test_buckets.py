@@ -33,11 +33,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 import fsdp.runtime.registry
-from fsdp.comm.pairwise_sum import BLOCK, sum_over_ranks
-from fsdp.comm.process_group import ProcessGroupCollectives
-from fsdp.comm.simulated import SimulatedCollectives, current_rank
-from fsdp.reduction.bucketing import Item, make_parcels
-from fsdp.reduction.in_flight import Flights
+from fsdp.comm.pairwise_sum import BLOCK, pairwise_sum
+from fsdp.comm.process_group import ProcessGroupCommunicator
+from fsdp.comm.simulated import SimulatedCommunicator, current_rank
+from fsdp.reduction.bucketing import Item, make_bucket_groups
+from fsdp.reduction.in_flight import ReductionQueue
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 X = torch.linspace(-1, 1, 12).view(2, 6)
@@ -85,20 +85,20 @@ def test_training_is_that_of_one_process(way: str, case: str, name: str) -> None
 
 def test_small_buckets_that_follow_each_other_share_a_parcel_up_to_the_cap() -> None:
     items = [Item(size, "") for size in (4, 4, 4, 4, 9, 1, 1)]
-    assert make_parcels(range(7), items, cap=8, first=4) == ((0,), (1, 2), (3,), (4,), (5, 6))
-    assert make_parcels((6, 5, 4, 3, 2, 1, 0), items, cap=8, first=8) == ((6, 5), (4,), (3, 2), (1, 0))
-    assert make_parcels(range(7), items, cap=None, first=4) == tuple((n,) for n in range(7))
+    assert make_bucket_groups(range(7), items, cap=8, first=4) == ((0,), (1, 2), (3,), (4,), (5, 6))
+    assert make_bucket_groups((6, 5, 4, 3, 2, 1, 0), items, cap=8, first=8) == ((6, 5), (4,), (3, 2), (1, 0))
+    assert make_bucket_groups(range(7), items, cap=None, first=4) == tuple((n,) for n in range(7))
 
 
 def test_parcels_that_taper_take_half_of_what_is_left_down_to_an_eighth_of_the_cap() -> None:
     items = [Item(1, "")] * 40
-    parcels = make_parcels(range(40), items, cap=16, first=1, tapers=True)
-    assert [len(parcel) for parcel in parcels] == [1, 16, 11, 6, 3, 2, 1]
+    groups = make_bucket_groups(range(40), items, cap=16, first=1, tapers=True)
+    assert [len(group) for group in groups] == [1, 16, 11, 6, 3, 2, 1]
 
 
 def test_kinds_do_not_mix_and_a_parcel_comes_when_its_last_bucket_does() -> None:
     items = [Item(2, "a"), Item(2, "b"), Item(2, "a"), Item(2, "b"), Item(2, "a")]
-    assert make_parcels(range(5), items, cap=4, first=4) == ((0, 2), (1, 3), (4,))
+    assert make_bucket_groups(range(5), items, cap=4, first=4) == ((0, 2), (1, 3), (4,))
 
 
 # what is launched, and when ---------------------------------------------------------------
@@ -165,13 +165,13 @@ def test_a_large_unit_is_reduced_in_pieces_before_it_is_ready(strategy: str) -> 
 def test_pieces_that_are_launched_early_are_awaited_when_their_units_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were kept in flight until the end of the backward, which is the memory of all gradients."""
     deepest: list[int] = []
-    launch = Flights.launch
+    launch = ReductionQueue.launch
 
-    def counted(flights: Flights, buckets: Any) -> None:
+    def early(flights: ReductionQueue, buckets: Any) -> None:
         launch(flights, buckets)
         deepest.append(len(flights._first))
 
-    monkeypatch.setattr(Flights, "launch", counted)
+    monkeypatch.setattr(ReductionQueue, "launch", early)
 
     def fn(rank: int) -> None:
         layers = (nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(8))
@@ -197,7 +197,7 @@ def test_what_is_left_over_of_a_unit_is_reduced_last() -> None:
     def fn(rank: int) -> list[int]:
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
         fsdp.fully_shard(model, sharding_strategy="NO_SHARD", reduction=fsdp.ReductionPolicy(bucket_cap_mb=KIB / 2))
-        return [flat.whole.nbytes for flat in units_of(model)[0].flats]
+        return [flat.unsharded.nbytes for flat in units_of(model)[0].flats]
 
     assert fsdp.simulate(1, fn) == [[256, 512, 512]]
 
@@ -206,7 +206,7 @@ def test_without_gathers_buckets_taper_towards_the_end_of_the_backward() -> None
     def fn(rank: int) -> list[int]:
         model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(40)))
         fsdp.fully_shard(model, sharding_strategy="NO_SHARD")
-        return [flat.whole.nbytes // 2**20 for flat in units_of(model)[0].flats]
+        return [flat.unsharded.nbytes // 2**20 for flat in units_of(model)[0].flats]
 
     assert fsdp.simulate(1, fn) == [[2, 3, 5, 10, 20]]
 
@@ -270,7 +270,7 @@ def test_what_had_not_come_is_named() -> None:
         return fsdp.reducer_stats(model)[0]
 
     zero, one = fsdp.simulate(2, fn)
-    assert zero.pending == ("unused.weight", "unused.bias") and one.pending == ()
+    assert zero.reduced_shard == ("unused.weight", "unused.bias") and one.reduced_shard == ()
     assert 0 < zero.ready_s <= zero.launched_s
 
 
@@ -349,14 +349,14 @@ def test_deterministic_reductions_have_the_same_bits_under_every_strategy(dtype:
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5])
 def test_sums_of_blocks_of_neighbours_are_the_sum_of_all(ranks: int, replicas: int) -> None:
     parts = torch.randn(replicas * ranks, 33)
-    whole = torch.empty(33)
-    sum_over_ranks(parts.clone(), whole)
+    unsharded = torch.empty(33)
+    pairwise_sum(parts.clone(), unsharded)
     blocks = torch.empty(replicas, 33)
     for replica in range(replicas):
-        sum_over_ranks(parts[replica * ranks : (replica + 1) * ranks].clone(), blocks[replica])
+        pairwise_sum(parts[replica * ranks : (replica + 1) * ranks].clone(), blocks[replica])
     again = torch.empty(33)
-    sum_over_ranks(blocks, again)
-    assert torch.equal(whole, again)
+    pairwise_sum(blocks, again)
+    assert torch.equal(unsharded, again)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -368,8 +368,8 @@ def test_a_sum_in_blocks_has_the_bits_of_its_parts(ranks: int, dtype: torch.dtyp
     into = torch.empty(2 * BLOCK + 5, dtype=dtype)
     wanted = [torch.empty(len(piece[0]), dtype=dtype) for piece in parts.split(BLOCK // 2, 1)]
     for piece, part in zip(parts.split(BLOCK // 2, 1), wanted, strict=True):
-        sum_over_ranks(piece.clone(), part)
-    sum_over_ranks(parts, into)
+        pairwise_sum(piece.clone(), part)
+    pairwise_sum(parts, into)
     assert torch.equal(into, torch.cat(wanted))
 
 
@@ -407,9 +407,9 @@ def test_units_wrapped_by_hand_take_the_streams_of_the_outermost(way: str, inner
         for module, streams in ((model[0], inner), (model, outer)):
             fsdp.fully_shard(module, reduction=fsdp.ReductionPolicy(streams=streams), sync_module_states=True, **WAYS[way])
         model(X).sum().backward()
-        sharded = fsdp.runtime.registry.sharded_of(model)
+        sharded = fsdp.runtime.registry.unit_ref_of(model)
         assert is_at_rest(model) and sharded is not None
-        return len(sharded.engine.channels.lanes)
+        return len(sharded.engine.comms.lanes)
 
     assert fsdp.simulate(SIZE, fn) == [outer] * SIZE
 
@@ -437,18 +437,18 @@ def test_where_the_backend_coalesces_buckets_share_a_collective_without_a_copy(w
         return [train(wrap(case, reduction=one, **WAYS[way]), own_batches(case, rank), SGD) for one in policies]
 
     apart = fsdp.simulate(SIZE, fn)
-    monkeypatch.setattr(SimulatedCollectives, "coalesces", lambda *_: True)
-    joins = mock.patch.object(Flights, "_join", side_effect=AssertionError("a copy"))
-    several = mock.patch.object(SimulatedCollectives, "reduce_scatter_each", autospec=True, side_effect=EACH)
-    with joins, several as counted:
+    monkeypatch.setattr(SimulatedCommunicator, "supports_coalescing", lambda *_: True)
+    joins = mock.patch.object(ReductionQueue, "_join", side_effect=AssertionError("a copy"))
+    several = mock.patch.object(SimulatedCommunicator, "reduce_scatter_coalesced", autospec=True, side_effect=EACH)
+    with joins, several as early:
         together = fsdp.simulate(SIZE, fn)
-    assert counted.call_count
+    assert early.call_count
     for one, other in zip(apart, together, strict=True):
         for found, wanted in zip(one, other, strict=True):
             assert_trained_alike(found, wanted, within=0)
 
 
-EACH = SimulatedCollectives.reduce_scatter_each
+EACH = SimulatedCommunicator.reduce_scatter_coalesced
 
 
 def test_a_backend_that_coalesces_is_given_all_buckets_between_a_beginning_and_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,23 +473,27 @@ def test_a_backend_that_coalesces_is_given_all_buckets_between_a_beginning_and_a
             calls.append("end")
             return "work"
 
-    channel = object.__new__(ProcessGroupCollectives)
-    channel._recent, channel._lines, channel._size = deque(), None, 2  # type: ignore[misc]
-    monkeypatch.setattr(ProcessGroupCollectives, "group", property(lambda _: Group()))
+    channel = object.__new__(ProcessGroupCommunicator)
+    channel._recent, channel._peers, channel._size = deque(), None, 2  # type: ignore[misc]
+    monkeypatch.setattr(ProcessGroupCommunicator, "group", property(lambda _: Group()))
     meta = torch.device("meta")
-    assert channel.coalesces(meta) and not channel.coalesces(meta, True) and not channel.coalesces(torch.device("cpu"))
+    assert (
+        channel.supports_coalescing(meta)
+        and not channel.supports_coalescing(meta, True)
+        and not channel.supports_coalescing(torch.device("cpu"))
+    )
     buckets, into = ([torch.empty(size * n, device=meta) for n in (4, 8)] for size in (2, 1))
-    assert channel.reduce_scatter_each(buckets, into, "a unit") == "work"
+    assert channel.reduce_scatter_coalesced(buckets, into, "a unit") == "work"
     assert calls == ["start", ((4,), (8,)), ((8,), (16,)), "end"]
     with pytest.raises(RuntimeError, match="refused"):
-        channel.reduce_scatter_each(buckets, into, "a unit")
-    assert channel.total_scratch_bytes(torch.empty(5), True) == 2 * 6 * 4
+        channel.reduce_scatter_coalesced(buckets, into, "a unit")
+    assert channel.all_reduce_scratch_bytes(torch.empty(5), True) == 2 * 6 * 4
     assert calls[4:] == ["start", ((4,), (8,)), "end"], "an error leaves nothing begun"
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_a_deterministic_sum_over_all_ranks_holds_is_in_the_books(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimulatedCollectives, "total_scratch_bytes", lambda _, tensor, exact: tensor.nbytes if exact else 0)
+    monkeypatch.setattr(SimulatedCommunicator, "all_reduce_scratch_bytes", lambda _, tensor, exact: tensor.nbytes if exact else 0)
 
     def fn(rank: int, exact: bool) -> int:
         policy = fsdp.ReductionPolicy(deterministic=exact, bucket_cap_mb=KIB)
@@ -500,9 +504,9 @@ def test_what_a_deterministic_sum_over_all_ranks_holds_is_in_the_books(fails: bo
         with pytest.raises(ZeroDivisionError) if fails else nullcontext():
             loss_of(model(x)).backward()
         assert is_at_rest(model)
-        ledger = fsdp.runtime.registry.sharded_of(model).engine.ledger  # type: ignore[union-attr]
-        assert ledger.held.get("scratch", 0) == 0
-        return ledger.peak
+        tracker = fsdp.runtime.registry.unit_ref_of(model).engine.tracker  # type: ignore[union-attr]
+        assert tracker.held.get("scratch", 0) == 0
+        return tracker.peak
 
     exact, other = (fsdp.simulate(2, partial(fn, exact=exact)) for exact in (True, False))
     assert all(map(operator.gt, exact, other))
@@ -702,7 +706,7 @@ def test_the_policy_of_the_outermost_unit_counts() -> None:
         for block in model.blocks:
             fsdp.fully_shard(block, mp_policy=half)
         fsdp.fully_shard(model, mp_policy=half, reduction=fsdp.ReductionPolicy(deterministic=True))
-        sharded = fsdp.runtime.registry.sharded_of(model)
+        sharded = fsdp.runtime.registry.unit_ref_of(model)
         return {bucket.dtype for bucket in sharded.engine.reducer.buckets}
 
     assert fsdp.simulate(2, fn) == [{torch.float32}] * 2
@@ -717,10 +721,10 @@ def test_a_launch_that_fails_leaves_no_byte(strategy: str, broken: str, monkeypa
         loss_of(model(X)).backward()
         model.zero_grad()
         resting = fsdp.memory_bytes(model)
-        engine = fsdp.runtime.registry.sharded_of(model).engine
-        holder = engine.reducer.buckets[1].__class__ if broken == "fill" else engine.channels.reductions.__class__
+        engine = fsdp.runtime.registry.unit_ref_of(model).engine
+        holder = engine.reducer.buckets[1].__class__ if broken == "fill" else engine.comms.reduce_comm.__class__
         if broken == "all_reduce":
-            holder = engine.channels.replicas.__class__
+            holder = engine.comms.replica_comm.__class__
         loss = loss_of(model(X))
 
         def fails(*_: Any, **__: Any) -> None:

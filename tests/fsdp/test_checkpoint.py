@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import fsdp
-from fsdp.checkpoint.dcp import Stored
+from fsdp.checkpoint.dcp import StoredCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 FULL = StateDictOptions(full_state_dict=True)
@@ -316,8 +316,8 @@ def test_files_are_limited_and_all_of_them_are_read(in_background: bool, tmp_pat
 
     wanted = fsdp.simulate(2, save)[0]
     tensors: dict[str, int] = {}
-    for index, info in Stored(tmp_path / "a").metadata.storage_data.items():
-        stored = Stored(tmp_path / "a").tensor(index.fqn)
+    for index, info in StoredCheckpoint(tmp_path / "a").metadata.storage_data.items():
+        stored = StoredCheckpoint(tmp_path / "a").tensor(index.fqn)
         if stored is not None:
             (chunk,) = (one for one in stored.chunks if tuple(one.offsets) == tuple(index.offset))
             size = torch.Size(chunk.sizes).numel() * stored.properties.dtype.itemsize
@@ -357,7 +357,7 @@ def test_ranks_that_hold_the_same_shards_save_them_once_and_load_them_all(saving
         assert_same((weights_of(third), fsdp.full_optim_state_dict(third, mine)), (weights_of(other), wanted[1]))
 
     fsdp.simulate(4, fn)
-    for key, stored in Stored(tmp_path / "a").metadata.state_dict_metadata.items():
+    for key, stored in StoredCheckpoint(tmp_path / "a").metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
             written = sum(torch.Size(chunk.sizes).numel() for chunk in stored.chunks)
             assert written == torch.Size(stored.size).numel(), f"{key} is there more than once"

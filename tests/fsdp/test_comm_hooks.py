@@ -11,8 +11,8 @@ from torch.futures import Future
 
 import fsdp
 from fsdp.comm.simulated import current_rank
-from fsdp.device.storage import Ledger, Memory
-from fsdp.reduction.comm_hook import GradientBucket
+from fsdp.device.storage import MemoryTracker, ResizableStorage
+from fsdp.reduction.comm_hook import GradBucket
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "FULL_SHARD": (3, {}),
@@ -28,7 +28,7 @@ def promised(value: Any) -> Future[Any]:
     return promise
 
 
-def average(shards: int, bucket: GradientBucket) -> Future[Tensor]:
+def average(shards: int, bucket: GradBucket) -> Future[Tensor]:
     """The chunk of this rank of the average over all ranks."""
     rank = current_rank()
     assert rank is not None
@@ -72,7 +72,7 @@ def test_a_hook_is_shown_the_gradients_of_its_rank(size: int, options: dict[str,
         shown: dict[int, dict[str, Tensor]] = {}
         last = []
 
-        def hook(shards: int, bucket: GradientBucket) -> Future[Tensor]:
+        def hook(shards: int, bucket: GradBucket) -> Future[Tensor]:
             named = {id(p): gradient.clone() for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)}
             assert all(torch.isfinite(p.sum()) for p in bucket.parameters()), "parameters a hook may read"
             shown[bucket.index()] = {name: named[key] for key, name in names.items() if key in named}
@@ -98,18 +98,18 @@ def test_a_hook_is_shown_the_gradients_of_its_rank(size: int, options: dict[str,
 @EVERY
 def test_padding_is_zero(size: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook that takes a norm or a scale of many elements looks at padding too, and new memory holds anything."""
-    allocate = Memory.allocate
+    allocate = ResizableStorage.allocate
 
-    def allocate_dirty(self: Memory, ledger: Ledger) -> None:
+    def allocate_dirty(self: ResizableStorage, tracker: MemoryTracker) -> None:
         fresh = not self._held
-        allocate(self, ledger)
+        allocate(self, tracker)
         if fresh:
             torch.empty(0, dtype=torch.uint8).set_(self._storage).fill_(255)  # NaN in any floating-point type
 
     def one_rank(rank: int) -> int:
         padded = []
 
-        def hook(shards: int, bucket: GradientBucket) -> Future[Tensor]:
+        def hook(shards: int, bucket: GradBucket) -> Future[Tensor]:
             padded.append(bucket.buffer().numel() - sum(gradient.numel() for gradient in bucket.gradients()))
             squares = sum(gradient.square().sum() for gradient in bucket.gradients())
             torch.testing.assert_close(bucket.buffer().square().sum(), squares)
@@ -120,11 +120,11 @@ def test_padding_is_zero(size: int, options: dict[str, Any], monkeypatch: pytest
         loss_of(model(data(rank))).backward()
         return max(padded)
 
-    monkeypatch.setattr(Memory, "allocate", allocate_dirty)
+    monkeypatch.setattr(ResizableStorage, "allocate", allocate_dirty)
     assert min(fsdp.simulate(size, one_rank)) > 0, "no bucket has padding"
 
 
-def in_place(shards: int, bucket: GradientBucket) -> Future[Tensor]:
+def in_place(shards: int, bucket: GradBucket) -> Future[Tensor]:
     """As torch's hooks do: what it comes to is the bucket itself."""
     rank = current_rank()
     assert rank is not None
@@ -186,7 +186,7 @@ def test_one_bucket_of_a_backward_is_the_last(root: str, size: int, options: dic
             net.own = nn.Parameter(torch.ones(4), requires_grad=root == "trained")
         seen = []
 
-        def hook(shards: int, bucket: GradientBucket) -> Future[Tensor]:
+        def hook(shards: int, bucket: GradBucket) -> Future[Tensor]:
             seen.append(bucket.is_last())
             return average(shards, bucket)
 
@@ -216,11 +216,11 @@ class Broken(Exception):
     """What a hook raises."""
 
 
-def raises(state: object, bucket: GradientBucket) -> Any:
+def raises(state: object, bucket: GradBucket) -> Any:
     raise Broken("at once")
 
 
-def fails_later(state: object, bucket: GradientBucket) -> Any:
+def fails_later(state: object, bucket: GradBucket) -> Any:
     promise: Future[Any] = Future()
     promise.set_exception(Broken("later"))
     return promise
@@ -258,7 +258,7 @@ def test_a_bad_hook_leaves_no_trace(name: str, size: int, options: dict[str, Any
         floor = fsdp.memory_bytes(model)
         good = [False]
 
-        def sometimes(shards: int, bucket: GradientBucket) -> Any:
+        def sometimes(shards: int, bucket: GradBucket) -> Any:
             return average(shards, bucket) if good[0] else hook(shards, bucket)
 
         fsdp.register_comm_hook(model, shards_of(size, options), sometimes)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp.runtime.side_outputs import Escapes
+from fsdp.runtime.side_outputs import SideOutputs
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 
@@ -81,7 +81,7 @@ def test_a_unit_is_left_before_the_next_one_is_reached(prefetch: int) -> None:
         most = []
 
         def count(*_: Any) -> None:
-            most.append(sum(unit.flats[0].whole.untyped_storage().size() > 0 for unit in blocks))
+            most.append(sum(unit.flats[0].unsharded.untyped_storage().size() > 0 for unit in blocks))
 
         for block in model.blocks:
             block.register_full_backward_pre_hook(count)
@@ -110,12 +110,12 @@ def test_an_output_that_is_used_twice_is_reduced_once() -> None:
     fsdp.simulate(1, fn)
 
 
-class Kept(nn.Module):
+class AccumulatedGrad(nn.Module):
     """A unit, of which a hook carries off the output; or an attribute, which the checkpoint returns as well."""
 
     def __init__(self, levels: int, returns: str) -> None:
         super().__init__()
-        self.linear = nn.Linear(6, 6) if levels == 1 else Kept(levels - 1, "output")
+        self.linear = nn.Linear(6, 6) if levels == 1 else AccumulatedGrad(levels - 1, "output")
         self.returns = returns
 
     def forward(self, x: Tensor, more: Tensor) -> Any:
@@ -131,7 +131,7 @@ class Checkpointed(nn.Module):
     def __init__(self, levels: int, returns: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.enter, self.gain, self.inner = nn.Linear(6, 6), nn.Parameter(torch.ones(6)), Kept(levels, returns)
+        self.enter, self.gain, self.inner = nn.Linear(6, 6), nn.Parameter(torch.ones(6)), AccumulatedGrad(levels, returns)
 
     def forward(self, x: Tensor) -> Tensor:
         def run(x: Tensor, more: Tensor) -> tuple[Tensor, ...]:
@@ -154,7 +154,7 @@ def test_a_backward_may_begin_at_what_a_hook_has_carried_off_from_a_unit_in_a_re
         show: dict[str, Any] = {"output": lambda _, y: y, "an input": lambda _, y: y[0], "an attribute": lambda m, _: m.aux}
         model.inner.register_forward_hook(lambda module, args, output: kept.append(show[returns](module, output)))
         if sharded:
-            fsdp.fully_shard(model, auto_wrap_policy={Kept})
+            fsdp.fully_shard(model, auto_wrap_policy={AccumulatedGrad})
         model(X).sum().backward(retain_graph=True)
         kept[0].square().mean().backward()
         assert not sharded or is_at_rest(model)
@@ -177,7 +177,7 @@ def test_evaluation_collects_nothing() -> None:
         def forward(self, x: Tensor, times: int) -> Tensor:
             for _ in range(times):
                 x = self.inner(x)
-            self.collected = sum(len(one._carried) for one in gc.get_objects() if isinstance(one, Escapes))
+            self.collected = sum(len(one._carried) for one in gc.get_objects() if isinstance(one, SideOutputs))
             return x
 
     def fn(rank: int) -> int:

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
 from fsdp.api.wrap import ELSEWHERE
-from fsdp.comm.simulated import SimulatedCollectives
+from fsdp.comm.simulated import SimulatedCommunicator
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 
@@ -108,7 +108,7 @@ class TestWrapping:
         refused_everywhere(2, fn, "Odd.gain in unit 'Sequential' is on the meta device, and the module has no reset_parameters()")
 
     def test_a_device_the_group_cannot_reach_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(SimulatedCollectives, "can_carry", lambda self, device: False)
+        monkeypatch.setattr(SimulatedCommunicator, "supports_device", lambda self, device: False)
         text = "parameter 'enter.weight' is on cpu, where this process group cannot communicate"
         refused_everywhere(2, lambda rank: fsdp.fully_shard(make_net()), text)
 
@@ -289,8 +289,8 @@ class TestUse:
         )
 
     @pytest.mark.parametrize("asker", [fsdp.no_sync, fsdp.summon_full_params], ids=["no_sync", "summon_full_params"])
-    def test_a_plain_module(self, asker: Callable[[nn.Module], Any]) -> None:
-        with pytest.raises(fsdp.ShardingError, match="Linear contains no unit; wrap it with"), asker(nn.Linear(1, 1)):
+    def test_a_plain_module(self, caller: Callable[[nn.Module], Any]) -> None:
+        with pytest.raises(fsdp.ShardingError, match="Linear contains no unit; wrap it with"), caller(nn.Linear(1, 1)):
             raise AssertionError("entered")
 
     def test_a_part_of_a_root(self) -> None:

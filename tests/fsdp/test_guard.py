@@ -216,10 +216,10 @@ def test_no_guard_is_left_behind() -> None:
 
 def test_a_refusal_leaves_no_edit_behind() -> None:
     class EditsBoth(nn.Linear):
-        edits = True
+        inplace_updates = True
 
         def forward(self, x: Tensor) -> Tensor:
-            if self.edits:
+            if self.inplace_updates:
                 with torch.no_grad():
                     self.weight.mul_(1.5)
                 self.bias.data.mul_(0.5)
@@ -229,7 +229,7 @@ def test_a_refusal_leaves_no_edit_behind() -> None:
         model = fsdp.fully_shard(EditsBoth(4, 4), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16), guard=True)
         with pytest.raises(fsdp.ShardingError, match="'bias' was changed through"):
             model(X)
-        model.edits = False
+        model.inplace_updates = False
         model(X).sum().backward()
         assert is_at_rest(model)
 

@@ -61,7 +61,7 @@ def trained(rank: int, counts: tuple[int, ...], micro: int = 1, **options: Any) 
     return weights_of(model)
 
 
-def whole(found: list[dict[str, Tensor]], options: dict[str, Any]) -> dict[str, Tensor]:
+def unsharded(found: list[dict[str, Tensor]], options: dict[str, Any]) -> dict[str, Tensor]:
     shapes = {name: p.shape for name, p in CASES["net"].model().named_parameters()}
     shards = options.get("mesh", (1, 1 if options.get("sharding_strategy") == "NO_SHARD" else len(found)))[1]
     for other in range(shards, len(found)):
@@ -77,14 +77,14 @@ def whole(found: list[dict[str, Tensor]], options: dict[str, Any]) -> dict[str, 
 def test_gradients_are_averaged_over_the_ranks_that_have_data_left(name: str, counts: tuple[int, ...]) -> None:
     options = STRATEGIES[name]
     found = fsdp.simulate(4, lambda rank: trained(rank, counts, **options))
-    assert_close(whole(found, options), alone(counts))
+    assert_close(unsharded(found, options), alone(counts))
 
 
 @EVERY
 def test_accumulation_under_no_sync_too(options: dict[str, Any]) -> None:
     counts = (6, 2, 4, 2)
     found = fsdp.simulate(4, lambda rank: trained(rank, counts, micro=2, **options))
-    assert_close(whole(found, options), alone(counts, micro=2))
+    assert_close(unsharded(found, options), alone(counts, micro=2))
 
 
 @pytest.mark.parametrize("counts", [COUNTS, (0, 2, 2, 3)], ids=str)
@@ -115,7 +115,7 @@ def test_gradients_may_be_zeroed_outside_the_step(counts: tuple[int, ...]) -> No
             if where != "never":
                 optimizer.zero_grad()
         found = fsdp.simulate(4, partial(fn, where=where))
-        assert_close(whole(found, {}), {name: p.detach() for name, p in plain.named_parameters()})
+        assert_close(unsharded(found, {}), {name: p.detach() for name, p in plain.named_parameters()})
 
 
 def test_evaluations_inside_are_served_and_running_statistics_stay() -> None:

@@ -144,9 +144,9 @@ def test_what_is_held_between_steps_is_what_the_table_says(strategy: str) -> Non
         for _ in range(2):
             loss_of(model(X)).backward()
         flats = [flat for unit in units_of(model) for flat in unit.flats]
-        held = sum(flat.shard.nbytes + flat.whole.nbytes for flat in flats)
+        held = sum(flat.shard.nbytes + flat.unsharded.nbytes for flat in flats)
         if strategy == "SHARD_OPTIMIZER":
-            held += sum(flat.whole.nbytes for flat in flats)
+            held += sum(flat.unsharded.nbytes for flat in flats)
         return fsdp.memory_bytes(model), held
 
     for found, wanted in fsdp.simulate(2, fn):
@@ -164,7 +164,7 @@ def test_a_failed_step_gives_the_whole_parameters_back(strategy: str) -> None:
             model(X)
         flats = [flat for unit in units_of(model) for flat in unit.flats]
         buckets = 1 if strategy == "SHARD_OPTIMIZER" else 0
-        assert fsdp.memory_bytes(model) == sum(flat.shard.nbytes + buckets * flat.whole.nbytes for flat in flats)
+        assert fsdp.memory_bytes(model) == sum(flat.shard.nbytes + buckets * flat.unsharded.nbytes for flat in flats)
         handle.remove()
         loss_of(model(X)).backward()
         return [None if p.grad is None else p.grad.clone() for p in model.parameters()], [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp.params.layout import Layout, Part, Slot, make_layout
+from fsdp.params.layout import Layout, ParamExtent, ShardExtent, make_layout
 
 Shape = tuple[int, ...]
 
@@ -28,24 +28,24 @@ def step_of(itemsize: int) -> int:
     return max(ALIGNMENT // itemsize, 1)
 
 
-def parts_of(layout: Layout, index: int) -> list[Part]:
-    return [layout.part(index, rank) for rank in range(layout.world_size)]
+def parts_of(layout: Layout, index: int) -> list[ShardExtent]:
+    return [layout.part(index, rank) for rank in range(layout.num_shards)]
 
 
-def smallest_chunk(shapes: tuple[Shape, ...], itemsize: int, world_size: int) -> int:
+def smallest_chunk(shapes: tuple[Shape, ...], itemsize: int, num_shards: int) -> int:
     """What an aligned layout without a thought for rows needs."""
     step = step_of(itemsize)
     total = sum(-(-prod(shape) // step) * step for shape in shapes)
-    return -(-max(-(-total // world_size), 1) // step) * step
+    return -(-max(-(-total // num_shards), 1) // step) * step
 
 
-def check(shapes: tuple[Shape, ...], itemsize: int, world_size: int) -> Layout:
+def check(shapes: tuple[Shape, ...], itemsize: int, num_shards: int) -> Layout:
     """Everything that is promised of any layout."""
-    layout = make_layout(shapes, itemsize, world_size)
-    assert layout.chunk * itemsize % ALIGNMENT == 0
-    assert layout.chunk > 0
-    assert layout.numel == layout.chunk * world_size
-    assert layout.chunk <= max(smallest_chunk(shapes, itemsize, world_size) * (1 + PADDING_BUDGET), step_of(itemsize))
+    layout = make_layout(shapes, itemsize, num_shards)
+    assert layout.shard_numel * itemsize % ALIGNMENT == 0
+    assert layout.shard_numel > 0
+    assert layout.numel == layout.shard_numel * num_shards
+    assert layout.shard_numel <= max(smallest_chunk(shapes, itemsize, num_shards) * (1 + PADDING_BUDGET), step_of(itemsize))
     assert [slot.shape for slot in layout.slots] == list(shapes)
     end = 0
     for index, slot in enumerate(layout.slots):
@@ -66,14 +66,14 @@ def check_parts(layout: Layout, index: int) -> None:
         assert prod(part.shape) == part.numel
         if part.numel:
             assert part.first == covered
-            assert rank * layout.chunk + part.offset == slot.start + part.first
-            assert part.offset + part.numel <= layout.chunk
+            assert rank * layout.shard_numel + part.offset == slot.start + part.first
+            assert part.offset + part.numel <= layout.shard_numel
         covered += part.numel
         check_shape(slot, part)
     assert covered == slot.numel
 
 
-def check_shape(slot: Slot, part: Part) -> None:
+def check_shape(slot: ParamExtent, part: ShardExtent) -> None:
     if part.numel == slot.numel and (part.numel or not slot.shape):
         assert part.shape == slot.shape
         return
@@ -91,9 +91,9 @@ def check_shape(slot: Slot, part: Part) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
-def test_small_shapes_are_tiled_aligned_and_within_budget(itemsize: int, world_size: int) -> None:
+def test_small_shapes_are_tiled_aligned_and_within_budget(itemsize: int, num_shards: int) -> None:
     for shapes in SETS:
-        check(shapes, itemsize, world_size)
+        check(shapes, itemsize, num_shards)
 
 
 @given(
@@ -101,8 +101,8 @@ def test_small_shapes_are_tiled_aligned_and_within_budget(itemsize: int, world_s
     st.sampled_from([1, 2, 4, 8, 16]),
     st.integers(1, 64),
 )
-def test_any_shapes_are_tiled_aligned_and_within_budget(shapes: tuple[Shape, ...], itemsize: int, world_size: int) -> None:
-    check(shapes, itemsize, world_size)
+def test_any_shapes_are_tiled_aligned_and_within_budget(shapes: tuple[Shape, ...], itemsize: int, num_shards: int) -> None:
+    check(shapes, itemsize, num_shards)
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -115,14 +115,14 @@ def test_the_example_of_the_docstring() -> None:
 def test_rows_of_a_transformer_block_stay_whole() -> None:
     d = 256
     shapes = ((d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,))
-    for world_size in (1, 2, 3, 4, 8):
-        assert not any(slot.cut_by_element for slot in check(shapes, 4, world_size).slots if len(slot.shape) > 1)
+    for num_shards in (1, 2, 3, 4, 8):
+        assert not any(slot.cut_by_element for slot in check(shapes, 4, num_shards).slots if len(slot.shape) > 1)
 
 
 def test_rows_too_long_for_the_budget_are_cut_by_element_and_only_those() -> None:
     layout = check(((3, 10_000), (64, 8)), 4, 4)
     assert [slot.cut_by_element for slot in layout.slots] == [True, False]
-    assert layout.part(0, 0).shape == (1, layout.chunk)
+    assert layout.part(0, 0).shape == (1, layout.shard_numel)
 
 
 def test_a_scalar_lives_on_one_rank_and_is_empty_elsewhere() -> None:
@@ -152,12 +152,12 @@ def test_the_layout_is_a_pure_function() -> None:
 def test_a_thousand_ranks_cost_what_two_cost() -> None:
     shapes: tuple[Shape, ...] = ((512,), (1536, 512), (512, 512), (2048, 512), (512, 2048)) * 4
 
-    def seconds(world_size: int) -> float:
+    def seconds(num_shards: int) -> float:
         make_layout.cache_clear()
         begin = time.process_time()
-        layout = make_layout(shapes, 2, world_size)
+        layout = make_layout(shapes, 2, num_shards)
         for index in range(len(shapes)):
-            layout.part(index, world_size - 1)
+            layout.part(index, num_shards - 1)
         return time.process_time() - begin
 
     check(shapes, 2, 1024)

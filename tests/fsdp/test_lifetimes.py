@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp.runtime.registry import sharded_of
+from fsdp.runtime.registry import unit_ref_of
 
 AFTER_THE_GROUP = """
 import torch, torch.distributed as dist, fsdp
@@ -150,7 +150,7 @@ def test_the_graph_is_freed_of_two_calls_of_a_unit_in_one_checkpoint_whose_outpu
             fsdp.fully_shard(model, auto_wrap_policy={nn.Sequential})
             model(torch.ones(1, 2)).backward()
             heard.clear()
-            sharded = sharded_of(model)
+            sharded = unit_ref_of(model)
             assert sharded is not None
             return weakref.ref(sharded.engine)
 

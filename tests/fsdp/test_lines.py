@@ -14,7 +14,7 @@ import fsdp
 from fsdp.errors import PeerFailed
 from fsdp.failure import peers as module
 from fsdp.failure.liveness import is_dead, this_process
-from fsdp.failure.peers import Lines, seconds
+from fsdp.failure.peers import PeerMonitor, seconds
 
 
 class Scope(MemoryStore):
@@ -37,10 +37,10 @@ class Scope(MemoryStore):
         return super().check([f"{self._name}/{key}" for key in keys])
 
 
-def make(size: int, connect: Callable[[str], Any] | None = str) -> list[Lines]:
+def make(size: int, connect: Callable[[str], Any] | None = str) -> list[PeerMonitor]:
     store = MemoryStore()
     ranks = [10 + r for r in range(size)]
-    lines = [Lines(store, lambda name: Scope(store, name), ranks, rank, connect) for rank in range(size)]
+    lines = [PeerMonitor(store, lambda name: Scope(store, name), ranks, rank, connect) for rank in range(size)]
     for one in lines:
         one.open("gathers")
     return lines
@@ -82,7 +82,7 @@ def test_who_abandons_says_why_to_those_who_wait() -> None:
     assert failing.down
     for one in (waiting, other):
         for broken in (False, True):
-            error = said(lambda one=one, broken=broken: one.watch.ask_for_peers(broken))
+            error = said(lambda one=one, broken=broken: one.detector.check_peers(broken))
             assert isinstance(error, PeerFailed)
             assert (error.rank, error.unit, error.reason) == (10, "blocks.1", "ValueError: no")
             assert "rank 10 has abandoned the step, in unit 'blocks.1', with ValueError: no." in str(error)
@@ -92,7 +92,7 @@ def test_who_hears_of_a_failure_passes_it_on_as_it_is() -> None:
     """On a mesh the groups of a rank are different ones."""
     messenger, waiting = make(2)
     messenger.abandon("blocks.7", PeerFailed("text", 3, "blocks.1", "ValueError: no"))
-    error = said(lambda: waiting.watch.ask_for_peers(False))
+    error = said(lambda: waiting.detector.check_peers(False))
     assert isinstance(error, PeerFailed)
     assert (error.rank, error.unit, error.reason) == (3, "blocks.1", "ValueError: no")
 
@@ -103,18 +103,18 @@ def test_ranks_that_all_abandoned_connect_anew_and_start_from_nothing() -> None:
     assert connected == ["0/gathers"] * 2
     for one in ranks:
         one.abandon("Net", None)
-    assert together(*(lambda one=one: one.connect_anew() for one in ranks)) == [None, None]
+    assert together(*(lambda one=one: one.reconnect() for one in ranks)) == [None, None]
     assert connected == ["0/gathers"] * 2 + ["1/gathers"] * 2
     for one in ranks:
         assert not one.down
-        one.watch.ask_for_peers(False)  # what is over is forgotten
+        one.detector.check_peers(False)  # what is over is forgotten
 
 
 def test_who_does_not_come_back_is_named() -> None:
     ranks = make(3)
     for one in ranks:
         one.abandon("Net", None)
-    errors = together(*(lambda one=one: one.connect_anew() for one in ranks[:2]))
+    errors = together(*(lambda one=one: one.reconnect() for one in ranks[:2]))
     for error in errors:
         assert "rank 12 has not come back within 0.3 s" in str(error)
 
@@ -123,12 +123,12 @@ def test_ranks_that_completed_different_backwards_do_not_go_on() -> None:
     ranks = make(2)
     ranks[1].completed += 1
     for one in ranks:
-        one.hang_up()
-    errors = together(*(lambda one=one: one.connect_anew() for one in ranks))
+        one.disconnect()
+    errors = together(*(lambda one=one: one.reconnect() for one in ranks))
     for error in errors:
         assert type(error) is fsdp.WorldError
         assert "rank 11 has completed a backward that rank 10 has abandoned" in str(error)
-    assert "may be a step apart" in str(said(lambda: ranks[0].connect_anew()))
+    assert "may be a step apart" in str(said(lambda: ranks[0].reconnect()))
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -138,8 +138,8 @@ def test_who_waits_for_one_that_cannot_go_on_is_told_so(ends: bool) -> None:
     comes_back.abandon("Net", None)
     knows.abandon("Net", fsdp.WorldError("The ranks disagree."))
     if ends:
-        knows.say_goodbye()
-    for error in (said(lambda: asks.watch.ask_for_peers(False)), said(comes_back.connect_anew), said(knows.connect_anew)):
+        knows.on_exit()
+    for error in (said(lambda: asks.detector.check_peers(False)), said(comes_back.reconnect), said(knows.reconnect)):
         assert type(error) is fsdp.WorldError and str(error) == "The ranks disagree."
 
 
@@ -149,13 +149,13 @@ def test_the_count_of_abandoned_steps_is_the_same_however_far_a_rank_is() -> Non
     for one in ranks:
         one.abandon("Net", None)
     assert [one.epoch for one in ranks] == [1, 1]
-    together(*(one.connect_anew for one in ranks))
+    together(*(one.reconnect for one in ranks))
     assert [one.epoch for one in ranks] == [1, 1]
 
 
 def test_who_does_not_answer_the_roll_is_named() -> None:
     ranks = make(4)
-    errors = together(*(lambda one=one: one.watch.ask_for_peers(True) for one in ranks[:3]))
+    errors = together(*(lambda one=one: one.detector.check_peers(True) for one in ranks[:3]))
     for error in errors:
         assert isinstance(error, PeerFailed) and error.rank == 13
         assert "rank 13 does not answer: its connections broke 0.1 s ago" in str(error)
@@ -163,13 +163,13 @@ def test_who_does_not_answer_the_roll_is_named() -> None:
 
 def test_when_all_answer_nobody_is_named() -> None:
     ranks = make(2)
-    assert together(*(lambda one=one: one.watch.ask_for_peers(True) for one in ranks)) == [None, None]
+    assert together(*(lambda one=one: one.detector.check_peers(True) for one in ranks)) == [None, None]
 
 
 def test_who_ended_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = make(2)
-    ranks[1].say_goodbye()
-    assert "rank 11 has ended" in str(said(lambda: ranks[0].watch.ask_for_peers(False)))
+    ranks[1].on_exit()
+    assert "rank 11 has ended" in str(said(lambda: ranks[0].detector.check_peers(False)))
 
 
 def test_a_process_is_known_by_when_it_began() -> None:
@@ -195,7 +195,7 @@ def test_a_group_without_connections_of_its_own_has_none_of_this() -> None:
     one, other = make(2, None)
     one.abandon("Net", ValueError("no"))
     assert not one.down and not one.connections
-    other.watch.ask_for_peers(False)
+    other.detector.check_peers(False)
 
 
 def test_what_is_told_can_be_sent_to_another_process() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fsdp
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
-LOOKS: dict[str, Callable[[nn.Parameter], Any]] = {
+READERS: dict[str, Callable[[nn.Parameter], Any]] = {
     "print": repr,
     "format": lambda kept: f"{kept}",
     "a list": lambda kept: kept.tolist(),
@@ -38,7 +38,7 @@ def keep(net: nn.Module, seen: list[Any], look: Callable[[nn.Parameter], Any]) -
     return kept
 
 
-@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("look", READERS.values(), ids=READERS)
 def test_looking_at_what_was_kept_is_refused_by_name(look: Callable[[nn.Parameter], Any]) -> None:
     def fn(rank: int) -> None:
         net, seen = make_net(), list[Any]()
@@ -55,7 +55,7 @@ def test_looking_at_what_was_kept_is_refused_by_name(look: Callable[[nn.Paramete
         plain(X)
         if not isinstance(alike[0], Tensor):
             assert str(seen[0]) == str(alike[0])
-        elif look is not LOOKS["an alias"]:  # which has no memory either
+        elif look is not READERS["an alias"]:  # which has no memory either
             assert torch.equal(seen[0], alike[0])
 
     fsdp.simulate(2, fn)

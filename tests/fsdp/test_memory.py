@@ -75,7 +75,7 @@ def test_the_allocator_says_the_same_as_our_books(prefetch: int) -> None:
     model = fsdp.fully_shard(make(64), auto_wrap_policy={Block}, prefetch=prefetch)
     measured = measure(lambda: [step(model) for _ in range(3)])
     booked = fsdp.memory_bytes(model, peak=True)
-    gradients = root_and_block(8, 64)[1].whole
+    gradients = root_and_block(8, 64)[1].unsharded
     assert booked == expected_peak(8, 64, prefetch, buffers=2)
     assert booked <= shards_of(model) + measured.peak <= 1.05 * (booked + gradients)
     # some flags stay
@@ -149,7 +149,7 @@ def test_at_rest_the_shards_are_all_there_is(options: dict[str, Any]) -> None:
                 model(X)
             assert fsdp.memory_bytes(model) == shards
         with fsdp.summon_full_params(model):
-            assert fsdp.memory_bytes(model) == shards + sum(s.whole for s in all_sizes(2, 8))
+            assert fsdp.memory_bytes(model) == shards + sum(s.unsharded for s in all_sizes(2, 8))
         assert fsdp.memory_bytes(model) == shards
 
     fsdp.simulate(2, fn)
@@ -164,7 +164,7 @@ def test_evaluation_holds_the_root_and_the_units_asked_for() -> None:
         return fsdp.memory_bytes(model, peak=True)
 
     root, block = root_and_block(4, 64)
-    assert fsdp.simulate(4, fn) == [root.shard + BLOCKS * block.shard + root.whole + 2 * block.whole] * 4
+    assert fsdp.simulate(4, fn) == [root.shard + BLOCKS * block.shard + root.unsharded + 2 * block.unsharded] * 4
 
 
 class Tag(torch.autograd.Function):

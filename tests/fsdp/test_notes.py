@@ -17,7 +17,7 @@ import fsdp
 from fsdp.debug.dump import DUMP
 from fsdp.debug.error_notes import MARK
 from fsdp.device import storage
-from fsdp.runtime.registry import sharded_of
+from fsdp.runtime.registry import unit_ref_of
 from tests.fsdp.models import Block, Net, is_at_rest, loss_of, make_net
 
 X: Final = torch.linspace(-1, 1, 12).view(2, 6)
@@ -83,25 +83,25 @@ def while_lent(ask: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
 def test_in_the_forward_of_an_inner_unit() -> None:
     error = Mine()
     note = fails(lambda model: [model.blocks[1].up.register_forward_hook(raising(error))], error)
-    assert note == f"{MARK} 'blocks.1', FORWARD, whole parameters WHOLE, on rank 0 of 1"
+    assert note == f"{MARK} 'blocks.1', FORWARD, whole parameters UNSHARDED, on rank 0 of 1"
 
 
 def test_between_units() -> None:
     error = Mine()
     note = fails(lambda model: [model.leave.register_forward_pre_hook(raising(error))], error)
-    assert note == f"{MARK} 'Net', FORWARD, whole parameters WHOLE, on rank 0 of 1"
+    assert note == f"{MARK} 'Net', FORWARD, whole parameters UNSHARDED, on rank 0 of 1"
 
 
 def test_what_no_hook_hears() -> None:
     error = Stop()
     note = fails(lambda model: [model.blocks[1].up.register_forward_hook(raising(error))], error)
-    assert note == f"{MARK} 'blocks.1', FORWARD, whole parameters WHOLE, on rank 0 of 1"
+    assert note == f"{MARK} 'blocks.1', FORWARD, whole parameters UNSHARDED, on rank 0 of 1"
 
 
 def test_in_a_node_of_the_backward() -> None:
     error = Mine()
     note = fails(lambda model: [model.blocks[1].up.register_full_backward_hook(raising(error))], error)
-    assert note == f"{MARK} 'blocks.1', BACKWARD_PRE, whole parameters WHOLE, on rank 0 of 1"
+    assert note == f"{MARK} 'blocks.1', BACKWARD_PRE, whole parameters UNSHARDED, on rank 0 of 1"
 
 
 def test_in_a_node_that_python_never_saw_fail() -> None:
@@ -154,20 +154,20 @@ def test_in_a_replay() -> None:
         return note_of(error)
 
     note = fsdp.simulate(1, one_rank)[0]
-    assert note == f"{MARK} 'blocks.1', BACKWARD_PRE, whole parameters WHOLE, on rank 0 of 1"
+    assert note == f"{MARK} 'blocks.1', BACKWARD_PRE, whole parameters UNSHARDED, on rank 0 of 1"
 
 
 def test_out_of_memory_in_a_gather_has_the_story(monkeypatch: pytest.MonkeyPatch) -> None:
     error = torch.OutOfMemoryError("no memory")
-    allocate, calls = storage.Memory.allocate, []
+    allocate, calls = storage.ResizableStorage.allocate, []
 
-    def tight(memory: Any, ledger: Any) -> None:
+    def tight(memory: Any, tracker: Any) -> None:
         calls.append(memory)
         if len(calls) == 3:
             raise error
-        allocate(memory, ledger)
+        allocate(memory, tracker)
 
-    monkeypatch.setattr(storage.Memory, "allocate", tight)
+    monkeypatch.setattr(storage.ResizableStorage, "allocate", tight)
     lines = fails(lambda model: None, error).splitlines()
     assert lines[0].startswith(f"{MARK} 'blocks.")
     assert any(line.startswith("root 'Net', rank 0 of 1") for line in lines)
@@ -187,9 +187,9 @@ def test_a_refusal_has_the_story() -> None:
         return note_of(caught.value)
 
     lines = fsdp.simulate(2, one_rank)[1].splitlines()
-    assert lines[0] == f"{MARK} 'Summons', FORWARD, whole parameters WHOLE, on rank 1 of 2"
+    assert lines[0] == f"{MARK} 'Summons', FORWARD, whole parameters UNSHARDED, on rank 1 of 2"
     assert "  gathers: gather_objects agreement, all_gather Summons" in lines
-    assert lines[-1].split() == ["Summons", "FORWARD", "WHOLE", "FORWARD_BEGINS"]
+    assert lines[-1].split() == ["Summons", "FORWARD", "UNSHARDED", "PRE_FORWARD"]
 
 
 OUTSIDE: Final[dict[str, tuple[Callable[[nn.Module], Any], str]]] = {
@@ -236,7 +236,7 @@ def test_a_refusal_in_a_backward_hook_has_it_too() -> None:
 def test_the_story_of_many_units_is_short() -> None:
     def one_rank(rank: int) -> str:
         model = fsdp.fully_shard(Net(blocks=30), auto_wrap_policy={Block})
-        sharded = sharded_of(model)
+        sharded = unit_ref_of(model)
         assert sharded is not None
         error = fsdp.ShardingError("no")
         sharded.engine.note(error, 17)
@@ -305,7 +305,7 @@ def test_a_signal_makes_a_process_that_hangs_tell(call: bool) -> None:
                 assert told[-1], told
             assert told[0].startswith("fsdp: process ")
             assert told[1].startswith("root 'Linear', rank 1 of 2, backward RESTING; bytes held: ")
-            assert told[4].split() == ["Linear", "IDLE", "KEPT", "FORWARD_BEGINS", "FORWARD_ENDS"]
+            assert told[4].split() == ["Linear", "IDLE", "CACHED", "PRE_FORWARD", "POST_FORWARD"]
     finally:
         process.kill()
         process.wait()

@@ -11,19 +11,19 @@ from test_lines import Scope, said, together
 from test_trail import MemoryStore
 
 import fsdp
-from fsdp.comm.process_group import ProcessGroupCollectives
+from fsdp.comm.process_group import ProcessGroupCommunicator
 from fsdp.comm.work import DONE
 from fsdp.errors import PeerFailed
 from fsdp.failure import desync, watchdog
 from fsdp.failure import peers as lines_module
-from fsdp.failure.desync import Note
-from fsdp.failure.watchdog import Device, DeviceLines, Refusal
+from fsdp.failure.desync import PendingCall
+from fsdp.failure.watchdog import DevicePeerMonitor, DeviceWatchdog, PendingError
 
 STEADY = "ababababa"
 """So often that all predict the next call, which is "b"."""
 
 
-opened: list[DeviceLines] = []
+opened: list[DevicePeerMonitor] = []
 
 
 def comes_true(condition: Callable[[], bool]) -> None:
@@ -39,26 +39,26 @@ class Rank:
 
     def __init__(self, store: MemoryStore, rank: int, size: int) -> None:
         self.aborted = Event()
-        self.device = Device()
+        self.device = DeviceWatchdog()
         self.lines = self.open_group(store, rank, size)
 
-    def open_group(self, store: MemoryStore, rank: int, size: int) -> DeviceLines:
+    def open_group(self, store: MemoryStore, rank: int, size: int) -> DevicePeerMonitor:
         ranks = [10 + r for r in range(size)]
-        lines = DeviceLines(store, lambda name: Scope(store, name), ranks, rank, None, self.device)
+        lines = DevicePeerMonitor(store, lambda name: Scope(store, name), ranks, rank, None, self.device)
         lines.aborts.append(self.aborted.set)
         lines.open("gathers")
         opened.append(lines)
         return lines
 
     def launch(self, *labels: str) -> None:
-        """As `ProcessGroupCollectives` does."""
+        """As `ProcessGroupCommunicator` does."""
         for label in labels:
             if self.lines.down or self.lines.refusal is not None:
-                self.lines.connect_anew()
+                self.lines.reconnect()
             self.launch_at_once(label)
 
     def launch_at_once(self, label: str, launch: Callable[[], object] = lambda: DONE) -> None:
-        note = self.lines.trails["gathers"].before("all_gather", label, 8)
+        note = self.lines.sequences["gathers"].check_call("all_gather", label, 8)
         self.lines.launch_on_device("gathers", note, launch)
 
     def refused(self) -> fsdp.WorldError:
@@ -70,8 +70,8 @@ class Rank:
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(watchdog, "POLL", 0.01)
-    monkeypatch.setattr(watchdog, "PATIENCE", 0.1)
-    monkeypatch.setattr(desync, "PATIENCE", 0.1)
+    monkeypatch.setattr(watchdog, "STALL_SECONDS", 0.1)
+    monkeypatch.setattr(desync, "STALL_SECONDS", 0.1)
     monkeypatch.setenv(lines_module.RETURN_SECONDS, "5")
     yield
     while opened:
@@ -93,7 +93,7 @@ def held_by(one: Rank) -> dict[str, Any]:
 
 def asks_on(channel: str, one: Rank) -> None:
     """Agree on a call that nobody has made before."""
-    one.lines.trails[channel].before("reduce", "x", 8)
+    one.lines.sequences[channel].check_call("reduce", "x", 8)
 
 
 def has_time(ranks: list[Rank]) -> None:
@@ -146,7 +146,7 @@ def test_a_first_call_that_could_not_be_launched_was_not() -> None:
     def fails() -> None:
         raise RuntimeError("out of memory")
 
-    note = lambda: Note("reductions", 1, "reduce", "", {})  # noqa: E731
+    note = lambda: PendingCall("reductions", 1, "reduce", "", {})  # noqa: E731
     with pytest.raises(RuntimeError, match="out of memory"):
         ranks[0].lines.launch_on_device("reductions", note, fails)
     for one in ranks:
@@ -189,7 +189,7 @@ def test_who_failed_and_ended_may_have_taken_what_it_launched_with_it() -> None:
     """Both have launched the same, and nobody knows whether all of that has run."""
     waiting, ending = ranks_that_launched(*STEADY)
     ending.lines.abandon("blocks.1", ValueError("no"))
-    ending.lines.say_goodbye()
+    ending.lines.on_exit()
     assert waiting.aborted.wait(5)
 
 
@@ -198,20 +198,20 @@ def test_a_refusal_of_a_step_that_is_over_refuses_nothing() -> None:
     for one in ranks:
         one.lines.abandon("Net", MemoryError("no"))
     assert not any(together(*(lambda one=one: one.launch("a") for one in ranks)))
-    ranks[0].lines.refusal = Refusal(0, fsdp.WorldError("of the step before"))
+    ranks[0].lines.refusal = PendingError(0, fsdp.WorldError("of the step before"))
     assert not any(together(*(lambda one=one: one.launch("b") for one in ranks)))
     has_time(ranks)
 
 
 def test_what_came_last_is_said_in_its_own_step_and_not_where_the_host_speaks() -> None:
     ranks = ranks_that_launched("a", "b")
-    ranks[1].lines.watch.host_waits = True
+    ranks[1].lines.detector.host_waits = True
     held = held_by(ranks[0])
     has_time(ranks)
     assert "0/waits/0" in held and "0/waits/1" not in held
     for one in ranks:
         one.lines.abandon("Net", MemoryError("no"))
-    assert not any(together(*(one.lines.connect_anew for one in ranks)))
+    assert not any(together(*(one.lines.reconnect for one in ranks)))
     has_time(ranks)
     assert "1/waits/0" not in held
 
@@ -220,7 +220,7 @@ def test_who_has_failed_itself_may_wait_for_what_it_launched() -> None:
     waiting, ending = ranks_that_launched(*STEADY)
     waiting.launch("b")
     waiting.lines.abandon("Net", MemoryError("no"))
-    ending.lines.say_goodbye()
+    ending.lines.on_exit()
     assert waiting.aborted.wait(5)
 
 
@@ -258,7 +258,7 @@ def test_all_groups_of_a_rank_are_lost_together() -> None:
     row.launch("b")
     failing.lines.abandon("blocks.1", ValueError("no"))
     assert row.aborted.wait(5)
-    error = said(column.connect_anew)
+    error = said(column.reconnect)
     assert isinstance(error, PeerFailed) and error.rank == 11
 
 
@@ -266,13 +266,13 @@ def test_what_was_said_of_a_step_is_not_compared_with_the_next_one(monkeypatch: 
     """The thread is slow, and the ranks, which failed alike, have gone on when it has read what was said."""
     slow, other = ranks_that_launched("a", "b")
     store: Any = slow.lines._store
-    reads, goes_on, get = Event(), Event(), store.get
+    reads, clear, get = Event(), Event(), store.get
 
     def read(key: str) -> bytes:
         found: bytes = get(key)
         if key.startswith("abandoned/") and current_thread() is slow.device._thread:
             reads.set()
-            goes_on.wait(5)
+            clear.wait(5)
         return found
 
     other.device.remove(other.lines)
@@ -282,7 +282,7 @@ def test_what_was_said_of_a_step_is_not_compared_with_the_next_one(monkeypatch: 
     slow.lines.abandon("Net", MemoryError("no"))
     for _ in range(2):
         assert not any(together(*(lambda one=one: one.launch("a", "b") for one in (slow, other))))
-        goes_on.set()
+        clear.set()
         has_time([slow, other])
 
 
@@ -292,7 +292,7 @@ def test_who_waits_for_one_that_ended_is_freed_and_told(killed: bool, monkeypatc
     if killed:
         monkeypatch.setattr(waiting.lines, "_dead", lambda: {1})
     else:
-        ending.lines.say_goodbye()
+        ending.lines.on_exit()
     waiting.launch("b")
     error = waiting.refused()
     assert isinstance(error, PeerFailed) and waiting.aborted.wait(5)
@@ -301,7 +301,7 @@ def test_who_waits_for_one_that_ended_is_freed_and_told(killed: bool, monkeypatc
 
 def test_who_is_done_may_end() -> None:
     one, other = ranks_that_launched("a", "b")
-    other.lines.say_goodbye()
+    other.lines.on_exit()
     has_time([one])
 
 
@@ -315,7 +315,7 @@ def test_who_has_destroyed_the_group_may_end_unheard(monkeypatch: pytest.MonkeyP
 def test_a_child_of_a_process_says_no_goodbye_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = ranks_that_launched(*STEADY)
     monkeypatch.setattr(other.lines, "_process", 0)
-    other.lines.say_goodbye()
+    other.lines.on_exit()
     one.launch("b")
     has_time([one])
 
@@ -326,7 +326,7 @@ def test_who_is_a_step_apart_waits_for_nobody_and_is_not_aborted() -> None:
     for one in ranks:
         one.lines.abandon("Net", MemoryError("no"))
 
-    def goes_on(one: Rank) -> None:
+    def clear(one: Rank) -> None:
         """As the engine does."""
         try:
             one.launch("a")
@@ -336,9 +336,9 @@ def test_who_is_a_step_apart_waits_for_nobody_and_is_not_aborted() -> None:
 
     def goes_on_late() -> None:
         time.sleep(0.3)  # the other one waits for it in the store meanwhile
-        goes_on(ranks[1])
+        clear(ranks[1])
 
-    errors = together(lambda: goes_on(ranks[0]), goes_on_late)
+    errors = together(lambda: clear(ranks[0]), goes_on_late)
     for error in errors:
         assert "may be a step apart" in str(error) and "aborted" not in str(error)
     time.sleep(0.4)
@@ -433,15 +433,15 @@ def test_a_slow_rank_is_waited_for() -> None:
 
 
 def test_while_calls_are_launched_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "PATIENCE", 0.6)  # longer than between two calls, also on a busy machine
+    monkeypatch.setattr(watchdog, "STALL_SECONDS", 0.6)  # longer than between two calls, also on a busy machine
     ranks = ranks_that_launched(*STEADY)
     store: MemoryStore = ranks[0].lines._store  # type: ignore[assignment]
-    before = store.asked
+    check_call = store.asked
     for _ in range(80):
         time.sleep(0.01)
         for one in ranks:
             one.launch("b", "a")
-    assert store.asked == before
+    assert store.asked == check_call
 
 
 def test_nobody_looks_after_a_group_that_was_closed() -> None:
@@ -454,8 +454,8 @@ def test_nobody_looks_after_a_group_that_was_closed() -> None:
 
 def test_what_is_on_a_device_is_counted_and_what_is_on_the_host_is_not() -> None:
     (one,) = ranks_that_launched(size=1)
-    channel = ProcessGroupCollectives.__new__(ProcessGroupCollectives)
-    channel._recent, channel._lines, channel._channel = [], one.lines, "gathers"  # type: ignore[assignment]
+    channel = ProcessGroupCommunicator.__new__(ProcessGroupCommunicator)
+    channel._recent, channel._peers, channel._channel = [], one.lines, "gathers"  # type: ignore[assignment]
     channel._reference = lambda: one  # type: ignore[assignment, return-value]
     launch: Callable[[object], object] = lambda group: DONE  # noqa: E731
     channel._launch("all_gather", "a", torch.empty(2), launch)

@@ -121,13 +121,13 @@ class Asker(nn.Module):
 @pytest.mark.parametrize("cast", [True, False])
 def test_floating_inputs_are_cast_wherever_they_are_and_nothing_else(cast: bool) -> None:
     def fn(rank: int) -> None:
-        asker = Asker()
+        caller = Asker()
         policy = fsdp.MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=cast)
-        model = fsdp.fully_shard(asker, mp_policy=policy)
+        model = fsdp.fully_shard(caller, mp_policy=policy)
         x, i, b = torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
         model(x, (i, [x.double()]), more={"x": x, "mask": b}, count=3)
         floats = [BF16, torch.int64, BF16, BF16, torch.bool, BF16]
-        assert asker.seen == (floats if cast else [torch.float32, torch.int64, torch.float64, torch.float32, torch.bool, BF16])
+        assert caller.seen == (floats if cast else [torch.float32, torch.int64, torch.float64, torch.float32, torch.bool, BF16])
 
     fsdp.simulate(2, fn)
 

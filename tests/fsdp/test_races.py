@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp.comm.simulated import SimulatedCollectives, current_rank
+from fsdp.comm.simulated import SimulatedCommunicator, current_rank
 from tests.fsdp.models import Block, Net, loss_of
 from tests.fsdp.programs import Program
 from tests.fsdp.runs import ShardedRun
 from tests.fsdp.strategies import programs, trees, world_sizes
 from tests.fsdp.trees import TreeSpec
-from tests.fsdp.virtual import Site, World
+from tests.fsdp.virtual import Harness, Site
 
 BLOCKS: Final = 2
 BF16: Final = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -223,11 +223,11 @@ def edited(**options: Any) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.edits = Edits(6)
+            self.inplace_updates = Edits(6)
             self.last = nn.Linear(6, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.edits(self.edits(x)))
+            return self.last(self.inplace_updates(self.inplace_updates(x)))
 
     torch.manual_seed(3)
     twice = fsdp.fully_shard(Twice(), auto_wrap_policy={Edits}, **options)
@@ -304,14 +304,14 @@ STORIES: Final[dict[str, Callable[..., None]]] = {
 
 @pytest.mark.parametrize("story", ["training", "failing"])
 def test_no_accesses_race_where_the_backend_coalesces(story: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimulatedCollectives, "coalesces", lambda *_: True)
+    monkeypatch.setattr(SimulatedCommunicator, "supports_coalescing", lambda *_: True)
     shared = {"reduction": fsdp.ReductionPolicy(bucket_cap_mb=1, first_bucket_mb=1, predivide_factor=2.0)}
     world = races_of(2, lambda: {"training": training, "failing": failing}[story](**shared))
     assert not world.races, world.races[:5]
 
 
-def races_of(size: int, story: Callable[[], None], skipped: Site | None = None) -> World:
-    world = World(skipped)
+def races_of(size: int, story: Callable[[], None], skipped: Site | None = None) -> Harness:
+    world = Harness(skipped)
     with world.patched():
         fsdp.simulate(size, world.run(lambda rank: story()))
     if skipped is None:
@@ -362,7 +362,7 @@ def test_no_accesses_race_in_any_program_on_a_mesh(data: st.DataObject, seed: in
 
 
 def assert_no_races_in(tree: TreeSpec, program: Program, world_size: int, seed: int) -> None:
-    world = World()
+    world = Harness()
     with world.patched():
         fsdp.simulate(world_size, world.run(lambda rank: ShardedRun(tree, rank).run(program)), seed)
     REACHED.update(world.sites)
@@ -389,7 +389,7 @@ def test_a_race_is_found_when_any_wait_is_left_out() -> None:
         (sparse, "NO_SHARD", {"reduction": fsdp.ReductionPolicy(static_graph=True)}),
     ]
 
-    def run(number: int, skipped: Site | None = None) -> World:
+    def run(number: int, skipped: Site | None = None) -> Harness:
         story, strategy, more = runs[number]
         size, options = STRATEGIES[strategy]
         return races_of(size, lambda: story(**options, **more), skipped)

@@ -9,7 +9,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import fsdp
 from fsdp.comm.simulated import simulate
-from fsdp.runtime.registry import sharded_of
+from fsdp.runtime.registry import unit_ref_of
 from tests.fsdp.models import assert_close, gradients_of, is_at_rest, join
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -178,9 +178,9 @@ def test_what_is_kept_with_a_leaf_does_not_grow_with_the_steps(world_size: int) 
 
     def one_rank(rank: int) -> dict[str, Tensor | None]:
         model = fsdp.fully_shard(Queries(), auto_wrap_policy={nn.Linear})
-        sharded = sharded_of(model)
+        sharded = unit_ref_of(model)
         assert sharded is not None
-        (queries,) = sharded.unit.whole_parameters
+        (queries,) = sharded.unit.unsharded_params
         entries = []
 
         def count() -> None:

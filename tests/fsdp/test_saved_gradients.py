@@ -79,7 +79,7 @@ def test_without_being_asked_they_are_left_out(tmp_path: Path) -> None:
         assert all(p.grad is one for p, one in zip(model.parameters(), before, strict=True))
 
     fsdp.simulate(2, fn)
-    assert not [key for key in dcp.Stored(tmp_path / "a").paths if key.startswith("gradients")]
+    assert not [key for key in dcp.StoredCheckpoint(tmp_path / "a").paths if key.startswith("gradients")]
 
 
 @pytest.mark.parametrize("accumulated", [False, True])

@@ -143,13 +143,13 @@ class TestInTheBackground:
     ) -> None:
         model, optimizer = trained(CASES["net"], 0, in_groups)
         planners: list[Any] = []
-        real = dcp.Writing.stage
+        real = dcp.WritePlan.stage
 
         def stage(writing: Any) -> None:
             real(writing)
             planners.append(writing._planner)
 
-        monkeypatch.setattr(dcp.Writing, "stage", stage)
+        monkeypatch.setattr(dcp.WritePlan, "stage", stage)
         under_way = fsdp.save(tmp_path / "a", model, optimizer, async_=True)
         held = sum(one.nbytes for one in planners[0].aside.values() if isinstance(one, Tensor))
         state = [one for kept in optimizer.state.values() for one in kept.values()]
@@ -182,8 +182,8 @@ def test_property_what_is_copied_is_all_that_is_saved(
 
     late: dict[int, Callable[[], None]] = {}
 
-    def go_on(everyone: Any, folder: Path, work: Callable[[], None]) -> fsdp.Saving:
-        late[everyone.rank] = work
+    def go_on(world_comm: Any, folder: Path, work: Callable[[], None]) -> fsdp.Saving:
+        late[world_comm.rank] = work
         return background.finished(folder)
 
     def fn(rank: int) -> tuple[Any, Any]:
@@ -281,7 +281,7 @@ def test_random_states_are_left_alone(saved: bool, loaded: bool, size: int, tmp_
 
 def test_nothing_that_was_read_or_written_lives_on_in_a_cycle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[Any]] = []
-    for one in (dcp.Reading, dcp.Writing):
+    for one in (dcp.ReadPlan, dcp.WritePlan):
         real = one.__init__
 
         def noted(self: Any, *arguments: Any, real: Any = real) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fsdp.comm.simulated import Call, SimulatedCollectives, SimulatedRank, current_rank, simulate
+from fsdp.comm.simulated import Call, SimulatedCommunicator, SimulatedRank, current_rank, simulate
 from fsdp.errors import PeerFailed, ShardingError, WorldError
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -26,7 +26,7 @@ def here() -> SimulatedRank:
     return rank
 
 
-def channel(name: str = "gathers") -> SimulatedCollectives:
+def channel(name: str = "gathers") -> SimulatedCommunicator:
     return here().channel(name)
 
 
@@ -56,11 +56,11 @@ class TestEachCollective:
     @SIZES
     def test_all_gather_fills_every_chunk(self, size: int) -> None:
         def fn(rank: int) -> list[int]:
-            whole = torch.zeros(size * 3, dtype=torch.uint8)
-            whole[rank * 3 : rank * 3 + 3] = rank + 1
-            channel().all_gather(whole, "a").wait()
+            unsharded = torch.zeros(size * 3, dtype=torch.uint8)
+            unsharded[rank * 3 : rank * 3 + 3] = rank + 1
+            channel().all_gather(unsharded, "a").wait()
             assert here().log == [Call("gathers", "all_gather", "a", (size - 1) * 3)]
-            return whole.tolist()
+            return unsharded.tolist()
 
         assert simulate(size, fn) == [[rank + 1 for rank in range(size) for _ in range(3)]] * size
 
@@ -151,12 +151,12 @@ class TestEachCollective:
 
     def test_autograd_sees_what_was_written_where_torch_distributed_lets_it(self) -> None:
         def fn(rank: int) -> None:
-            whole, into, tensor = torch.zeros(2, dtype=torch.uint8), torch.zeros(1), torch.zeros(2)
-            channel().all_gather(whole, "a").wait()
+            unsharded, into, tensor = torch.zeros(2, dtype=torch.uint8), torch.zeros(1), torch.zeros(2)
+            channel().all_gather(unsharded, "a").wait()
             channel().reduce_scatter(tensor, into, "b").wait()
             channel().all_reduce(tensor, "sum", "c").wait()
             channel().broadcast(tensor, 0, "d").wait()
-            assert (whole._version, into._version, tensor._version) == (before + 1, before + 1, before)
+            assert (unsharded._version, into._version, tensor._version) == (before + 1, before + 1, before)
 
         before = torch.zeros(2)._version
 
@@ -181,7 +181,7 @@ class TestEachCollective:
             (lambda c: c.broadcast(torch.zeros(4), 2, "a"), "from rank 2: the ranks are 0 to 1"),
         ],
     )
-    def test_arguments_that_cannot_be_right(self, call: Callable[[SimulatedCollectives], object], text: str) -> None:
+    def test_arguments_that_cannot_be_right(self, call: Callable[[SimulatedCommunicator], object], text: str) -> None:
         with pytest.raises(ShardingError, match=text):
             simulate(2, lambda rank: call(channel()))
 
@@ -241,21 +241,21 @@ class TestTooEarly:
             if rank == 1:
                 gate()
             c = channel()
-            whole, into = torch.full((6,), 5, dtype=torch.uint8), torch.zeros(3)
+            unsharded, into = torch.full((6,), 5, dtype=torch.uint8), torch.zeros(3)
             tensor, copy = torch.zeros(2, 2), torch.zeros((), dtype=torch.bfloat16)
             works = [
-                c.all_gather(whole, "a"),
+                c.all_gather(unsharded, "a"),
                 c.reduce_scatter(torch.zeros(6), into, "b"),
                 c.all_reduce(tensor, "sum", "c"),
                 c.broadcast(copy, 1, "d"),
             ]
             if rank == 0:
-                assert whole.tolist() == [5, 5, 5, 255, 255, 255]
+                assert unsharded.tolist() == [5, 5, 5, 255, 255, 255]
                 assert into.isnan().all() and tensor.isnan().all() and copy.isnan()
                 gate()
             for work in works:
                 work.wait()
-            assert whole.tolist() == [5] * 6
+            assert unsharded.tolist() == [5] * 6
             assert not into.any() and not tensor.any() and not copy
 
         simulate(2, fn, seed)
@@ -367,7 +367,7 @@ class TestDisagreement:
             (lambda c: c.gather_objects(None, "a"), "gather_objects('a')"),
         ],
     )
-    def test_anything_that_differs_is_a_mismatch(self, one: Callable[[SimulatedCollectives], object], other: str) -> None:
+    def test_anything_that_differs_is_a_mismatch(self, one: Callable[[SimulatedCommunicator], object], other: str) -> None:
         def fn(rank: int) -> None:
             if rank == 1:
                 one(channel())

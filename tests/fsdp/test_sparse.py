@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import fsdp
 from fsdp.comm.simulated import current_rank
 from fsdp.reduction.sparse import SparseTotal
-from fsdp.runtime.registry import sharded_of
+from fsdp.runtime.registry import unit_ref_of
 
 ROWS, WIDTH = 40, 6
 REPLICATED: dict[str, Any] = {"sharding_strategy": "NO_SHARD", "auto_wrap_policy": {nn.Embedding, nn.EmbeddingBag}}
@@ -79,8 +79,8 @@ def assert_alike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def bytes_held(model: nn.Module) -> dict[str, int]:
-    engine = sharded_of(model).engine  # type: ignore[union-attr]
-    return {kind: held for kind, held in engine.ledger.held.items() if held}
+    engine = unit_ref_of(model).engine  # type: ignore[union-attr]
+    return {kind: held for kind, held in engine.tracker.held.items() if held}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -6,64 +6,64 @@ import torch
 from torch import nn
 
 import fsdp
-from fsdp.device.storage import Ledger, Memory, Spare, storage_key
+from fsdp.device.storage import MemoryTracker, ResizableStorage, ReusableBuffer, storage_key
 
 
 def test_released_memory_comes_back_under_the_same_tensors() -> None:
-    ledger = Ledger()
+    tracker = MemoryTracker()
     buffer = torch.arange(6.0)
     view = buffer[2:4]
-    memory = Memory(buffer, "whole")
+    memory = ResizableStorage(buffer, "whole")
     assert buffer.untyped_storage().size() == 0
-    memory.allocate(ledger)
+    memory.allocate(tracker)
     buffer.copy_(torch.arange(6.0) * 2)
     assert view.tolist() == [4.0, 6.0]
-    memory.release(ledger)
+    memory.release(tracker)
     assert buffer.untyped_storage().size() == 0
 
 
 def test_both_do_nothing_the_second_time() -> None:
-    ledger = Ledger()
-    memory = Memory(torch.empty(6), "whole")
+    tracker = MemoryTracker()
+    memory = ResizableStorage(torch.empty(6), "whole")
     for _ in range(2):
-        memory.allocate(ledger)
-        assert ledger.held == {"whole": 24}
+        memory.allocate(tracker)
+        assert tracker.held == {"whole": 24}
     for _ in range(2):
-        memory.release(ledger)
-        assert ledger.now == 0
+        memory.release(tracker)
+        assert tracker.now == 0
 
 
 def test_the_peak_is_the_most_ever_held_of_all_kinds_together() -> None:
-    ledger = Ledger()
-    a, b = Memory(torch.empty(4), "a"), Memory(torch.empty(8, dtype=torch.bfloat16), "b")
-    a.allocate(ledger)
-    a.release(ledger)
-    b.allocate(ledger)
-    assert (ledger.now, ledger.peak) == (16, 16)
-    a.allocate(ledger)
-    assert (ledger.now, ledger.peak) == (32, 32)
-    a.release(ledger)
-    b.release(ledger)
-    assert (ledger.now, ledger.peak) == (0, 32)
+    tracker = MemoryTracker()
+    a, b = ResizableStorage(torch.empty(4), "a"), ResizableStorage(torch.empty(8, dtype=torch.bfloat16), "b")
+    a.allocate(tracker)
+    a.release(tracker)
+    b.allocate(tracker)
+    assert (tracker.now, tracker.peak) == (16, 16)
+    a.allocate(tracker)
+    assert (tracker.now, tracker.peak) == (32, 32)
+    a.release(tracker)
+    b.release(tracker)
+    assert (tracker.now, tracker.peak) == (0, 32)
 
 
 def test_an_empty_buffer_costs_nothing() -> None:
-    ledger = Ledger()
-    Memory(torch.empty(0), "whole").allocate(ledger)
-    assert ledger.peak == 0
+    tracker = MemoryTracker()
+    ResizableStorage(torch.empty(0), "whole").allocate(tracker)
+    assert tracker.peak == 0
 
 
 def test_tensors_of_one_memory_have_one_key_also_while_it_is_released() -> None:
     one, other = torch.empty(6), torch.empty(6)
     assert storage_key(one[1:3]) == storage_key(one.view(2, 3).t()) == storage_key(one)
     assert storage_key(one) != storage_key(other)
-    Memory(one, "whole")
-    Memory(other, "whole")
+    ResizableStorage(one, "whole")
+    ResizableStorage(other, "whole")
     assert storage_key(one) != storage_key(other)
 
 
 def test_spare_memory_is_given_out_again_when_nobody_has_any_of_it() -> None:
-    spare, like = Spare(), torch.empty(1)
+    spare, like = ReusableBuffer(), torch.empty(1)
     first = spare.take(8, like)
     place = first.data_ptr()
     part = first[2:4]
@@ -81,15 +81,15 @@ def test_gradients_that_are_kept_are_not_written_by_the_next_backward() -> None:
 
     def fn(rank: int) -> list[Any]:
         model = fsdp.fully_shard(nn.Linear(4, 4, bias=False), sharding_strategy="NO_SHARD")
-        places, kept = [], None
+        param_infos, kept = [], None
         for step in range(4):
             model(torch.full((1, 4), float(step))).sum().backward()
             gradient = model.weight.grad
-            places.append(gradient.data_ptr())
+            param_infos.append(gradient.data_ptr())
             kept = gradient if step == 1 else kept
             del gradient
             model.zero_grad()
         assert kept is not None and kept.tolist() == [[1.0] * 4] * 4
-        return [places[0] == places[1], places[2] == places[1], places[3] == places[1]]
+        return [param_infos[0] == param_infos[1], param_infos[2] == param_infos[1], param_infos[3] == param_infos[1]]
 
     assert fsdp.simulate(2, fn) == [[True, False, False]] * 2

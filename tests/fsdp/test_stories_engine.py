@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp.comm.simulated import simulate
-from fsdp.runtime.registry import sharded_of
+from fsdp.runtime.registry import unit_ref_of
 from state_machine import Event
 from tests.fsdp.models import assert_close, gradients_of, is_at_rest, join
 
@@ -270,7 +270,7 @@ def test_a_unit_is_reached_through_a_returned_view_that_was_edited_in_place() ->
     def one_rank(rank: int) -> tuple[dict[str, Tensor | None], list[Event]]:
         model = fsdp.fully_shard(EditsWhatItGets(), auto_wrap_policy={nn.Linear})
         model(x).sum().backward()
-        sharded = sharded_of(model.second)
+        sharded = unit_ref_of(model.second)
         assert sharded is not None
         return gradients_of(model), list(sharded.engine.root.lifecycles[sharded.index].story)
 
@@ -278,7 +278,7 @@ def test_a_unit_is_reached_through_a_returned_view_that_was_edited_in_place() ->
     for name, parameter in plain.named_parameters():
         assert_close({name: join([one[0][name] for one in found], parameter.shape)}, {name: parameter.grad})
     for _, story in found:
-        assert story.index(Event.BACKWARD_REACHES) < story.index(Event.GRADIENT_ARRIVES)
+        assert story.index(Event.PRE_BACKWARD) < story.index(Event.GRAD_ACCUMULATED)
 
 
 def test_freezing_and_thawing_between_steps_is_what_the_next_forward_trains() -> None:
@@ -305,9 +305,9 @@ def test_freezing_and_thawing_between_steps_is_what_the_next_forward_trains() ->
         gradients = gradients_of(model)
         module[1].requires_grad_(False)
         model(x)
-        sharded = sharded_of(module[1])
+        sharded = unit_ref_of(module[1])
         assert sharded is not None
-        return gradients, [whole.requires_grad for whole in sharded.unit.whole_parameters]
+        return gradients, [unsharded.requires_grad for unsharded in sharded.unit.unsharded_params]
 
     found = simulate(2, one_rank)
     for name, parameter in plain.named_parameters():

@@ -28,14 +28,14 @@ def test_a_step_can_be_read() -> None:
     calls = "gather_objects agreement, all_gather Net, all_gather blocks.0, all_gather blocks.1"
     assert f"  gathers: {calls}" in inside.splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in inside.splitlines()[3:]}
-    assert rows["Net"] == ["FORWARD", "WHOLE", "FORWARD_BEGINS"]
-    assert rows["blocks.0"] == ["IDLE", "SHARDED", "FORWARD_BEGINS", "FORWARD_ENDS"]
+    assert rows["Net"] == ["FORWARD", "UNSHARDED", "PRE_FORWARD"]
+    assert rows["blocks.0"] == ["IDLE", "SHARDED", "PRE_FORWARD", "POST_FORWARD"]
     assert rows["blocks.2"] == ["IDLE", "SHARDED", "nothing", "yet"]
 
     assert "reduce_scatter blocks.2" in after and "all_reduce which gradients came" in after
     rows = {line.split()[0]: line.split()[1:] for line in after.splitlines()[3:]}
-    assert rows["blocks.1"][:2] == ["IDLE", "SHARDED"] and rows["blocks.1"][-1] == "BACKWARD_ENDS"
-    assert "BACKWARD_REACHES" in rows["blocks.1"] and "GRADIENTS_READY" in rows["blocks.1"]
+    assert rows["blocks.1"][:2] == ["IDLE", "SHARDED"] and rows["blocks.1"][-1] == "FINAL_CALLBACK"
+    assert "PRE_BACKWARD" in rows["blocks.1"] and "POST_BACKWARD" in rows["blocks.1"]
 
 
 def test_every_channel_of_a_mesh_is_told_of_once() -> None:

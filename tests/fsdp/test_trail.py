@@ -11,7 +11,7 @@ import pytest
 
 import fsdp
 from fsdp.failure import desync
-from fsdp.failure.desync import Note, Trail, Watch, WatchedWork
+from fsdp.failure.desync import CallSequence, DesyncDetector, PendingCall, WatchedWork
 
 
 class MemoryStore:
@@ -56,11 +56,11 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.store = MemoryStore()
-        self.watches = [Watch(self.store, rank, size) for rank in range(size)]
+        self.watches = [DesyncDetector(self.store, rank, size) for rank in range(size)]
         self.said: dict[int, str] = {}
 
-    def run(self, *programs: Callable[[Watch], None]) -> None:
-        def live(rank: int, program: Callable[[Watch], None]) -> None:
+    def run(self, *programs: Callable[[DesyncDetector], None]) -> None:
+        def live(rank: int, program: Callable[[DesyncDetector], None]) -> None:
             try:
                 program(self.watches[rank])
             except fsdp.WorldError as error:
@@ -87,24 +87,24 @@ class NeverDone:
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desync, "PATIENCE", 0.1)
+    monkeypatch.setattr(desync, "STALL_SECONDS", 0.1)
 
 
-def step(gathers: Trail, reductions: Trail, units: list[str]) -> None:
+def step(gathers: CallSequence, reductions: CallSequence, units: list[str]) -> None:
     for kind, channel in (("all_gather", gathers), ("reduce_scatter", reductions)):
         for unit in units:
-            channel.before(kind, unit, 64)
+            channel.check_call(kind, unit, 64)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_steady_loop_asks_nobody(size: int) -> None:
     ranks = Ranks(size)
-    trails: dict[int, tuple[Trail, Trail]] = {}
+    sequences: dict[int, tuple[CallSequence, CallSequence]] = {}
 
-    def train(watch: Watch) -> None:
-        channels = trails.setdefault(watch.rank, (Trail(watch, "gathers"), Trail(watch, "reductions")))
+    def train(detector: DesyncDetector) -> None:
+        comms = sequences.setdefault(detector.rank, (CallSequence(detector, "gathers"), CallSequence(detector, "reductions")))
         for _ in range(3):
-            step(*channels, ["a", "b", "c"])
+            step(*comms, ["a", "b", "c"])
 
     ranks.run(*[train] * size)
     assert not ranks.said
@@ -116,10 +116,10 @@ def test_a_steady_loop_asks_nobody(size: int) -> None:
 def test_a_new_order_that_all_take_is_agreed_on_and_forgotten_later() -> None:
     ranks = Ranks(2)
 
-    def wander(watch: Watch) -> None:
-        gathers = Trail(watch, "gathers")
+    def wander(detector: DesyncDetector) -> None:
+        gathers = CallSequence(detector, "gathers")
         for number in range(3 * desync.LAG):
-            gathers.before("all_gather", f"unit {number}", 64)
+            gathers.check_call("all_gather", f"unit {number}", 64)
 
     ranks.run(wander, wander)
     assert not ranks.said
@@ -129,8 +129,8 @@ def test_a_new_order_that_all_take_is_agreed_on_and_forgotten_later() -> None:
 def test_two_new_calls_in_one_place() -> None:
     ranks = Ranks(2)
 
-    def call(unit: str) -> Callable[[Watch], None]:
-        return lambda watch: Trail(watch, "gathers").before("all_gather", unit, 64) and None
+    def call(unit: str) -> Callable[[DesyncDetector], None]:
+        return lambda detector: CallSequence(detector, "gathers").check_call("all_gather", unit, 64) and None
 
     ranks.run(call("a"), call("b"))
     for said in (ranks.said[0], ranks.said[1]):
@@ -141,14 +141,14 @@ def test_two_new_calls_in_one_place() -> None:
 def test_ranks_that_wait_on_different_channels_for_ever() -> None:
     ranks = Ranks(3)
 
-    def train(last: str) -> Callable[[Watch], None]:
-        def program(watch: Watch) -> None:
-            channels = {name: Trail(watch, name) for name in ("gathers", "reductions")}
+    def train(last: str) -> Callable[[DesyncDetector], None]:
+        def program(detector: DesyncDetector) -> None:
+            comms = {name: CallSequence(detector, name) for name in ("gathers", "reductions")}
             for _ in range(4):
-                for channel in channels.values():
-                    channel.before("call", "a", 64)
-            note = channels[last].before("call", "a", 64)
-            WatchedWork(NeverDone(), watch, note).wait()
+                for channel in comms.values():
+                    channel.check_call("call", "a", 64)
+            note = comms[last].check_call("call", "a", 64)
+            WatchedWork(NeverDone(), detector, note).wait()
 
         return program
 
@@ -159,20 +159,22 @@ def test_ranks_that_wait_on_different_channels_for_ever() -> None:
 
 
 def test_all_waiting_for_one_slow_call_is_no_deadlock() -> None:
-    notes = {rank: Note("gathers", 5, "all_gather('a', 64 bytes)", "", {"gathers": 5, "reductions": 3}) for rank in range(2)}
+    notes = {
+        rank: PendingCall("gathers", 5, "all_gather('a', 64 bytes)", "", {"gathers": 5, "reductions": 3}) for rank in range(2)
+    }
     assert not desync._nobody_can_go_on(notes, 2)
-    behind = {**notes, 1: Note("gathers", 4, "all_gather('b', 64 bytes)", "", {"gathers": 4, "reductions": 3})}
+    behind = {**notes, 1: PendingCall("gathers", 4, "all_gather('b', 64 bytes)", "", {"gathers": 4, "reductions": 3})}
     assert not desync._nobody_can_go_on(behind, 2), "the one behind will come"
 
 
 def test_after_a_disagreement_every_call_says_so() -> None:
-    watch = Watch(MemoryStore(), 0, 2)
-    gathers = Trail(watch, "gathers")
-    watch.trouble = "The ranks disagree."
+    detector = DesyncDetector(MemoryStore(), 0, 2)
+    gathers = CallSequence(detector, "gathers")
+    detector.trouble = "The ranks disagree."
     with pytest.raises(fsdp.WorldError, match="The ranks disagree"):
-        gathers.before("all_gather", "a", 64)
+        gathers.check_call("all_gather", "a", 64)
     with pytest.raises(fsdp.WorldError, match="The ranks disagree"):
-        WatchedWork(NeverDone(), watch, lambda: Note("gathers", 1, "a", "", {})).wait()
+        WatchedWork(NeverDone(), detector, lambda: PendingCall("gathers", 1, "a", "", {})).wait()
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -180,13 +182,13 @@ def test_who_leaves_the_agreed_schedule_is_told_what_it_is_and_who_follows_it(si
     """The others have launched what was predicted, and wait; rank 1 asks."""
     ranks = Ranks(size)
 
-    def train(then: str) -> Callable[[Watch], None]:
-        def program(watch: Watch) -> None:
-            gathers = Trail(watch, "gathers")
+    def train(then: str) -> Callable[[DesyncDetector], None]:
+        def program(detector: DesyncDetector) -> None:
+            gathers = CallSequence(detector, "gathers")
             for _ in range(4):
                 for unit in ("a", "b"):
-                    gathers.before("all_gather", unit, 64)
-            WatchedWork(NeverDone(), watch, gathers.before("all_gather", then, 64)).wait()
+                    gathers.check_call("all_gather", unit, 64)
+            WatchedWork(NeverDone(), detector, gathers.check_call("all_gather", then, 64)).wait()
 
         return program
 
@@ -202,42 +204,42 @@ class Blamed(fsdp.PeerFailed):
         super().__init__(f"rank {rank} has begun again", rank, None, "")
 
 
-def blame(rank: int) -> None:
+def report_restart(rank: int) -> None:
     raise Blamed(rank)
 
 
 @pytest.mark.parametrize("others", ["wait in that backward", "are about to call something new"])
 def test_a_rank_that_begins_again_is_named_and_nobody_is_in_trouble(others: str) -> None:
     ranks = Ranks(3)
-    for watch in ranks.watches:
-        watch.blame = blame
+    for detector in ranks.watches:
+        detector.report_restart = report_restart
 
-    def train(channel: str, kind: str, unit: str) -> Callable[[Watch], None]:
-        def program(watch: Watch) -> None:
-            channels = {name: Trail(watch, name) for name in ("gathers", "reductions")}
+    def train(channel: str, kind: str, unit: str) -> Callable[[DesyncDetector], None]:
+        def program(detector: DesyncDetector) -> None:
+            comms = {name: CallSequence(detector, name) for name in ("gathers", "reductions")}
             for _ in range(4):
-                for one in channels.values():
-                    one.before("call", "a", 64)
-            WatchedWork(NeverDone(), watch, channels[channel].before(kind, unit, 64)).wait()
+                for one in comms.values():
+                    one.check_call("call", "a", 64)
+            WatchedWork(NeverDone(), detector, comms[channel].check_call(kind, unit, 64)).wait()
 
         return program
 
     waits = {"wait in that backward": ("gathers", "call", "a"), "are about to call something new": ("reductions", "call", "b")}
-    ranks.run(train(*waits[others]), train("gathers", desync.AGAIN, "root"), train(*waits[others]))
+    ranks.run(train(*waits[others]), train("gathers", desync.RESTART_CALL, "root"), train(*waits[others]))
     assert ranks.said == dict.fromkeys(range(3), "rank 1 has begun again")
-    assert all(watch.trouble is None for watch in ranks.watches)
+    assert all(detector.trouble is None for detector in ranks.watches)
 
 
 def test_backwards_that_all_ranks_leave_out_are_agreed_on_once() -> None:
     ranks = Ranks(2)
-    trails: dict[int, Trail] = {}
+    sequences: dict[int, CallSequence] = {}
 
-    def evaluate(watch: Watch) -> None:
-        gathers = trails.setdefault(watch.rank, Trail(watch, "gathers"))
+    def evaluate(detector: DesyncDetector) -> None:
+        gathers = sequences.setdefault(detector.rank, CallSequence(detector, "gathers"))
         for _ in range(6):
-            gathers.before(desync.AGAIN, "root", 0)
+            gathers.check_call(desync.RESTART_CALL, "root", 0)
             for unit in ("a", "b"):
-                gathers.before("all_gather", unit, 64)
+                gathers.check_call("all_gather", unit, 64)
 
     ranks.run(evaluate, evaluate)
     asked = ranks.store.asked

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from fsdp.comm.work import Together
+from fsdp.comm.work import WorkBatch
 
 SECOND = timedelta(seconds=1)
 
@@ -29,7 +29,7 @@ class Recorded:
 def test_works_together_are_over_when_the_last_one_is() -> None:
     log: list[str] = []
     works = [Recorded(log, "first"), Recorded(log, "second")]
-    together = Together(iter([partial(works.__getitem__, 0), partial(works.__getitem__, 1)]))
+    together = WorkBatch(iter([partial(works.__getitem__, 0), partial(works.__getitem__, 1)]))
     works[0].over = True
     assert not together.is_completed()
     together.wait(SECOND)
@@ -39,7 +39,7 @@ def test_works_together_are_over_when_the_last_one_is() -> None:
 def test_one_that_has_waited_long_can_be_awaited_again() -> None:
     log: list[str] = []
     late = Recorded(log, "late", fails=True)
-    together = Together([lambda: Recorded(log, "first"), lambda: late])
+    together = WorkBatch([lambda: Recorded(log, "first"), lambda: late])
     with pytest.raises(RuntimeError, match="late timed out"):
         together.wait(SECOND)
     late.fails = False
@@ -51,7 +51,7 @@ def test_one_that_fails_is_told_of_when_the_others_are_over() -> None:
     log: list[str] = []
     broken, late = Recorded(log, "broken", fails=True), Recorded(log, "late", fails=True)
     broken.over = True
-    together = Together([lambda: broken, lambda: late])
+    together = WorkBatch([lambda: broken, lambda: late])
     with pytest.raises(RuntimeError, match="late timed out"):
         together.wait(SECOND)
     late.fails = False
@@ -67,7 +67,7 @@ def test_what_was_launched_before_one_failed_is_awaited_before_the_failure() -> 
     def refuses() -> Recorded:
         raise RuntimeError("the connection is closed")
 
-    together = Together([lambda: Recorded(log, "first"), refuses, lambda: Recorded(log, "third")])
+    together = WorkBatch([lambda: Recorded(log, "first"), refuses, lambda: Recorded(log, "third")])
     assert not log
     with pytest.raises(RuntimeError, match="closed"):
         together.wait(SECOND)

@@ -147,7 +147,7 @@ def test_tied_parameters_in_one_unit_are_stored_once() -> None:
     def fn(rank: int) -> None:
         model = fsdp.fully_shard(Tied())
         assert model.head.weight is model.embedding.weight
-        assert len(units_of(model)[0].places) == len(list(Tied().parameters()))
+        assert len(units_of(model)[0].param_infos) == len(list(Tied().parameters()))
 
     fsdp.simulate(2, fn)
 
@@ -155,7 +155,7 @@ def test_tied_parameters_in_one_unit_are_stored_once() -> None:
 def test_tied_parameters_across_units_belong_to_the_unit_around_both() -> None:
     def fn(rank: int) -> None:
         model = fsdp.fully_shard(Tied(), auto_wrap_policy={Block, nn.Embedding, nn.Linear})
-        owned = {unit.name: [place.names for place in unit.places] for unit in units_of(model)}
+        owned = {unit.name: [place.names for place in unit.param_infos] for unit in units_of(model)}
         assert owned["Tied"] == [["embedding.weight", "head.weight"]]
         assert owned["embedding"] == owned["head"] == []
 

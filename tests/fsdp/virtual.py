@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp.api import wrap
 from fsdp.build import builder
-from fsdp.comm.context import Channels, Lane, open_channels
-from fsdp.comm.process_group import Alone, Collectives, ReduceOp
+from fsdp.comm.context import CommContext, Lane, open_comms
+from fsdp.comm.process_group import Communicator, ReduceOp, SingleRankCommunicator
 from fsdp.comm.work import Work
 from fsdp.device import storage, streams
 from fsdp.device.storage import storage_key
@@ -113,7 +113,7 @@ class Recorder:
         self.races: list[str] = []
         self.sites: dict[Site, None] = {}
         self.operations = 0
-        self.muted = False
+        self.ignores_local_grads = False
         self._skipped = skipped
         self._blocks: dict[int, Block] = {}
         self._host: Clock = {}
@@ -242,7 +242,7 @@ class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        if self._recorder.muted:
+        if self._recorder.ignores_local_grads:
             return found
         by_position, by_name = self._uses.get(func) or self._learn(func)
         read: list[Tensor] = []
@@ -283,7 +283,7 @@ class VirtualWork:
         self._over = over
 
     def wait(self) -> None:
-        with muted(self._recorder):
+        with ignores_local_grads(self._recorder):
             self._work.wait()
         self._recorder.running.after(self._over)
 
@@ -291,7 +291,7 @@ class VirtualWork:
 class VirtualChannel:
     """A channel whose collectives run on a stream of its own, in order."""
 
-    def __init__(self, inner: Collectives, recorder: Recorder, name: str) -> None:
+    def __init__(self, inner: Communicator, recorder: Recorder, name: str) -> None:
         self._inner = inner
         self._recorder = recorder
         self._stream = VirtualStream(name, recorder)
@@ -302,7 +302,7 @@ class VirtualChannel:
         return getattr(self._inner, name)
 
     def _launch(self, what: str, read: Sequence[Tensor], written: Sequence[Tensor], launch: Callable[[], Work]) -> VirtualWork:
-        with muted(self._recorder):
+        with ignores_local_grads(self._recorder):
             work = launch()
         join(self._stream.clock, self._recorder.running.clock)
         for tensors, write in ((read, False), (written, True)):
@@ -310,15 +310,15 @@ class VirtualChannel:
                 self._recorder.touch(self._stream, tensor, write, what)
         return VirtualWork(work, self._recorder, dict(self._stream.clock))
 
-    def all_gather(self, whole: Tensor, label: str, own: Tensor | None = None) -> Work:
-        return self._launch(f"all_gather of {label}", [], [whole], lambda: self._inner.all_gather(whole, label))
+    def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
+        return self._launch(f"all_gather of {label}", [], [unsharded], lambda: self._inner.all_gather(unsharded, label))
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
         launch = lambda: self._inner.reduce_scatter(bucket, into, label, fixed_order)  # noqa: E731
         return self._launch(f"reduce_scatter of {label}", [bucket], [into], launch)
 
-    def reduce_scatter_each(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
-        launch = lambda: self._inner.reduce_scatter_each(buckets, into, label)  # noqa: E731
+    def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
+        launch = lambda: self._inner.reduce_scatter_coalesced(buckets, into, label)  # noqa: E731
         return self._launch(f"reduce_scatter_each of {label}", buckets, into, launch)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
@@ -329,11 +329,11 @@ class VirtualChannel:
         return self._launch(f"broadcast of {label}", [], [tensor], lambda: self._inner.broadcast(tensor, source, label))
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
-        with muted(self._recorder):
+        with ignores_local_grads(self._recorder):
             return self._inner.gather_objects(thing, label)
 
 
-class World:
+class Harness:
     """Every rank that runs in it has virtual streams. Entered once, around `fsdp.simulate`."""
 
     def __init__(self, skipped: Site | None = None) -> None:
@@ -353,7 +353,7 @@ class World:
     def rank(self) -> Iterator[Recorder]:
         """Around all that one rank does."""
         recorder = self._here.recorder = Recorder(self._skipped)
-        self._here.channels = {}
+        self._here.comms = {}
         self.recorders.append(recorder)
         with Watching(recorder):
             yield recorder
@@ -370,7 +370,7 @@ class World:
     @contextmanager
     def patched(self) -> Iterator[None]:
         """In place of the streams and channels of the host."""
-        allocate, release, tolist = storage.Memory.allocate, storage.Memory.release, Tensor.tolist
+        allocate, release, tolist = storage.ResizableStorage.allocate, storage.ResizableStorage.release, Tensor.tolist
 
         def allocated(memory: Any, *args: Any) -> None:
             held = memory._held
@@ -386,48 +386,48 @@ class World:
 
         def listed(tensor: Tensor) -> Any:
             recorder = getattr(self._here, "recorder", None)
-            if recorder is not None and not recorder.muted:
+            if recorder is not None and not recorder.ignores_local_grads:
                 recorder.touch(recorder.running, tensor, False, "tolist")
                 recorder.host_waits()
             return tolist(tensor)
 
         with (
-            mock.patch.object(storage.Memory, "allocate", allocated),
-            mock.patch.object(storage.Memory, "release", released),
+            mock.patch.object(storage.ResizableStorage, "allocate", allocated),
+            mock.patch.object(storage.ResizableStorage, "release", released),
             mock.patch.object(Tensor, "tolist", listed),
             mock.patch.object(builder, "make_streams", lambda device, lanes: streams.CudaStreams(self._here.recorder, lanes)),
-            mock.patch.object(wrap, "open_channels", self._open),
+            mock.patch.object(wrap, "open_comms", self._open),
         ):
             yield
 
-    def _open(self, *args: Any) -> Channels:
-        known, recorder = self._here.channels, self._here.recorder
+    def _open(self, *args: Any) -> CommContext:
+        known, recorder = self._here.comms, self._here.recorder
 
-        def channel(inner: Collectives) -> Any:
+        def channel(inner: Communicator) -> Any:
             if inner.size == 1:
                 return _alone
             if inner not in known:
                 known[inner] = VirtualChannel(inner, recorder, f"collectives {len(known)}")
             return known[inner]
 
-        gathers, everyone, lanes = open_channels(*args)
-        return Channels(channel(gathers), channel(everyone), tuple(Lane(*map(channel, lane)) for lane in lanes))
+        gathers, world_comm, lanes = open_comms(*args)
+        return CommContext(channel(gathers), channel(world_comm), tuple(Lane(*map(channel, lane)) for lane in lanes))
 
 
-_alone = Alone()
+_alone = SingleRankCommunicator()
 _expired: Final = torch.UntypedStorage._expired
 _KNOWN_TO_THE_HOST: Final = ("_nnz", "sparse_dim", "dense_dim", "is_coalesced")
 """What is asked of a sparse tensor and lies in no memory of a device."""
 
 
 @contextmanager
-def muted(recorder: Recorder) -> Iterator[None]:
+def ignores_local_grads(recorder: Recorder) -> Iterator[None]:
     """What the simulated world does to move data is not what a device would do."""
-    before, recorder.muted = recorder.muted, True
+    before, recorder.ignores_local_grads = recorder.ignores_local_grads, True
     try:
         yield
     finally:
-        recorder.muted = before
+        recorder.ignores_local_grads = before
 
 
 def join(clock: Clock, other: Clock) -> None:

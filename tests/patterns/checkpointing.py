@@ -19,13 +19,13 @@ from tests.patterns.kinds import Lora
 from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, train
 from tests.patterns.order import Repeats
 
-Way = Callable[[nn.Sequential, Tensor, bool], Tensor]
+BackwardPath = Callable[[nn.Sequential, Tensor, bool], Tensor]
 
 
 class Ways(nn.Module):
     """Blocks between two layers of the root's own, checkpointed in a way that is given."""
 
-    def __init__(self, way: Way, reentrant: bool, block: Callable[[int], nn.Module] = Block, blocks: int = 2) -> None:
+    def __init__(self, way: BackwardPath, reentrant: bool, block: Callable[[int], nn.Module] = Block, blocks: int = 2) -> None:
         super().__init__()
         self.enter, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
         self.blocks = nn.Sequential(*(block(WIDTH) for _ in range(blocks)))
@@ -82,7 +82,7 @@ class Drops(Block):
 def _checkpoints(kind: str, reentrant: bool) -> None:
     step: dict[str, Any] = {"gathers": 2 * 5, "reductions": 2 * 3, "cost": "2 steps: 3 forward, 2 for replay and backward"}
 
-    def around(where: str, way: Way, reason: str, units: int = 2, **more: Any) -> None:
+    def around(where: str, way: BackwardPath, reason: str, units: int = 2, **more: Any) -> None:
         cost = {
             "gathers": 2 * (1 + 2 * units),
             "reductions": 2 * (1 + units),

@@ -22,7 +22,7 @@ from tests.patterns.harness import attempt
 
 LIMIT: Final = 30
 """Seconds until a rank that is stuck in one pattern prints its stacks and dies."""
-PATIENCE: Final = timedelta(seconds=8)
+STALL_SECONDS: Final = timedelta(seconds=8)
 """How long a rank waits for its peers."""
 
 
@@ -39,7 +39,7 @@ class Group:
         if not dist.is_initialized():
             self._made += 1
             store = dist.FileStore(str(self._folder / f"store{self._made}"), self._size)
-            dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size, timeout=PATIENCE)
+            dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size, timeout=STALL_SECONDS)
 
     def close(self) -> None:
         if dist.is_initialized():

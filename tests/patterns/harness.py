@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.comm.simulated import current_rank
-from fsdp.params.module_params import owner_of
-from fsdp.runtime.registry import sharded_of
+from fsdp.params.module_params import owning_unit
+from fsdp.runtime.registry import unit_ref_of
 from tests.fsdp.models import Gradients, assert_close, distance, is_at_rest, join, kept_always
 
 
@@ -88,7 +88,7 @@ class Outcome:
 
 
 class Run:
-    """What a program is given. This one is a replica on plain modules; see `Sharded` for the other."""
+    """What a program is given. This one is a replica on plain modules; see `UnitRef` for the other."""
 
     sharded = False
 
@@ -161,7 +161,7 @@ class Run:
         return self.outcome
 
 
-class Sharded(Run):
+class UnitRef(Run):
     """One rank, simulated or a process, on shards."""
 
     sharded = True
@@ -208,9 +208,9 @@ class Sharded(Run):
 
     def finish(self) -> Outcome:
         super().finish()
-        self.outcome.own = {name for name, p in self.parameters() if owner_of(p) is None}
+        self.outcome.own = {name for name, p in self.parameters() if owning_unit(p) is None}
         for model, floor in zip(self.models, self._floors, strict=True):
-            sharded = sharded_of(model)
+            sharded = unit_ref_of(model)
             if sharded is not None and sharded.index == 0:  # not wrapped again as a part of another
                 self.outcome.resting.append((floor, fsdp.memory_bytes(model) - kept_always(model)))
                 self.outcome.at_rest &= is_at_rest(model)
@@ -231,7 +231,7 @@ def attempt(of: Pattern, rank: int, size: int, **options: Any) -> Outcome:
 def perform(of: Pattern, rank: int, size: int, **options: Any) -> Outcome:
     """The program on one rank of whatever world there is, from its beginning to its end."""
     torch.manual_seed(0)
-    run = Sharded(of, rank, size, options)
+    run = UnitRef(of, rank, size, options)
     for said in of.program(run):
         if said is not AVERAGE_ONLY:
             run.snapshot()

@@ -55,12 +55,12 @@ def _hears(where: str, *names: str) -> None:
     def _(run: Run) -> Yields:
         model = run.shard(Net(), {Block})
 
-        def hear(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        def on_event(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
             heard = (*grad_input, *grad_output)
             run.note(f"{type(module).__name__} heard", torch.stack([g.sum() for g in heard if g is not None]))
 
         for name in names:
-            model.get_submodule(name).register_full_backward_hook(hear)
+            model.get_submodule(name).register_full_backward_hook(on_event)
         for step in range(2):
             train(model, run.data(step, 2, WIDTH))
             yield

@@ -6,14 +6,14 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from state_machine.lifecycle import Lifecycle
-from state_machine.table import TABLES, Strategy
+from state_machine.table import TABLES, ReshardPolicy
 from state_machine.vocabulary import Action, Event, State
 
 
 class Turn(NamedTuple):
     """Two rows in a row: a state and what was heard in it, then the state that led to and what was heard there."""
 
-    strategy: Strategy
+    strategy: ReshardPolicy
     before: tuple[State, Event]
     after: tuple[State, Event]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from state_machine.__main__ import main
 from state_machine.diagram import diagram
-from state_machine.table import FREE_AFTER_FORWARD
+from state_machine.table import RESHARD_AFTER_FORWARD
 from state_machine.vocabulary import Event
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -18,7 +18,7 @@ def test_the_readme_shows_the_diagram_of_the_table() -> None:
 
 def test_every_row_is_an_arrow() -> None:
     arrows = [line for line in diagram().splitlines() if " --> " in line]
-    for state, row in FREE_AFTER_FORWARD.items():
+    for state, row in RESHARD_AFTER_FORWARD.items():
         for event, step in row.items():
             actions = ", ".join(action.name for action in step.actions)
             drawn = [

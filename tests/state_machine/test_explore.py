@@ -6,8 +6,8 @@ import pytest
 
 from state_machine.explorer.explore import TREES, explore, run
 from state_machine.explorer.model import Tree
-from state_machine.residency import RESIDENCES, Ask, Effect, Residence, ResidencyState
-from state_machine.table import BACKWARD, TABLES, BackwardEvent, BackwardState, BackwardStep, Step, Strategy
+from state_machine.residency import RESIDENCES, Effect, Request, Residence, ResidencyState
+from state_machine.table import BACKWARD, TABLES, BackwardEvent, BackwardState, BackwardStep, ReshardPolicy, Step
 from state_machine.vocabulary import Action, Event, State
 
 BY_NAME = {tree.name: tree for tree in TREES}
@@ -39,8 +39,8 @@ def test_the_trees_cover_depth_width_frozen_units_and_every_strategy() -> None:
     assert set(STATES) == set(BY_NAME)
     assert {len(tree.units) for tree in TREES} == {1, 2, 3, 4}
     assert any(unit.frozen for tree in TREES for unit in tree.units if len(tree.units) == 4)
-    assert {unit.strategy for unit in BY_NAME["chain"].units} == {FREE, KEEP}
-    assert {unit.strategy for unit in BY_NAME["pair-always"].units} == {Strategy.KEEP_ALWAYS}
+    assert {unit.strategy for unit in BY_NAME["chain"].units} == {AFTER_FORWARD, AFTER_BACKWARD}
+    assert {unit.strategy for unit in BY_NAME["pair-always"].units} == {ReshardPolicy.NEVER}
     for bound in ("nested", "no_sync", "lending", "again", "breakage"):
         assert any(getattr(tree.scope, bound) for tree in TREES if len(tree.units) > 1), f"nobody explores {bound}"
 
@@ -50,56 +50,66 @@ def test_two_explorations_find_the_same() -> None:
     assert first._replace(seconds=0) == second._replace(seconds=0)
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, state: State, changed: Mapping[Event, Step | None]) -> None:
+def plant(monkeypatch: pytest.MonkeyPatch, strategy: ReshardPolicy, state: State, changed: Mapping[Event, Step | None]) -> None:
     """Change rows of one table for the time of a test; None deletes."""
     table = TABLES[strategy]
     row = {event: step for event, step in {**table[state], **changed}.items() if step is not None}
     monkeypatch.setitem(TABLES, strategy, {**table, state: row})  # type: ignore[arg-type]
 
 
-FREE, KEEP = Strategy.FREE_AFTER_FORWARD, Strategy.KEEP_AFTER_FORWARD
+AFTER_FORWARD, AFTER_BACKWARD = ReshardPolicy.AFTER_FORWARD, ReshardPolicy.AFTER_BACKWARD
 BUGS = {
     "the whole parameters are not freed after the forward": (
-        ("pair", FREE, State.FORWARD, {Event.FORWARD_ENDS: Step(State.IDLE, (Action.WATCH_OUTPUTS,))}),
+        ("pair", AFTER_FORWARD, State.FORWARD, {Event.POST_FORWARD: Step(State.IDLE, (Action.HOOK_OUTPUTS,))}),
         (
-            "root: FORWARD_BEGINS",
-            "child: FORWARD_BEGINS",
-            "child: FORWARD_ENDS",
+            "root: PRE_FORWARD",
+            "child: PRE_FORWARD",
+            "child: POST_FORWARD",
             "=> child: shows whole parameters and nothing computes",
         ),
     ),
     "a kept copy survives an optimizer step": (
-        ("alone", KEEP, State.IDLE, {Event.FORWARD_BEGINS: Step(State.FORWARD, (Action.NEED,))}),
-        ("root: prefetch wants it", "the optimizer steps", "root: FORWARD_BEGINS", "=> root: computes with a stale copy"),
+        ("alone", AFTER_BACKWARD, State.IDLE, {Event.PRE_FORWARD: Step(State.FORWARD, (Action.UNSHARD,))}),
+        ("root: prefetch wants it", "the optimizer steps", "root: PRE_FORWARD", "=> root: computes with a stale copy"),
     ),
     "a second entry is refused": (
-        ("alone", KEEP, State.BACKWARD_PRE, {Event.BACKWARD_REACHES: None}),
-        ("root: FORWARD_BEGINS", "root: BACKWARD_REACHES", None),
+        ("alone", AFTER_BACKWARD, State.BACKWARD_PRE, {Event.PRE_BACKWARD: None}),
+        ("root: PRE_FORWARD", "root: PRE_BACKWARD", None),
     ),
     "the gradients are reduced twice": (
         (
             "alone",
-            KEEP,
+            AFTER_BACKWARD,
             State.BACKWARD_PRE,
-            {Event.GRADIENTS_READY: Step(State.BACKWARD_POST, (Action.FREE, Action.REDUCE, Action.REDUCE))},
+            {Event.POST_BACKWARD: Step(State.BACKWARD_POST, (Action.RESHARD, Action.REDUCE_GRADS, Action.REDUCE_GRADS))},
         ),
-        (None, None, "root: GRADIENTS_READY", "=> root: reduced a gradient twice, or none"),
+        (None, None, "root: POST_BACKWARD", "=> root: reduced a gradient twice, or none"),
     ),
     "nothing is flushed": (
-        ("alone", KEEP, State.BACKWARD_PRE, {Event.BACKWARD_ENDS: Step(State.IDLE, (Action.FREE, Action.COMMIT))}),
-        (None, None, "all: BACKWARD_ENDS", "=> root: committed before a gradient that arrived was reduced"),
+        ("alone", AFTER_BACKWARD, State.BACKWARD_PRE, {Event.FINAL_CALLBACK: Step(State.IDLE, (Action.RESHARD, Action.COMMIT))}),
+        (None, None, "all: FINAL_CALLBACK", "=> root: committed before a gradient that arrived was reduced"),
     ),
     "a failed backward drops under a reduction in flight": (
-        ("alone", KEEP, State.BACKWARD_POST, {Event.BACKWARD_FAILS: Step(State.IDLE, (Action.FREE, Action.DROP))}),
-        (None, None, None, "all: BACKWARD_FAILS", "=> root: dropped gradients under a reduction in flight"),
+        (
+            "alone",
+            AFTER_BACKWARD,
+            State.BACKWARD_POST,
+            {Event.BACKWARD_FAILED: Step(State.IDLE, (Action.RESHARD, Action.DROP_GRADS))},
+        ),
+        (None, None, None, "all: BACKWARD_FAILED", "=> root: dropped gradients under a reduction in flight"),
     ),
     "an abandoned step keeps the loan": (
-        ("alone", KEEP, State.SUMMONED, {Event.STEP_ABANDONED: Step(State.IDLE, (Action.DRAIN, Action.DROP))}),
-        ("root: SUMMONED", "all: STEP_ABANDONED", "=> root: given up and still lent"),
+        (
+            "alone",
+            AFTER_BACKWARD,
+            State.SUMMONED,
+            {Event.STEP_ABANDONED: Step(State.IDLE, (Action.WAIT_REDUCTIONS, Action.DROP_GRADS))},
+        ),
+        ("root: SUMMON", "all: STEP_ABANDONED", "=> root: given up and still lent"),
     ),
     "a unit may be summoned from inside its forward": (
-        ("alone", KEEP, State.FORWARD, {Event.SUMMONED: Step(State.SUMMONED, (Action.FREE, Action.LEND))}),
-        ("root: FORWARD_BEGINS", None, "=> root: SUMMONED was not refused"),
+        ("alone", AFTER_BACKWARD, State.FORWARD, {Event.SUMMON: Step(State.SUMMONED, (Action.RESHARD, Action.GATHER_FULL))}),
+        ("root: PRE_FORWARD", None, "=> root: SUMMON was not refused"),
     ),
 }
 
@@ -118,8 +128,8 @@ def test_a_planted_bug_is_reported_with_its_shortest_story(bug: str, monkeypatch
 
 
 def test_a_gather_freed_under_its_own_writes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {**RESIDENCES[ResidencyState.GATHERING], Ask.FREE: Residence(ResidencyState.SHARDED, (Effect.RELEASE,))}
-    monkeypatch.setitem(RESIDENCES, ResidencyState.GATHERING, row)  # type: ignore[arg-type]
+    row = {**RESIDENCES[ResidencyState.UNSHARDING], Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,))}
+    monkeypatch.setitem(RESIDENCES, ResidencyState.UNSHARDING, row)  # type: ignore[arg-type]
     assert explore(BY_NAME["alone"]).story[-1] == "=> root: released memory under a gather in flight"
 
 
@@ -136,8 +146,8 @@ def test_the_command_prints_a_table_and_the_story_of_a_violation(
     header, line = capsys.readouterr().out.splitlines()
     assert header.split() == ["tree", "units", "joint", "states", "transitions", "refused", "violations", "seconds"]
     assert line.split()[0] == "alone"
-    plant(monkeypatch, KEEP, State.FORWARD, {Event.INFERENCE_ENDS: Step(State.IDLE)})
+    plant(monkeypatch, AFTER_BACKWARD, State.FORWARD, {Event.POST_FORWARD_NO_GRAD: Step(State.IDLE)})
     assert run("alone") == 1
-    assert "    root: INFERENCE_ENDS\n    => root: shows whole parameters and nothing computes" in capsys.readouterr().out
+    assert "    root: POST_FORWARD_NO_GRAD\n    => root: shows whole parameters and nothing computes" in capsys.readouterr().out
     assert run("forest") == 2
     assert "no tree 'forest'; there are: all, alone, " in capsys.readouterr().out

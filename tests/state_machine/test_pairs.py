@@ -6,21 +6,21 @@ These tests read the tables, so they say nothing about whether a row is right; t
 import pytest
 
 from state_machine.lifecycle import OUR_BUG, REMEDIES, STORY_LENGTH, IllegalTransition, Lifecycle
-from state_machine.table import TABLES, Strategy
+from state_machine.table import TABLES, ReshardPolicy
 from state_machine.vocabulary import Action, Event, State
 
 # how to get there by events alone
 ROUTES = {
     State.IDLE: (),
-    State.FORWARD: (Event.FORWARD_BEGINS,),
-    State.BACKWARD_PRE: (Event.FORWARD_BEGINS, Event.FORWARD_ENDS, Event.BACKWARD_REACHES),
-    State.BACKWARD_POST: (Event.FORWARD_BEGINS, Event.FORWARD_ENDS, Event.BACKWARD_REACHES, Event.GRADIENTS_READY),
-    State.SUMMONED: (Event.SUMMONED,),
+    State.FORWARD: (Event.PRE_FORWARD,),
+    State.BACKWARD_PRE: (Event.PRE_FORWARD, Event.POST_FORWARD, Event.PRE_BACKWARD),
+    State.BACKWARD_POST: (Event.PRE_FORWARD, Event.POST_FORWARD, Event.PRE_BACKWARD, Event.POST_BACKWARD),
+    State.SUMMONED: (Event.SUMMON,),
 }
-PAIRS = [(strategy, state, event) for strategy in Strategy for state in State for event in Event]
+PAIRS = [(strategy, state, event) for strategy in ReshardPolicy for state in State for event in Event]
 
 
-def unit_in(strategy: Strategy, state: State) -> Lifecycle:
+def unit_in(strategy: ReshardPolicy, state: State) -> Lifecycle:
     """A unit brought to that state by events."""
     unit = Lifecycle("layers.3", strategy)
     for event in ROUTES[state]:
@@ -29,8 +29,8 @@ def unit_in(strategy: Strategy, state: State) -> Lifecycle:
     return unit
 
 
-@pytest.mark.parametrize("strategy", Strategy)
-def test_the_table_has_a_row_set_for_every_state_and_knows_no_other_word(strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", ReshardPolicy)
+def test_the_table_has_a_row_set_for_every_state_and_knows_no_other_word(strategy: ReshardPolicy) -> None:
     assert set(TABLES[strategy]) == set(State)
     for row in TABLES[strategy].values():
         for event, step in row.items():
@@ -41,7 +41,7 @@ def test_the_table_has_a_row_set_for_every_state_and_knows_no_other_word(strateg
 
 
 @pytest.mark.parametrize(("strategy", "state", "event"), PAIRS)
-def test_every_pair_moves_as_its_row_says_or_is_refused_and_stays(strategy: Strategy, state: State, event: Event) -> None:
+def test_every_pair_moves_as_its_row_says_or_is_refused_and_stays(strategy: ReshardPolicy, state: State, event: Event) -> None:
     unit = unit_in(strategy, state)
     step = TABLES[strategy][state].get(event)
     if step is not None:
@@ -63,22 +63,22 @@ def test_every_pair_moves_as_its_row_says_or_is_refused_and_stays(strategy: Stra
 
 
 def test_the_whole_text_of_a_refusal_that_a_user_can_cause() -> None:
-    unit = Lifecycle("layers.3", Strategy.FREE_AFTER_FORWARD)
-    unit.on(Event.SUMMONED)
+    unit = Lifecycle("layers.3", ReshardPolicy.AFTER_FORWARD)
+    unit.on(Event.SUMMON)
     with pytest.raises(IllegalTransition) as refused:
-        unit.on(Event.SUMMONED)
+        unit.on(Event.SUMMON)
     assert str(refused.value) == (
-        "unit 'layers.3': SUMMONED is not allowed in SUMMONED "
-        "(allowed here: RETURNED, DISCARDED, FORWARD_BEGINS, INFERENCE_ENDS, FORWARD_FAILS, "
-        "BACKWARD_LEFT, BACKWARD_ENDS, BACKWARD_ENDS_UNSYNCED, BACKWARD_FAILS, STEP_ABANDONED). "
-        "Events so far: SUMMONED. "
+        "unit 'layers.3': SUMMON is not allowed in SUMMONED "
+        "(allowed here: UNSUMMON_WRITEBACK, UNSUMMON_DISCARD, PRE_FORWARD, POST_FORWARD_NO_GRAD, FORWARD_FAILED, "
+        "INPUT_GRADS_DONE, FINAL_CALLBACK, FINAL_CALLBACK_NO_SYNC, BACKWARD_FAILED, STEP_ABANDONED). "
+        "Events so far: SUMMON. "
         "The full parameters are lent already; leave the first summon_full_params before entering another."
     )
 
 
 def test_a_refusal_that_only_we_can_cause_asks_for_a_report() -> None:
     with pytest.raises(IllegalTransition, match=r"Events so far: none\. No use of .* this is a bug in fsdp, please report it"):
-        Lifecycle("", Strategy.FREE_AFTER_FORWARD).on(Event.GRADIENTS_READY)
+        Lifecycle("", ReshardPolicy.AFTER_FORWARD).on(Event.POST_BACKWARD)
 
 
 def test_a_remedy_is_offered_only_for_what_is_refused() -> None:
@@ -91,26 +91,28 @@ def test_a_remedy_is_offered_only_for_what_is_refused() -> None:
 @pytest.mark.parametrize("state", [state for state in State if state is not State.IDLE])
 def test_a_user_who_summons_at_the_wrong_moment_reads_what_to_do(state: State) -> None:
     with pytest.raises(IllegalTransition, match="summon_full_params"):
-        unit_in(Strategy.FREE_AFTER_FORWARD, state).on(Event.SUMMONED)
+        unit_in(ReshardPolicy.AFTER_FORWARD, state).on(Event.SUMMON)
 
 
 def test_the_story_keeps_the_last_events_only() -> None:
-    unit = Lifecycle("root", Strategy.FREE_AFTER_FORWARD)
+    unit = Lifecycle("root", ReshardPolicy.AFTER_FORWARD)
     for _ in range(STORY_LENGTH):
-        unit.on(Event.FORWARD_BEGINS)
-        unit.on(Event.INFERENCE_ENDS)
-    unit.on(Event.SUMMONED)
+        unit.on(Event.PRE_FORWARD)
+        unit.on(Event.POST_FORWARD_NO_GRAD)
+    unit.on(Event.SUMMON)
     assert len(unit.story) == STORY_LENGTH
-    assert unit.story[-2:] == (Event.INFERENCE_ENDS, Event.SUMMONED)
-    assert unit.story[0] is Event.INFERENCE_ENDS
+    assert unit.story[-2:] == (Event.POST_FORWARD_NO_GRAD, Event.SUMMON)
+    assert unit.story[0] is Event.POST_FORWARD_NO_GRAD
 
 
 def test_keeping_after_the_forward_differs_in_one_row_only() -> None:
-    free, keep = TABLES[Strategy.FREE_AFTER_FORWARD], TABLES[Strategy.KEEP_AFTER_FORWARD]
+    free, keep = TABLES[ReshardPolicy.AFTER_FORWARD], TABLES[ReshardPolicy.AFTER_BACKWARD]
     different = [(state, event) for state in State for event in Event if free[state].get(event) != keep[state].get(event)]
-    assert different == [(State.FORWARD, Event.FORWARD_ENDS)]
+    assert different == [(State.FORWARD, Event.POST_FORWARD)]
 
 
 def test_keeping_always_frees_only_what_fails_is_abandoned_or_lent() -> None:
-    frees = {event for row in TABLES[Strategy.KEEP_ALWAYS].values() for event, step in row.items() if Action.FREE in step.actions}
-    assert frees == {Event.BACKWARD_FAILS, Event.FORWARD_FAILS, Event.SUMMONED, Event.STEP_ABANDONED}
+    frees = {
+        event for row in TABLES[ReshardPolicy.NEVER].values() for event, step in row.items() if Action.RESHARD in step.actions
+    }
+    assert frees == {Event.BACKWARD_FAILED, Event.FORWARD_FAILED, Event.SUMMON, Event.STEP_ABANDONED}

@@ -7,16 +7,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from state_machine.explorer.harness import World
+from state_machine.explorer.harness import Harness
 from state_machine.explorer.model import Branch, Scope, Tree
 from state_machine.lifecycle import IllegalTransition, Lifecycle
-from state_machine.residency import Ask, Effect, Residency
-from state_machine.root import CLOSINGS, Instruction, Root
-from state_machine.table import BackwardState, Strategy
+from state_machine.residency import Effect, Request, Residency
+from state_machine.root import CLOSING_EVENTS, Instruction, Root
+from state_machine.table import BackwardState, ReshardPolicy
 from state_machine.vocabulary import Action, Event, State
 
-ASKS = {Action.NEED: Ask.NEED, Action.KEEP: Ask.KEEP, Action.FREE: Ask.FREE}
-SINGLE_EVENTS = [event for event in Event if event not in CLOSINGS and event is not Event.STEP_ABANDONED]
+ASKS = {Action.UNSHARD: Request.UNSHARD, Action.KEEP_UNSHARDED: Request.CACHE, Action.RESHARD: Request.RESHARD}
+SINGLE_EVENTS = [event for event in Event if event not in CLOSING_EVENTS and event is not Event.STEP_ABANDONED]
 UNITS = st.integers(0, 2)
 
 
@@ -25,21 +25,21 @@ class UnitsSeenFromOutside(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        strategies = tuple(Strategy)
+        strategies = tuple(ReshardPolicy)
         self.root = Root([Lifecycle(f"unit{i}", strategy) for i, strategy in enumerate(strategies)])
         self.homes = [Residency(f"unit{i}") for i in range(3)]
         self.in_memory = [False] * 3
         self.in_flight = [False] * 3
         self.shown = [False] * 3
-        self.lent = [False] * 3
+        self.full_params = [False] * 3
         self.reducing = [False] * 3
         self.callbacks = 0
 
     @rule(unit=UNITS, event=st.sampled_from(SINGLE_EVENTS))
-    def hear(self, unit: int, event: Event) -> None:
+    def on_event(self, unit: int, event: Event) -> None:
         before = [(life.state, life.story) for life in self.root.lifecycles], self.root.backward
         try:
-            told = self.root.hear(unit, event)
+            told = self.root.on_event(unit, event)
         except IllegalTransition as refused:
             assert ([(life.state, life.story) for life in self.root.lifecycles], self.root.backward) == before
             assert refused.event is event and event not in refused.legal
@@ -49,16 +49,16 @@ class UnitsSeenFromOutside(RuleBasedStateMachine):
 
     @rule(unit=UNITS)
     def prefetch(self, unit: int) -> None:
-        if not self.lent[unit]:
-            self.ask(unit, Ask.WANT)
+        if not self.full_params[unit]:
+            self.ask(unit, Request.PREFETCH)
 
     @precondition(lambda self: self.root.backward is BackwardState.RUNNING)
-    @rule(event=st.sampled_from(CLOSINGS), order=st.permutations(range(3)))
+    @rule(event=st.sampled_from(CLOSING_EVENTS), order=st.permutations(range(3)))
     def close(self, event: Event, order: list[int]) -> None:
         forwards = [life.state is State.FORWARD for life in self.root.lifecycles]
-        told = self.root.close(event, order)
+        told = self.root.end_backward(event, order)
         commits = [one.unit for one in told if one.action is Action.COMMIT]
-        assert commits == (order if event is Event.BACKWARD_ENDS else [])
+        assert commits == (order if event is Event.FINAL_CALLBACK else [])
         assert all(one.action is Action.COMMIT for one in told[len(told) - len(commits) :])
         for instruction in told:
             self.watch(instruction, event)
@@ -67,63 +67,63 @@ class UnitsSeenFromOutside(RuleBasedStateMachine):
             assert not self.reducing[unit], "a reduction outlives its backward"
             if not forwards[unit]:
                 assert self.root.lifecycles[unit].state in (State.IDLE, State.SUMMONED)
-                always = unit == 2 and event is not Event.BACKWARD_FAILS
+                always = unit == 2 and event is not Event.BACKWARD_FAILED
                 assert not self.in_memory[unit] or always, "the backward is over and it is not sharded"
 
     @rule(order=st.permutations(range(3)))
     def abandon(self, order: list[int]) -> None:
-        for instruction in self.root.abandon(order):
+        for instruction in self.root.abandon_step(order):
             self.watch(instruction, Event.STEP_ABANDONED)
         self.callbacks = 0
         assert self.root.at_rest
-        assert not any(self.in_memory + self.shown + self.lent + self.reducing)
+        assert not any(self.in_memory + self.shown + self.full_params + self.reducing)
 
     def watch(self, instruction: Instruction, event: Event) -> None:
         unit, action = instruction
         match action:
-            case Action.NEED | Action.KEEP | Action.FREE:
+            case Action.UNSHARD | Action.KEEP_UNSHARDED | Action.RESHARD:
                 self.ask(unit, ASKS[action])
             case Action.JOIN_BACKWARD:
                 self.callbacks += 1
-            case Action.REDUCE:
-                assert event is Event.GRADIENTS_READY
+            case Action.REDUCE_GRADS:
+                assert event is Event.POST_BACKWARD
                 self.reducing[unit] = True
-            case Action.FLUSH:
+            case Action.FLUSH_GRADS:
                 self.reducing[unit] = True
             case Action.COMMIT:
                 assert self.reducing[unit], "committed what nobody flushed"
                 self.reducing[unit] = False
-            case Action.STASH:
-                assert event is Event.BACKWARD_ENDS_UNSYNCED
+            case Action.ACCUMULATE_UNSHARDED:
+                assert event is Event.FINAL_CALLBACK_NO_SYNC
                 self.reducing[unit] = False
-            case Action.DRAIN:
+            case Action.WAIT_REDUCTIONS:
                 self.in_flight[unit] = False
                 self.reducing[unit] = False
-            case Action.DROP:
+            case Action.DROP_GRADS:
                 assert not self.reducing[unit], "dropped gradients under a reduction in flight"
-                assert event in (Event.BACKWARD_FAILS, Event.STEP_ABANDONED)
-            case Action.LEND:
+                assert event in (Event.BACKWARD_FAILED, Event.STEP_ABANDONED)
+            case Action.GATHER_FULL:
                 assert not self.in_memory[unit], "a whole copy beside the loan"
-                self.lent[unit] = True
+                self.full_params[unit] = True
             case Action.WRITE_BACK:
-                assert self.lent[unit] and event is Event.RETURNED
-            case Action.RECLAIM:
-                self.lent[unit] = False
+                assert self.full_params[unit] and event is Event.UNSUMMON_WRITEBACK
+            case Action.FREE_FULL:
+                self.full_params[unit] = False
 
-    def ask(self, unit: int, ask: Ask) -> None:
+    def ask(self, unit: int, ask: Request) -> None:
         for effect in self.homes[unit].on(ask):
             match effect:
-                case Effect.LAUNCH:
+                case Effect.ALL_GATHER:
                     assert not self.in_memory[unit], "gathered what is in memory"
                     self.in_memory[unit] = self.in_flight[unit] = True
-                case Effect.AWAIT:
+                case Effect.WAIT_ALL_GATHER:
                     self.in_flight[unit] = False
-                case Effect.SHOW:
+                case Effect.USE_UNSHARDED:
                     assert self.in_memory[unit] and not self.in_flight[unit]
                     self.shown[unit] = True
-                case Effect.HIDE:
+                case Effect.USE_SHARDED:
                     self.shown[unit] = False
-                case Effect.RELEASE:
+                case Effect.FREE_UNSHARDED:
                     assert not self.in_flight[unit], "released under a gather in flight"
                     assert not self.shown[unit], "released what the modules show"
                     self.in_memory[unit] = False
@@ -135,7 +135,7 @@ class UnitsSeenFromOutside(RuleBasedStateMachine):
 
     @invariant()
     def lent_exactly_while_summoned(self) -> None:
-        assert self.lent == [life.state is State.SUMMONED for life in self.root.lifecycles]
+        assert self.full_params == [life.state is State.SUMMONED for life in self.root.lifecycles]
 
     @invariant()
     def one_callback_exactly_while_a_backward_runs(self) -> None:
@@ -144,17 +144,17 @@ class UnitsSeenFromOutside(RuleBasedStateMachine):
             assert not any(life.state in (State.BACKWARD_PRE, State.BACKWARD_POST) for life in self.root.lifecycles)
 
 
-KEEP = Strategy.KEEP_AFTER_FORWARD
+AFTER_BACKWARD = ReshardPolicy.AFTER_BACKWARD
 WIDE = Tree(
     "wide",
     (
-        Branch("root", 0, KEEP),
+        Branch("root", 0, AFTER_BACKWARD),
         Branch("embed", 0, frozen=True),
         Branch("block0", 0),
         Branch("block0.attention", 2),
         Branch("block0.mlp", 2, frozen=True),
-        Branch("block1", 0, KEEP),
-        Branch("block1.always", 5, Strategy.KEEP_ALWAYS),
+        Branch("block1", 0, AFTER_BACKWARD),
+        Branch("block1.always", 5, ReshardPolicy.NEVER),
         Branch("block1.adapter", 5),
         Branch("head", 0),
     ),
@@ -167,15 +167,15 @@ class Wanderer(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.world = World(WIDE)
+        self.world = Harness(WIDE)
 
-    @rule(choices=st.lists(st.integers(0, 10_000), min_size=1, max_size=12), fuse=st.integers(-1, 9))
-    def wander(self, choices: list[int], fuse: int) -> None:
+    @rule(choices=st.lists(st.integers(0, 10_000), min_size=1, max_size=12), fail_after=st.integers(-1, 9))
+    def wander(self, choices: list[int], fail_after: int) -> None:
         for choice in choices:
             moves = tuple(self.world.moves())
             self.world.perform(moves[choice % len(moves)])
         moves = tuple(self.world.moves())
-        self.world.perform(moves[choices[0] % len(moves)], fuse)
+        self.world.perform(moves[choices[0] % len(moves)], fail_after)
 
 
 WANDERERS = [UnitsSeenFromOutside, Wanderer]
@@ -187,5 +187,5 @@ TestWanderer.settings = settings(stateful_step_count=25)
 
 def test_the_wide_tree_has_frozen_kept_and_nested_units() -> None:
     assert {unit.frozen for unit in WIDE.units} == {True, False}
-    assert {unit.strategy for unit in WIDE.units} == set(Strategy)
+    assert {unit.strategy for unit in WIDE.units} == set(ReshardPolicy)
     assert any(WIDE.units[unit.parent].parent != unit.parent for unit in WIDE.units)

@@ -4,31 +4,31 @@ import itertools
 
 import pytest
 
-from state_machine.residency import RESIDENCES, Ask, Effect, Residency, ResidencyState
+from state_machine.residency import RESIDENCES, Effect, Request, Residency, ResidencyState
 
 CELLS = """
-    SHARDED WANT -> GATHERING: LAUNCH
-    SHARDED NEED -> WHOLE: LAUNCH, AWAIT, SHOW
-    SHARDED KEEP -> SHARDED:
-    SHARDED FREE -> SHARDED: RELEASE
-    GATHERING WANT -> GATHERING:
-    GATHERING NEED -> WHOLE: AWAIT, SHOW
-    GATHERING KEEP -> KEPT: AWAIT
-    GATHERING FREE -> SHARDED: AWAIT, RELEASE
-    WHOLE WANT -> WHOLE:
-    WHOLE NEED -> WHOLE:
-    WHOLE KEEP -> KEPT: HIDE
-    WHOLE FREE -> SHARDED: HIDE, RELEASE
-    KEPT WANT -> KEPT:
-    KEPT NEED -> WHOLE: SHOW
-    KEPT KEEP -> KEPT:
-    KEPT FREE -> SHARDED: RELEASE
+    SHARDED PREFETCH -> UNSHARDING: ALL_GATHER
+    SHARDED UNSHARD -> UNSHARDED: ALL_GATHER, WAIT_ALL_GATHER, USE_UNSHARDED
+    SHARDED CACHE -> SHARDED:
+    SHARDED RESHARD -> SHARDED: FREE_UNSHARDED
+    UNSHARDING PREFETCH -> UNSHARDING:
+    UNSHARDING UNSHARD -> UNSHARDED: WAIT_ALL_GATHER, USE_UNSHARDED
+    UNSHARDING CACHE -> CACHED: WAIT_ALL_GATHER
+    UNSHARDING RESHARD -> SHARDED: WAIT_ALL_GATHER, FREE_UNSHARDED
+    UNSHARDED PREFETCH -> UNSHARDED:
+    UNSHARDED UNSHARD -> UNSHARDED:
+    UNSHARDED CACHE -> CACHED: USE_SHARDED
+    UNSHARDED RESHARD -> SHARDED: USE_SHARDED, FREE_UNSHARDED
+    CACHED PREFETCH -> CACHED:
+    CACHED UNSHARD -> UNSHARDED: USE_UNSHARDED
+    CACHED CACHE -> CACHED:
+    CACHED RESHARD -> SHARDED: FREE_UNSHARDED
 """
 ROUTES = {
     ResidencyState.SHARDED: (),
-    ResidencyState.GATHERING: (Ask.WANT,),
-    ResidencyState.WHOLE: (Ask.NEED,),
-    ResidencyState.KEPT: (Ask.NEED, Ask.KEEP),
+    ResidencyState.UNSHARDING: (Request.PREFETCH,),
+    ResidencyState.UNSHARDED: (Request.UNSHARD,),
+    ResidencyState.CACHED: (Request.UNSHARD, Request.CACHE),
 }
 LINES = [line.strip() for line in CELLS.strip().splitlines()]
 
@@ -42,7 +42,7 @@ def check_cell(line: str) -> None:
     for ask in ROUTES[ResidencyState[state_name]]:
         home.on(ask)
     assert home.state is ResidencyState[state_name]
-    effects = ", ".join(effect.name for effect in home.on(Ask[ask_name]))
+    effects = ", ".join(effect.name for effect in home.on(Request[ask_name]))
     assert (home.state.name, effects) == (to, answer)
 
 
@@ -53,11 +53,11 @@ def test_cell(line: str) -> None:
 
 def test_the_cells_above_are_all_there_are() -> None:
     written = {tuple(line.partition(":")[0].split()[:2]) for line in LINES}
-    assert written == {(state.name, ask.name) for state in ResidencyState for ask in Ask}
+    assert written == {(state.name, ask.name) for state in ResidencyState for ask in Request}
     assert set(RESIDENCES) == set(ResidencyState)
 
 
-def check_memory(asks: tuple[Ask, ...]) -> None:
+def check_memory(asks: tuple[Request, ...]) -> None:
     """Follow the memory through the effects alone, without reading the state."""
     home = Residency("layers.3")
     in_memory = in_flight = shown = False
@@ -65,26 +65,26 @@ def check_memory(asks: tuple[Ask, ...]) -> None:
         before = in_memory
         for effect in home.on(ask):
             match effect:
-                case Effect.LAUNCH:
+                case Effect.ALL_GATHER:
                     assert not in_memory, "gathered twice"
                     in_memory = in_flight = True
-                case Effect.AWAIT:
+                case Effect.WAIT_ALL_GATHER:
                     assert in_flight
                     in_flight = False
-                case Effect.SHOW:
+                case Effect.USE_UNSHARDED:
                     assert in_memory and not in_flight and not shown
                     shown = True
-                case Effect.HIDE:
+                case Effect.USE_SHARDED:
                     assert shown
                     shown = False
-                case Effect.RELEASE:
+                case Effect.FREE_UNSHARDED:
                     assert not in_flight and not shown
                     in_memory = False
-        assert shown == (ask is Ask.NEED or (ask is Ask.WANT and shown))
-        assert in_memory or ask is Ask.FREE or (ask is Ask.KEEP and not before)
+        assert shown == (ask is Request.UNSHARD or (ask is Request.PREFETCH and shown))
+        assert in_memory or ask is Request.RESHARD or (ask is Request.CACHE and not before)
 
 
 def test_no_sequence_of_asks_releases_memory_in_use_or_gathers_twice() -> None:
     for length in range(6):
-        for asks in itertools.product(Ask, repeat=length):
+        for asks in itertools.product(Request, repeat=length):
             check_memory(asks)

@@ -2,18 +2,18 @@
 
 import pytest
 
-from state_machine.table import TABLES, Strategy
+from state_machine.table import TABLES, ReshardPolicy
 from state_machine.vocabulary import Event, State
 from tests.state_machine.stories import TOLD, Story, tell
 
 
 @pytest.mark.parametrize(("story", "strategy"), TOLD, ids=[f"{story.name} ({strategy.name})" for story, strategy in TOLD])
-def test_story(story: Story, strategy: Strategy) -> None:
+def test_story(story: Story, strategy: ReshardPolicy) -> None:
     tell(story, strategy)
 
 
-@pytest.mark.parametrize("strategy", Strategy)
-def test_every_row_is_told_and_every_missing_pair_is_refused_by_some_story(strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", ReshardPolicy)
+def test_every_row_is_told_and_every_missing_pair_is_refused_by_some_story(strategy: ReshardPolicy) -> None:
     told = {pair for story, one in TOLD if one is strategy for pair in tell(story, strategy)}
     missing = [
         f"{state.name} {event.name}"
