@@ -5,7 +5,6 @@ Rule 2: the raw numbers are kept. Nothing is averaged away before it is written.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import platform
@@ -19,11 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import result_file
 import torch
 import torch.distributed as dist
 from engines import CONTENDERS, Bare, choose
-
-RESULTS = Path(__file__).parent / "results"
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -203,10 +201,9 @@ def warn_if_busy(facts: Mapping[str, Any]) -> None:
 
 def write(report: dict[str, Any], bars: Sequence[Bar], out: Path | None) -> Path:
     """Keep the raw numbers and what they say about the bars, by default under `benchmarks/results/`; and show the latter."""
-    path = out or RESULTS / f"{report['benchmark']}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = out or result_file.RESULTS / f"{report['benchmark']}.json"
     report["machine"]["load_average_after"] = os.getloadavg()
-    path.write_text(json.dumps({**report, "bars": [bar.as_json() for bar in bars]}, indent=1) + "\n")
+    result_file.write(path, {**report, "bars": [bar.as_json() for bar in bars]})
     print_bars(bars)
     print(f"\nraw numbers: {path}")
     return path

@@ -9,8 +9,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from result_file import Report
 
-Report = Mapping[str, Any]
 COLOURS = {
     "bare": "black",
     "ddp": "tab:green",

@@ -1,10 +1,10 @@
 """The page and the table in README say what the results say, and nothing else."""
 
-import json
 from pathlib import Path
 
 import pytest
 import report
+import result_file
 from common import Bar
 
 
@@ -24,7 +24,7 @@ def test_every_figure_is_there_and_small() -> None:
 
 def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
     wire = report.load()["wire"]
-    (tmp_path / "wire.json").write_text(json.dumps(wire))
+    result_file.write(tmp_path / "wire.json", wire)
     results = report.load(tmp_path)
     assert [*results] == ["wire"]
     assert "Not measured yet: `python benchmarks/step.py`." in report.page(results)
