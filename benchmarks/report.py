@@ -33,6 +33,8 @@ TITLES = {
     "overlap": "Overlap",
     "scale": "Growth",
 }
+PICTURES = {"step": ("step_sharded", "step_replicated"), "instructions": ()}
+"""The figures of a benchmark, where it has another number of them than the one of its name."""
 IN_README = (
     "step: ours / the faster FSDP1",
     "step: ours / FSDP2",
@@ -112,8 +114,7 @@ def page(results: Mapping[str, Report]) -> str:
             continue
         report = results[name]
         parts += [_machine(report), *SECTIONS[name](report)]
-        if name != "instructions":
-            parts.append(f"![{title}](figures/{name}.png)")
+        parts += [f"![{title}](figures/{picture}.png)" for picture in PICTURES.get(name, (name,))]
         news = [(PEERS[one], options) for one, options in report.get("options", {}).items()]
         if news := [pair for pair in news if pair not in stated]:
             parts.append(markdown(["contender", "options"], news))
