@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import group
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.futures import Future
@@ -173,10 +174,9 @@ def joined(link: Link, world: int) -> Iterator[None]:
 
     before = dist.Backend._plugins["FAKE"]
     dist.Backend.register_backend("fake", lambda store, rank, size, timeout: SimulatedGroup(link, rank, size), devices=["cpu"])
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world)
     try:
-        yield
+        with group("fake", dist.HashStore(), 0, world):
+            yield
     finally:
-        dist.destroy_process_group()
         dist.Backend._plugins["FAKE"] = before
         link.close()
