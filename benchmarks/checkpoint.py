@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
+from common import group
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -135,11 +136,9 @@ def export_memory(megabytes: int) -> dict[str, float]:
     return {"extra MB of iter_full_params": streamed, "extra MB of full_state_dict": gathered - returned, "returned MB": returned}
 
 
-def rank_main(rank: int, args: argparse.Namespace, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), args.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
-    found: dict[str, Any] = {}
+def compare(rank: int, args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """The least seconds of each operation of both contenders, and their ratios. Only rank 0's are shown."""
+    found: dict[str, float] = {}
     for _ in range(args.repeat):
         for name, make in (("ours", ours), ("fsdp2", fsdp2)):
             contender = make(folder, args.megabytes)
@@ -154,23 +153,18 @@ def rank_main(rank: int, args: argparse.Namespace, folder: Path) -> None:
                 found[f"{name} {what}"] = min(found.get(f"{name} {what}", taken), taken)
             del contender
     dist.barrier()
-    if rank == 0:
-        found["save: ours / fsdp2"] = found["ours save"] / found["fsdp2 save"]
-        found["load: ours / fsdp2"] = found["ours load"] / found["fsdp2 load"]
-        found["later: ours / fsdp2"] = found["ours later"] / found["fsdp2 later"]
-    dist.destroy_process_group()
-    if rank == 0:
-        print(json.dumps({name: round(value, 3) for name, value in found.items()}, indent=1))
+    ratios = {f"{what}: ours / fsdp2": found[f"ours {what}"] / found[f"fsdp2 {what}"] for what in ("save", "load", "later")}
+    return {**found, **ratios}
 
 
-def memory_main(rank: int, args: argparse.Namespace, folder: Path) -> None:
+def rank_main(rank: int, args: argparse.Namespace, folder: Path) -> None:
+    """One rank, in a process of its own. Rank 0 prints."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store of memory"), args.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
-    found = export_memory(args.megabytes)
-    dist.destroy_process_group()
+    with group("gloo", dist.FileStore(str(folder / "store"), args.ranks), rank, args.ranks):
+        found = export_memory(args.megabytes) if args.what == "memory" else compare(rank, args, folder)
     if rank == 0:
-        print(json.dumps({name: round(value, 1) for name, value in found.items()}, indent=1))
+        digits = 1 if args.what == "memory" else 3
+        print(json.dumps({name: round(value, digits) for name, value in found.items()}, indent=1))
 
 
 def main() -> None:
@@ -184,7 +178,7 @@ def main() -> None:
     parser.add_argument("--what", choices=["speed", "memory"], help="one of the two only")
     args = parser.parse_args()
     if args.rank is not None:
-        (memory_main if args.what == "memory" else rank_main)(args.rank, args, args.folder)
+        rank_main(args.rank, args, args.folder)
         return
     for what in [args.what] if args.what else ["speed", "memory"]:
         with tempfile.TemporaryDirectory() as folder:

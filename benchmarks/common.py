@@ -1,11 +1,11 @@
-"""What every benchmark needs: its command line, a process of its own, statistics, bars, and the file it leaves.
+"""What benchmarks share: the command line, processes and process groups, statistics, bars, tables, and the file of a run.
 
 Rule 1: a claim is a ratio between contenders of one run, never a time of one run against a time of another.
 Rule 2: the raw numbers are kept. Nothing is averaged away before it is written.
 """
 
 import argparse
-import json
+import gc
 import multiprocessing
 import os
 import platform
@@ -15,18 +15,21 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import result_file
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from engines import CONTENDERS, Bare, choose
-
-RESULTS = Path(__file__).parent / "results"
 
 S = TypeVar("S")
 R = TypeVar("R")
+D = TypeVar("D", bound=Any)
+"""A dataclass of whole numbers."""
 
 
 def arguments(doc: str | None, names: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -38,6 +41,18 @@ def arguments(doc: str | None, names: Sequence[str] = ()) -> argparse.ArgumentPa
     parser.add_argument("--date", help="written into the results; today by default")
     parser.add_argument("--out", type=Path, help="where the JSON goes; benchmarks/results/ by default")
     return parser
+
+
+def add_sizes(parser: argparse.ArgumentParser, sizes: Any) -> None:
+    """An option for each field of a dataclass of whole numbers, with its value as the default."""
+    for name, size in asdict(sizes).items():
+        parser.add_argument(f"--{name}", type=int, default=size, help=f"of the model or a batch; {size} by default")
+
+
+def sizes_of(options: argparse.Namespace, sizes: D) -> D:
+    """The dataclass that was given to `add_sizes`, with the values of the command line."""
+    changed: D = replace(sizes, **{name: getattr(options, name) for name in asdict(sizes)})
+    return changed
 
 
 def begin(
@@ -71,16 +86,73 @@ def be_steady() -> None:
 
 
 @contextmanager
+def group(backend: str, store: dist.Store, rank: int, world: int, timeout: timedelta | None = None) -> Iterator[None]:
+    """The default process group of this process. It is destroyed at the end."""
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
 def alone(world: int) -> Iterator[None]:
     """This process is rank 0 of `world` in torch's group that sends nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     be_steady()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    with group("fake", FakeStore(), 0, world):
+        yield
+
+
+def over_gloo(work: Callable[[int, S], R], settings: S, ranks: int, seconds: float) -> R:
+    """What `work(rank, settings)` returns on rank 0 of a gloo group, with one process of one thread for each rank.
+
+    Raises:
+        ProcessRaisedException: `work` failed on a rank. The other ranks are ended.
+        SystemExit: the ranks did not finish in time. All of them are ended.
+    """
+    # the launcher keeps the store, on a port the system chose: no port is guessed, none can be lost in between
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = mp.get_context("spawn").SimpleQueue()
+    given = (work, settings, store.port, ranks, timedelta(seconds=seconds), results)
+    processes = mp.start_processes(_rank, args=given, nprocs=ranks, join=False, start_method="spawn")
+    deadline = time.monotonic() + seconds
+    try:
+        # a full pipe keeps rank 0 from ending until its result is read, so look before all ranks have ended
+        while not processes.join(timeout=0.2) and results.empty():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{settings} did not finish within {seconds:.0f} s and was ended")
+        found: R = results.get()
+        return found
+    finally:
+        for process in processes.processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _rank(rank: int, work: Callable[[int, S], R], settings: S, port: int, ranks: int, patience: timedelta, results: Any) -> None:
+    """One rank of `over_gloo`. Rank 0 hands its result to the launcher."""
+    be_steady()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
+    with group("gloo", store, rank, ranks, patience):
+        found = work(rank, settings)
+        if rank == 0:
+            results.put(found)
+        dist.barrier()
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect garbage now, and not again before the end."""
+    gc.collect()
+    gc.disable()
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        gc.enable()
 
 
 @contextmanager
@@ -203,10 +275,9 @@ def warn_if_busy(facts: Mapping[str, Any]) -> None:
 
 def write(report: dict[str, Any], bars: Sequence[Bar], out: Path | None) -> Path:
     """Keep the raw numbers and what they say about the bars, by default under `benchmarks/results/`; and show the latter."""
-    path = out or RESULTS / f"{report['benchmark']}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = out or result_file.RESULTS / f"{report['benchmark']}.json"
     report["machine"]["load_average_after"] = os.getloadavg()
-    path.write_text(json.dumps({**report, "bars": [bar.as_json() for bar in bars]}, indent=1) + "\n")
+    result_file.write(path, {**report, "bars": [bar.as_json() for bar in bars]})
     print_bars(bars)
     print(f"\nraw numbers: {path}")
     return path

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import host
 import torch
 import torch.distributed as dist
-from common import alone, be_steady
-from engines import contenders, rotated
+from common import alone, be_steady, group, no_garbage_collection
+from engines import contenders, turns
 from llama import Block, Llama, Sizes, batch_of
 from step import BATCHES, COMPARED
 from torch import Tensor, nn
@@ -66,11 +66,8 @@ def group_of(settings: Settings) -> Iterator[None]:
             yield
         return
     be_steady()
-    dist.init_process_group(settings.backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with group(settings.backend, dist.HashStore(), 0, 1):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def synchronize(device: torch.device) -> None:
@@ -108,7 +105,7 @@ class Runner:
             module = Llama(settings.sizes)
         self.model = contenders(settings.kind)[name].wrap(module, Block, half=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
-        self.collective_call = settings.backend != "fake"
+        self.communicates = settings.backend != "fake"
         generator = torch.Generator().manual_seed(1)
         self.batches = [batch_of(settings.sizes, settings.sizes.sequence, generator, settings.device) for _ in range(BATCHES)]
         self.device = settings.device
@@ -118,7 +115,7 @@ class Runner:
     def step(self, batch: Sequence[Tensor]) -> None:
         loss = self.model(*batch)
         loss.backward()
-        if not self.collective_call:
+        if not self.communicates:
             gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             torch._foreach_zero_([getattr(gradient, "_local_tensor", gradient) for gradient in gradients])
         elif len(self.losses) < COMPARED:
@@ -136,17 +133,15 @@ class Runner:
 
     def run(self, steps: int) -> tuple[float, float]:
         """Seconds of one step on the device, and until the host had launched it."""
-        gc.collect()
-        gc.disable()
-        clock = Clock(self.device)
-        synchronize(self.device)
-        self.next_step()
-        begun, launching = clock.mark(), time.perf_counter()
-        for _ in range(steps):
+        with no_garbage_collection():
+            clock = Clock(self.device)
+            synchronize(self.device)
             self.next_step()
-        launched, ended = time.perf_counter(), clock.mark()
-        seconds = clock.seconds(begun, ended)
-        gc.enable()
+            begun, launching = clock.mark(), time.perf_counter()
+            for _ in range(steps):
+                self.next_step()
+            launched, ended = time.perf_counter(), clock.mark()
+            seconds = clock.seconds(begun, ended)
         return seconds / steps, (launched - launching) / steps
 
 
@@ -205,22 +200,18 @@ def measure(settings: Settings) -> dict[str, Any]:
 def measure_host(settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
     runners, failed = ready(HostRunner, settings)
     seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in runners}
-    for repeat in range(settings.repeats):
-        for name in rotated(tuple(runners), repeat):
-            gc.collect()
-            gc.disable()
+    for _, name in turns(tuple(runners), settings.repeats):
+        with no_garbage_collection():
             for _ in range(settings.steps):
                 runners[name].time(into=seconds[name])
-            gc.enable()
     return {name: dict(phases) for name, phases in seconds.items()}, failed
 
 
 def measure_steps(settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
     runners, failed = ready(Runner, settings)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runners}
-    for repeat in range(settings.repeats):
-        for name in rotated(tuple(runners), repeat):
-            times[name].append(runners[name].run(settings.steps))
+    for _, name in turns(tuple(runners), settings.repeats):
+        times[name].append(runners[name].run(settings.steps))
     report = {}
     for name, runner in runners.items():
         on_device, on_host = zip(*times[name], strict=True)

@@ -275,6 +275,13 @@ def choose(
     return names, skipped
 
 
+def turns(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
+    """The number of the repeat and the contender whose turn it is. Each contender has one turn in every repeat."""
+    for repeat in range(repeats):
+        for name in rotated(names, repeat):
+            yield repeat, name
+
+
 def rotated(names: Sequence[str], turn: int) -> list[str]:
     """The same contenders, each turn beginning with another, so that nobody always follows the same neighbour."""
     start = turn % len(names)

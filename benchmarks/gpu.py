@@ -33,7 +33,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from common import Bar, Sample, arguments, begin, elsewhere, print_table, write
+from common import Bar, Sample, add_sizes, arguments, begin, elsewhere, print_table, sizes_of, write
 from device_runs import Settings, measure, measure_memory
 from engines import contenders
 from llama import Sizes, operations
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace, kind: str) -> None:
     report["cases"] = []
     bars: list[Bar] = []
     wrong: list[str] = []
-    sizes = replace(SIZES, **{name: getattr(options, name) for name in asdict(SIZES)})
+    sizes = sizes_of(options, SIZES)
     for world in options.world:
         settings = Settings(names, world, sizes, options.steps, options.repeats, options.varying, options.host_units, kind)
         case = elsewhere(measure, settings, options.timeout)
@@ -159,8 +159,7 @@ def accelerator(kind: str) -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__, NAMES)
     parser.add_argument("--world", type=int, nargs="+", default=[1, 8, 64], help="ranks: 1 over NCCL, more of the fake group")
-    for name, size in asdict(SIZES).items():
-        parser.add_argument(f"--{name}", type=int, default=size, help=f"of the model or a batch; {size} by default")
+    add_sizes(parser, SIZES)
     parser.add_argument("--steps", type=int, default=3, help="steps in one measurement")
     parser.add_argument("--repeats", type=int, default=10, help="measurements of each contender")
     parser.add_argument("--varying", type=int, default=200, help="steps with sequences of varying length; 0 for none")

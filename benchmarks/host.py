@@ -31,9 +31,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Bar, Sample, alone, arguments, be_steady, begin, elsewhere, print_table, write
+from common import Bar, Sample, alone, arguments, be_steady, begin, elsewhere, no_garbage_collection, print_table, write
 from counting import COUNTERS
-from engines import CONTENDERS, rotated
+from engines import CONTENDERS, turns
 from simulated_link import Link, joined
 from torch import Tensor, nn
 
@@ -193,13 +193,13 @@ def group_alone(settings: Settings) -> dict[str, float]:
     elements = sum(p.numel() for p in Unit(settings.tensors, settings.width).parameters())
     shard = torch.ones(-(-elements // settings.world))
     unsharded = torch.ones(settings.world * shard.numel())
-    comm: dict[str, Callable[[], object]] = {
+    collectives: dict[str, Callable[[], object]] = {
         "all_gather": lambda: dist.all_gather_into_tensor(unsharded, shard),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, unsharded),
         "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(unsharded), unsharded),
     }
     best = {}
-    for name, run in comm.items():
+    for name, run in collectives.items():
         durations = []
         for _ in range(20):
             processor = time.process_time()
@@ -234,15 +234,12 @@ def _measure(settings: Settings) -> dict[str, Any]:
         runner.time_once(into=defaultdict(list))
     gc.freeze()  # what exists by now is not looked through again
     seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in settings.contenders}
-    for repeat in range(settings.repeats):
-        for name in rotated(settings.contenders, repeat):
-            gc.collect()
-            gc.disable()
+    for repeat, name in turns(settings.contenders, settings.repeats):
+        with no_garbage_collection():
             for _ in range(settings.steps):
                 runners[name].time(into=seconds[name])
             if repeat % 4 == 0:
                 runners[name].time_once(into=seconds[name])
-            gc.enable()
     # the counts come last: a profiler that has run once is not gone without a trace
     operations = {name: count(name, settings) for name in settings.contenders}
     contenders = {

@@ -21,13 +21,25 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Bar, alone, arguments, begin, elsewhere, markdown, no_standard_error, write
+from common import (
+    Bar,
+    add_sizes,
+    alone,
+    arguments,
+    begin,
+    elsewhere,
+    markdown,
+    no_garbage_collection,
+    no_standard_error,
+    sizes_of,
+    write,
+)
 from configurations import units_of
 from engines import CONTENDERS, TITLES, Ours
 from torch import Tensor, nn
@@ -62,13 +74,9 @@ def held(model: nn.Module) -> int:
 
 def allocated(work: Callable[[], Any]) -> int:
     """The most bytes that `work` holds at once, beside what was there before."""
-    gc.collect()
-    gc.disable()
-    try:
-        with no_standard_error(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            work()
-    finally:
-        gc.enable()
+    profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with no_garbage_collection(), no_standard_error(), profiling as profiler:
+        work()
     results = profiler.profiler.kineto_results  # type: ignore[union-attr]
     events = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
     return max(accumulate(count for _, count in sorted(events, key=lambda one: one[0])))
@@ -192,16 +200,14 @@ def show(cases: Sequence[dict[str, Any]]) -> None:
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__, NAMES)
     parser.add_argument("--world", type=int, nargs="+", default=[2, 4, 8, 32, 128, 512, 1024], help="ranks of the fake group")
-    for name, size in asdict(SIZES).items():
-        parser.add_argument(f"--{name}", type=int, default=size)
+    add_sizes(parser, SIZES)
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
     report, names = begin("memory", options, NAMES, ENGINES)
-    sizes = replace(SIZES, **{name: getattr(options, name) for name in asdict(SIZES)})
-    settings = [Settings(names, world, sizes) for world in options.world]
+    settings = [Settings(names, world, sizes_of(options, SIZES)) for world in options.world]
     cases = [{"settings": asdict(one), **elsewhere(measure, one, options.timeout)} for one in settings]
     show(cases)
     write({**report, "cases": cases}, judge(cases), options.out)

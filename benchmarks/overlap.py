@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from common import Bar, arguments, be_steady, begin, markdown, write
-from engines import CONTENDERS, DDP, FSDP2, TITLES, Ours, Unit, rotated
+from engines import CONTENDERS, DDP, FSDP2, TITLES, Ours, Unit, turns
 from simulated_link import Link, joined
 from torch import Tensor, nn
 
@@ -169,7 +169,7 @@ def run(model: nn.Module, x: Tensor, link: Link) -> dict[str, float]:
         "seconds": elapsed,
         "communication": link.busy,
         "received": sum(link.received.values()),
-        "collectives": sum(link.comm.values()),
+        "collectives": sum(link.collectives.values()),
     }
 
 
@@ -190,9 +190,8 @@ def measure(settings: Settings) -> dict[str, dict[str, list[dict[str, float]]]]:
         for load in settings.loads:
             link.bandwidth, link.latency = settings.bandwidth(load), settings.latency_microseconds / 1e6
             here: dict[str, list[dict[str, float]]] = {name: [] for name in settings.contenders}
-            for repeat in range(settings.repeats):
-                for name in rotated(settings.contenders, repeat):
-                    here[name].append(run(models[name], x, link))
+            for _, name in turns(settings.contenders, settings.repeats):
+                here[name].append(run(models[name], x, link))
             found[str(load)] = here
         del models
         gc.collect()

@@ -6,16 +6,17 @@ Rule 1: nothing is measured here, and no number is typed: what the page says is 
 Rule 2: every bar is on the page, also those that are missed; who took part and how is stated beside the numbers.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import RESULTS, markdown
+import result_file
+from common import markdown
 from counting import COUNTERS
 from engines import TITLES as PEERS
 from host import ONCE, PHASES
+from result_file import Report
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -23,7 +24,6 @@ FIGURES = ROOT / "docs" / "figures"
 README = ROOT / "README.md"
 MARKS = "<!-- measured: written by benchmarks/report.py -->", "<!-- /measured -->"
 
-Report = Mapping[str, Any]
 TITLES = {
     "step": "Training steps over gloo",
     "host": "Host time",
@@ -33,6 +33,8 @@ TITLES = {
     "overlap": "Overlap",
     "scale": "Growth",
 }
+PICTURES = {"step": ("step_sharded", "step_replicated"), "instructions": ()}
+"""The figures of a benchmark, where it has another number of them than the one of its name."""
 IN_README = (
     "step: ours / the faster FSDP1",
     "step: ours / FSDP2",
@@ -56,10 +58,10 @@ IN_README = (
 )
 
 
-def load(folder: Path = RESULTS) -> dict[str, Report]:
+def load(folder: Path = result_file.RESULTS) -> dict[str, Report]:
     """By benchmark, in the order of the page; who has not been run is not there."""
     paths = {name: folder / f"{name}.json" for name in TITLES}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    return {name: result_file.read(path) for name, path in paths.items() if path.exists()}
 
 
 def bars_table(results: Mapping[str, Report], only: Sequence[str] | None = None) -> str:
@@ -112,8 +114,7 @@ def page(results: Mapping[str, Report]) -> str:
             continue
         report = results[name]
         parts += [_machine(report), *SECTIONS[name](report)]
-        if name != "instructions":
-            parts.append(f"![{title}](figures/{name}.png)")
+        parts += [f"![{title}](figures/{picture}.png)" for picture in PICTURES.get(name, (name,))]
         news = [(PEERS[one], options) for one, options in report.get("options", {}).items()]
         if news := [pair for pair in news if pair not in stated]:
             parts.append(markdown(["contender", "options"], news))

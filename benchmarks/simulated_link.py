@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import group
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.futures import Future
@@ -42,7 +43,7 @@ class Link:
         self.free_at = 0.0
         self.busy = 0.0
         self.received: Counter[str] = Counter()
-        self.comm: Counter[str] = Counter()
+        self.collectives: Counter[str] = Counter()
 
     def occupy(self, kind: str, count: float) -> float:
         """When a collective of `count` received bytes that is launched now will be done."""
@@ -50,7 +51,7 @@ class Link:
         self.free_at = max(self.free_at, time.perf_counter()) + taken
         self.busy += taken
         self.received[kind] += int(count)
-        self.comm[kind] += 1
+        self.collectives[kind] += 1
         return self.free_at
 
     def promise(self, due: float, result: Any) -> Future[Any]:
@@ -173,10 +174,9 @@ def joined(link: Link, world: int) -> Iterator[None]:
 
     before = dist.Backend._plugins["FAKE"]
     dist.Backend.register_backend("fake", lambda store, rank, size, timeout: SimulatedGroup(link, rank, size), devices=["cpu"])
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world)
     try:
-        yield
+        with group("fake", dist.HashStore(), 0, world):
+            yield
     finally:
-        dist.destroy_process_group()
         dist.Backend._plugins["FAKE"] = before
         link.close()

@@ -24,15 +24,13 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from itertools import combinations
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import Bar, Sample, arguments, be_steady, begin, print_table, write
-from engines import CONTENDERS, TITLES, rotated
+from common import Bar, Sample, arguments, begin, no_garbage_collection, over_gloo, print_table, write
+from engines import CONTENDERS, TITLES, turns
 from torch import Tensor, nn
 from workloads import SMALL, WORKLOADS, Batch, Workload, adapt, checkpoint_units
 
@@ -82,14 +80,12 @@ class Runner:
 
     def run(self, batches: Sequence[Batch], steps: int) -> tuple[float, float]:
         """Seconds of one step by the clock and of the processor, over `steps` of them after everybody has arrived."""
-        gc.collect()
-        gc.disable()
-        dist.barrier()
-        clock, processor = time.perf_counter(), time.process_time()
-        for _ in range(steps):
-            self.step(batches)
-        elapsed = time.perf_counter() - clock, time.process_time() - processor
-        gc.enable()
+        with no_garbage_collection():
+            dist.barrier()
+            clock, processor = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                self.step(batches)
+            elapsed = time.perf_counter() - clock, time.process_time() - processor
         return elapsed[0] / steps, elapsed[1] / steps
 
     def step(self, batches: Sequence[Batch]) -> None:
@@ -115,23 +111,24 @@ def make(settings: Settings) -> nn.Module:
     return module
 
 
-def work(rank: int, port: int, settings: Settings, patience: timedelta, results: Any) -> None:
-    """One rank, from the first handshake to the last loss; rank 0 hands the numbers to the launcher."""
-    be_steady()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.ranks, timeout=patience)
+def batches_of(rank: int, settings: Settings) -> list[Batch]:
+    """The batches of a rank. Each rank has others; every contender has the same."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    return [settings.workload.batch(generator) for _ in range(BATCHES)]
+
+
+def work(rank: int, settings: Settings) -> dict[str, dict[str, list[float]]]:
+    """For each contender, the times of the slowest rank and the mean losses of all ranks. Every rank returns the same."""
     module = make(settings)
     runners = {name: Runner(name, module, settings) for name in settings.contenders}
-    generator = torch.Generator().manual_seed(1 + rank)  # other batches on every rank, the same for every contender
-    batches = [settings.workload.batch(generator) for _ in range(BATCHES)]
+    batches = batches_of(rank, settings)
 
     for runner in runners.values():
         runner.run(batches, steps=2)  # lazy initialisation, first allocations
     gc.freeze()  # what exists by now is not looked through again
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in settings.contenders}
-    for repeat in range(settings.repeats):
-        for name in rotated(settings.contenders, repeat):
-            times[name].append(runners[name].run(batches, settings.steps))
+    for _, name in turns(settings.contenders, settings.repeats):
+        times[name].append(runners[name].run(batches, settings.steps))
 
     report = {}
     for name, runner in runners.items():
@@ -145,38 +142,7 @@ def work(rank: int, port: int, settings: Settings, patience: timedelta, results:
             "processor_seconds_per_step": processor.tolist(),
             "losses": (losses / settings.ranks).tolist(),
         }
-    if rank == 0:
-        results.put(report)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def launch(settings: Settings, seconds: float) -> dict[str, dict[str, list[float]]]:
-    """Run `work` on every rank. Whoever fails takes the others along, and nobody outlives the time-out."""
-    # the launcher keeps the store, on a port the system chose: no port is guessed, none can be lost in between
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = mp.get_context("spawn").SimpleQueue()
-    given = (store.port, settings, timedelta(seconds=seconds), results)
-    ranks = mp.start_processes(work, args=given, nprocs=settings.ranks, join=False, start_method="spawn")
-    deadline = time.monotonic() + seconds
-    try:
-        # a full pipe keeps rank 0 from ending until somebody reads, so look before everyone has ended
-        while not ranks.join(timeout=0.2):
-            if not results.empty():
-                return results.get()
-            if time.monotonic() > deadline:
-                raise SystemExit(f"{settings.label}: the ranks did not finish within {seconds:.0f} s and were ended")
-        return results.get()
-    finally:
-        _end(ranks.processes)
-
-
-def _end(processes: Sequence[Any]) -> None:
-    for process in processes:
-        process.join(timeout=5)
-        if process.is_alive():
-            process.kill()
-            process.join()
+    return report
 
 
 def compare_losses(report: dict[str, dict[str, list[float]]], tolerance: float) -> tuple[float, list[str]]:
@@ -243,7 +209,7 @@ def cases_of(options: argparse.Namespace) -> list[tuple[str, str, int]]:
 
 def measure(settings: Settings, skipped: dict[str, str], seconds: float) -> tuple[dict[str, Any], list[Bar], list[str]]:
     """One case, as it is written down."""
-    found = launch(settings, seconds)
+    found = over_gloo(work, settings, settings.ranks, seconds)
     samples = {name: Sample.of(one["seconds_per_step"]) for name, one in found.items()}
     worst, complaints = compare_losses(found, TOLERANCE.get(settings.option, 1e-4))
     show(settings.label, samples, found)

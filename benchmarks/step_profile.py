@@ -11,19 +11,15 @@ step.py is what is judged.
 """
 
 import gc
-import queue
 import time
 from collections import Counter
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import arguments, be_steady, begin, markdown, no_standard_error, write
+from common import arguments, begin, markdown, no_standard_error, over_gloo, write
 from engines import TITLES
-from step import NAMES, OPTIONS, UNABLE, Runner, Settings, make
+from step import NAMES, OPTIONS, UNABLE, Runner, Settings, batches_of, make
 from torch.profiler import ProfilerActivity, profile
 from workloads import WORKLOADS
 
@@ -80,36 +76,10 @@ def profiled(runner: Runner, batches: Any) -> dict[str, Any]:
     }
 
 
-def work(rank: int, port: int, settings: Settings, patience: timedelta, results: Any) -> None:
-    """One rank."""
-    be_steady()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.ranks, timeout=patience)
-    module = make(settings)
-    generator = torch.Generator().manual_seed(1 + rank)
-    batches = [settings.workload.batch(generator) for _ in range(4)]
-    report = {name: profiled(Runner(name, module, settings), batches) for name in settings.contenders}
-    if rank == 0:
-        results.put(report)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def launch(settings: Settings, seconds: float) -> dict[str, Any]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = mp.get_context("spawn").Queue()
-    given = (store.port, settings, timedelta(seconds=seconds), results)
-    ranks = mp.start_processes(work, args=given, nprocs=settings.ranks, join=False, start_method="spawn")
-    try:
-        found: dict[str, Any] = results.get(timeout=seconds)
-        ranks.join(timeout=10)
-        return found
-    except queue.Empty:
-        raise SystemExit(f"{settings.label}: the ranks did not finish within {seconds:.0f} s and were ended") from None
-    finally:
-        for process in ranks.processes:
-            process.kill()  # nothing, to one that has ended
-            process.join()
+def work(rank: int, settings: Settings) -> dict[str, dict[str, Any]]:
+    """What this rank's main thread did, for each contender."""
+    module, batches = make(settings), batches_of(rank, settings)
+    return {name: profiled(Runner(name, module, settings), batches) for name in settings.contenders}
 
 
 def main() -> None:
@@ -123,7 +93,7 @@ def main() -> None:
     for model, option in [(options.model, options.option)] if options.model else DEFAULT:
         able = tuple(name for name in names if (name, option) not in UNABLE)
         settings = Settings(able, model, option, RANKS, 1, 1, options.small)
-        found = launch(settings, options.timeout)
+        found = over_gloo(work, settings, settings.ranks, options.timeout)
         report["cases"].append({"settings": asdict(settings), "contenders": found})
         print(f"\n{settings.label}: ms of a step on rank 0, under the profiler")
         rows = [[TITLES[name], *(f"{one[column]:.1f}" for column in COLUMNS)] for name, one in found.items()]

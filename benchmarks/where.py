@@ -109,8 +109,8 @@ def show(found: dict[str, Any], top: int) -> None:
         rows = [row for phase in ("forward", "backward") for row in phases[phase]]
         total = sum(row["microseconds"] for row in rows)
         print(f"\n{name}: {total:.0f} profiled µs a unit in forward and backward")
-        param_infos = list(by_place(rows).items())[:top]
-        shares = [[place, f"{spent:.0f}", f"{100 * spent / total:.0f} %"] for place, spent in param_infos]
+        places = list(by_place(rows).items())[:top]
+        shares = [[place, f"{spent:.0f}", f"{100 * spent / total:.0f} %"] for place, spent in places]
         print(markdown(["file", "µs", "share"], shares))
         dearest = sorted(by_function(phases).items(), key=lambda item: -item[1][0])[:top]
         table = [[f"{place}: `{function}`", f"{spent:.1f}", f"{calls:.1f}"] for (place, function), (spent, calls) in dearest]

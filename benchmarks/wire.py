@@ -43,7 +43,7 @@ class Row:
     elements: int
     received: float
     floor: float
-    comm: int
+    collectives: int
     least_message: int
     median_message: float
     largest_message: int
@@ -90,7 +90,7 @@ def measure(model: str, units: Sequence[UnitShapes], strategy: str, world: int) 
         elements=elements,
         received=received,
         floor=floor,
-        comm=len(messages),
+        collectives=len(messages),
         least_message=min(messages[:-1]),
         median_message=statistics.median(messages[:-1]),
         largest_message=max(messages),
@@ -167,7 +167,7 @@ def show(rows: Sequence[Row], beside: Sequence[dict[str, Any]]) -> None:
             str(row.world),
             f"{row.received / 1e9:.3f}",
             f"{row.received / row.floor:.5f}",
-            str(row.comm),
+            str(row.collectives),
             f"{row.least_message / 1e6:.3f} / {row.median_message / 1e6:.3f} / {row.largest_message / 1e6:.3f}",
             f"{100 * row.padding:.3f}",
             f"{100 * row.worst_unit_padding:.3f}",

@@ -1,6 +1,5 @@
 """The benchmarks run, and write down what they promise. Times are never asserted."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import engines
 import host
 import instructions
 import pytest
+import result_file
 import step
 import torch
 from report import page as report_page
@@ -27,7 +27,7 @@ def test_a_step_is_measured_for_every_contender_and_all_compute_the_same(tmp_pat
     # the script ends its own processes first, so that none is left behind by this time-out
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    report: dict[str, Any] = json.loads(out.read_text())
+    report: dict[str, Any] = result_file.read(out)
     assert report["machine"]["date"] == "2000-01-01"
     assert str(Path.home()) not in out.read_text()
     (case,) = report["cases"]
@@ -49,7 +49,7 @@ def test_where_a_step_goes_is_told_by_kind_of_work(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "step_profile.py"), *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())["cases"][0]["contenders"]["ours"]
+    found = result_file.read(out)["cases"][0]["contenders"]["ours"]
     assert found["arithmetic"] + found["moving"] + found["the rest"] == pytest.approx(found["by the clock"])
     assert "aten::addmm" in found["dearest"] and found["operators"] > 100
     assert "| ours |" in done.stdout
@@ -91,7 +91,7 @@ def test_host_time_and_operations_are_measured_for_every_contender(tmp_path: Pat
     monkeypatch.setattr(host, "elsewhere", lambda measure, settings, timeout: measure(settings))
     host.main()
 
-    report = json.loads(out.read_text())
+    report = result_file.read(out)
     (case,) = report["cases"]
     assert set(case["contenders"]) == {"bare", "fsdp1", "fsdp1_orig", "fsdp2", "ours"}
     for one in case["contenders"].values():

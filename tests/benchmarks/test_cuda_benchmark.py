@@ -1,7 +1,6 @@
 """`benchmarks/gpu.py`, as far as a CPU can tell: it runs for everybody, counts operations, judges, and says what is missing."""
 
 import gc
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import device_runs
 import engines
 import gpu
 import pytest
+import result_file
 import torch
 from common import Sample
 from llama import Llama, Sizes, batch_of, operations
@@ -28,7 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, *given: str) -> dict[str, An
     monkeypatch.setattr(gpu, "elsewhere", lambda measure, settings, timeout: measure(settings))
     gc.freeze()  # it collects garbage before every measurement, and not what is here by now
     gpu.run(gpu.parse(), "cpu")
-    report: dict[str, Any] = json.loads(out.read_text())
+    report: dict[str, Any] = result_file.read(out)
     return report
 
 

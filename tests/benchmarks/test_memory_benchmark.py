@@ -1,11 +1,11 @@
 """`benchmarks/memory.py` counts the same bytes in two ways."""
 
-import json
 import sys
 from pathlib import Path
 
 import memory
 import pytest
+import result_file
 
 TINY = ("--blocks", "3", "--width", "32", "--heads", "2", "--vocabulary", "32", "--sequence", "4")
 
@@ -20,7 +20,7 @@ def test_the_script_writes_what_it_prints(
     # in this process: a start costs more than all else
     monkeypatch.setattr(memory, "elsewhere", lambda measure, settings, timeout: measure(settings))
     memory.main()
-    (case,) = json.loads(out.read_text())["cases"]
+    (case,) = result_file.read(out)["cases"]
     ours, over_nccl = case["contenders"]["ours"], case["contenders"][memory.OVER_NCCL]
     assert ours["kinds"]["shards"] == ours["at_rest"] == over_nccl["at_rest"]
     assert ours["peak"] - over_nccl["peak"] == ours["kinds"]["scratch"] > 0

@@ -1,10 +1,11 @@
 """The page and the table in README say what the results say, and nothing else."""
 
-import json
+import re
 from pathlib import Path
 
 import pytest
 import report
+import result_file
 from common import Bar
 
 
@@ -16,15 +17,19 @@ def test_the_page_is_what_the_script_makes_of_the_results() -> None:
     assert readme == report.between_marks(readme, report.main_table(results)), remedy
 
 
-def test_every_figure_is_there_and_small() -> None:
-    for name in report.load():
-        if name != "instructions":
-            assert 1000 < (report.FIGURES / f"{name}.png").stat().st_size < 100_000
+def test_every_figure_of_the_page_is_there_and_small_and_no_other_is() -> None:
+    shown = set(re.findall(r"\(figures/(\w+)\.png\)", report.page(report.load())))
+    assert {path.stem for path in report.FIGURES.iterdir()} == shown
+    assert shown >= {"step_sharded", "step_replicated", "host", "memory", "wire", "overlap", "scale"}
+    for name in shown:
+        path = report.FIGURES / f"{name}.png"
+        assert 1000 < path.stat().st_size < 60_000
+        assert int.from_bytes(path.read_bytes()[16:20]) == 900, f"{name}.png is not 900 pixels wide"
 
 
 def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
     wire = report.load()["wire"]
-    (tmp_path / "wire.json").write_text(json.dumps(wire))
+    result_file.write(tmp_path / "wire.json", wire)
     results = report.load(tmp_path)
     assert [*results] == ["wire"]
     assert "Not measured yet: `python benchmarks/step.py`." in report.page(results)

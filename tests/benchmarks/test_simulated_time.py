@@ -1,6 +1,5 @@
 """The benchmarks over a simulated wire: when it is free again, and that the scripts write what they print."""
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from typing import Any
 
 import overlap
 import pytest
+import result_file
 import scale
 import torch
 import torch.distributed as dist
@@ -76,7 +76,7 @@ def test_overlap_writes_what_it_prints(
     tiny = ("--loads", "0.5", "2", "--repeats", "1", "--blocks", "2", "--milliseconds", "2", "--width", "16")
     monkeypatch.setattr(sys, "argv", ["overlap.py", *tiny, "--out", str(out)])
     overlap.main()
-    report = json.loads(out.read_text())
+    report = result_file.read(out)
     assert {line["contender"] for line in report["lines"]} == set(overlap.NAMES)
     assert all(line["seconds"] >= 0.95 * report["settings"]["computing"] for line in report["lines"]), "nobody computes in less"
     by = {(line["contender"], line["load"]): line for line in report["lines"]}
@@ -93,7 +93,7 @@ def test_scale_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # in this process: a start costs more than all else
     monkeypatch.setattr(scale, "elsewhere", lambda measure, settings, timeout: measure(settings))
     scale.main()
-    report = json.loads(out.read_text())
+    report = result_file.read(out)
     assert len(report["cases"]) == 2 * 3
     found = {(one["settings"]["contender"], one["settings"]["units"], one["settings"]["world"]): one for one in report["cases"]}
     # exact: a unit is a unit, however many there are and whatever the number of ranks
@@ -106,7 +106,7 @@ def test_scale_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def of_one_more(out: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads(out.read_text())["of_one_more_tensor"]["functions"]["ours"]
+    rows: list[dict[str, Any]] = result_file.read(out)["of_one_more_tensor"]["functions"]["ours"]
     return rows
 
 
@@ -118,11 +118,11 @@ def test_where_names_the_files_and_functions(
     monkeypatch.setattr(sys, "argv", ["where.py", *given])
     monkeypatch.setattr(where, "elsewhere", lambda measure, settings, timeout: measure(settings))
     where.main()
-    functions = json.loads(out.read_text())["functions"]["ours"]
-    param_infos = {row["place"] for phase in functions.values() for row in phase}
-    assert {"C++", "fsdp/engine", "fsdp/reducer"} <= param_infos
-    assert not [place for place in param_infos if place.startswith("/")]
-    assert "| fsdp/engine |" in (said := capsys.readouterr().out)
+    functions = result_file.read(out)["functions"]["ours"]
+    places = {row["place"] for phase in functions.values() for row in phase}
+    assert {"C++", "fsdp/runtime/engine", "fsdp/reduction/reducer"} <= places
+    assert not [place for place in places if place.startswith("/")]
+    assert "| fsdp/runtime/engine |" in (said := capsys.readouterr().out)
     # what one more tensor costs: `nn.ParameterList` reads it once, autograd calls one hook for it
     calls = {(row["place"], row["function"]): row["calls"] for row in of_one_more(out)}
     assert calls["torch/nn/modules/container", "__getitem__"] == calls["fsdp/arrivals", "arrives"] == 1

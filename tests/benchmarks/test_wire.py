@@ -1,10 +1,10 @@
 """What `benchmarks/wire.py` computes is what the engine does, and the bars hold."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
+import result_file
 import torch
 import wire
 from configurations import CONFIGURATIONS, UnitShapes, units_of
@@ -56,7 +56,7 @@ def test_the_script_writes_what_it_prints_and_the_bars_hold(
     out = tmp_path / "wire.json"
     monkeypatch.setattr(sys, "argv", ["wire.py", "--models", model, "--world", "8", "512", "--out", str(out)])
     wire.main()
-    report = json.loads(out.read_text())
+    report = result_file.read(out)
     # HYBRID_SHARD shares shards among 8 ranks, which the worst number need not be a multiple of
     worst, padding = WORST[model]
     assert len(report["rows"]) == len(wire.STRATEGIES) * 3 - (worst % wire.HOST != 0)

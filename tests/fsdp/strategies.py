@@ -117,7 +117,7 @@ def trees(draw: st.DrawFn) -> TreeSpec:
             ties.append((alike[0], alike[1]))
     tied = {path for tie in ties for path in tie}
     leaf_paths = [path for path in inner if isinstance(modules[path], LeafSpec)]
-    inplace_updates = [(path, edit) for path, edit in _possible_edits(root) if path not in tied]
+    edits = [(path, edit) for path, edit in _possible_edits(root) if path not in tied]
     return TreeSpec(
         root,
         tuple(units),
@@ -133,7 +133,7 @@ def trees(draw: st.DrawFn) -> TreeSpec:
         feature=draw(st.sampled_from(("", "", *inner))),
         late_feature=draw(st.booleans()),
         hooked=draw(st.sampled_from(("", "", *leaf_paths))),
-        edit=draw(st.sampled_from((None, None, None, None, *inplace_updates))),
+        edit=draw(st.sampled_from((None, None, None, None, *edits))),
     )
 
 
@@ -177,8 +177,8 @@ def programs(draw: st.DrawFn, tree: TreeSpec) -> Program:
     def one_in(number: int) -> bool:
         return draw(st.integers(1, number)) == number
 
-    def fault(*param_infos: str) -> Fault:
-        where = draw(st.sampled_from(param_infos))
+    def fault(*places: str) -> Fault:
+        where = draw(st.sampled_from(places))
         paths = [path for path, one in modules.items() if where == "forward" or one.trap] or [""]
         return where, draw(st.sampled_from(paths)), draw(st.integers(0, 2))
 

@@ -81,15 +81,15 @@ def test_gradients_that_are_kept_are_not_written_by_the_next_backward() -> None:
 
     def fn(rank: int) -> list[Any]:
         model = fsdp.fully_shard(nn.Linear(4, 4, bias=False), sharding_strategy="NO_SHARD")
-        param_infos, kept = [], None
+        places, kept = [], None
         for step in range(4):
             model(torch.full((1, 4), float(step))).sum().backward()
             gradient = model.weight.grad
-            param_infos.append(gradient.data_ptr())
+            places.append(gradient.data_ptr())
             kept = gradient if step == 1 else kept
             del gradient
             model.zero_grad()
         assert kept is not None and kept.tolist() == [[1.0] * 4] * 4
-        return [param_infos[0] == param_infos[1], param_infos[2] == param_infos[1], param_infos[3] == param_infos[1]]
+        return [places[0] == places[1], places[2] == places[1], places[3] == places[1]]
 
     assert fsdp.simulate(2, fn) == [[True, False, False]] * 2

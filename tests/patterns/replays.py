@@ -53,8 +53,8 @@ def _edited_in(where: str, checkpointed: bool, inside: bool, reentrant: bool) ->
         cost="2 steps: 2 units twice, the root's own once",
     )
     def _(run: Run) -> Yields:
-        inplace_updates = Edits(lambda weight: weight.mul_(0.9), inside, reentrant)
-        model = run.shard(Region([Block(), inplace_updates, nn.Tanh()], checkpointed, reentrant), {Block, Edits})
+        edits = Edits(lambda weight: weight.mul_(0.9), inside, reentrant)
+        model = run.shard(Region([Block(), edits, nn.Tanh()], checkpointed, reentrant), {Block, Edits})
         optimizer = sgd(model)
         for number in range(2):
             optimizer.zero_grad()
@@ -77,8 +77,8 @@ for _reentrant in (False, True):
     cost="3 forward; 2 for the first backward, until the end of which the root's own stay; 3 for the second",
 )
 def _(run: Run) -> Yields:
-    inplace_updates = Edits(lambda weight: weight.clamp_(-0.4, 0.4), False, False)
-    model = run.shard(Region([Block(), inplace_updates, nn.Tanh()], True, False), {Block, Edits})
+    edits = Edits(lambda weight: weight.clamp_(-0.4, 0.4), False, False)
+    model = run.shard(Region([Block(), edits, nn.Tanh()], True, False), {Block, Edits})
     loss = loss_of(model(run.data(0, 2, WIDTH)))
     loss.backward(retain_graph=True)
     yield
