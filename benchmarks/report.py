@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md with its figures, and the table in README.md, from what the benchmarks have left in results/.
+"""Writes docs/development/benchmarks.md with its figures, and the table in README.md, from the files in results/.
 
     python benchmarks/report.py
 
@@ -18,7 +18,7 @@ from engines import TITLES as PEERS
 from host import ONCE, PHASES
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "development" / "benchmarks.md"
 FIGURES = ROOT / "docs" / "figures"
 README = ROOT / "README.md"
 MARKS = "<!-- measured: written by benchmarks/report.py -->", "<!-- /measured -->"
@@ -37,22 +37,7 @@ IN_README = (
     "step: ours / the faster FSDP1",
     "step: ours / FSDP2",
     "step: ours / DDP",
-    "step: ours, NO_SHARD / DDP",
-    "host: added, ours / the faster FSDP1",
-    "host: added, ours / FSDP2",
-    "host: added by one more tensor, µs",
-    "host: step, ours / FSDP2",
-    "host: clip, ours / FSDP2",
-    "host: agreement of the ranks, a unit and pass, µs",
-    "memory: engine bytes / floor",
     "memory: engine bytes / FSDP2",
-    "wire: bytes received / floor",
-    "wire: padding, any of 8 to 512 ranks",
-    "wire: chunks and parameters not at 16 bytes",
-    "scale: wrapping 1,000 units on 1,024 ranks, s",
-    "overlap: step / max(computing, communication)",
-    "overlap: step / reachable",
-    "overlap: step / FSDP2",
 )
 
 
@@ -94,14 +79,13 @@ def main_table(results: Mapping[str, Report]) -> str:
     dates = sorted({report["machine"]["date"] for report in results.values()})
     facts = next(iter(results.values()))["machine"]
     head = f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, torch {facts['torch']}, {facts['cores']} cores"
-    return f"{head}; ratios of medians of one run.\n\n{bars_table(results, IN_README)}{note}"
+    return f"Measured {head}; ratios of medians of one run, with the bar that this project set itself.\n\n{bars_table(results, IN_README)}{note}"
 
 
 def page(results: Mapping[str, Report]) -> str:
     parts = [
-        "# Benchmarks\n\nWritten by `python benchmarks/report.py` from the raw numbers in "
-        "[benchmarks/results/](../benchmarks/results/). [benchmarks/README.md](../benchmarks/README.md) says how everything is "
-        "measured, [performance.md](performance.md) what it means.",
+        "# Benchmarks\n\nWritten by `python benchmarks/report.py` from the raw numbers in `benchmarks/results/`. "
+        "`benchmarks/README.md` says how everything is measured, [Performance](../explanation/performance.md) what it means.",
         f"## The bars\n\n{bars_table(results)}",
     ]
     stated: list[tuple[str, str]] = []
@@ -113,7 +97,7 @@ def page(results: Mapping[str, Report]) -> str:
         report = results[name]
         parts += [_machine(report), *SECTIONS[name](report)]
         if name != "instructions":
-            parts.append(f"![{title}](figures/{name}.png)")
+            parts.append(f"![{title}](../figures/{name}.png)")
         news = [(PEERS[one], options) for one, options in report.get("options", {}).items()]
         if news := [pair for pair in news if pair not in stated]:
             parts.append(markdown(["contender", "options"], news))
