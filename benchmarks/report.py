@@ -1,4 +1,4 @@
-"""Writes docs/development/benchmarks.md with its figures, and the table in README.md, from the files in results/.
+"""Writes docs/development/benchmarks.md with its figures, and the table in README.md, from the raw numbers in results/.
 
     python benchmarks/report.py
 
@@ -79,13 +79,15 @@ def main_table(results: Mapping[str, Report]) -> str:
     dates = sorted({report["machine"]["date"] for report in results.values()})
     facts = next(iter(results.values()))["machine"]
     head = f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, torch {facts['torch']}, {facts['cores']} cores"
-    return f"Measured {head}; ratios of medians of one run, with the bar that this project set itself.\n\n{bars_table(results, IN_README)}{note}"
+    what = "ratios of medians of one run, beside the most that this project allows itself"
+    return f"Measured {head}; {what}.\n\n{bars_table(results, IN_README)}{note}"
 
 
 def page(results: Mapping[str, Report]) -> str:
     parts = [
-        "# Benchmarks\n\nWritten by `python benchmarks/report.py` from the raw numbers in `benchmarks/results/`. "
-        "`benchmarks/README.md` says how everything is measured, [Performance](../explanation/performance.md) what it means.",
+        "# Benchmarks\n\nWritten by `python benchmarks/report.py` from the raw numbers in "
+        "`benchmarks/results/`. `benchmarks/README.md` says how everything is "
+        "measured, [performance](../explanation/performance.md) what it means.",
         f"## The bars\n\n{bars_table(results)}",
     ]
     stated: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""`python -m state_machine explore`, `python -m state_machine diagram` and `python -m state_machine picture`."""
+"""`python -m state_machine explore` and `python -m state_machine diagram`."""
 
 import argparse
 import sys
@@ -9,7 +9,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m state_machine", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("diagram", help="print the table as Mermaid")
-    commands.add_parser("picture", help="print the ordinary way of a unit as an SVG picture (docs/figures/lifecycle.svg)")
     explore_parser = commands.add_parser("explore", help="visit every reachable joint state of small unit trees")
     explore_parser.add_argument("--tree", default="all", help="one tree by its name, or 'all'")
     chosen = parser.parse_args(arguments)
@@ -17,11 +16,6 @@ def main(arguments: list[str] | None = None) -> int:
         from state_machine.diagram import diagram
 
         print(diagram())
-        return 0
-    if chosen.command == "picture":
-        from state_machine.diagram import happy_path
-
-        print(happy_path(), end="")
         return 0
     from state_machine.explore import run
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fsdp
-from state_machine.diagram import happy_path
+from state_machine.picture import picture
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -40,6 +40,13 @@ def test_every_linked_file_exists(page: str) -> None:
     assert not [link for link in links if not (ROOT / link).exists()]
 
 
+def test_the_map_of_contributing_names_what_there_is() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:fsdp|state_machine|tests|tools|benchmarks|docs)/[\w./-]*)`", text)
+    assert len(paths) > 50
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
 def test_both_commands_are_targets_of_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for command in ("train", "test"):
@@ -48,9 +55,9 @@ def test_both_commands_are_targets_of_the_makefile() -> None:
 
 
 def test_the_picture_is_that_of_the_table() -> None:
-    remedy = "run: python -m state_machine picture > docs/figures/lifecycle.svg"
+    remedy = "run: python -m state_machine.picture > docs/figures/lifecycle.svg"
     assert "docs/figures/lifecycle.svg" in README
-    assert (DOCS / "figures" / "lifecycle.svg").read_text(encoding="utf-8") == happy_path(), remedy
+    assert (DOCS / "figures" / "lifecycle.svg").read_text(encoding="utf-8") == picture(), remedy
 
 
 def test_the_strategies_are_those_that_there_are() -> None:
