@@ -37,7 +37,7 @@ from engines import CONTENDERS, rotated
 from simulated_link import Link, joined
 from torch import Tensor, nn
 
-from fsdp.trail import Trail, Watch
+from fsdp.failure.desync import Trail, Watch
 
 NAMES = ("bare", "fsdp1", "fsdp1_orig", "fsdp2", "ours")
 PHASES = ("forward", "backward", "clip", "step")

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from workloads import GPT, Block, Sizes
 
-from fsdp.collectives import ProcessGroupCollectives
-from fsdp.storage import Ledger
-from fsdp.works import Work
+from fsdp.comm.process_group import ProcessGroupCollectives
+from fsdp.comm.work import Work
+from fsdp.device.storage import Ledger
 
 OVER_NCCL = "ours_over_nccl"
 ENGINES = {**CONTENDERS, OVER_NCCL: Ours(OVER_NCCL, "ours, reduced by the backend as over NCCL")}

@@ -3,9 +3,10 @@
     python benchmarks/wire.py                                      # three models, 8 to 1,024 ranks
     python benchmarks/wire.py --models Qwen3-4B --world 6 48
 
-A layout is a pure function of shapes, precision and number of ranks (fsdp/layout.py), so what a step communicates can be computed
-for any rank of any world. Parameters are gathered in bf16 and gradients reduced in fp32, over fp32 shards. Units are the layers,
-gathered once for the forward and once for the backward, and the root's own parameters, gathered once; a unit is one collective.
+A layout is a pure function of shapes, precision and number of ranks (fsdp/params/layout.py). So the bytes of a step can be
+computed for any rank of any world. Parameters are gathered in bf16; gradients are reduced in fp32, over fp32 shards.
+Units are the layers, gathered once for the forward and once for the backward, and the root's own parameters, gathered once;
+a unit is one collective.
 Beside ours stands the padding of FSDP2 and of flat FSDP1, by the formulas in `fsdp2_padded` and `fsdp1_padded`.
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 from common import Bar, arguments, machine, markdown, write
 from configurations import CONFIGURATIONS, UnitShapes, units_of
 
-from fsdp.layout import ALIGNMENT, Layout, make_layout
+from fsdp.params.layout import ALIGNMENT, Layout, make_layout
 
 GATHERED, REDUCED = 2, 4
 """Bytes of an element of bf16 and fp32."""

@@ -1,25 +1,25 @@
 """A fully sharded data-parallel engine for PyTorch with an explicit state machine."""
 
-from fsdp.abandoned import agree_abandoned
-from fsdp.background import Saving
-from fsdp.checkpoint import latest, load
-from fsdp.clipping import ShardedGradScaler, clip_grad_norm_
-from fsdp.comm_hooks import register_comm_hook
+from fsdp.api.clipping import ShardedGradScaler, clip_grad_norm_
+from fsdp.api.comm_hooks import register_comm_hook
+from fsdp.api.forward_methods import register_forward_method
+from fsdp.api.join import join
+from fsdp.api.recovery import agree_abandoned
+from fsdp.api.reductions import reducer_stats, relearn_order
+from fsdp.api.story import story
+from fsdp.api.summon import summon_full_params
+from fsdp.api.wrap import FullyShardedDataParallel, fully_shard, memory_bytes, no_sync, set_requires_gradient_sync
+from fsdp.checkpoint.background import Saving
+from fsdp.checkpoint.hf_safetensors import export_safetensors, load_safetensors
+from fsdp.checkpoint.load import latest, load
+from fsdp.checkpoint.save import save
+from fsdp.comm.simulated import simulate
 from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
-from fsdp.dump import dump_on_signal
+from fsdp.debug.dump import dump_on_signal
 from fsdp.errors import IllegalTransition, PeerFailed, ShardingError, WorldError
-from fsdp.full_state import full_state_dict, iter_full_params, load_full_state_dict
-from fsdp.hugging_face import export_safetensors, load_safetensors
-from fsdp.joining import join
-from fsdp.methods import register_forward_method
-from fsdp.optimizer_state import full_optim_state_dict, load_full_optim_state_dict
-from fsdp.outside import full_tensor, to_local
-from fsdp.reductions import reducer_stats, relearn_order
-from fsdp.saving import save
-from fsdp.simulated import simulate
-from fsdp.story import story
-from fsdp.summon import summon_full_params
-from fsdp.wrapper import FullyShardedDataParallel, fully_shard, memory_bytes, no_sync, set_requires_gradient_sync
+from fsdp.params.external_use import full_tensor, to_local
+from fsdp.state_dict.full_state import full_state_dict, iter_full_params, load_full_state_dict
+from fsdp.state_dict.optim_state import full_optim_state_dict, load_full_optim_state_dict
 
 __all__ = [
     "FullyShardedDataParallel",

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdp.checkpoint.convert import convert, damage_in, describe
+from fsdp.checkpoint.hf_safetensors import size_in_bytes
 from fsdp.errors import ShardingError
-from fsdp.hugging_face import size_in_bytes
-from fsdp.offline import convert, damage_in, describe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

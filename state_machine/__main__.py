@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         print(diagram())
         return 0
-    from state_machine.explore import run
+    from state_machine.explorer.explore import run
 
     return run(chosen.tree)
 

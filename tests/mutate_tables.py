@@ -28,7 +28,7 @@ import test_root  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.stateful import run_state_machine_as_test  # noqa: E402
 
-from state_machine.explore import TREES, explore  # noqa: E402
+from state_machine.explorer.explore import TREES, explore  # noqa: E402
 from state_machine.residency import RESIDENCES, Ask  # noqa: E402
 from state_machine.table import BACKWARD, TABLES, BackwardEvent  # noqa: E402
 from state_machine.vocabulary import Event  # noqa: E402

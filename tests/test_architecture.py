@@ -9,108 +9,152 @@ import pytest
 from torch import nn
 
 import fsdp
-from fsdp.sharded import sharded_of
+from fsdp.runtime.registry import sharded_of
 from state_machine import Action, Effect
 
 ROOT = Path(__file__).resolve().parent.parent
 FSDP = ROOT / "fsdp"
 
-# imports point down this list, and only down
-ORDER = (
-    "__main__",
-    "__init__",
-    "wrapper",
-    "offline",
-    "checkpoint",
-    "saving",
-    "hugging_face",
-    "optimizer_state",
-    "gradients",
-    "full_state",
-    "summon",
-    "story",
-    "reductions",
-    "joining",
-    "abandoned",
-    "clipping",
-    "comm_hooks",
-    "building",
-    "dcp",
-    "manifest",
-    "atomic",
-    "consistency",
-    "background",
-    "methods",
-    "plan",
-    "sharded",
-    "state_hooks",
-    "hooks",
-    "uncopied",
-    "guard",
-    "arrivals",
-    "accumulators",
-    "readiness",
-    "crossings",
-    "escapes",
-    "engine",
-    "root_callback",
-    "last_forward",
-    "dump",
-    "notes",
-    "buffers",
-    "copies",
-    "schedule",
-    "reducer",
-    "usage",
-    "launches",
-    "flights",
-    "parcels",
-    "hooked",
-    "bucket",
-    "stash",
-    "sparse",
-    "names",
-    "ranges",
-    "spread",
-    "piece",
-    "unit",
-    "flat",
-    "outside",
-    "looks",
-    "face",
-    "stack",
-    "delays",
-    "streams",
-    "storage",
-    "sharded_value",
-    "boxes",
-    "layout",
-    "nested",
-    "groups",
-    "agreement",
-    "collectives",
-    "simulated",
-    "simulated_data",
-    "works",
-    "summation",
-    "on_device",
-    "lines",
-    "trail",
-    "processes",
-    "eager",
-    "progress",
-    "randomness",
+# imports point down: from a package to the packages below it, and inside a package to the files after it
+ORDER: dict[str, tuple[str, ...]] = {
+    "__main__": (),
+    "__init__": (),
+    "api": (
+        "wrap",
+        "summon",
+        "story",
+        "reductions",
+        "join",
+        "recovery",
+        "clipping",
+        "comm_hooks",
+        "forward_methods",
+    ),
+    "build": (
+        "builder",
+        "consistency",
+        "plan",
+    ),
+    "checkpoint": (
+        "convert",
+        "load",
+        "save",
+        "hf_safetensors",
+        "saved_grads",
+        "dcp",
+        "manifest",
+        "atomic_folder",
+        "background",
+        "progress",
+        "rng",
+    ),
+    "state_dict": (
+        "optim_state",
+        "full_state",
+        "state_dict_hooks",
+        "fqns",
+        "param_ranges",
+        "optim_placement",
+        "param_shard",
+        "sharded_value",
+        "chunks",
+    ),
+    "runtime": (
+        "registry",
+        "hooks",
+        "refuse_copy",
+        "arrivals",
+        "grad_hooks",
+        "side_outputs",
+        "engine",
+        "final_callback",
+        "pending_backward",
+        "buffers",
+        "stale_params",
+        "prefetch",
+    ),
+    "debug": (
+        "guard",
+        "dump",
+        "error_notes",
+        "delays",
+    ),
+    "reduction": (
+        "reducer",
+        "used_params",
+        "stats",
+        "in_flight",
+        "bucketing",
+        "comm_hook",
+        "bucket",
+        "accumulated",
+        "sparse",
+    ),
+    "params": (
+        "unit",
+        "flat_buffer",
+        "external_use",
+        "use_after_free",
+        "module_params",
+        "layout",
+    ),
+    "comm": (
+        "context",
+        "agreement",
+        "process_group",
+        "simulated",
+        "simulated_ops",
+        "work",
+        "pairwise_sum",
+    ),
+    "failure": (
+        "watchdog",
+        "peers",
+        "desync",
+        "liveness",
+    ),
+    "device": (
+        "streams",
+        "storage",
+    ),
+    "config": (),
+    "errors": (),
+    "autograd": (
+        "backward_progress",
+        "node_hooks",
+        "frames",
+        "pytree",
+        "dynamo",
+    ),
+}
+STATE_MACHINE_USERS = {
+    "runtime.registry",
+    "runtime.engine",
+    "runtime.final_callback",
+    "debug.error_notes",
+    "runtime.hooks",
+    "state_dict.state_dict_hooks",
+    "api.summon",
     "config",
     "errors",
-)
-STATE_MACHINE_USERS = {"sharded", "engine", "root_callback", "notes", "hooks", "state_hooks", "summon", "config", "errors"}
+}
 # torch's Distributed Checkpoint lies below torch.distributed, and communicates only where it is asked to
 DCP = "torch.distributed.checkpoint"
-DCP_USERS = {"sharded_value", "dcp"}
+DCP_USERS = {"state_dict.sharded_value", "checkpoint.dcp"}
 LONGEST = 400
-LONGER = {"simulated": 600}
+LONGER = {"comm.simulated": 600}
 
-FILES = sorted(path.stem for path in FSDP.glob("*.py"))
+PACKAGES = sorted(path.parent.name for path in FSDP.glob("*/__init__.py"))
+FILES = sorted(
+    ".".join(path.relative_to(FSDP).with_suffix("").parts)
+    for path in FSDP.rglob("*.py")
+    if path.parent == FSDP or path.stem != "__init__"
+)
+PLACES = tuple(f"{package}.{name}" if files else package for package, files in ORDER.items() for name in files or ("",))
+
+
+def path_of(name: str) -> Path:
+    return FSDP / f"{name.replace('.', '/')}.py"
 
 
 def parse(path: Path) -> ast.Module:
@@ -147,7 +191,7 @@ def climbs(imports: dict[str, set[str]], order: tuple[str, ...]) -> list[str]:
     """One sentence for every import that does not point down."""
     place = {name: number for number, name in enumerate(order)}
     return [
-        f"{one}.py reaches up to fsdp.{other}"
+        f"fsdp.{one} reaches up to fsdp.{other}"
         for one, names in imports.items()
         for other in sorted(place)
         if f"fsdp.{other}" in names and place[other] <= place[one]
@@ -160,35 +204,44 @@ def only_in(home: set[str], offenders: dict[str, list[str]]) -> None:
 
 
 def test_every_file_has_its_place_in_the_order() -> None:
-    assert sorted(ORDER) == FILES
+    assert sorted(PLACES) == FILES
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_a_docstring_and_at_most_a_dozen_files(package: str) -> None:
+    tree = parse(FSDP / package / "__init__.py")
+    text = ast.get_docstring(tree)
+    assert text and len(tree.body) == 1
+    assert all(line in text for line in ("Start with", "May use:", "Must not:"))
+    assert 0 < len(ORDER[package]) <= 12
 
 
 def test_imports_point_down() -> None:
-    assert climbs({name: imports_of(FSDP / f"{name}.py") for name in FILES}, ORDER) == []
+    assert climbs({name: imports_of(path_of(name)) for name in FILES}, PLACES) == []
 
 
 def test_an_import_that_points_up_is_named() -> None:
-    assert climbs({"storage": {"fsdp.engine"}, "engine": {"fsdp.storage"}}, ("engine", "storage")) == [
-        "storage.py reaches up to fsdp.engine"
+    assert climbs({"a.storage": {"fsdp.b.engine"}, "b.engine": {"fsdp.a.storage"}}, ("b.engine", "a.storage")) == [
+        "fsdp.a.storage reaches up to fsdp.b.engine"
     ]
 
 
 def test_only_engine_and_its_neighbours_import_state_machine() -> None:
     only_in(
         STATE_MACHINE_USERS,
-        {name: [one for one in imports_of(FSDP / f"{name}.py") if one.startswith("state_machine")] for name in FILES},
+        {name: [one for one in imports_of(path_of(name)) if one.startswith("state_machine")] for name in FILES},
     )
 
 
-def test_only_collectives_and_groups_import_torch_distributed() -> None:
+def test_only_process_group_and_context_import_torch_distributed() -> None:
     only_in(
-        {"collectives", "groups"},
-        {name: [one for one in imports_of(FSDP / f"{name}.py") if is_distributed(one) and not is_dcp(one)] for name in FILES},
+        {"comm.process_group", "comm.context"},
+        {name: [one for one in imports_of(path_of(name)) if is_distributed(one) and not is_dcp(one)] for name in FILES},
     )
 
 
 def test_only_the_files_that_save_and_load_import_dcp() -> None:
-    only_in(DCP_USERS, {name: [one for one in imports_of(FSDP / f"{name}.py") if is_dcp(one)] for name in FILES})
+    only_in(DCP_USERS, {name: [one for one in imports_of(path_of(name)) if is_dcp(one)] for name in FILES})
 
 
 def is_distributed(name: str) -> bool:
@@ -201,46 +254,49 @@ def is_dcp(name: str) -> bool:
 
 @pytest.mark.parametrize("name", FILES)
 def test_nobody_reaches_torch_distributed_by_attribute(name: str) -> None:
-    dots = [dotted(node) for node in ast.walk(parse(FSDP / f"{name}.py")) if isinstance(node, ast.Attribute)]
+    dots = [dotted(node) for node in ast.walk(parse(path_of(name))) if isinstance(node, ast.Attribute)]
     assert not [one for one in dots if one.startswith("torch.distributed")]
 
 
 def test_only_streams_names_a_device_stream() -> None:
     def named(name: str) -> list[str]:
-        dots = [dotted(node) for node in ast.walk(parse(FSDP / f"{name}.py")) if isinstance(node, ast.Attribute)]
+        dots = [dotted(node) for node in ast.walk(parse(path_of(name))) if isinstance(node, ast.Attribute)]
         return [one for one in dots if one.startswith("torch.cuda.") or one.endswith(("record_stream", "wait_stream"))]
 
-    only_in({"streams"}, {name: named(name) for name in FILES})
+    only_in({"device.streams"}, {name: named(name) for name in FILES})
 
 
 def test_only_hooks_registers_a_hook() -> None:
     def registrations(name: str) -> list[str]:
-        last = [one.rsplit(".", 1)[-1] for one in calls_in(FSDP / f"{name}.py")]
+        last = [one.rsplit(".", 1)[-1] for one in calls_in(path_of(name))]
         return [one for one in last if one.startswith("register_") and one.endswith("hook") and "state_dict" not in one]
 
-    only_in({"hooks", "accumulators", "crossings", "escapes"}, {name: registrations(name) for name in FILES})
+    only_in(
+        {"runtime.hooks", "runtime.grad_hooks", "autograd.node_hooks", "runtime.side_outputs"},
+        {name: registrations(name) for name in FILES},
+    )
 
 
 def test_only_storage_resizes_memory() -> None:
-    only_in({"storage"}, {name: [one for one in calls_in(FSDP / f"{name}.py") if one.endswith(".resize_")] for name in FILES})
+    only_in({"device.storage"}, {name: [one for one in calls_in(path_of(name)) if one.endswith(".resize_")] for name in FILES})
 
 
 def test_only_engine_queues_a_callback() -> None:
-    calls = {name: [one for one in calls_in(FSDP / f"{name}.py") if one.endswith("queue_callback")] for name in FILES}
-    only_in({"engine"}, calls)
+    calls = {name: [one for one in calls_in(path_of(name)) if one.endswith("queue_callback")] for name in FILES}
+    only_in({"runtime.engine"}, calls)
 
 
-ARITHMETIC = ("layout", "parcels", "schedule")
+ARITHMETIC = ("params.layout", "reduction.bucketing", "runtime.prefetch")
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)
 def test_arithmetic_knows_nothing_of_torch(name: str) -> None:
     pure = {f"fsdp.{other}" for other in ARITHMETIC}
-    foreign = [one for one in imports_of(FSDP / f"{name}.py") if one.split(".")[0] not in sys.stdlib_module_names]
+    foreign = [one for one in imports_of(path_of(name)) if one.split(".")[0] not in sys.stdlib_module_names]
     assert not [one for one in foreign if one not in pure and one.rpartition(".")[0] not in pure]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "state_machine").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "state_machine").rglob("*.py")), ids=lambda path: path.stem)
 def test_state_machine_imports_the_standard_library_and_itself(path: Path) -> None:
     heads = {one.split(".")[0] for one in imports_of(path)}
     assert not heads - {"state_machine"} - set(sys.stdlib_module_names)
@@ -248,7 +304,7 @@ def test_state_machine_imports_the_standard_library_and_itself(path: Path) -> No
 
 @pytest.mark.parametrize("name", FILES)
 def test_files_can_be_held_in_the_head(name: str) -> None:
-    assert len((FSDP / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= LONGER.get(name, LONGEST)
+    assert len((path_of(name)).read_text(encoding="utf-8").splitlines()) <= LONGER.get(name, LONGEST)
 
 
 def test_engine_has_a_deed_for_every_action_and_an_effect_for_every_effect() -> None:

@@ -24,9 +24,9 @@ from models import CASES, is_at_rest, loss_of
 from peer_programs import LIMIT, Mine, Told, kill, told
 
 import fsdp
-from fsdp import groups
-from fsdp.collectives import ProcessGroupCollectives
-from fsdp.on_device import DeviceLines
+from fsdp.comm import context
+from fsdp.comm.process_group import ProcessGroupCollectives
+from fsdp.failure.watchdog import DeviceLines
 
 aborted = Event()
 
@@ -63,9 +63,9 @@ def abort(reference: "ref[dist.ProcessGroup]") -> None:
 
 def stand_in() -> None:
     """For devices."""
-    groups._gloo = lambda group: None
-    groups._carries_on_device = lambda group: True
-    groups._abort = abort
+    context._gloo = lambda group: None
+    context._carries_on_device = lambda group: True
+    context._abort = abort
     ProcessGroupCollectives._launch = launch  # type: ignore[method-assign]
 
 

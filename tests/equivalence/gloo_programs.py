@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from unheard_programs import UNHEARD
 
 import fsdp
-from fsdp.delays import DELAYS
-from fsdp.notes import MARK
+from fsdp.debug.delays import DELAYS
+from fsdp.debug.error_notes import MARK
 
 LIMIT: Final = 60
 """Seconds until a rank prints its stacks and dies."""

@@ -19,7 +19,7 @@ from models import CASES, Case, assert_close, assert_trained_alike, join, joined
 from unheard_programs import UNHEARD
 
 import fsdp
-from fsdp.notes import MARK
+from fsdp.debug.error_notes import MARK
 
 pytestmark = pytest.mark.gloo
 

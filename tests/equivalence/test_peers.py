@@ -14,7 +14,7 @@ from models import CASES, assert_trained_alike, own_batches, train, wrap
 from peer_programs import LIMIT, STEPS, Told
 
 import fsdp
-from fsdp.notes import MARK
+from fsdp.debug.error_notes import MARK
 
 pytestmark = pytest.mark.gloo
 

@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp import storage
-from fsdp.collectives import ProcessGroupCollectives
-from fsdp.notes import MARK
-from fsdp.sharded import sharded_of
-from fsdp.simulated import SimulatedCollectives, current_rank
+from fsdp.comm.process_group import ProcessGroupCollectives
+from fsdp.comm.simulated import SimulatedCollectives, current_rank
+from fsdp.debug.error_notes import MARK
+from fsdp.device import storage
+from fsdp.runtime.registry import sharded_of
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "failures.md"
 BESIDE: Final = "\n## FSDP1, FSDP2 and DDP beside it\n"

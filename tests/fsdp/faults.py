@@ -18,8 +18,8 @@ from models import CASES, make_net, weights_of, wrap
 from torch import nn
 
 import fsdp
-from fsdp import atomic, dcp, manifest
-from fsdp.simulated import current_rank
+from fsdp.checkpoint import atomic_folder, dcp, manifest
+from fsdp.comm.simulated import current_rank
 
 FILE: Final = "__1_0.distcp"
 
@@ -213,14 +213,14 @@ def read_only_folder() -> Iterator[None]:
 @contextmanager
 def another_save_meanwhile() -> Iterator[None]:
     """Another job finishes a checkpoint of the same name."""
-    real = atomic.sync
+    real = atomic_folder.sync
 
     def sync(folder: Path) -> None:
         real(folder)
-        name = folder.name.split(atomic.INCOMPLETE)[0].removeprefix(".")
+        name = folder.name.split(atomic_folder.INCOMPLETE)[0].removeprefix(".")
         (folder.parent / name / "something").mkdir(parents=True, exist_ok=True)
 
-    with mock.patch.object(atomic, "sync", sync):
+    with mock.patch.object(atomic_folder, "sync", sync):
         yield
 
 
@@ -276,9 +276,9 @@ def die_at(stage: str) -> None:
         change(folder / manifest.NAME, cut)
         die()
 
-    def second(folder: Path, seen: list[Path] | None = None, real: Any = atomic.sync) -> None:
+    def second(folder: Path, seen: list[Path] | None = None, real: Any = atomic_folder.sync) -> None:
         real(folder)
-        if atomic.INCOMPLETE not in folder.name:
+        if atomic_folder.INCOMPLETE not in folder.name:
             die()
 
     {
@@ -287,6 +287,6 @@ def die_at(stage: str) -> None:
         "before the metadata is written": lambda: setattr(dcp.FileSystemWriter, "finish", dying),
         "before the manifest is written": lambda: setattr(manifest.Manifest, "write", dying),
         "when half the manifest is written": lambda: setattr(manifest.Manifest, "write", half),
-        "before the folder gets its name": lambda: setattr(atomic, "sync", dying),
-        "when the folder has its name": lambda: setattr(atomic, "sync", second),
+        "before the folder gets its name": lambda: setattr(atomic_folder, "sync", dying),
+        "when the folder has its name": lambda: setattr(atomic_folder, "sync", second),
     }[stage]()

@@ -11,7 +11,7 @@ import torch
 from models import Net, units_of
 from torch import Tensor, nn
 
-from fsdp.layout import make_layout
+from fsdp.params.layout import make_layout
 
 BLOCKS = 5
 

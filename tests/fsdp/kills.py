@@ -22,7 +22,7 @@ import torch.distributed as dist
 from faults import STAGES, die, die_at, make_model, save, step_name
 
 import fsdp
-from fsdp import dcp
+from fsdp.checkpoint import dcp
 
 LIMIT: Final = 20
 """Seconds until a rank that waits in vain gives up."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.sharded import sharded_of
-from fsdp.simulated import Call, current_rank
-from fsdp.unit import Unit
+from fsdp.comm.simulated import Call, current_rank
+from fsdp.params.unit import Unit
+from fsdp.runtime.registry import sharded_of
 from state_machine import Strategy
 
 

@@ -12,7 +12,7 @@ from models import Block
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.collectives import ProcessGroupCollectives
+from fsdp.comm.process_group import ProcessGroupCollectives
 
 OURS, FSDP2, FSDP1, DDP = ENGINES = ("fsdp", "FSDP2", "FSDP1", "DDP")
 COMM_HOOK, GATHER, REDUCTION = "the communication hook", "a gather is refused", "a reduction is refused"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import fsdp
-from fsdp.engine import Engine
-from fsdp.sharded import sharded_of
-from fsdp.simulated import current_rank
+from fsdp.comm.simulated import current_rank
+from fsdp.runtime.engine import Engine
+from fsdp.runtime.registry import sharded_of
 from state_machine import Strategy
 from tests.fsdp.programs import (
     Backward,

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from failures import APART, LATE, NOT_REACHED, PAGE, PHASES, RECOVERED, STRATEGIES, TOO_LATE, cell, tight
 
-from fsdp import dump
+from fsdp.debug import dump
 
 HERE: Final = Path(__file__).resolve().parent
 SIZE: Final = 4

@@ -236,7 +236,7 @@ def test_no_sync_keeps_memory_for_whole_gradients_and_gives_it_back() -> None:
 
 
 def _buckets(model: nn.Module) -> list[Any]:
-    from fsdp.sharded import sharded_of
+    from fsdp.runtime.registry import sharded_of
 
     sharded = sharded_of(model)
     assert sharded is not None

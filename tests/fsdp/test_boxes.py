@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp.boxes import boxes_of
+from fsdp.state_dict.chunks import boxes_of
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -32,12 +32,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-import fsdp.sharded
-from fsdp.collectives import ProcessGroupCollectives
-from fsdp.flights import Flights
-from fsdp.parcels import Item, make_parcels
-from fsdp.simulated import SimulatedCollectives, current_rank
-from fsdp.summation import BLOCK, sum_over_ranks
+import fsdp.runtime.registry
+from fsdp.comm.pairwise_sum import BLOCK, sum_over_ranks
+from fsdp.comm.process_group import ProcessGroupCollectives
+from fsdp.comm.simulated import SimulatedCollectives, current_rank
+from fsdp.reduction.bucketing import Item, make_parcels
+from fsdp.reduction.in_flight import Flights
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 X = torch.linspace(-1, 1, 12).view(2, 6)
@@ -407,7 +407,7 @@ def test_units_wrapped_by_hand_take_the_streams_of_the_outermost(way: str, inner
         for module, streams in ((model[0], inner), (model, outer)):
             fsdp.fully_shard(module, reduction=fsdp.ReductionPolicy(streams=streams), sync_module_states=True, **WAYS[way])
         model(X).sum().backward()
-        sharded = fsdp.sharded.sharded_of(model)
+        sharded = fsdp.runtime.registry.sharded_of(model)
         assert is_at_rest(model) and sharded is not None
         return len(sharded.engine.channels.lanes)
 
@@ -500,7 +500,7 @@ def test_what_a_deterministic_sum_over_all_ranks_holds_is_in_the_books(fails: bo
         with pytest.raises(ZeroDivisionError) if fails else nullcontext():
             loss_of(model(x)).backward()
         assert is_at_rest(model)
-        ledger = fsdp.sharded.sharded_of(model).engine.ledger  # type: ignore[union-attr]
+        ledger = fsdp.runtime.registry.sharded_of(model).engine.ledger  # type: ignore[union-attr]
         assert ledger.held.get("scratch", 0) == 0
         return ledger.peak
 
@@ -702,7 +702,7 @@ def test_the_policy_of_the_outermost_unit_counts() -> None:
         for block in model.blocks:
             fsdp.fully_shard(block, mp_policy=half)
         fsdp.fully_shard(model, mp_policy=half, reduction=fsdp.ReductionPolicy(deterministic=True))
-        sharded = fsdp.sharded.sharded_of(model)
+        sharded = fsdp.runtime.registry.sharded_of(model)
         return {bucket.dtype for bucket in sharded.engine.reducer.buckets}
 
     assert fsdp.simulate(2, fn) == [{torch.float32}] * 2
@@ -717,7 +717,7 @@ def test_a_launch_that_fails_leaves_no_byte(strategy: str, broken: str, monkeypa
         loss_of(model(X)).backward()
         model.zero_grad()
         resting = fsdp.memory_bytes(model)
-        engine = fsdp.sharded.sharded_of(model).engine
+        engine = fsdp.runtime.registry.sharded_of(model).engine
         holder = engine.reducer.buckets[1].__class__ if broken == "fill" else engine.channels.reductions.__class__
         if broken == "all_reduce":
             holder = engine.channels.replicas.__class__

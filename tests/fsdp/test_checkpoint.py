@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import fsdp
-from fsdp.dcp import Stored
+from fsdp.checkpoint.dcp import Stored
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 FULL = StateDictOptions(full_state_dict=True)
@@ -306,7 +306,7 @@ def test_every_rank_writes_its_own_parts_and_nothing_twice(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_files_are_limited_and_all_of_them_are_read(in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp.dcp.FILE_BYTES", 300)
+    monkeypatch.setattr("fsdp.checkpoint.dcp.FILE_BYTES", 300)
     case = CASES["net"]
 
     def save(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:

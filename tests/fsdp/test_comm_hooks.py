@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 import fsdp
-from fsdp.hooked import GradientBucket
-from fsdp.simulated import current_rank
-from fsdp.storage import Ledger, Memory
+from fsdp.comm.simulated import current_rank
+from fsdp.device.storage import Ledger, Memory
+from fsdp.reduction.comm_hook import GradientBucket
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "FULL_SHARD": (3, {}),

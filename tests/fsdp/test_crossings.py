@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp.escapes import Escapes
+from fsdp.runtime.side_outputs import Escapes
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 

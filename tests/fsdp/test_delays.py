@@ -7,8 +7,8 @@ import torch
 from models import CASES, Trained, assert_trained_alike, is_at_rest, own_batches, train, wrap
 
 import fsdp
-from fsdp.delays import DELAYS, DelayedStreams
-from fsdp.streams import HostStreams
+from fsdp.debug.delays import DELAYS, DelayedStreams
+from fsdp.device.streams import HostStreams
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"prefetch": 2},
@@ -46,7 +46,7 @@ def test_delays_in_the_simulated_world_change_no_bit(strategy: str, deterministi
 def test_every_entrance_is_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the host by sleeping, half of the times."""
     slept: list[float] = []
-    monkeypatch.setattr("fsdp.delays.time.sleep", slept.append)
+    monkeypatch.setattr("fsdp.debug.delays.time.sleep", slept.append)
     streams = DelayedStreams(HostStreams(), "1", torch.device("cpu"))
     for entered in (streams.gathering, streams.reducing, streams.landing):
         with entered():

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
-from fsdp.simulated import SimulatedCollectives
-from fsdp.wrapper import ELSEWHERE
+from fsdp.api.wrap import ELSEWHERE
+from fsdp.comm.simulated import SimulatedCollectives
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 

@@ -12,7 +12,7 @@ from test_state import STATEFUL, assert_same_state, shifted
 from torch import Tensor, nn
 
 import fsdp
-from fsdp import hugging_face
+from fsdp.checkpoint import hf_safetensors
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -71,14 +71,14 @@ def test_files_are_limited_and_the_index_names_each_tensor_once(tmp_path: Path) 
 
 def test_no_rank_holds_more_than_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: dict[int, int] = {}
-    real = hugging_face._Writer.take
+    real = hf_safetensors._Writer.take
 
-    def take(writer: hugging_face._Writer, name: str, tensor: Tensor) -> None:
+    def take(writer: hf_safetensors._Writer, name: str, tensor: Tensor) -> None:
         real(writer, name, tensor)
         now = sum(one.nbytes for there in writer._held.values() for one in there.values())
         held[id(writer)] = max(held.get(id(writer), 0), now)
 
-    monkeypatch.setattr(hugging_face._Writer, "take", take)
+    monkeypatch.setattr(hf_safetensors._Writer, "take", take)
     export(CASES["net"], 3, tmp_path / "a", max_shard_size=600)
     largest = max(t.nbytes for t in make_net().state_dict().values())
     assert len(held) == 3 and 0 < max(held.values()) <= max(600, largest)
@@ -87,7 +87,7 @@ def test_no_rank_holds_more_than_one_file(tmp_path: Path, monkeypatch: pytest.Mo
 def test_each_rank_reads_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export(CASES["net"], 1, tmp_path / "a")
     read: list[tuple[int, int, int]] = []
-    real = hugging_face._read
+    real = hf_safetensors._read
 
     class Noted:
         """A slice that notes how much is read of it."""
@@ -107,7 +107,7 @@ def test_each_rank_reads_its_own_rows(tmp_path: Path, monkeypatch: pytest.Monkey
             read.append((given.numel, tensor.numel(), piece.part.shape[0] if tensor.dim() == 1 else piece.shape[-1]))
         return result
 
-    monkeypatch.setattr(hugging_face, "_read", noted)
+    monkeypatch.setattr(hf_safetensors, "_read", noted)
     fsdp.simulate(3, lambda rank: fsdp.load_safetensors(wrap(CASES["net"]), tmp_path / "a"))
     assert read and any(own == 0 for _, own, _ in read)
     for found, own, row in read:
@@ -172,7 +172,7 @@ def test_a_size_that_is_none_is_refused(limit: Any, tmp_path: Path) -> None:
 
 
 def test_without_the_package_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp.hugging_face.find_spec", lambda name: None)
+    monkeypatch.setattr("fsdp.checkpoint.hf_safetensors.find_spec", lambda name: None)
     with pytest.raises(
         fsdp.ShardingError, match=r"export_safetensors needs the package safetensors: pip install 'fsdp\[safetensors\]'"
     ):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp.layout import Layout, Part, Slot, make_layout
+from fsdp.params.layout import Layout, Part, Slot, make_layout
 
 Shape = tuple[int, ...]
 

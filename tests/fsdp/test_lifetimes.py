@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp.sharded import sharded_of
+from fsdp.runtime.registry import sharded_of
 
 AFTER_THE_GROUP = """
 import torch, torch.distributed as dist, fsdp

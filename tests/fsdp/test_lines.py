@@ -11,10 +11,10 @@ import pytest
 from test_trail import MemoryStore
 
 import fsdp
-from fsdp import lines as module
 from fsdp.errors import PeerFailed
-from fsdp.lines import Lines, seconds
-from fsdp.processes import is_dead, this_process
+from fsdp.failure import peers as module
+from fsdp.failure.liveness import is_dead, this_process
+from fsdp.failure.peers import Lines, seconds
 
 
 class Scope(MemoryStore):

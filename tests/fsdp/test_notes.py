@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp import storage
-from fsdp.dump import DUMP
-from fsdp.notes import MARK
-from fsdp.sharded import sharded_of
+from fsdp.debug.dump import DUMP
+from fsdp.debug.error_notes import MARK
+from fsdp.device import storage
+from fsdp.runtime.registry import sharded_of
 from tests.fsdp.models import Block, Net, is_at_rest, loss_of, make_net
 
 X: Final = torch.linspace(-1, 1, 12).view(2, 6)

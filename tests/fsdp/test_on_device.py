@@ -11,13 +11,13 @@ from test_lines import Scope, said, together
 from test_trail import MemoryStore
 
 import fsdp
-from fsdp import lines as lines_module
-from fsdp import on_device, trail
-from fsdp.collectives import ProcessGroupCollectives
+from fsdp.comm.process_group import ProcessGroupCollectives
+from fsdp.comm.work import DONE
 from fsdp.errors import PeerFailed
-from fsdp.on_device import Device, DeviceLines, Refusal
-from fsdp.trail import Note
-from fsdp.works import DONE
+from fsdp.failure import desync, watchdog
+from fsdp.failure import peers as lines_module
+from fsdp.failure.desync import Note
+from fsdp.failure.watchdog import Device, DeviceLines, Refusal
 
 STEADY = "ababababa"
 """So often that all predict the next call, which is "b"."""
@@ -69,9 +69,9 @@ class Rank:
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(on_device, "POLL", 0.01)
-    monkeypatch.setattr(on_device, "PATIENCE", 0.1)
-    monkeypatch.setattr(trail, "PATIENCE", 0.1)
+    monkeypatch.setattr(watchdog, "POLL", 0.01)
+    monkeypatch.setattr(watchdog, "PATIENCE", 0.1)
+    monkeypatch.setattr(desync, "PATIENCE", 0.1)
     monkeypatch.setenv(lines_module.RETURN_SECONDS, "5")
     yield
     while opened:
@@ -356,9 +356,9 @@ def test_a_store_that_is_gone_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) 
         return False
 
     monkeypatch.setattr(one.lines._store, "check", fails)
-    comes_true(lambda: len(asked) >= on_device.FAILURES)
+    comes_true(lambda: len(asked) >= watchdog.FAILURES)
     time.sleep(0.4)  # for several looks more, if there were any
-    assert len(asked) == on_device.FAILURES
+    assert len(asked) == watchdog.FAILURES
 
 
 def test_a_store_may_fail_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,7 +433,7 @@ def test_a_slow_rank_is_waited_for() -> None:
 
 
 def test_while_calls_are_launched_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_device, "PATIENCE", 0.6)  # longer than between two calls, also on a busy machine
+    monkeypatch.setattr(watchdog, "PATIENCE", 0.6)  # longer than between two calls, also on a busy machine
     ranks = ranks_that_launched(*STEADY)
     store: MemoryStore = ranks[0].lines._store  # type: ignore[assignment]
     before = store.asked

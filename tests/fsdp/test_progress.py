@@ -55,7 +55,7 @@ def run(rank: int, what: str, path: Path, progress: Any) -> None:
 
 @pytest.mark.parametrize("what", LONG)
 def test_without_the_package_the_error_says_how_to_get_it(what: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp.progress.find_spec", lambda name: None)
+    monkeypatch.setattr("fsdp.checkpoint.progress.find_spec", lambda name: None)
     with pytest.raises(fsdp.ShardingError, match=r"progress=True needs tqdm: pip install 'fsdp\[progress\]'"):
         fsdp.simulate(2, partial(run, what=what, path=path, progress=True))
     with pytest.raises(fsdp.ShardingError, match=r"progress is 7; give True, or a function"):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import ReductionPolicy
-from fsdp.simulated import current_rank, simulate
+from fsdp.comm.simulated import current_rank, simulate
 from tests.fsdp.models import join
 from tests.fsdp.programs import Backward, Clip, Forward, Program, Seen, Statement, Step, Zero
 from tests.fsdp.runs import PlainRun, ShardedRun

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp.simulated import SimulatedCollectives, current_rank
+from fsdp.comm.simulated import SimulatedCollectives, current_rank
 from tests.fsdp.models import Block, Net, loss_of
 from tests.fsdp.programs import Program
 from tests.fsdp.runs import ShardedRun

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.simulated import simulate
+from fsdp.comm.simulated import simulate
 from tests.fsdp.models import is_at_rest
 
 

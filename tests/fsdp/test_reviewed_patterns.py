@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import fsdp
-from fsdp.sharded import sharded_of
-from fsdp.simulated import simulate
+from fsdp.comm.simulated import simulate
+from fsdp.runtime.registry import sharded_of
 from tests.fsdp.models import assert_close, gradients_of, is_at_rest, join
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])

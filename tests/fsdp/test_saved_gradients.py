@@ -10,7 +10,7 @@ from test_optimizer_state import assert_same, in_groups
 from torch import Tensor, nn
 
 import fsdp
-from fsdp import dcp
+from fsdp.checkpoint import dcp
 
 
 def micro(model: nn.Module, case: Case, rank: int, step: int) -> None:

@@ -21,7 +21,7 @@ from test_optimizer_state import assert_same, in_groups, trained
 from torch import Tensor, nn
 
 import fsdp
-from fsdp import background, dcp, saving
+from fsdp.checkpoint import background, dcp, save
 
 NOISY = Case(Noisy, {Block})
 
@@ -197,7 +197,7 @@ def test_property_what_is_copied_is_all_that_is_saved(
         return wanted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "go_on", go_on)
+        patch.setattr(save, "go_on", go_on)
         wanted = fsdp.simulate(size, fn)[0]
     assert_same(contents(path, CASES[case]), wanted)
 

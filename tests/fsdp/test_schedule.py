@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp.schedule import Schedule
+from fsdp.runtime.prefetch import Schedule
 
 
 def run(schedule: Schedule, *units: int) -> list[tuple[int, ...]]:

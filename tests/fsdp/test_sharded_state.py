@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import fsdp
-from fsdp.sharded_value import ShardedValue
+from fsdp.state_dict.sharded_value import ShardedValue
 
 
 def put_together(by_rank: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fsdp.comm.simulated import Call, SimulatedCollectives, SimulatedRank, current_rank, simulate
 from fsdp.errors import PeerFailed, ShardingError, WorldError
-from fsdp.simulated import Call, SimulatedCollectives, SimulatedRank, current_rank, simulate
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 8])
 SEEDS = range(12)

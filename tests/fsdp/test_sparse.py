@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import fsdp
-from fsdp.sharded import sharded_of
-from fsdp.simulated import current_rank
-from fsdp.sparse import SparseTotal
+from fsdp.comm.simulated import current_rank
+from fsdp.reduction.sparse import SparseTotal
+from fsdp.runtime.registry import sharded_of
 
 ROWS, WIDTH = 40, 6
 REPLICATED: dict[str, Any] = {"sharding_strategy": "NO_SHARD", "auto_wrap_policy": {nn.Embedding, nn.EmbeddingBag}}

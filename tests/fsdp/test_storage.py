@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import fsdp
-from fsdp.storage import Ledger, Memory, Spare, storage_key
+from fsdp.device.storage import Ledger, Memory, Spare, storage_key
 
 
 def test_released_memory_comes_back_under_the_same_tensors() -> None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp.sharded import sharded_of
-from fsdp.simulated import simulate
+from fsdp.comm.simulated import simulate
+from fsdp.runtime.registry import sharded_of
 from state_machine import Event
 from tests.fsdp.models import assert_close, gradients_of, is_at_rest, join
 

@@ -27,7 +27,7 @@ from torch.futures import Future
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp.simulated import current_rank
+from fsdp.comm.simulated import current_rank
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import fsdp
-from fsdp import trail
-from fsdp.trail import Note, Trail, Watch, WatchedWork
+from fsdp.failure import desync
+from fsdp.failure.desync import Note, Trail, Watch, WatchedWork
 
 
 class MemoryStore:
@@ -87,7 +87,7 @@ class NeverDone:
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trail, "PATIENCE", 0.1)
+    monkeypatch.setattr(desync, "PATIENCE", 0.1)
 
 
 def step(gathers: Trail, reductions: Trail, units: list[str]) -> None:
@@ -118,12 +118,12 @@ def test_a_new_order_that_all_take_is_agreed_on_and_forgotten_later() -> None:
 
     def wander(watch: Watch) -> None:
         gathers = Trail(watch, "gathers")
-        for number in range(3 * trail.LAG):
+        for number in range(3 * desync.LAG):
             gathers.before("all_gather", f"unit {number}", 64)
 
     ranks.run(wander, wander)
     assert not ranks.said
-    assert len(ranks.store.held) <= trail.LAG
+    assert len(ranks.store.held) <= desync.LAG
 
 
 def test_two_new_calls_in_one_place() -> None:
@@ -160,9 +160,9 @@ def test_ranks_that_wait_on_different_channels_for_ever() -> None:
 
 def test_all_waiting_for_one_slow_call_is_no_deadlock() -> None:
     notes = {rank: Note("gathers", 5, "all_gather('a', 64 bytes)", "", {"gathers": 5, "reductions": 3}) for rank in range(2)}
-    assert not trail._nobody_can_go_on(notes, 2)
+    assert not desync._nobody_can_go_on(notes, 2)
     behind = {**notes, 1: Note("gathers", 4, "all_gather('b', 64 bytes)", "", {"gathers": 4, "reductions": 3})}
-    assert not trail._nobody_can_go_on(behind, 2), "the one behind will come"
+    assert not desync._nobody_can_go_on(behind, 2), "the one behind will come"
 
 
 def test_after_a_disagreement_every_call_says_so() -> None:
@@ -223,7 +223,7 @@ def test_a_rank_that_begins_again_is_named_and_nobody_is_in_trouble(others: str)
         return program
 
     waits = {"wait in that backward": ("gathers", "call", "a"), "are about to call something new": ("reductions", "call", "b")}
-    ranks.run(train(*waits[others]), train("gathers", trail.AGAIN, "root"), train(*waits[others]))
+    ranks.run(train(*waits[others]), train("gathers", desync.AGAIN, "root"), train(*waits[others]))
     assert ranks.said == dict.fromkeys(range(3), "rank 1 has begun again")
     assert all(watch.trouble is None for watch in ranks.watches)
 
@@ -235,7 +235,7 @@ def test_backwards_that_all_ranks_leave_out_are_agreed_on_once() -> None:
     def evaluate(watch: Watch) -> None:
         gathers = trails.setdefault(watch.rank, Trail(watch, "gathers"))
         for _ in range(6):
-            gathers.before(trail.AGAIN, "root", 0)
+            gathers.before(desync.AGAIN, "root", 0)
             for unit in ("a", "b"):
                 gathers.before("all_gather", unit, 64)
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from fsdp.works import Together
+from fsdp.comm.work import Together
 
 SECOND = timedelta(seconds=1)
 

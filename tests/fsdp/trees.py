@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp.simulated import current_rank
+from fsdp.comm.simulated import current_rank
 
 BATCH = 3
 ROOT_OWN = "tail"

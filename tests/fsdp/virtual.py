@@ -24,11 +24,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp import building, storage, streams, wrapper
-from fsdp.collectives import Alone, Collectives, ReduceOp
-from fsdp.groups import Channels, Lane, open_channels
-from fsdp.storage import storage_key
-from fsdp.works import Work
+from fsdp.api import wrap
+from fsdp.build import builder
+from fsdp.comm.context import Channels, Lane, open_channels
+from fsdp.comm.process_group import Alone, Collectives, ReduceOp
+from fsdp.comm.work import Work
+from fsdp.device import storage, streams
+from fsdp.device.storage import storage_key
 
 Clock = dict[str, int]
 """Of every stream, how far it has come as somebody knows."""
@@ -393,8 +395,8 @@ class World:
             mock.patch.object(storage.Memory, "allocate", allocated),
             mock.patch.object(storage.Memory, "release", released),
             mock.patch.object(Tensor, "tolist", listed),
-            mock.patch.object(building, "make_streams", lambda device, lanes: streams.CudaStreams(self._here.recorder, lanes)),
-            mock.patch.object(wrapper, "open_channels", self._open),
+            mock.patch.object(builder, "make_streams", lambda device, lanes: streams.CudaStreams(self._here.recorder, lanes)),
+            mock.patch.object(wrap, "open_channels", self._open),
         ):
             yield
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
-from fsdp.delays import DELAYS
-from fsdp.streams import CudaStreams
+from fsdp.debug.delays import DELAYS
+from fsdp.device.streams import CudaStreams
 
 pytestmark = [
     pytest.mark.cuda,

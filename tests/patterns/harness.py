@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.face import owner_of
-from fsdp.sharded import sharded_of
-from fsdp.simulated import current_rank
+from fsdp.comm.simulated import current_rank
+from fsdp.params.module_params import owner_of
+from fsdp.runtime.registry import sharded_of
 from tests.fsdp.models import Gradients, assert_close, distance, is_at_rest, join, kept_always
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from state_machine.explore import TREES, explore, run
-from state_machine.model import Tree
+from state_machine.explorer.explore import TREES, explore, run
+from state_machine.explorer.model import Tree
 from state_machine.residency import RESIDENCES, Ask, Effect, Residence, ResidencyState
 from state_machine.table import BACKWARD, TABLES, BackwardEvent, BackwardState, BackwardStep, Step, Strategy
 from state_machine.vocabulary import Action, Event, State

@@ -7,13 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from state_machine.explorer.harness import World
+from state_machine.explorer.model import Branch, Scope, Tree
 from state_machine.lifecycle import IllegalTransition, Lifecycle
-from state_machine.model import Branch, Scope, Tree
 from state_machine.residency import Ask, Effect, Residency
 from state_machine.root import CLOSINGS, Instruction, Root
 from state_machine.table import BackwardState, Strategy
 from state_machine.vocabulary import Action, Event, State
-from state_machine.world import World
 
 ASKS = {Action.NEED: Ask.NEED, Action.KEEP: Ask.KEEP, Action.FREE: Ask.FREE}
 SINGLE_EVENTS = [event for event in Event if event not in CLOSINGS and event is not Event.STEP_ABANDONED]

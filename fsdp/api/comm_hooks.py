@@ -1,0 +1,48 @@
+"""Communication hooks: somebody else reduces a bucket."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fsdp.errors import ShardingError
+from fsdp.reduction.comm_hook import CommHook
+from fsdp.runtime.registry import engines_in, refuse_unless_resting
+
+
+def register_comm_hook(model: nn.Module, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+    """From now on `hook(state, bucket)` reduces every bucket of `model`, instead of the engine.
+
+    The bucket has the methods of `torch.distributed.GradBucket`, so torch's all-reduce, fp16-compressing and PowerSGD hooks run
+    unchanged under NO_SHARD. The hook returns a `torch.futures.Future` of one tensor, of any real dtype where the parameters
+    are real, which the engine puts into `.grad` as it is: the hook averages over the ranks itself.
+
+    Shapes:  bucket.buffer() (W * C,), gradients of this rank alone, one chunk for each of the W ranks that share the shards
+             ->  NO_SHARD (W = 1): their average over all ranks (C,); else: the average of chunk `rank` (C,)
+
+    Every rank calls its hook for the same buckets in the same order. An exception in the hook, or in its future, is the
+    backward's, and leaves no trace.
+
+    Raises:
+        ShardingError: `hook` cannot be called, a hook is registered already, or a forward or backward is going on.
+    """
+    if not callable(hook):
+        raise ShardingError(f"register_comm_hook takes a function of (state, bucket), not {hook!r}.")
+    engines = engines_in(model, "register_comm_hook")
+    for engine in engines:
+        refuse_unless_resting("register_comm_hook", engine)
+        if engine.reducer.hook is not None:
+            raise ShardingError("register_comm_hook: this model has a communication hook already; a second would replace it.")
+        policy = engine.reducer.policy
+        for name, given in (
+            ("deterministic=True", policy.deterministic),
+            ("average=False", not policy.average),
+            ("predivide_factor", policy.predivide_factor is not None),
+            ("streams", policy.streams > 1),
+        ):
+            if given:
+                raise ShardingError(
+                    f"register_comm_hook: the hook does the sums, so reduction.{name} means nothing; leave it out."
+                )
+    for engine in engines:
+        engine.reducer.hook = CommHook(state, hook)

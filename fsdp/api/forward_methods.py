@@ -1,0 +1,57 @@
+"""Methods of a unit that compute, beside its `forward`."""
+
+import inspect
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from fsdp.errors import ShardingError
+from fsdp.runtime.registry import sharded_of
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make a method of a unit a forward of it: inside, the whole parameters are there, and a backward comes back through
+    what it returns.
+
+    For methods that compute with the unit's own layers (`encode`, `decode`, a `generate` that does not call the module).
+    A method that calls the module itself, as most `generate` do, needs none of this.
+
+    Args:
+        module: a unit, or its FullyShardedDataParallel.
+        method_name: a method of it; replaced on this one object. Registering it twice changes nothing.
+
+    Raises:
+        ShardingError: `module` is no unit, or has no such method.
+    """
+    unit = module if sharded_of(module) is not None else getattr(module, "module", module)
+    if sharded_of(unit) is None:
+        raise ShardingError(
+            f"register_forward_method: {type(module).__name__} is not a unit; wrap it first, or register a method of the "
+            "unit that contains it."
+        )
+    method = getattr(unit, method_name, None)
+    if not callable(method) or isinstance(method, nn.Module):
+        raise ShardingError(f"register_forward_method: {type(unit).__name__} has no method {method_name!r}.")
+    if isinstance(getattr(method, "__func__", None), _ForwardMethod):
+        return
+    if method_name in ("forward", "__call__"):
+        raise ShardingError(f"register_forward_method: {method_name!r} is a forward already.")
+    if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+        raise ShardingError(
+            f"register_forward_method: {method_name!r} goes on after it has returned, when the parameters are given back; "
+            "register what it calls instead."
+        )
+    unit.__dict__[method_name] = MethodType(_ForwardMethod(method), unit)
+
+
+class _ForwardMethod:
+    """Runs a method between what is heard before and after a forward."""
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        sharded = sharded_of(module)
+        assert sharded is not None, "it was a unit when the method was registered"
+        return sharded.hooks.run_as_forward(sharded.index, self._method, args, kwargs)

@@ -1,0 +1,199 @@
+"""Ranks that run out of data before others do: uneven inputs.
+
+A rank that has finished goes on serving its shards: whatever the others are about to do, they say before they do it, and it
+does the same with its last batch, with gradients that count for nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.autograd.pytree import tensors_in
+from fsdp.errors import ShardingError
+from fsdp.runtime.engine import Engine
+from fsdp.runtime.registry import engines_in, sharded_of
+
+
+class _Deed(IntEnum):
+    """What ranks with data are about to do, and its place in the message."""
+
+    TRAINS = 0
+    EVALUATES = 1
+    REDUCES = 2
+    KEEPS = 3
+    STEPS = 4
+
+
+_CLEARED = len(_Deed)
+"""The place in the message of how many ranks have no gradients: where all of them have none, they were set to none."""
+
+
+class Joined:
+    """What `join` gives: the step that all ranks take together."""
+
+    def __init__(self, model: nn.Module, engine: Engine, step: Callable[[], object], inputs: tuple[Any, ...] | None) -> None:
+        self._model = model
+        self._engine = engine
+        self._step = step
+        self._args = inputs
+        self._kwargs: dict[str, Any] = {}
+        self._outputs: list[Tensor] = []
+        self._finished = False
+
+    def step(self) -> None:
+        """Take the step given to `join`, on every rank, also those that have finished."""
+        self._say(_Deed.STEPS)
+        self._step()
+
+    def _say(self, deed: _Deed | None) -> _Deed | None:
+        """Tell the ranks what this one does next, or that it has finished; return what those with data do, if there are any.
+
+        Raises:
+            ShardingError: they do not all do the same.
+        """
+        message = torch.zeros(_CLEARED + 1, dtype=torch.int64, device=self._engine.units[0].device)
+        shards = [parameter for unit in self._engine.units for parameter in unit.shard_parameters]
+        if deed is not None:
+            message[deed] = 1
+            message[_CLEARED] = all(parameter.grad is None for parameter in shards)
+        self._engine.channels.everyone.all_reduce(message, "sum", "who has data left").wait()
+        *counts, cleared = message.tolist()
+        left = sum(counts)
+        if not left:
+            return None
+        self._engine.reducer.take_part(left)
+        if counts.count(0) != len(counts) - 1:
+            told = ", ".join(f"{count} {of.name.lower()}" for of, count in zip(_Deed, counts, strict=True) if count)
+            raise ShardingError(f"inside fsdp.join, of {left} ranks that have data left {told} at the same time.")
+        if self._finished and cleared == left:
+            for parameter in shards:
+                parameter.grad = None
+        return _Deed(counts.index(left))
+
+    def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._finished:
+            self._args, self._kwargs = args, kwargs
+
+    def _hears(self, deed: _Deed) -> None:
+        if not self._finished:
+            self._say(deed)
+
+    def _serve(self) -> None:
+        """Do what the others do, until nobody has data left."""
+        self._finished = True
+        self._engine.reducer.muted = True
+        # half of an accumulation that will not be completed
+        self._engine.reducer.forget_kept()
+        try:
+            while (deed := self._say(None)) is not None:
+                if deed is _Deed.STEPS:
+                    self._step()
+                elif deed in (_Deed.TRAINS, _Deed.EVALUATES):
+                    self._run(deed is _Deed.TRAINS)
+                else:
+                    self._go_back(deed is _Deed.REDUCES)
+        finally:
+            self._engine.reducer.muted = False
+            self._outputs.clear()
+
+    def _run(self, trains: bool) -> None:
+        if self._args is None:
+            raise ShardingError(
+                "a rank had no batch at all inside fsdp.join, so it does not know what to compute beside the others; give one as "
+                "inputs=(...), whose gradients will count for nothing."
+            )
+        buffers = [(buffer, buffer._version, buffer.clone()) for buffer in self._model.buffers()]
+        with torch.set_grad_enabled(trains):
+            output = self._model(*self._args, **self._kwargs)
+        for buffer, version, before in buffers:
+            if buffer._version != version:
+                # running statistics have seen this batch already; by .data, as the backward does not read them
+                buffer.data.copy_(before)
+        self._outputs += [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
+    def _go_back(self, reduces: bool) -> None:
+        outputs, self._outputs = self._outputs, []
+        if not outputs:
+            raise ShardingError(
+                "inside fsdp.join, ranks that have data left go backward twice through one forward, which a rank that has "
+                "finished cannot do beside them; take one backward for each forward."
+            )
+        leaves = [one for one in tensors_in((self._args, self._kwargs)) if one.requires_grad and one.is_leaf]
+        gradients = [one.grad for one in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        synchronises, self._engine.synchronises = self._engine.synchronises, reduces
+        try:
+            torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
+        finally:
+            self._engine.synchronises = synchronises
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                leaf.grad = gradient
+
+
+@contextmanager
+def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] | None = None) -> Iterator[Joined]:
+    """Train on ranks that have different numbers of batches.
+
+        with fsdp.join(model, optimizer.step) as joined:
+            for batch in batches:
+                optimizer.zero_grad()
+                loss_of(model(batch)).backward()
+                joined.step()
+
+    Inside, gradients are averaged over the ranks that still have data. A rank that leaves the block waits there and serves the
+    others: it runs its last batch beside them, and its gradients count for nothing. Weights, optimizer and gradients of all ranks
+    are then as if the others had trained alone. Each forward, backward and step costs one small collective.
+
+    Args:
+        model: a root.
+        step: what is done between two batches with gradients and weights, clipping included; all ranks call it, also those that
+            have finished, so it must be the same on all, and collectives of your own belong in it. Gradients that the others set
+            to None are set to None there too.
+        inputs: the arguments of a forward, for a rank that may have no batch at all.
+
+    Every rank calls forward (of `model`, not of a unit in it), backward and `joined.step` in the same order. One backward goes
+    through all forwards since the last, and every output of `model` that requires a gradient leads to the loss. What a rank
+    keeps under `no_sync` when it leaves is forgotten.
+
+    Raises:
+        ShardingError: `model` is not one root, has a communication hook or a static graph, or ranks with data do
+            different things.
+    """
+    sharded = sharded_of(getattr(model, "module", model)) or sharded_of(model)
+    engines = engines_in(model, "join")
+    if sharded is None or len(engines) != 1:
+        raise ShardingError(f"join takes one wrapped model; there are {len(engines)} roots in this {type(model).__name__}.")
+    if not callable(step):
+        raise ShardingError(f"join takes a function that steps, such as optimizer.step, not {step!r}.")
+    engine = engines[0]
+    if engine.before_pass is not None:
+        raise ShardingError("join: this model is inside another join already.")
+    if engine.reducer.hook is not None:
+        raise ShardingError("join: the communication hook of this model averages over all ranks, also those that have finished.")
+    if engine.reducer.policy.static_graph:
+        raise ShardingError("join: a rank that has finished has no gradients, so leave out reduction.static_graph.")
+    if engine.units[0].config.broadcast_buffers:
+        raise ShardingError("join: rank 0, whose buffers broadcast_buffers=True gives to all, may have finished; leave it out.")
+    joined = Joined(model, engine, step, inputs)
+    handle = sharded.hooks.on_call(joined._remember)
+    engine.before_pass = lambda backward, full: joined._hears(_DEEDS[backward, full])
+    try:
+        yield joined
+        joined._serve()
+    finally:
+        engine.before_pass = None
+        engine.reducer.take_part(engine.channels.size)
+        handle.remove()
+
+
+_DEEDS = {
+    (False, True): _Deed.TRAINS,
+    (False, False): _Deed.EVALUATES,
+    (True, True): _Deed.REDUCES,
+    (True, False): _Deed.KEEPS,
+}

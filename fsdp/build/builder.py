@@ -1,0 +1,179 @@
+"""Plan -> units, one at a time: give memory, broadcast, shard. Then one engine over all of them.
+
+A model on the meta device gets its memory here, in the order of its modules, and each unit is sharded
+as soon as it is whole; so no rank ever holds more than one unit and the layers around it.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.config import Config
+from fsdp.debug.delays import delayed
+from fsdp.debug.dump import remember
+from fsdp.runtime.engine import Engine
+from fsdp.errors import ShardingError
+from fsdp.comm.context import Channels
+from fsdp.runtime.hooks import Hooks
+from fsdp.build.plan import IGNORED, Planned
+from fsdp.runtime.registry import Sharded, sharded_of
+from fsdp.state_dict.state_dict_hooks import StateHooks
+from fsdp.device.storage import Ledger
+from fsdp.device.streams import default_device, make_streams
+from fsdp.params.unit import Unit
+
+Initialise = Callable[[nn.Module], object]
+
+
+def check_initialisation(plan: Sequence[Planned], initialise: Any) -> None:
+    """Everything on the meta device must come by memory and values.
+
+    Raises:
+        ShardingError: `initialise` is no function, or a module with tensors on the meta device cannot initialise itself.
+    """
+    if initialise is not None and not callable(initialise):
+        raise ShardingError(f"param_init_fn must be a callable that takes a module, not {initialise!r}.")
+    for one in plan:
+        for module in one.own_modules:
+            names = [name for name, tensor in _own_tensors(module) if tensor.is_meta]
+            if names and initialise is None and not callable(getattr(module, "reset_parameters", None)):
+                raise ShardingError(
+                    f"{type(module).__name__}.{names[0]} in unit {one.name!r} is on the meta device, and the module has no "
+                    "reset_parameters() to give it values; give param_init_fn, a function that initialises one module."
+                )
+
+
+def build(
+    plan: Sequence[Planned],
+    config: Config,
+    channels: Channels,
+    initialise: Initialise | None,
+    ignored: Collection[nn.Module],
+) -> None:
+    """Shard what the plan says, and put one engine over all units."""
+    units = _Builder(plan, config, channels, initialise).build()
+    _check_replicas([unit for unit, one in zip(units, plan, strict=True) if one.unit is None], channels)
+    inner = [sharded for one in plan if (sharded := sharded_of(one.module)) is not None]
+    for old in {id(sharded.engine): sharded for sharded in inner}.values():
+        old.engine.abandon()
+        old.hooks.remove()
+    for sharded in inner:
+        for handle in sharded.state_dict_handles:
+            handle.remove()
+    if config.sync_module_states:
+        _broadcast(((name, buffer.detach()) for name, buffer in plan[0].module.named_buffers()), channels)
+    device = next((unit.device for unit in units if unit.flats), torch.device("cpu"))
+    streams = delayed(make_streams(device, len(channels.lanes)), channels.everyone.rank, device)
+    ledger = Ledger()
+    for unit in units:
+        unit.join(streams, ledger)
+    inside: list[set[int]] = [set() for _ in plan]
+    for index, one in enumerate(plan):
+        for outer in one.ancestors:
+            inside[outer].add(index)
+    engine = Engine(units, [*map(frozenset, inside)], channels, streams, ledger)
+    hooks = Hooks(engine)
+    remember(engine)
+    for index, one in enumerate(plan):
+        state_hooks = StateHooks(engine, index, [units[outer] for outer in sorted(one.ancestors)])
+        one.module.__dict__[Sharded.ATTRIBUTE] = Sharded(engine, hooks, state_hooks.handles, index)
+    for module in ignored:
+        module.__dict__[IGNORED] = True
+
+
+def _check_replicas(units: Sequence[Unit], channels: Channels) -> None:
+    """Ranks that hold the same shards must begin with the same values, or they train different models.
+
+    Raises:
+        ShardingError: they do not.
+    """
+    if channels.replicas.size == 1:
+        return
+    sums = [[int(flat.shard.view(torch.int32).sum(dtype=torch.int64)) for flat in unit.flats] for unit in units]
+    for other in channels.replicas.gather_objects(sums, "parameters of replicas"):
+        for unit, mine, theirs in zip(units, sums, other, strict=True):
+            if mine != theirs:
+                raise ShardingError(
+                    f"ranks that hold the same shards begin with different parameters in unit {unit.name!r}. Build the model "
+                    "anew, alike on every rank, or give sync_module_states=True."
+                )
+
+
+class _Builder:
+    """Makes the units in the order in which they become whole."""
+
+    def __init__(self, plan: Sequence[Planned], config: Config, channels: Channels, initialise: Initialise | None) -> None:
+        self._plan = plan
+        self._config = config
+        self._channels = channels
+        self._initialise = initialise or _reset
+        self._index = {id(one.module): index for index, one in enumerate(plan)}
+        self._own = [{id(module) for module in one.own_modules} for one in plan]
+        self._units: list[Unit | None] = [None for _ in plan]
+        self._device = default_device(channels.everyone.can_carry)
+
+    def build(self) -> list[Unit]:
+        """Every unit, outermost first."""
+        self._build(0)
+        return [unit for unit in self._units if unit is not None]
+
+    def _build(self, index: int) -> None:
+        one = self._plan[index]
+        self._prepare(one.module, index)
+        if one.unit is None and self._config.sync_module_states:
+            _broadcast(((place.names[0], place.parameter.detach()) for place in one.places), self._channels)
+        unit = one.unit or Unit(one.module, one.name, one.places, self._config, self._channels.gathers)
+        unit.name = one.name
+        self._units[index] = unit
+
+    def _prepare(self, module: nn.Module, index: int) -> None:
+        """Give memory to `module` and what is below it, and build the units below it."""
+        self._own[index].discard(id(module))
+        if any(tensor.is_meta for _, tensor in _own_tensors(module)):
+            _give_memory(module, self._device)
+            before = list(module._parameters.values())
+            self._initialise(module)
+            if any(map(is_not, before, module._parameters.values())):
+                raise ShardingError(
+                    f"param_init_fn replaced a parameter of a {type(module).__name__}; it has memory already: copy into it."
+                )
+        for child in module.children():
+            inner = self._index.get(id(child))
+            if inner is None and id(child) in self._own[index]:
+                self._prepare(child, index)
+            elif inner is not None and self._units[inner] is None:
+                self._build(inner)
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    found = (*module._parameters.items(), *module._buffers.items())
+    return [(name, tensor) for name, tensor in found if tensor is not None]
+
+
+def _give_memory(module: nn.Module, device: torch.device) -> None:
+    """Memory on `device` for what is on the meta device; the objects stay the same, and so do ties."""
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.is_meta:
+            fresh = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            fresh.__dict__.update(parameter.__dict__)
+            torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _reset(module: nn.Module) -> None:
+    module.reset_parameters()  # type: ignore[operator]  # checked before anything moved
+
+
+def _broadcast(states: Iterator[tuple[str, Tensor]], channels: Channels) -> None:
+    with torch.no_grad():
+        for name, state in states:
+            carrier = state.contiguous()
+            # as bytes: not every backend knows every dtype
+            channels.everyone.broadcast(carrier.view(-1).view(torch.uint8), 0, name).wait()
+            if carrier is not state:
+                state.copy_(carrier)

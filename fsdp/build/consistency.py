@@ -1,0 +1,61 @@
+"""Whether all ranks are about to do the same thing."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from hashlib import sha256
+from typing import Any
+
+from fsdp.comm.process_group import Collectives
+from fsdp.config import Config
+from fsdp.errors import ShardingError
+from fsdp.build.plan import Planned
+
+Prepared = tuple[Config, list[Planned]]
+
+
+def agree(collectives: Collectives, prepare: Callable[[], Prepared]) -> Prepared:
+    """Prepare on every rank and compare what came out; a refusal on one rank reaches every rank.
+
+    Raises:
+        ShardingError: the preparation failed here or elsewhere, or the ranks differ; the first difference is named with its rank.
+    """
+    try:
+        prepared = prepare()
+    except Exception as refusal:  # a user's policy may raise anything, and the peers must hear of it
+        reason = str(refusal) if isinstance(refusal, ShardingError) else repr(refusal)
+        collectives.gather_objects(f"refused: {reason}", "agreement")
+        raise
+    lines = _describe(*prepared)
+    digest = sha256("\n".join(lines).encode()).hexdigest()
+    answers = collectives.gather_objects(digest, "agreement")
+    for rank, answer in enumerate(answers):
+        if answer.startswith("refused: "):
+            raise ShardingError(f"rank {rank} could not wrap its module: {answer.removeprefix('refused: ')}")
+    if len(set(answers)) > 1:
+        raise ShardingError(_first_difference(collectives.gather_objects(lines, "agreement")))
+    return prepared
+
+
+def _describe(config: Config, plan: Sequence[Planned]) -> list[str]:
+    lines = [f"{option.name}={getattr(config, option.name)}" for option in fields(config)]
+    if config.sync_module_states:
+        lines += [f"buffer {name!r} {tuple(b.shape)} {b.dtype}" for name, b in plan[0].module.named_buffers()]
+    for one in plan:
+        lines.append(f"unit {one.name!r}")
+        for place in one.places:
+            p: Any = place.parameter
+            names = " = ".join(place.names)
+            lines.append(f"parameter {names!r} {tuple(p.shape)} {p.dtype}" + ("" if p.requires_grad else " frozen"))
+    return lines
+
+
+def _first_difference(described: Sequence[Sequence[str]]) -> str:
+    reference = described[0]
+    for rank, lines in enumerate(described):
+        for mine, theirs in zip([*reference, "nothing"], [*lines, "nothing"], strict=False):
+            if mine != theirs:
+                return (
+                    f"the model is built differently on different ranks: rank 0 has {mine}, but rank {rank} has "
+                    f"{theirs}. Build it from the same code and options on every rank."
+                )
+    return "the model is built differently on different ranks."

@@ -1,0 +1,221 @@
+"""Which module becomes a unit, and which unit owns each parameter. Walks modules, moves nothing.
+
+A parameter belongs to the lowest unit that contains every place it is used from, so one that is
+tied across units belongs to their lowest common ancestor.
+"""
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fsdp.errors import ShardingError
+from fsdp.params.module_params import owner_of
+from fsdp.params.flat_buffer import Place
+from fsdp.state_dict.fqns import TRANSPARENT
+from fsdp.autograd.pytree import modules_within
+from fsdp.params.unit import Unit
+
+# Marks a module that an earlier wrapping was told to ignore.
+IGNORED = "_fsdp_ignored"
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+class Planned(NamedTuple):
+    """One unit of a root: new, or wrapped by hand before."""
+
+    module: nn.Module
+    name: str
+    unit: Unit | None
+    """The unit it is already."""
+    places: list[Place]
+    """What a new unit will own."""
+    ancestors: frozenset[int]
+    """Indices of the units around it."""
+    own_modules: list[nn.Module]
+    """The modules in it, without those of its inner units and those that are ignored."""
+
+
+def make_plan(
+    root: nn.Module,
+    policy: Any,
+    unit_of: Callable[[nn.Module], Unit | None],
+    is_wrapper: Callable[[nn.Module], bool],
+    ignored: Any = None,
+) -> list[Planned]:
+    """The units of `root`, outermost first, in the order of the modules.
+
+    Raises:
+        ShardingError: an impossible policy or module, or a parameter that is owned elsewhere.
+    """
+    if isinstance(root, CONTAINERS):
+        raise ShardingError(
+            f"a {type(root).__name__} has no forward of its own and cannot be a unit; wrap its members, or the "
+            "module that contains it."
+        )
+    chosen = _chooser(policy)
+    walk = _Walk(root, chosen, unit_of, is_wrapper, _modules_to_ignore(root, ignored, unit_of))
+    walk.visit(root, "", ())
+    return walk.planned()
+
+
+class _Walk:
+    """Collects units and the places of their parameters on one walk over the module tree."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        chosen: Callable[[str, nn.Module], bool],
+        unit_of: Callable[[nn.Module], Unit | None],
+        is_wrapper: Callable[[nn.Module], bool],
+        ignored: Collection[int],
+    ) -> None:
+        self._root = root
+        self._ignored = ignored
+        self._ignored_parameters: dict[int, str] = {}
+        self._chosen = chosen
+        self._unit_of = unit_of
+        self._is_wrapper = is_wrapper
+        self._modules: list[nn.Module] = []
+        self._names: list[str] = []
+        self._index: dict[int, int] = {}
+        self._ancestors: list[set[int]] = []
+        self._places: dict[int, Place] = {}
+        self._chains: dict[int, tuple[int, ...]] = {}
+
+    def visit(self, module: nn.Module, path: str, chain: tuple[int, ...]) -> None:
+        """One module at one path, inside the units of `chain`. A shared module is visited once a path."""
+        if id(module) in self._ignored or IGNORED in module.__dict__:
+            self._ignored_parameters.update({id(p): _join(path, name) for name, p in module.named_parameters()})
+            return
+        if self._is_unit(module, path):
+            index = self._index.get(id(module))
+            if index is None:
+                index = self._index[id(module)] = len(self._modules)
+                self._modules.append(module)
+                self._names.append(path)
+                self._ancestors.append(set())
+            self._ancestors[index].update(chain)
+            chain = (*chain, index)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                self._note(module, name, parameter, _join(path, name), chain)
+        for name, child in module._modules.items():
+            if child is not None:
+                transparent = name in TRANSPARENT or (name == "module" and self._is_wrapper(module))
+                self.visit(child, path if transparent else _join(path, name), chain)
+
+    def planned(self) -> list[Planned]:
+        """What was found, outermost first.
+
+        Raises:
+            ShardingError: a parameter is new in an old unit, or ignored in one place and used in another.
+        """
+        for key, place in self._places.items():
+            if key in self._ignored_parameters:
+                raise ShardingError(
+                    f"parameter {place.names[0]!r} is also {self._ignored_parameters[key]!r}, in a module of ignored_modules; "
+                    "ignore every module that uses it, or none."
+                )
+        others = {*map(id, self._modules), *self._ignored}
+        places: list[list[Place]] = [[] for _ in self._modules]
+        for key, place in self._places.items():
+            owner = self._chains[key][-1]
+            unit = self._unit_of(self._modules[owner])
+            if unit is None:
+                places[owner].append(place)
+            elif owner_of(place.parameter) is not unit:
+                raise ShardingError(
+                    f"parameter {place.names[0]!r} is new in unit {unit.name!r}, which was wrapped before; add "
+                    "parameters before wrapping."
+                )
+        return [
+            Planned(
+                module,
+                self._names[i] or type(module).__name__,
+                self._unit_of(module),
+                places[i],
+                frozenset(self._ancestors[i]),
+                list(modules_within(module, others)),
+            )
+            for i, module in enumerate(self._modules)
+        ]
+
+    def _is_unit(self, module: nn.Module, path: str) -> bool:
+        if module is self._root or self._unit_of(module) is not None:
+            return True
+        if self._is_wrapper(module) or not self._chosen(path, module):
+            return False
+        if isinstance(module, CONTAINERS):
+            raise ShardingError(
+                f"auto_wrap_policy chose {path!r}, a {type(module).__name__}, which has no forward; choose its members."
+            )
+        return next(module.parameters(), None) is not None
+
+    def _note(self, module: nn.Module, slot: str, parameter: nn.Parameter, name: str, chain: tuple[int, ...]) -> None:
+        key = id(parameter)
+        owner = owner_of(parameter)
+        if owner is not None and all(self._unit_of(self._modules[index]) is not owner for index in chain):
+            raise ShardingError(
+                f"parameter {name!r} is already owned by unit {owner.name!r}, but is used outside it as well. "
+                "Wrap inner units before outer ones. Tied parameters must live in one unit: wrap the module that contains "
+                "both uses instead, or let auto_wrap_policy choose."
+            )
+        place = self._places.setdefault(key, Place(parameter))
+        place.add(name, module, slot)
+        known = self._chains.setdefault(key, chain)
+        common = [a for a, b in zip(known, chain, strict=False) if a == b]
+        self._chains[key] = tuple(common)
+
+
+def _modules_to_ignore(root: nn.Module, ignored: Any, unit_of: Callable[[nn.Module], Unit | None]) -> set[int]:
+    """The ids of the modules in `ignored`, checked."""
+    if ignored is None:
+        return set()
+    if not isinstance(ignored, Collection) or isinstance(ignored, str | nn.Module):
+        raise ShardingError(f"ignored_modules must be a collection of modules, not {ignored!r}.")
+    inside = set(map(id, root.modules()))
+    for module in ignored:
+        if not isinstance(module, nn.Module):
+            raise ShardingError(f"ignored_modules must name modules; this is not one: {module!r}.")
+        if id(module) not in inside or module is root:
+            raise ShardingError(f"ignored_modules: this {type(module).__name__} is not a part of the module that is wrapped.")
+        if any(unit_of(one) is not None for one in module.modules()):
+            raise ShardingError(f"ignored_modules: this {type(module).__name__} contains a unit already.")
+    return set(map(id, ignored))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _chooser(policy: Any) -> Callable[[str, nn.Module], bool]:
+    """A policy as one function of a module's name and the module."""
+    if policy is None:
+        return lambda name, module: False
+    classes = getattr(policy, "_module_classes", policy)  # torch's ModuleWrapPolicy
+    if isinstance(classes, Collection) and not isinstance(classes, str):
+        members = tuple(classes)
+        wrong = [one for one in members if not (isinstance(one, type) and issubclass(one, nn.Module))]
+        if wrong or not members:
+            raise ShardingError(
+                f"auto_wrap_policy must name nn.Module classes; this is not one: {wrong[0]!r}."
+                if wrong
+                else "auto_wrap_policy is empty; leave it out to make the whole module one unit."
+            )
+        return lambda name, module: isinstance(module, members)
+    if isinstance(policy, type):
+        raise ShardingError(f"auto_wrap_policy is the class {policy.__name__}; put it in a set: {{{policy.__name__}}}.")
+    if callable(policy):
+        try:
+            inspect.signature(policy).bind("", None)
+        except (TypeError, ValueError) as error:
+            raise ShardingError(
+                f"auto_wrap_policy must be callable as policy(name, module) -> bool; {policy!r} is not ({error})."
+            ) from None
+        return lambda name, module: bool(policy(name, module))
+    raise ShardingError(
+        "auto_wrap_policy must be a set of module classes, a callable(name, module) -> bool, or torch's "
+        f"ModuleWrapPolicy, not {policy!r}."
+    )

@@ -1,0 +1,130 @@
+"""Which parameters had a gradient in a backward, here and on any rank: one small collective.
+
+A rank that had all of them does not wait for the answer: on CUDA that would be the host's waiting.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import and_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp.comm.process_group import Collectives
+from fsdp.comm.work import Work
+from fsdp.device.streams import Streams
+from fsdp.errors import ShardingError
+from fsdp.reduction.bucket import Bucket
+
+
+class _Question(NamedTuple):
+    """On its way between the ranks."""
+
+    flags: Tensor
+    """One a parameter. 1: there was a gradient; 2: there is one that came after its bucket was launched."""
+    complete: bool
+    """Whether this rank had all of them, and needs no answer."""
+    work: Work
+
+
+class Usage:
+    """Who had which gradient, in one backward at a time."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], static: bool, everyone: Collectives, streams: Streams, device: torch.device
+    ) -> None:
+        self._buckets = buckets
+        self._everyone = everyone
+        self._streams = streams
+        self._static = static
+        self._offsets = list(accumulate((len(bucket.views) for bucket in buckets), initial=0))
+        self._all_used = torch.ones(self._offsets[-1], dtype=torch.uint8, device=device)
+        self._question: _Question | None = None
+        self._usual: list[bool] | None = None
+        """Of a static graph: what its first backward used on any rank, and what here."""
+        self._usual_more: list[bool] = []
+        self._usual_here: list[list[bool]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self.shared = False
+        """The ranks were told what is here."""
+        self.has: list[bool] = []
+        """Which buckets have gradients here that were not launched before that."""
+        self.launched: list[bool] = []
+        """Which buckets were launched before that: what they have is a second portion."""
+        self._used: list[bool] = []
+        self._more: list[bool] = []
+
+    def share(self, launched: Sequence[bool]) -> None:
+        """At the end of a backward: tell the ranks which parameters had a gradient here.
+
+        Raises:
+            ShardingError: a graph that was said to be static is not.
+        """
+        self.shared = True
+        self.launched = list(launched)
+        fresh = [bucket.take_stock(one) for bucket, one in zip(self._buckets, launched, strict=True)]
+        self.has = [True in one for one in fresh]
+        if self._usual is not None:
+            self._check_usual()
+            self._used, self._more = self._usual, self._usual_more
+            return
+        if self._static:
+            self._usual_here = [list(bucket.came) for bucket in self._buckets]
+        complete = all(bucket.complete for bucket in self._buckets)
+        with self._streams.reducing():
+            if complete and not any(map(and_, self.has, launched)):
+                flags = self._all_used.clone()
+            else:
+                found = [
+                    came + (was_launched and more)
+                    for bucket, was_launched, of_bucket in zip(self._buckets, launched, fresh, strict=True)
+                    for came, more in zip(bucket.came, of_bucket, strict=True)
+                ]
+                flags = torch.tensor(found, dtype=torch.uint8, device=self._all_used.device)
+            self._question = _Question(flags, complete, self._everyone.all_reduce(flags, "max", "which gradients came"))
+
+    def of(self, number: int) -> Sequence[bool]:
+        """Which parameters of a bucket had a gradient on some rank."""
+        return self._used[self._offsets[number] : self._offsets[number + 1]] if self._used else self._buckets[number].all_used
+
+    def some_rank_has(self, number: int) -> bool:
+        """Whether any rank has a gradient of a bucket of which there is none here."""
+        self.settle(read=True)
+        return any(self.of(number))
+
+    def some_rank_has_more(self, number: int) -> bool:
+        """Whether any rank has a second portion of a bucket."""
+        self.settle(read=True)
+        return any(self._more[self._offsets[number] : self._offsets[number + 1]])
+
+    def settle(self, read: bool = False) -> None:
+        """Learn what the others had, if this rank needs to know."""
+        question = self.take()
+        if question is None:
+            return
+        question.work.wait()
+        self._streams.await_reductions()
+        if read or not question.complete or self._static:
+            flags = question.flags.tolist()
+            self._used = [flag > 0 for flag in flags]
+            self._more = [flag > 1 for flag in flags]
+            if self._static:
+                self._usual, self._usual_more = self._used, self._more
+
+    def take(self) -> _Question | None:
+        """What is in flight, to be awaited elsewhere."""
+        question, self._question = self._question, None
+        return question
+
+    def _check_usual(self) -> None:
+        for bucket, usual in zip(self._buckets, self._usual_here, strict=True):
+            for place, now, before in zip(bucket.flat.places, bucket.came, usual, strict=True):
+                if now != before:
+                    raise ShardingError(
+                        f"parameter {place.names[0]!r} of unit {bucket.name!r} had {'a' if before else 'no'} gradient in the "
+                        f"first backward and has {'one' if now else 'none'} in this one; leave out reduction.static_graph."
+                    )

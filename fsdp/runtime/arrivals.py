@@ -1,0 +1,50 @@
+"""What runs when autograd has accumulated a gradient of one whole parameter: once a parameter and backward, so it is short."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import Tensor
+
+from fsdp.autograd.backward_progress import Readiness
+from fsdp.runtime.engine import Engine
+
+
+class Hearer(Protocol):
+    """Who is told."""
+
+    readiness: Readiness
+    engine: Engine
+
+    def gradient_arrives(self) -> None:
+        """The first gradient of the unit has come in this backward."""
+
+
+def hear_arrivals(reference: "weakref.ref[Hearer]", counted: int | None) -> Callable[[Tensor], None]:
+    """The hook of the parameters of one bucket, given by its number if it is a counted one.
+
+    Weakly: the collector of garbage does not see hooks of this kind, and the hearer leads back to the tensor.
+    """
+
+    def arrives(whole: Tensor) -> None:
+        hearer = reference()
+        if hearer is not None and not hearer.readiness.arrived:
+            hearer.gradient_arrives()
+
+    def counts(whole: Tensor) -> None:
+        arrives(whole)
+        hearer = reference()
+        if hearer is not None and counted is not None:
+            hearer.engine.gradient_counts(counted)
+
+    return arrives if counted is None else counts
+
+
+@contextmanager
+def thawed(parameter: Tensor) -> Iterator[None]:
+    """Hooks are put on frozen parameters as well, which may be thawed later."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    yield
+    parameter.requires_grad_(not frozen)

@@ -1,0 +1,388 @@
+"""Events -> root -> instructions -> units, across the units of one root.
+
+Rule 1: the tables decide, the engine carries out. It asks no state to choose what to do.
+Rule 2: the root moves first, so an illegal event changes nothing at all.
+Rule 3: if carrying out fails half-way, the whole step is abandoned before the error goes on.
+
+[Note: how a backward ends]
+The first unit that joins queues one callback. It runs when the outermost graph task is done, also
+around reentrant checkpoints. When the backward dies instead, torch drops the callback uncalled
+while the exception is on its way to the user; `RootCallback.__del__` hears that.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch.autograd import Variable
+
+from fsdp.autograd.frames import gets_gradient, graph_task, in_autograd_grad, is_running
+from fsdp.comm.context import Channels
+from fsdp.debug.error_notes import add_note, add_note_to_what_ends_the_backward, is_noted
+from fsdp.device.storage import Ledger
+from fsdp.device.streams import Streams
+from fsdp.errors import WorldError
+from fsdp.params.unit import Unit
+from fsdp.reduction.reducer import Reducer
+from fsdp.runtime.buffers import broadcast_buffers
+from fsdp.runtime.final_callback import RootCallback
+from fsdp.runtime.pending_backward import LastForward
+from fsdp.runtime.prefetch import Schedule
+from fsdp.runtime.stale_params import Copies
+from state_machine import (
+    Action,
+    Ask,
+    BackwardState,
+    Effect,
+    Event,
+    IllegalTransition,
+    Lifecycle,
+    Residency,
+    ResidencyState,
+    Root,
+    Strategy,
+)
+from state_machine.root import Instruction
+
+
+class Engine:
+    """Drives the units of one root through their lifecycles."""
+
+    def __init__(
+        self, units: Sequence[Unit], descendants: Sequence[frozenset[int]], channels: Channels, streams: Streams, ledger: Ledger
+    ) -> None:
+        self.units = tuple(units)
+        self.channels = channels
+        self.ledger = ledger
+        self.synchronises = True
+        """Whether a backward that begins now reduces its gradients (`no_sync`)."""
+        self.descendants = tuple(descendants)
+        self._streams = streams
+        strategies = [unit.config.strategy for unit in units]
+        strategies[0] = units[0].config.root_strategy
+        self._keepers = tuple(index for index, strategy in enumerate(strategies) if strategy is Strategy.KEEP_ALWAYS)
+        """The units whose copies outlive a pass."""
+        self._gathers_again = Strategy.FREE_AFTER_FORWARD in strategies
+        """Whether a backward that reduces nothing needs the other ranks all the same."""
+        self.last_forward = LastForward(channels)
+        self._copies = Copies(self.units, channels.everyone)
+        self.root = Root([Lifecycle(unit.name, strategy) for unit, strategy in zip(units, strategies, strict=True)])
+        self._residencies = tuple(Residency(unit.name) for unit in units)
+        self.reducer = Reducer(units, [not inside for inside in descendants], channels, streams, ledger)
+        depth = units[0].config.prefetch
+        self._forward_schedule = Schedule(depth)
+        self._backward_schedule = Schedule(depth)
+        self._schedule = self._forward_schedule
+        self._path: list[int] = []
+        """The units whose forward is running, outermost first."""
+        self._pass_number = 0
+        self._may_have_stepped = False
+        """A backward inside the forward that runs is over, so shards may be written at any time before it ends."""
+        self._heard = 0
+        """The unit of the last event."""
+        self._failed = 0
+        """The unit in which a forward failed last."""
+        self.backward_synchronises = True
+        """Whether the backward that runs reduces its gradients."""
+        self._synchronises_gradients = True
+        """Whether it does if there are any."""
+        self.backward_number = 0
+        self._task = -1
+        """The graph task in which the backward came to the first unit."""
+        self.before_pass: Callable[[bool, bool], None] | None = None
+        """Inside `join`: told of each pass, whether it is a backward, and whether it records a graph or reduces gradients."""
+        self.watch_outputs: Callable[[int], None] = _nobody
+        """Set by the hooks: puts pre-backward hooks on what the unit's forward has just returned."""
+        self.forget_arrivals: Callable[[], None] = _nobody
+        """Set by the hooks: a backward is over, and what arrived in it is no concern of the next."""
+        self.forget_calls: Callable[[], None] = _nobody
+        """Set by the hooks: what runs has been given up."""
+        self.keep_edits: Callable[[], None] = _nobody
+        """Set by the hooks: a backward begins inside a forward, which may have changed parameters in place."""
+        self._deeds: dict[Action, Callable[[int], None]] = {
+            Action.REFRESH: self._refresh,
+            Action.NEED: self._need,
+            Action.KEEP: lambda index: self._ask(index, Ask.KEEP),
+            Action.FREE: lambda index: self._ask(index, Ask.FREE),
+            Action.WATCH_OUTPUTS: lambda index: self.watch_outputs(index),
+            Action.GUARD: lambda index: self.units[index].guard(),
+            Action.JOIN_BACKWARD: self._join_backward,
+            Action.REDUCE: self.reducer.reduce,
+            Action.FLUSH: self.reducer.flush,
+            Action.COMMIT: self.reducer.commit,
+            Action.STASH: self.reducer.stash,
+            Action.DRAIN: lambda index: self.reducer.drain(),
+            Action.DROP: self.reducer.drop,
+            Action.LEND: lambda index: self.units[index].lend(),
+            Action.WRITE_BACK: lambda index: self.units[index].write_back(),
+            Action.RECLAIM: lambda index: self.units[index].reclaim(),
+        }
+        self._effects: tuple[dict[Effect, Callable[[], None]], ...] = tuple(
+            {
+                Effect.LAUNCH: partial(self._launch, index),
+                Effect.AWAIT: unit.await_gather,
+                Effect.SHOW: unit.show,
+                Effect.HIDE: unit.hide,
+                Effect.RELEASE: unit.release,
+            }
+            for index, unit in enumerate(units)
+        )
+
+    # events -------------------------------------------------------------------------------
+
+    def hear(self, index: int, event: Event) -> None:
+        """Take one event of one unit and do what the table answers, in order.
+
+        Raises:
+            IllegalTransition: nothing moved.
+        """
+        self._heard = index
+        try:
+            instructions = self.root.hear(index, event)
+        except IllegalTransition as refusal:
+            add_note(refusal, self, index)
+            raise
+        self._carry_out(instructions)
+
+    def note(self, error: BaseException, index: int | None = None) -> None:
+        """Say on `error` which unit it came from: of `index`, or the innermost one whose forward runs."""
+        index = index if index is not None else self._path[-1] if self._path else self._heard
+        if not is_noted(error):
+            self._failed = index
+            add_note(error, self, index)
+
+    def backward_fails(self) -> None:
+        """The backward that runs is dying: clean up, and let the other ranks know as soon as its exception shows."""
+        failed = self.units[self._heard].name
+        shows = add_note_to_what_ends_the_backward(self, self._heard, lambda error: self.tell_peers(failed, error))
+        with suppress(WorldError):  # it may die because of one
+            self.close_backward(Event.BACKWARD_FAILS)
+        if not shows:
+            self.tell_peers(failed, None)
+
+    def forward_begins(self, index: int) -> None:
+        """A forward outside any backward begins: keep the path, and clean up after a pass that died unnoticed."""
+        if self._path and index not in self.descendants[self._path[-1]] and not is_running(self.units[self._path[-1]].module):
+            self.give_up()
+        if not self._path:
+            if self.root.backward is BackwardState.RUNNING:
+                self.close_backward(Event.BACKWARD_FAILS)
+                self.tell_peers(self.units[self._heard].name, None)
+            try:
+                self._prepare_pass()
+            except BaseException as failure:
+                # a peer may have abandoned the step before, or disagree; this rank waited for it between two passes
+                add_note(failure, self, index, ours=True)
+                self.give_up(failure, index)
+                raise
+            self._forward_schedule.begin()
+            self._streams.pass_begins()
+        self._schedule = self._forward_schedule
+        self.hear(index, Event.FORWARD_BEGINS)
+        self._path.append(index)
+
+    def notice_a_dead_pass(self) -> None:
+        """Clean up after a forward that Ctrl-C ended: no hook hears that."""
+        if self._path and not is_running(self.units[self._path[0]].module):
+            self.give_up()
+
+    def abandon_forward_of(self, index: int) -> None:
+        """A forward of this unit has died unheard: clean up after it, unless that was done."""
+        if index in self._path:
+            self.give_up()
+
+    def forward_ends(self, index: int, event: Event) -> None:
+        """A forward outside any backward ended, in one of its three ways."""
+        if index in self._path:
+            del self._path[self._path.index(index) :]
+        self.hear(index, event)
+        if not self._path:
+            needs_peers = self.synchronises or self._gathers_again
+            self.last_forward.awaits_backward = event is Event.FORWARD_ENDS and needs_peers
+            # a pass that left the record may have asked for units it never called; one that failed has no backward
+            leftovers = {ResidencyState.GATHERING}
+            if event is Event.FORWARD_FAILS:
+                leftovers.add(ResidencyState.KEPT)
+            for other, residency in enumerate(self._residencies):
+                if residency.state in leftovers:
+                    self._ask(other, Ask.FREE)
+            if event is Event.FORWARD_FAILS:
+                self.tell_peers(self.units[self._failed].name, sys.exc_info()[1])
+
+    def gradient_counts(self, bucket: int) -> None:
+        """A gradient of a counted bucket has come."""
+        # a reentrant checkpoint may bring a second one to the same parameter
+        if self.backward_synchronises and graph_task() == self._task and self.reducer.arrived(bucket):
+            try:
+                self.reducer.advance()
+            except BaseException as failure:
+                unit = self.reducer.buckets[bucket].unit
+                add_note(failure, self, unit, ours=True)
+                self.give_up(failure, unit)
+                raise
+
+    def gradients_come(self) -> None:
+        """They do, by a backward inside what looked like autograd.grad alone."""
+        self.backward_synchronises = self._synchronises_gradients
+
+    def at_the_end_of_this_task(self, callback: Callable[[], None]) -> None:
+        """Call back when the graph task that runs is done: the backward, or that of a reentrant checkpoint in it."""
+        Variable._execution_engine.queue_callback(callback)
+
+    def close_backward(self, event: Event) -> None:
+        """Tell every unit how the backward ended, in the agreed order."""
+        instructions = self.root.close(event, self.reducer.order)
+        self.forget_arrivals()
+        if event is Event.BACKWARD_ENDS:
+            self._copies.backward_synchronised()
+        if event is Event.BACKWARD_FAILS:
+            self._carry_out_all(instructions)
+        else:
+            self._may_have_stepped = bool(self._path)
+            self._carry_out(instructions)
+            self.channels.completed()
+            self.reducer.run_hooks(self.note)
+
+    def give_up(self, failure: BaseException | None = None, index: int | None = None) -> None:
+        """A step has failed: abandon it, and let the other ranks know."""
+        index = index if index is not None else self._path[-1] if self._path else self._heard
+        with suppress(Exception):  # none may hide the failure
+            self.abandon()
+        self.tell_peers(self.units[index].name, failure)
+
+    def tell_peers(self, unit: str, failure: BaseException | None) -> None:
+        """A step is over before its end: let the other ranks know, who may wait for this one."""
+        self.last_forward.awaits_backward = False
+        self._forward_schedule.forget()
+        self._backward_schedule.forget()
+        self.channels.abandon(unit, failure)
+
+    def abandon(self) -> None:
+        """Give up whatever is going on; afterwards every unit is IDLE and sharded, nothing is in flight."""
+        self._path.clear()
+        self.forget_arrivals()
+        self.forget_calls()
+        self._carry_out_all(self.root.abandon(self.reducer.order))
+
+    @property
+    def residency(self) -> list[ResidencyState]:
+        """Where the whole parameters of each unit are."""
+        return [residency.state for residency in self._residencies]
+
+    def whole(self, index: int) -> bool:
+        """Whether the unit computes with its whole face."""
+        return self._residencies[index].state is ResidencyState.WHOLE
+
+    def _prepare_pass(self) -> None:
+        """What all ranks do together before a forward begins."""
+        trains = torch.is_grad_enabled()
+        if self.before_pass is not None:
+            self.before_pass(False, trains)
+        if self.last_forward.was_abandoned():
+            self._forward_schedule.forget()
+            self._backward_schedule.forget()
+        given_up = self.last_forward.given_up(self.units[0].name)
+        if given_up is not None:
+            self.give_up(given_up, 0)
+        if self.units[0].config.broadcast_buffers and trains:
+            broadcast_buffers(self.units[0].module, self.channels.everyone)
+        if self.reducer.policy.find_unused_parameters:
+            # a rank may not come to a unit that all of them have frozen
+            for unit in self.units:
+                unit.sync_requires_grad()
+        self._pass_number += 1
+        self._may_have_stepped = False
+        if self._keepers:
+            kept = [i for i in self._keepers if self._residencies[i].state is ResidencyState.KEPT and self.units[i].flats]
+            for index in self._copies.pass_begins(kept):
+                self._ask(index, Ask.FREE)
+
+    # actions ------------------------------------------------------------------------------
+
+    def _refresh(self, index: int) -> None:
+        unit = self.units[index]
+        unit.sync_requires_grad()
+        keeps = index in self._keepers
+        outlived = unit.gathered_in_pass != self._pass_number and not keeps
+        # an optimizer passes by empty shards, so after its step the counters of ranks differ
+        if outlived or (keeps and self._may_have_stepped) or unit.gathered_versions != unit.versions_in_forward:
+            self._ask(index, Ask.FREE)
+
+    def _need(self, index: int) -> None:
+        where = self._residencies[index].state
+        if where is not ResidencyState.WHOLE and self.root.backward is BackwardState.RUNNING:
+            self.reducer.reached_again(index)
+        missing = where in (ResidencyState.SHARDED, ResidencyState.GATHERING)
+        self._ask(index, Ask.NEED)
+        if missing:
+            for ahead in self._schedule.needed(index):
+                self._ask(ahead, Ask.WANT)
+
+    def _ask(self, index: int, ask: Ask) -> None:
+        effects = self._effects[index]
+        for effect in self._residencies[index].on(ask):
+            effects[effect]()
+
+    def _launch(self, index: int) -> None:
+        unit = self.units[index]
+        unit.gathered_in_pass = self._pass_number
+        if self.root.backward is BackwardState.RESTING:
+            if unit.check_shards() or self._may_have_stepped:
+                self._streams.pass_begins()
+            unit.gathered_versions = unit.versions
+        if index in self._keepers:
+            unit.remember_sums()
+        unit.launch()
+
+    def _join_backward(self, index: int) -> None:
+        # autograd.grad brings no gradient to a parameter, so there is nothing to reduce, on any rank
+        self._synchronises_gradients = self.synchronises
+        self.backward_synchronises = self.synchronises and not in_autograd_grad()
+        if self.before_pass is not None and not self._path:
+            self.before_pass(True, self.backward_synchronises)
+        self.last_forward.awaits_backward = False
+        if self._path:
+            self.keep_edits()
+        self.backward_number += 1
+        self._task = graph_task()
+        self._schedule = self._backward_schedule
+        self.reducer.begin()
+        if not self.synchronises:
+            self.reducer.owe()
+        if self.backward_synchronises and self.reducer.policy.find_unused_parameters:
+            self.reducer.expect_only(gets_gradient)
+        self.at_the_end_of_this_task(RootCallback(self))
+        self._streams.pass_begins()
+        # what this backward needs first may be gathered while the root's own layers compute
+        for ahead in self._backward_schedule.begin():
+            self._ask(ahead, Ask.WANT)
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        """Carry out instructions in order; if one fails, give up the step before the error goes on."""
+        unit, action = self._heard, Action.NEED
+        try:
+            for unit, action in instructions:
+                self._deeds[action](unit)
+        except BaseException as failure:
+            # the first commit settles the whole backward
+            add_note(failure, self, 0 if action is Action.COMMIT else unit, ours=True)
+            self.give_up(failure, unit)
+            raise
+
+    def _carry_out_all(self, instructions: Iterable[Instruction]) -> None:
+        """Carry out every instruction even if some fail; then raise the first failure."""
+        failures: list[BaseException] = []
+        for unit, action in instructions:
+            try:
+                self._deeds[action](unit)
+            except Exception as failure:
+                add_note(failure, self, unit, ours=True)
+                failures.append(failure)
+        if failures:
+            raise failures[0]
+
+
+def _nobody(*_: int) -> None:
+    raise RuntimeError("an engine without hooks; this is a bug in fsdp, please report it.")

@@ -1,0 +1,149 @@
+"""Full parameters as plain tensors: gathered into a state dict, streamed, loaded from one.
+
+Rule 1: beyond what is returned, a rank holds at most one range of `BUCKET_BYTES`, or one parameter if that is larger.
+Rule 2: what does not fit is refused on every rank, before anything is loaded.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.comm.agreement import agree_on_refusals
+from fsdp.comm.process_group import Collectives
+from fsdp.errors import ShardingError
+from fsdp.runtime.registry import communicates, everyone_in, resting_units_in
+from fsdp.state_dict.fqns import check_names, check_values, entries, extra_states
+from fsdp.state_dict.param_ranges import Range, broadcast_all, gather_range, memory_for, ranges_of
+from fsdp.state_dict.param_shard import pieces_in
+
+BUCKET_BYTES: Final = 32 << 20
+
+
+@torch.no_grad()
+@communicates
+def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What `state_dict()` of the plain module would be: full parameters, persistent buffers, extra state of modules.
+
+    With `rank0_only`, the other ranks take part and get an empty dict. Tensors are copies on `device`.
+    Communicates: every rank must call it alike.
+
+    Memory: on the model's device, one range of 32 MiB or one parameter; on `device`, what is returned.
+
+    Raises:
+        ShardingError: inside a forward, a backward or a summon.
+    """
+    wanted = not rank0_only or everyone_in(model, "full_state_dict").rank == 0
+    full: dict[int, Tensor] = {}
+    units = resting_units_in(model, "full_state_dict")
+    ranges = [(unit, one) for unit in units for one in ranges_of(unit, BUCKET_BYTES)]
+    memory = memory_for([one for _, one in ranges])
+    for unit, one in ranges:
+        buffer = gather_range(one, unit.collectives, unit.name, memory)
+        if wanted:
+            full.update({id(piece.parameter): one.view(buffer, piece).to(device, copy=True) for piece in one.pieces})
+    if not wanted:
+        return {}
+    state: dict[str, Any] = {
+        name: full[id(value)] if id(value) in full else value.detach().to(device, copy=True) for name, value in entries(model)
+    }
+    return {**state, **{name: module.get_extra_state() for name, module in extra_states(model).items()}}
+
+
+@torch.no_grad()
+def iter_full_params(
+    model: nn.Module, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter in full, one after the other, on every rank: what pushes weights to an inference engine.
+
+    Names are those of `named_parameters()` of the plain module; tied parameters come once. The tensors are on the model's
+    device, in `dtype` or their own, and are views of a buffer of `bucket_bytes` (or of one parameter, if that is larger) that
+    lives as long as one of them: keep copies. Communicates while it runs: every rank must go through all of it.
+
+    Raises:
+        ShardingError: inside a forward, a backward or a summon, or `bucket_bytes` is not above 0.
+    """
+    if bucket_bytes <= 0:
+        raise ShardingError(f"iter_full_params: bucket_bytes is {bucket_bytes}; give a number above 0.")
+    names: dict[int, str] = {}
+    for name, tensor in entries(model):
+        names.setdefault(id(tensor), name)
+    # those of ignored modules, which every rank has in full
+    sharded = pieces_in(model)
+    for parameter in model.parameters():
+        if id(parameter) not in sharded:
+            yield names[id(parameter)], parameter.detach().to(dtype or parameter.dtype)
+    for unit in resting_units_in(model, "iter_full_params"):
+        for one in ranges_of(unit, bucket_bytes):
+            buffer = gather_range(one, unit.collectives, unit.name)
+            buffer = buffer.to(dtype or buffer.dtype)
+            for piece in one.pieces:
+                yield names[id(piece.parameter)], one.view(buffer, piece)
+
+
+@torch.no_grad()
+@communicates
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None) -> None:
+    """Load a plain module's state dict: the same on every rank, or rank 0's where others give None.
+
+    Communicates: every rank must call it alike. Where some give None, parameters are handed out a range of 32 MiB, or one
+    parameter, at a time, so that no other rank holds more.
+
+    Raises:
+        ShardingError: on every rank, if on any of them names are missing, unexpected, of another shape, or of a dtype that would
+            lose something, or if rank 0 gives None. Nothing was loaded.
+    """
+    units = resting_units_in(model, "load_full_state_dict")
+    collectives = everyone_in(model, "load_full_state_dict")
+
+    def check() -> bool:
+        if state_dict is None:
+            if collectives.rank == 0:
+                raise ShardingError("load_full_state_dict: rank 0 must give the state dict; only other ranks may give None.")
+            return False
+        check_names("load_full_state_dict", [*(name for name, _ in entries(model)), *extra_states(model)], state_dict)
+        check_values("load_full_state_dict", model, state_dict)
+        return True
+
+    everywhere = all(agree_on_refusals(collectives, check))
+    pieces = pieces_in(model)
+    given = {} if state_dict is None else {id(value): state_dict[name] for name, value in entries(model)}
+    if everywhere:
+        for key, piece in pieces.items():
+            # through the parameter, so that autograd sees that it changed
+            piece.parameter.copy_(piece.local_part("load_full_state_dict", "", given[key]))
+    else:
+        for unit in units:
+            for one in ranges_of(unit, BUCKET_BYTES):
+                _hand_out(one, given, collectives, unit.name)
+    for name, value in entries(model):
+        if id(value) not in pieces:
+            _load_plain(name, value, given.get(id(value)), None if everywhere else collectives)
+    for name, module in extra_states(model).items():
+        mine = None if state_dict is None else state_dict[name]
+        module.set_extra_state(mine if everywhere else collectives.gather_objects(mine, name)[0])
+
+
+def _hand_out(one: Range, given: Mapping[int, Tensor], collectives: Collectives, label: str) -> None:
+    """Rank 0's values of a range into the shards of all ranks."""
+    buffer = one.empty()
+    if collectives.rank == 0:
+        for piece in one.pieces:
+            one.view(buffer, piece).copy_(given[id(piece.parameter)])
+    broadcast_all([(0, buffer)], collectives, label)
+    for piece in one.pieces:
+        piece.parameter.copy_(piece.cut(one.view(buffer, piece)))
+
+
+def _load_plain(name: str, value: Tensor, given: Tensor | None, collectives: Collectives | None) -> None:
+    """What every rank has in full: from what is given here, or by way of `collectives` from rank 0."""
+    if collectives is None:
+        assert given is not None, "the names were checked"
+        value.copy_(given)
+        return
+    carrier = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    if given is not None:
+        carrier.copy_(given)
+    broadcast_all([(0, carrier)], collectives, name)
+    value.copy_(carrier)

@@ -1,0 +1,120 @@
+"""What a sharded state dict holds: one rank's part of a tensor, which torch's Distributed Checkpoint can save and load.
+
+Rule 1: it shares the memory of the shard; making one copies nothing and communicates nothing.
+Rule 2: whatever would take it for the full tensor is refused by name: computing with it, pickling it.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fsdp.errors import ShardingError
+from fsdp.params.layout import Shape
+from fsdp.state_dict.chunks import Box, boxes_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+aten = torch.ops.aten
+
+
+class ShardedValue(Tensor):
+    """One rank's part of a tensor. `shape`, `dtype` and `device` are the tensor's; `local` is what this rank holds.
+
+    It can be moved, cloned, and overwritten by another part that was cut alike; nothing else.
+    """
+
+    local: Tensor
+    """Shape as cut, () to (1, ..., 1, n); elements `first` to `first + local.numel()` of the flattened tensor."""
+    plain_name: str
+    first: int
+    boxes: tuple[Box, ...]
+
+    @staticmethod
+    def __new__(cls, name: str, local: Tensor, shape: Shape, first: int, holds_the_empty: bool = False) -> "ShardedValue":
+        """The part `local` of a tensor of `shape`. `holds_the_empty`: it is this rank that saves a tensor without elements."""
+        value: ShardedValue = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        value.plain_name = name
+        value.local = local
+        value.first = first
+        value.boxes = (Box((0,) * len(shape), shape, 0),) if holds_the_empty else boxes_of(shape, first, local.numel())
+        return value
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"ShardedValue({self.plain_name!r}, {tuple(self.local.shape)} of {tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    def like(self, local: Tensor) -> "ShardedValue":
+        """The same part of another tensor of this shape."""
+        return ShardedValue(self.plain_name, local, tuple(self.shape), self.first, bool(self.boxes) and not self.numel())
+
+    def cut_like(self, other: "ShardedValue") -> bool:
+        """Whether `other` is the same part of a tensor of the same shape."""
+        return (self.shape, self.first, self.local.numel()) == (other.shape, other.first, other.local.numel())
+
+    # torch -------------------------------------------------------------------------------
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Tensor:
+        if func in _SAME_PART and isinstance(args[0], cls):
+            given: ShardedValue = args[0]
+            return given.like(func(given.local, *args[1:], **(kwargs or {})))
+        if func is aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
+            # how torch's asynchronous save begins a copy, which then takes over every attribute
+            original: ShardedValue = args[0]
+            return original.like(original.local.new_empty(original.local.shape, **(kwargs or {})))
+        if func is aten.copy_.default and all(isinstance(one, cls) for one in args[:2]) and args[0].cut_like(args[1]):
+            target: ShardedValue = args[0]
+            target.local.copy_(args[1].local)
+            return target
+        found = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
+        raise ShardingError(
+            f"{func} on {found.plain_name!r}, of which this rank holds {tuple(found.local.shape)} of {tuple(found.shape)}: "
+            "compute with the parameter (fsdp.full_tensor, fsdp.to_local), or with what fsdp.full_state_dict(model) returns."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedValue":
+        return self.like(self.local.clone())
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ShardingError(
+            f"{self.plain_name!r} cannot be pickled: this rank holds {tuple(self.local.shape)} of {tuple(self.shape)}. Save what "
+            "fsdp.full_state_dict(model) or fsdp.full_optim_state_dict(model, optimizer) returns, or call fsdp.save(path, model)."
+        )
+
+    # torch's Distributed Checkpoint -------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, value: object) -> "list[WriteItem]":
+        """What this rank writes: one item a box."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        items = []
+        for chunk in self.__create_chunk_list__():
+            data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.shape)
+            items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
+        """The boxes this rank holds."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
+
+    def __get_tensor_shard__(self, index: "MetadataIndex") -> Tensor:
+        """The box that begins at the offsets of `index`: a view of the shard."""
+        box = next(box for box in self.boxes if index.offset is not None and box.offsets == tuple(index.offset))
+        numel = torch.Size(box.sizes).numel()
+        return self.local.reshape(-1)[box.start : box.start + numel].view(box.sizes)
+
+
+_SAME_PART: frozenset[Callable[..., Any]] = frozenset(
+    {aten.detach.default, aten.clone.default, aten._to_copy.default, aten.empty_like.default, aten.zeros_like.default}
+)
