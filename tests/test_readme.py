@@ -1,4 +1,4 @@
-"""What README promises is what happens."""
+"""What README says is what happens, and what it counts is what the other pages have."""
 
 import re
 import subprocess
@@ -9,13 +9,17 @@ import pytest
 import torch
 
 import fsdp
+from state_machine.picture import picture
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+ARCHITECTURE = (DOCS / "explanation" / "architecture.md").read_text(encoding="utf-8")
 
 
 def test_the_usage_example_runs_as_printed(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in example.splitlines() if line.strip()]) <= 15
     script = tmp_path / "example.py"
     script.write_text(example, encoding="utf-8")
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
@@ -23,10 +27,24 @@ def test_the_usage_example_runs_as_printed(tmp_path: Path) -> None:
     assert re.fullmatch(r"\[[\d.e-]+, [\d.e-]+\]\n", ran.stdout), ran.stdout
 
 
-def test_every_linked_file_exists() -> None:
-    links = re.findall(r"\]\(([^)#:]+)\)", README)
+def test_it_is_short_and_its_first_screen_says_that_no_gpu_has_run_it() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 120
+    assert any("not run on a GPU" in line for line in lines[:20])
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_every_linked_file_exists(page: str) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text(encoding="utf-8"))
     assert links
     assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_the_map_of_contributing_names_what_there_is() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:fsdp|state_machine|tests|tools|benchmarks|docs)/[\w./-]*)`", text)
+    assert len(paths) > 50
+    assert not [path for path in paths if not (ROOT / path).exists()]
 
 
 def test_both_commands_are_targets_of_the_makefile() -> None:
@@ -36,7 +54,41 @@ def test_both_commands_are_targets_of_the_makefile() -> None:
         assert re.search(rf"^{command}:", makefile, re.MULTILINE)
 
 
-def test_the_error_in_the_readme_is_the_one_that_is_raised() -> None:
+def test_the_picture_is_that_of_the_table() -> None:
+    remedy = "run: python -m state_machine.picture > docs/figures/lifecycle.svg"
+    assert "docs/figures/lifecycle.svg" in README
+    assert (DOCS / "figures" / "lifecycle.svg").read_text(encoding="utf-8") == picture(), remedy
+
+
+def test_the_strategies_are_those_that_there_are() -> None:
+    from fsdp.config import STRATEGIES
+
+    table = README.partition("| `sharding_strategy` |")[2].partition("\n\n")[0]
+    assert re.findall(r'^\| `"(\w+)"`', table, re.MULTILINE) == list(STRATEGIES)
+
+
+def failed_steps(heading: str) -> list[list[str]]:
+    """The rows of one table of the page of failures: what fails, in which part, then one cell each of fsdp, FSDP2, FSDP1, DDP."""
+    (page,) = DOCS.rglob("failures.md")
+    table = page.read_text(encoding="utf-8").partition(f"### {heading}\n")[2].partition("\n###")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
+    return [row for row in rows if row[0] not in ("what fails", "---")]
+
+
+@pytest.mark.parametrize(
+    ("heading", "sign", "row"),
+    [("Both ranks fail alike", "**", "the same step again"), ("Rank 1 fails alone", "time-out", "one rank fails alone")],
+)
+def test_failures_are_counted_as_the_page_has_them(heading: str, sign: str, row: str) -> None:
+    said = next(line for line in README.splitlines() if line.startswith("| ") and row in line)
+    for engine, column in (("fsdp", 2), ("FSDP2", 3), ("FSDP1", 4)):
+        cells = [one[column] for one in failed_steps(heading) if one[column] not in ("–", "no such place")]
+        assert cells, engine
+        count = sum(sign in cell for cell in cells)
+        assert re.search(rf"\b{count} of {len(cells)}\b", said.split("|")[column]), (engine, count, len(cells))
+
+
+def test_the_quoted_refusal_is_the_one_that_is_raised() -> None:
     class Net(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with fsdp.summon_full_params(self):
@@ -48,7 +100,7 @@ def test_the_error_in_the_readme_is_the_one_that_is_raised() -> None:
 
     with pytest.raises(fsdp.IllegalTransition) as raised:
         fsdp.simulate(1, one_rank)
-    quoted = re.search(r"    unit 'Net'.*?\n.*?\n", README)
+    quoted = re.search(r"    unit 'Net'.*?\n.*?\n", ARCHITECTURE)
     assert quoted is not None
     for sentence in re.split(r", \.\.\.\)\.|\n", quoted.group()):
         assert sentence.strip() in str(raised.value), sentence
