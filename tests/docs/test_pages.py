@@ -1,6 +1,6 @@
 """The documentation runs, and what it points to exists.
 
-Rule 1: the ```python blocks of a page are one script: they run in order, in one namespace, with an empty folder as working directory.
+Rule 1: the ```python blocks of a page are one script: they run in order, in one namespace, in an empty working directory.
 Rule 2: a ```text title="output" block directly after a python block is exactly what that block printed.
 Rule 3: ```python title="before: ..." is code for another library. It is compiled and not run.
 Rule 4: ```python title="name.py" is a file that several processes run. It is compiled here, and a test of its own runs it.
@@ -11,7 +11,6 @@ import io
 import linecache
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -28,7 +27,9 @@ import fsdp
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-RUNNABLE = [page for page in PAGES if page.relative_to(DOCS).parts[0] in ("index.md", "tutorial", "how-to", "migration", "explanation")]
+RUNNABLE = [
+    page for page in PAGES if page.relative_to(DOCS).parts[0] in ("index.md", "tutorial", "how-to", "migration", "explanation")
+]
 OUTPUT = 'text title="output"'
 FENCE = re.compile(r"^(?P<indent>[ ]*)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL)
 PLACES = ("fsdp", "state_machine", "tests", "examples", "benchmarks", "docs", "tools")
@@ -102,7 +103,8 @@ def run_page(name: str, text: str) -> None:
                 assert block.info == OUTPUT, f"{where}: write ```{OUTPUT}"
                 assert printed is not None and block.directly_after is not None, f"{where}: no python block runs directly above"
                 assert block.directly_after.startswith("python"), f"{where}: no python block stands directly above"
-                assert printed == block.text, f"{where}: the page says\n{block.text}\nand the block printed\n{printed}"
+                if printed != block.text:
+                    raise AssertionError(f"{where}: the page says\n{block.text}\nand the block printed\n{printed}")
     finally:
         sys.modules["__main__"] = before
 
@@ -127,7 +129,9 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_says(page: Path, alone
 
 def page(*blocks: tuple[str, str]) -> str:
     """A page of fenced blocks, each (info string, text)."""
-    return "\n".join(f"Some words.\n\n```{info}\n{text}\n```\n" if info != OUTPUT else f"```{info}\n{text}\n```\n" for info, text in blocks)
+    return "\n".join(
+        f"Some words.\n\n```{info}\n{text}\n```\n" if info != OUTPUT else f"```{info}\n{text}\n```\n" for info, text in blocks
+    )
 
 
 def test_blocks_of_a_page_share_a_namespace_and_a_page_that_is_right_passes() -> None:
@@ -144,7 +148,7 @@ def test_a_block_that_raises_fails_the_page_and_names_its_line(info: str) -> Non
 
 
 def test_another_output_fails_the_page() -> None:
-    with pytest.raises(AssertionError, match=r"page:10: the page says\n3\n\nand the block printed\n2\n"):
+    with pytest.raises(AssertionError, match=r"page:14: the page says\n3\n\nand the block printed\n2\n"):
         run_page("page", page(("python", "print(1)"), ("python", "print(2)"), (OUTPUT, "3")))
 
 
@@ -160,7 +164,9 @@ def test_an_output_needs_a_block_that_ran_directly_above() -> None:
 
 
 def test_a_block_of_another_library_is_compiled_and_not_run() -> None:
-    run_page("page", page(('python title="before: DDP"', "import no_such_library"), ('python title="train.py"', "raise KeyError")))
+    run_page(
+        "page", page(('python title="before: DDP"', "import no_such_library"), ('python title="train.py"', "raise KeyError"))
+    )
     with pytest.raises(SyntaxError):
         run_page("page", page(('python title="before: DDP"', "import")))
 
@@ -177,7 +183,10 @@ def test_blocks_inside_tabs_run_too() -> None:
 
 
 def test_classes_of_a_page_can_be_pickled() -> None:
-    run_page("page", page(("python", "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)"), (OUTPUT, "True")))
+    run_page(
+        "page",
+        page(("python", "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)"), (OUTPUT, "True")),
+    )
 
 
 def test_files_for_several_processes_have_a_test_of_their_own() -> None:
@@ -194,32 +203,28 @@ def test_the_job_of_the_tutorial_is_killed_and_resumes(tmp_path: Path) -> None:
     (second,) = (block.text for block in blocks if block.title == "second run")
     (tmp_path / "first_job.py").write_text(script, encoding="utf-8")
 
-    def start(*args: str) -> subprocess.Popen[str]:
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "first_job.py", *args]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        return subprocess.Popen(launcher, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(launcher, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
-    with start() as job:
-        lines = []
-        assert job.stdout is not None
-        for line in job.stdout:
-            lines.append(line)
-            if "saved" in line and "step-20" in line:
-                # the launcher and both ranks at once, as when a machine is switched off
-                os.killpg(job.pid, signal.SIGKILL)
-                break
-    assert "".join(lines) == first
-    with start() as job:
-        out, _ = job.communicate(timeout=240)
-    assert job.returncode == 0
-    assert out == second
+    killed = run("--kill-at", "25")
+    assert killed.returncode != 0
+    assert "exitcode  : -9" in killed.stderr
+    assert killed.stdout == first, killed.stderr
+    resumed = run()
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout == second
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_every_link_and_path_of_a_page_leads_to_a_file(page: Path) -> None:
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     links = re.findall(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)", re.sub(r"`[^`\n]*`", "", text))
-    missing = [link for link in links if not re.match(r"[a-z]+:", link) and not (page.parent / link).exists()]
+    targets = {link: (page.parent / link).resolve() for link in links if not re.match(r"[a-z]+:", link)}
+    outside = [link for link, target in targets.items() if not target.is_relative_to(DOCS)]
+    assert not outside, f"{page.relative_to(ROOT)} links to files that the site lacks; write them as `path`: {outside}"
+    missing = [link for link, target in targets.items() if not target.exists()]
     paths = re.findall(rf"`((?:{'|'.join(PLACES)})/[\w./-]*)`", text)
     missing += [path for path in paths if not (ROOT / path).exists()]
     assert not missing, f"{page.relative_to(ROOT)} points to what does not exist: {missing}"
