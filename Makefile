@@ -1,12 +1,13 @@
-# Two commands: `make train` and `make test`. Each makes the environment it needs in .venv.
+# Two commands: `make train` and `make test`. Each makes the environment it needs in .venv; `make docs` makes its own.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DOCS_VENV := .venv-docs
 NPROC ?= 2
 DATA ?=
 ARGS ?=
 
-.PHONY: train test wander mutants soak bench clean
+.PHONY: train test wander mutants soak bench docs docs-serve clean
 
 train: $(VENV)/.made
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) examples/train.py $(DATA) $(ARGS)
@@ -43,11 +44,26 @@ bench: $(VENV)/.made
 	$(BIN)/python benchmarks/report.py
 	! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || $(BIN)/python benchmarks/gpu.py
 
+# builds the documentation into site/; every warning is an error
+docs: $(DOCS_VENV)/.made
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --clean
+
+# serves the documentation at http://127.0.0.1:8000 and builds it again when a page changes
+docs-serve: $(DOCS_VENV)/.made
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs serve
+
 $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[bench,examples,test,fairscale]'
 	touch $@
 
+# The sources are read for the API reference, not imported, so this environment holds the `docs` extra and neither torch nor fsdp.
+$(DOCS_VENV)/.made: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" > $(DOCS_VENV)/requirements.txt
+	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(DOCS_VENV)/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) site runs .mypy_cache .pytest_cache .ruff_cache
