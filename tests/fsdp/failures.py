@@ -1,6 +1,6 @@
 """Every place where a step can fail, in every part of a step, with every strategy; and a page of what happens then.
 
-python failures.py gloo     writes docs/failures.md: simulated ranks fail alike, of two or four processes over gloo one alone
+python failures.py gloo     writes docs/reference/failures.md: simulated ranks fail alike, of two or four processes over gloo one alone
 python failures.py RANK WORLD_SIZE FOLDER     is one of these processes
 """
 
@@ -30,7 +30,7 @@ from fsdp.notes import MARK
 from fsdp.sharded import sharded_of
 from fsdp.simulated import SimulatedCollectives, current_rank
 
-PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "failures.md"
+PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "reference" / "failures.md"
 BESIDE: Final = "\n## FSDP1, FSDP2 and DDP beside it\n"
 """The end of the page, which peer_failures.py writes."""
 PHASES: Final = ("forward", "backward", "replay", "no_sync")
@@ -387,7 +387,7 @@ def in_processes(cells: Sequence[tuple[str, str, str]], limit: float | None = No
     size = STRATEGIES[cells[0][1]][0]
     with tempfile.TemporaryDirectory() as base:
         (Path(base) / "cells.json").write_text(json.dumps(cells))
-        environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[1]), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[2]), "OMP_NUM_THREADS": "1"}
         commands = [[sys.executable, __file__, str(rank), str(size), base] for rank in range(size)]
         ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) for command in commands]
         try:

@@ -1,6 +1,6 @@
 """The failures of failures.py that can be expressed for FSDP1, FSDP2 and DDP as well, on two processes over gloo.
 
-python peer_failures.py write                  writes what happened to docs/failures.md, below our own tables
+python peer_failures.py write                  writes what happened to docs/reference/failures.md, below our own tables
 python peer_failures.py ENGINE "PLACE" PHASE [alone]     one cell
 python peer_failures.py rank RANK FOLDER       is one of the two processes
 """
@@ -200,7 +200,7 @@ def _pair(cells: Sequence[Cell], folder: Path) -> tuple[list[tuple[Seen, Seen]],
     """What both ranks saw, by cell, as far as they came; and what ended them."""
     (folder / "cells.json").write_text(json.dumps(cells))
     command, quiet = [sys.executable, __file__, "rank"], subprocess.DEVNULL
-    environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[2]), "OMP_NUM_THREADS": "1"}
     ranks = [subprocess.Popen([*command, str(rank), str(folder)], env=environment, stdout=quiet, stderr=quiet) for rank in (0, 1)]
     files, known, since, end = [folder / f"{rank}.jsonl" for rank in (0, 1)], 0, time.monotonic(), ""
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints that are broken, and saves that are cut short: what happens is what docs/faults.md says."""
+"""Checkpoints that are broken, and saves that are cut short: what happens is what docs/reference/faults.md says."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from kills import KILLS, LIMIT
 import fsdp
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[1] / "docs" / "faults.md"
+PAGE = HERE.parents[1] / "docs" / "reference" / "faults.md"
 
 
 @pytest.fixture(scope="module")
