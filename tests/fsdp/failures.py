@@ -1,6 +1,6 @@
 """Every place where a step can fail, in every part of a step, with every strategy; and a page of what happens then.
 
-python failures.py gloo     writes docs/reference/failures.md: simulated ranks fail alike; of 2 or 4 processes over gloo one fails alone
+python failures.py gloo     writes docs/reference/failures.md: simulated ranks fail alike; over gloo one of 2 or 4 processes fails
 python failures.py RANK WORLD_SIZE FOLDER     is one of these processes
 """
 
