@@ -1,19 +1,21 @@
-"""The picture in the README is the table."""
+"""Pictures of the state machine are the table. (Those of the reference pages: tests/docs/test_generated.py.)"""
 
 import re
 from pathlib import Path
 
 from state_machine.__main__ import main
-from state_machine.diagram import diagram
+from state_machine.diagram import diagram, happy_path, tables
 from state_machine.table import FREE_AFTER_FORWARD
 from state_machine.vocabulary import Event
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
-def test_the_readme_shows_the_diagram_of_the_table() -> None:
+def test_the_readme_shows_the_table_or_its_happy_path() -> None:
     blocks = re.findall(r"^```mermaid\n(.*?)\n```$", README.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    assert diagram() in blocks, "replace the ```mermaid block of README.md by the output of `python -m state_machine diagram`"
+    assert blocks
+    for block in blocks:
+        assert block in (diagram(), happy_path()), "the README may show state_machine.diagram.diagram() or happy_path()"
 
 
 def test_every_row_is_an_arrow() -> None:
@@ -34,3 +36,8 @@ def test_every_row_is_an_arrow() -> None:
 def test_the_command_prints_it(capsys) -> None:  # type: ignore[no-untyped-def]
     assert main(["diagram"]) == 0
     assert capsys.readouterr().out == diagram() + "\n"
+
+
+def test_a_command_prints_the_tables(capsys) -> None:  # type: ignore[no-untyped-def]
+    assert main(["tables"]) == 0
+    assert capsys.readouterr().out == tables() + "\n"
