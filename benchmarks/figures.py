@@ -1,4 +1,4 @@
-"""The figures of docs/development/benchmarks.md, each from the raw numbers of one benchmark; needs matplotlib."""
+"""The figures of docs/benchmarks.md, each from the raw numbers of one benchmark. Needs matplotlib: pip install 'fsdp[bench]'."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

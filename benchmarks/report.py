@@ -1,4 +1,4 @@
-"""Writes docs/development/benchmarks.md with its figures, and the table in README.md, from the raw numbers in results/.
+"""Writes docs/development/benchmarks.md with its figures, and the table in README.md, from the files in results/.
 
     python benchmarks/report.py
 
@@ -99,9 +99,8 @@ def main_table(results: Mapping[str, Report]) -> str:
 
 def page(results: Mapping[str, Report]) -> str:
     parts = [
-        "# Benchmarks\n\nWritten by `python benchmarks/report.py` from the raw numbers in "
-        "`benchmarks/results/`. `benchmarks/README.md` says how everything is "
-        "measured, [performance](../explanation/performance.md) what it means.",
+        "# Benchmarks\n\nWritten by `python benchmarks/report.py` from the raw numbers in `benchmarks/results/`. "
+        "`benchmarks/README.md` says how everything is measured, [Performance](../explanation/performance.md) what it means.",
         f"## The bars\n\n{bars_table(results)}",
     ]
     stated: list[tuple[str, str]] = []

@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(diagram())
         return 0
     if chosen.command == "tables":
-        from state_machine.diagram import tables
+        from state_machine.markdown import tables
 
         print(tables())
         return 0

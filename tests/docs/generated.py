@@ -7,22 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from state_machine.diagram import diagram, happy_path, remedies, tables
+from state_machine.markdown import remedies, tables
 
 REFERENCE: Final = Path(__file__).resolve().parents[2] / "docs" / "reference"
 MARK: Final = "<!-- {}: written by tests/docs/generated.py -->\n{}<!-- /{} -->"
 
 
-def _mermaid(text: str) -> str:
-    return f"```mermaid\n{text}\n```"
-
-
 PARTS: Final[dict[str, dict[str, Callable[[], str]]]] = {
-    "state-machine.md": {
-        "happy path": lambda: _mermaid(happy_path()),
-        "diagram": lambda: _mermaid(diagram()),
-        "tables": tables,
-    },
+    "state-machine.md": {"tables": tables},
     "errors.md": {"illegal moves": remedies},
 }
 """By page and by the name of the marks."""

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from state_machine import residency, table
-from state_machine.diagram import MACHINES, happy_path, remedies, tables
 from state_machine.lifecycle import REMEDIES
-from state_machine.table import FREE_AFTER_FORWARD, TABLES
+from state_machine.markdown import MACHINES, remedies, tables
+from state_machine.table import TABLES
 from tests.docs.generated import PARTS, REFERENCE, generated
 
 
@@ -56,14 +56,6 @@ def test_reasons_are_the_comments_above_the_rows() -> None:
         assert reasons
         for reason, event in reasons:
             assert re.search(rf"\| `{event}` \| .*{re.escape(reason)} \|", printed), reason
-
-
-def test_the_happy_path_is_made_of_rows() -> None:
-    arrows = [line.split() for line in happy_path().splitlines() if ": " in line]
-    for origin, _, to, event in arrows:
-        rows = next(row for state, row in FREE_AFTER_FORWARD.items() if state.name == origin)
-        assert next(step.to.name for one, step in rows.items() if one.name == event) == to.rstrip(":")
-    assert {origin for origin, *_ in arrows} == {state.name for state in FREE_AFTER_FORWARD}
 
 
 def test_every_remedy_is_printed() -> None:

@@ -1,21 +1,12 @@
-"""Pictures of the state machine are the table. (Those of the reference pages: tests/docs/test_generated.py.)"""
+"""The diagram is the table, and commands print both. (The reference pages: tests/docs/test_generated.py.)"""
 
 import re
-from pathlib import Path
 
 from state_machine.__main__ import main
-from state_machine.diagram import diagram, happy_path, tables
+from state_machine.diagram import diagram
+from state_machine.markdown import tables
 from state_machine.table import FREE_AFTER_FORWARD
 from state_machine.vocabulary import Event
-
-README = Path(__file__).resolve().parents[2] / "README.md"
-
-
-def test_the_readme_shows_the_table_or_its_happy_path() -> None:
-    blocks = re.findall(r"^```mermaid\n(.*?)\n```$", README.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    assert blocks
-    for block in blocks:
-        assert block in (diagram(), happy_path()), "the README may show state_machine.diagram.diagram() or happy_path()"
 
 
 def test_every_row_is_an_arrow() -> None:

@@ -16,7 +16,10 @@ def torch_loaded_by(imports: str) -> bool:
     return done.stdout.strip() == "True"
 
 
-@pytest.mark.parametrize("module", ["state_machine", "state_machine.explore", "state_machine.diagram", "state_machine.__main__"])
+@pytest.mark.parametrize(
+    "module",
+    ["state_machine", "state_machine.explore", "state_machine.diagram", "state_machine.markdown", "state_machine.__main__"],
+)
 def test_importing_it_loads_no_torch(module: str) -> None:
     assert not torch_loaded_by(module)
 
