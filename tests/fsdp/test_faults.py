@@ -163,7 +163,7 @@ def test_the_page_says_what_happened(rows: dict[str, str]) -> None:
 
 HEAD = """# What happens to checkpoints when something breaks
 
-Written by `tests/fsdp/test_faults.py` from what happened on two simulated ranks (over gloo, where it says processes); rank 1 is
-quoted. A refusal comes on every rank, before anything is loaded. Sizes are written N.
+Written by `tests/fsdp/test_faults.py` from what happened on two simulated ranks, or over gloo where a row says processes.
+Quoted is rank 1. Every rank refuses, before anything is loaded. Sizes are written N.
 
 """
