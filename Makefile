@@ -30,7 +30,7 @@ SOAK_SECONDS ?= 60
 soak: $(VENV)/.made
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/fsdp/soak.py --seconds $(SOAK_SECONDS) $(ARGS)
 
-# measures everything, on a machine that should be idle, and writes docs/benchmarks.md and the table in README.md
+# measures everything, on a machine that should be idle, and writes docs/development/benchmarks.md and the table in README.md
 bench: $(VENV)/.made
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/host.py

@@ -1,4 +1,6 @@
-"""The figures of docs/benchmarks.md, each from the raw numbers of one benchmark. Needs matplotlib: pip install 'fsdp[bench]'.
+"""The figures of docs/development/benchmarks.md, each from the raw numbers of one benchmark.
+
+Needs matplotlib: pip install 'fsdp[bench]'.
 
 Rule 1: one figure has one message. Its title says the message, with numbers computed from the results.
 Rule 2: a contender has the same colour and marker in every figure. The colours are those of Okabe and Ito, which readers who

@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md with its figures, and the table in README.md, from what the benchmarks have left in results/.
+"""Writes docs/development/benchmarks.md with its figures, and the table in README.md, from the files in results/.
 
     python benchmarks/report.py
 
@@ -19,7 +19,7 @@ from host import ONCE, PHASES
 from result_file import Report
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "development" / "benchmarks.md"
 FIGURES = ROOT / "docs" / "figures"
 README = ROOT / "README.md"
 MARKS = "<!-- measured: written by benchmarks/report.py -->", "<!-- /measured -->"
@@ -87,9 +87,8 @@ def main_table(results: Mapping[str, Report]) -> str:
 
 def page(results: Mapping[str, Report]) -> str:
     parts = [
-        "# Benchmarks\n\nWritten by `python benchmarks/report.py` from the raw numbers in "
-        "[benchmarks/results/](../benchmarks/results/). [benchmarks/README.md](../benchmarks/README.md) says how everything is "
-        "measured, [performance.md](performance.md) what it means.",
+        "# Benchmarks\n\nWritten by `python benchmarks/report.py` from the raw numbers in `benchmarks/results/`. "
+        "`benchmarks/README.md` says how everything is measured, [Performance](../explanation/performance.md) what it means.",
         f"## The bars\n\n{bars_table(results)}",
     ]
     stated: list[tuple[str, str]] = []
@@ -100,7 +99,7 @@ def page(results: Mapping[str, Report]) -> str:
             continue
         report = results[name]
         parts += [_machine(report), *SECTIONS[name](report)]
-        parts += [f"![{title}](figures/{picture}.png)" for picture in PICTURES.get(name, (name,))]
+        parts += [f"![{title}](../figures/{picture}.png)" for picture in PICTURES.get(name, (name,))]
         news = [(PEERS[one], options) for one, options in report.get("options", {}).items()]
         if news := [pair for pair in news if pair not in stated]:
             parts.append(markdown(["contender", "options"], news))

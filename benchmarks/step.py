@@ -1,6 +1,6 @@
 """A training step over gloo: every contender on the same model, the same batches, the same processes, in turn.
 
-    python benchmarks/step.py      # the table of docs/benchmarks.md: about 40 minutes on two idle cores
+    python benchmarks/step.py      # the table of docs/development/benchmarks.md: about 40 minutes on two idle cores
     python benchmarks/step.py --model mlp conv --option plain bf16 --ranks 2 4 --contenders fsdp2 ours
 
 Processes of one thread each hold one copy of the model per contender, all from the same initial weights. A repeat goes round the

@@ -1,4 +1,4 @@
-"""`python -m state_machine explore` and `python -m state_machine diagram`."""
+"""`python -m state_machine explore`, `... diagram` and `... tables`."""
 
 import argparse
 import sys
@@ -9,6 +9,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m state_machine", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("diagram", help="print the table as Mermaid")
+    commands.add_parser("tables", help="print every table as Markdown")
     explore_parser = commands.add_parser("explore", help="visit every reachable joint state of small unit trees")
     explore_parser.add_argument("--tree", default="all", help="one tree by its name, or 'all'")
     chosen = parser.parse_args(arguments)
@@ -16,6 +17,11 @@ def main(arguments: list[str] | None = None) -> int:
         from state_machine.diagram import diagram
 
         print(diagram())
+        return 0
+    if chosen.command == "tables":
+        from state_machine.markdown import tables
+
+        print(tables())
         return 0
     from state_machine.explorer.explore import run
 

@@ -5,7 +5,7 @@ python -m state_machine.picture > docs/figures/lifecycle.svg
 
 from typing import Final, NamedTuple
 
-from state_machine.table import FREE_AFTER_FORWARD, Step, Table
+from state_machine.table import RESHARD_AFTER_FORWARD, Step, Table
 from state_machine.vocabulary import Event, State
 
 
@@ -48,7 +48,7 @@ _ARROWS: Final = (
 )
 
 
-def picture(table: Table = FREE_AFTER_FORWARD) -> str:
+def picture(table: Table = RESHARD_AFTER_FORWARD) -> str:
     """The picture as SVG.
 
     Of several events that lead from one state to another, the picture shows the first: the table lists the ordinary one first.

@@ -1,6 +1,6 @@
 """Every place where a step can fail, in every part of a step, with every strategy; and a page of what happens then.
 
-python failures.py gloo     writes docs/failures.md: simulated ranks fail alike, of two or four processes over gloo one alone
+python failures.py gloo     writes docs/reference/failures.md: simulated ranks fail alike; over gloo one of 2 or 4 processes fails
 python failures.py RANK WORLD_SIZE FOLDER     is one of these processes
 """
 
@@ -30,7 +30,7 @@ from fsdp.debug.error_notes import MARK
 from fsdp.device import storage
 from fsdp.runtime.registry import unit_ref_of
 
-PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "failures.md"
+PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "reference" / "failures.md"
 BESIDE: Final = "\n## FSDP1, FSDP2 and DDP beside it\n"
 """The end of the page, which peer_failures.py writes."""
 PHASES: Final = ("forward", "backward", "replay", "no_sync")
@@ -387,7 +387,7 @@ def in_processes(cells: Sequence[tuple[str, str, str]], limit: float | None = No
     size = STRATEGIES[cells[0][1]][0]
     with tempfile.TemporaryDirectory() as base:
         (Path(base) / "cells.json").write_text(json.dumps(cells))
-        environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[1]), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[2]), "OMP_NUM_THREADS": "1"}
         commands = [[sys.executable, __file__, str(rank), str(size), base] for rank in range(size)]
         ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) for command in commands]
         try:
@@ -420,20 +420,21 @@ def row_of(name: str, strategy: str, find: Callable[[str, str, str], str]) -> di
 
 HEAD: Final = """# When a step fails
 
-Written by `python tests/fsdp/failures.py gloo`; the first table is checked by tests/fsdp/test_failures.py. In each cell one thing
-fails, once, in that part of a step (*replay*: while a checkpoint is replayed in the backward; *no_sync*: in a forward or backward
-under `no_sync`, with gradients kept by one before).
+Written by `python tests/fsdp/failures.py gloo`; the first table is checked by `tests/fsdp/test_failures.py`. In each cell
+one thing fails, once, in that part of a step. *replay*: while activation checkpointing runs a forward again in the
+backward. *no_sync*: in a forward or backward under `no_sync`, with gradients accumulated by an earlier one.
 
-- *recovered*: the very exception reached the caller, `.grad` and what `no_sync` keeps were as before, every unit was at rest with
-  nothing in flight and no memory held beyond, and the same step, started again with no other call, gave the numbers of a run in
-  which nothing failed, to the bit.
-- *raised after the commit*: these hooks of the user run when all gradients are in place, and there they stay.
-- *all are told*: the other rank had completed the backward already, whose end needs no peer any more, and under `no_sync` much of
-  it; so the two may be a step apart, and every rank is told so, or that nobody can go on, instead of going on.
-- *–*: that part of a step does not come there.
+- *recovered*: the caller got the very exception. `.grad` and the accumulated gradients were as before, every unit was at
+  rest, nothing was in flight, and no more memory was held. The same step, started again with no other call, gave the
+  numbers of a run in which nothing failed, to the bit.
+- *raised after the commit*: these hooks of the user run when all gradients are in place. The gradients stay.
+- *all are told*: the other rank had already completed the backward, whose end needs no peer any more (nor does much of a
+  backward under `no_sync`). The two ranks may be a step apart. Every rank gets an error that says so, or that nobody can go
+  on.
+- *–*: that part of a step does not reach that place.
 
-A forward hook of the root, the loss and its nodes are outside the model, where nothing hears them fail: what the forward keeps
-for its backward stays until the next forward begins, and the other ranks hear of it then.
+A forward hook of the root, the loss and its nodes are outside the model, where no hook of the engine sees them fail. What
+the forward keeps for its backward stays until the next forward begins, and the other ranks learn of the failure then.
 """
 
 

@@ -1,6 +1,6 @@
 """The failures of failures.py that can be expressed for FSDP1, FSDP2 and DDP as well, on two processes over gloo.
 
-python peer_failures.py write                  writes what happened to docs/failures.md, below our own tables
+python peer_failures.py write                  writes what happened to docs/reference/failures.md, below our own tables
 python peer_failures.py ENGINE "PLACE" PHASE [alone]     one cell
 python peer_failures.py rank RANK FOLDER       is one of the two processes
 """
@@ -200,7 +200,7 @@ def _pair(cells: Sequence[Cell], folder: Path) -> tuple[list[tuple[Seen, Seen]],
     """What both ranks saw, by cell, as far as they came; and what ended them."""
     (folder / "cells.json").write_text(json.dumps(cells))
     command, quiet = [sys.executable, __file__, "rank"], subprocess.DEVNULL
-    environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[2]), "OMP_NUM_THREADS": "1"}
     ranks = [subprocess.Popen([*command, str(rank), str(folder)], env=environment, stdout=quiet, stderr=quiet) for rank in (0, 1)]
     files, known, since, end = [folder / f"{rank}.jsonl" for rank in (0, 1)], 0, time.monotonic(), ""
     try:
@@ -248,27 +248,28 @@ def _verdict(cell: Cell, first: Seen, second: Seen) -> str:
 
 VERSION: Final = torch.__version__.partition("+")[0]
 WORDS: Final = f"""
-Written by `python tests/fsdp/peer_failures.py write`: two processes over gloo, torch {VERSION}, every engine with the
-blocks as units (FSDP1 with `use_orig_params=True`), as far as a place can be expressed for all of them: our own root
-callback and the memory of our buckets cannot. *A gather* and *a reduction* are refused by an exception, before anything is
-sent, in the function by which the engine calls them; DDP reduces in C++, where nothing can be put in the way. After the
-failure the loop does what most loops do: `zero_grad()` (not under `no_sync`, where it would drop what is kept), and the
-same step again, with no call of the engine's own.
+Written by `python tests/fsdp/peer_failures.py write`: two processes over gloo, torch {VERSION}. The blocks are the units of
+every engine (FSDP1 with `use_orig_params=True`). Shown are the places that exist in all of them; our final callback and the
+memory of our buckets do not. An exception refuses *a gather* and *a reduction* before anything is sent, in the function by
+which the engine calls them. DDP reduces in C++, where nothing can be refused. After the failure the loop does what most
+loops do: `zero_grad()` (except under `no_sync`, where it would drop the accumulated gradients), and the same step again,
+with no call of the engine's own.
 
-- *recovered*: the very exception was raised, `.grad` was as before, Python could reach no more memory than before, and the next
-  step had the numbers of a run in which nothing failed, to the bit. Where less than that is said, the rest was so.
-- *`.grad` differs* from before the step, as in plain torch after a failed backward: who accumulates in it without `no_sync`, or
-  steps after a failure, goes on with a part of a step.
+- *recovered*: the very exception was raised, `.grad` was as before, Python could reach no more memory than before, and the
+  next step had the numbers of a run in which nothing failed, to the bit. Where a cell says something else, the rest was so.
+- *`.grad` differs* from before the step, as in plain torch after a failed backward. A loop that accumulates in it without
+  `no_sync`, or steps after a failure, goes on with a part of a step.
 - *other parameters are shown*: `model.parameters()` yields others than the optimizer has, until the next step.
 - *memory is held* beyond that before the step, until the next step at least.
-- *–*: that part of a step does not come there, or such hooks never run. *{NONE}*: it cannot be expressed.
+- *–*: that part of a step does not reach that place, or such hooks never run. *{NONE}*: it cannot be expressed.
 """
 ALIKE_TITLE: Final = "### Both ranks fail alike"
 ALONE_TITLE: Final = f"""### Rank 1 fails alone
 
-The groups had a time-out of {TIME_OUT:g} s; by default it is 30 minutes. Rank 1 starts the step again at once, and so does rank 0
-when it hears of anything. Memory is left out, because what a rank holds that waits says nothing. Where the other hears nothing,
-it had completed its part of the step; `PeerFailed` in the next one is how ours tells both that they may be a step apart.
+The groups had a time-out of {TIME_OUT:g} s; by default it is 30 minutes. Rank 1 starts the step again at once, and so does
+rank 0 when it gets an error. Memory is left out, because the memory of a rank that waits says nothing. Where rank 0 gets no
+error, it had completed its part of the step; `PeerFailed` in the next step tells both ranks of ours that they may be a step
+apart.
 """
 
 

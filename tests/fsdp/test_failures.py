@@ -1,4 +1,4 @@
-"""Steps that fail: what happens is what docs/failures.md says."""
+"""Steps that fail: what happens is what docs/reference/failures.md says."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are broken, and saves that are cut short: what happens is what docs/faults.md says."""
+"""Checkpoints that are broken, and saves that are cut short: what happens is what docs/reference/faults.md says."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from kills import KILLS, LIMIT
 import fsdp
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[1] / "docs" / "faults.md"
+PAGE = HERE.parents[1] / "docs" / "reference" / "faults.md"
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_the_page_says_what_happened(rows: dict[str, str]) -> None:
 
 HEAD = """# What happens to checkpoints when something breaks
 
-Written by `tests/fsdp/test_faults.py` from what happened on two simulated ranks (over gloo, where it says processes); rank 1 is
-quoted. A refusal comes on every rank, before anything is loaded. Sizes are written N.
+Written by `tests/fsdp/test_faults.py` from what happened on two simulated ranks, or over gloo where a row says processes.
+Quoted is rank 1. Every rank refuses, before anything is loaded. Sizes are written N.
 
 """

@@ -1,7 +1,7 @@
 """Every kind of hook a user can set: called as often as on the plain module, in the same order, with the same values.
 
 Hooks on modules and on activations see what this rank computes, so they are compared with a plain module on this rank's data.
-`docs/hooks.md` is the table.
+`docs/reference/hooks.md` is the table.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -525,7 +525,7 @@ def test_every_kind_at_once_under_every_strategy(strategy: str) -> None:
 
 @cache
 def page() -> str:
-    return (Path(__file__).parents[2] / "docs" / "hooks.md").read_text(encoding="utf-8")
+    return (Path(__file__).parents[2] / "docs" / "reference" / "hooks.md").read_text(encoding="utf-8")
 
 
 def test_the_page_names_tests_that_exist() -> None:

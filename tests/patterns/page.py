@@ -1,4 +1,4 @@
-"""The table of docs/patterns.md, from the table of patterns.
+"""The table of docs/reference/patterns.md, from the table of patterns.
 
 python -m tests.patterns.page
 """

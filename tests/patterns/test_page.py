@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.patterns.page import page
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "patterns.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "patterns.md"
 
 
 def test_the_page_shows_the_table() -> None:

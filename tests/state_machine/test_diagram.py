@@ -1,19 +1,12 @@
-"""The picture in the README is the table."""
+"""The diagram is the table, and commands print both. (The reference pages: tests/docs/test_generated.py.)"""
 
 import re
-from pathlib import Path
 
 from state_machine.__main__ import main
 from state_machine.diagram import diagram
+from state_machine.markdown import tables
 from state_machine.table import RESHARD_AFTER_FORWARD
 from state_machine.vocabulary import Event
-
-README = Path(__file__).resolve().parents[2] / "README.md"
-
-
-def test_the_readme_shows_the_diagram_of_the_table() -> None:
-    blocks = re.findall(r"^```mermaid\n(.*?)\n```$", README.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    assert diagram() in blocks, "replace the ```mermaid block of README.md by the output of `python -m state_machine diagram`"
 
 
 def test_every_row_is_an_arrow() -> None:
@@ -34,3 +27,8 @@ def test_every_row_is_an_arrow() -> None:
 def test_the_command_prints_it(capsys) -> None:  # type: ignore[no-untyped-def]
     assert main(["diagram"]) == 0
     assert capsys.readouterr().out == diagram() + "\n"
+
+
+def test_a_command_prints_the_tables(capsys) -> None:  # type: ignore[no-untyped-def]
+    assert main(["tables"]) == 0
+    assert capsys.readouterr().out == tables() + "\n"

@@ -17,7 +17,15 @@ def torch_loaded_by(imports: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "module", ["state_machine", "state_machine.explorer.explore", "state_machine.diagram", "state_machine.__main__"]
+    "module",
+    [
+        "state_machine",
+        "state_machine.explorer.explore",
+        "state_machine.diagram",
+        "state_machine.markdown",
+        "state_machine.picture",
+        "state_machine.__main__",
+    ],
 )
 def test_importing_it_loads_no_torch(module: str) -> None:
     assert not torch_loaded_by(module)

@@ -1,0 +1,62 @@
+"""The tables in the reference pages are the tables of the state machine."""
+
+import inspect
+import re
+
+import pytest
+
+from state_machine import residency, table
+from state_machine.lifecycle import REMEDIES
+from state_machine.markdown import MACHINES, remedies, tables
+from state_machine.table import TABLES
+from tests.docs.generated import PARTS, REFERENCE, generated
+
+
+@pytest.mark.parametrize("page", PARTS)
+def test_the_page_shows_the_tables(page: str) -> None:
+    shown = (REFERENCE / page).read_text(encoding="utf-8")
+    assert shown == generated(page, shown), "run: python -m tests.docs.generated"
+
+
+def test_every_machine_of_the_package_is_listed() -> None:
+    listed = [id(machine.rows) for machine in MACHINES]
+    assert {id(rows) for rows in (*TABLES.values(), residency.RESIDENCES, table.BACKWARD)} <= set(listed)
+    # a table is a constant that maps members of an enum to rows; whoever adds one lists it
+    for module in {machine.source[0] for machine in MACHINES}:
+        for name, value in vars(module).items():
+            if name.isupper() and isinstance(value, dict) and value and all(isinstance(row, dict) for row in value.values()):
+                assert id(value) in listed or value is TABLES, name
+
+
+def test_every_row_and_every_word_is_printed_with_its_meaning() -> None:
+    printed = tables()
+    for machine in MACHINES:
+        for words in machine.words:
+            for word in words:
+                assert f"| `{word.name}` | " in printed
+        if machine.like is None:
+            for row in machine.rows.values():
+                for event, step in row.items():
+                    assert f"| `{event.name}` | `{step.to.name}` | " in printed
+
+
+def test_a_derived_table_shows_the_rows_that_differ_and_no_other() -> None:
+    for machine in (machine for machine in MACHINES if machine.like is not None):
+        part = tables().partition(f"## {machine.title}\n")[2].partition("\n## ")[0]
+        differing = [
+            (state, event) for state, row in machine.rows.items() for event in row if row[event] != machine.like[state][event]
+        ]
+        assert part.count("\n| `") == len(differing)
+
+
+def test_reasons_are_the_comments_above_the_rows() -> None:
+    printed = tables()
+    for module in (table, residency):
+        reasons = re.findall(r"# (.+)\n +\w+\.(\w+): ", inspect.getsource(module))
+        assert reasons
+        for reason, event in reasons:
+            assert re.search(rf"\| `{event}` \| .*{re.escape(reason)} \|", printed), reason
+
+
+def test_every_remedy_is_printed() -> None:
+    assert all(f"| {remedy} |" in remedies() for remedy in REMEDIES.values())
