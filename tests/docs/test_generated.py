@@ -4,15 +4,15 @@ import importlib
 import inspect
 import pkgutil
 import re
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import pytest
 
 import state_machine
 from state_machine import residency, table
 from state_machine.lifecycle import REMEDIES
-from state_machine.markdown import MACHINES, remedies, tables
-from state_machine.vocabulary import Word
+from state_machine.markdown import MACHINES, _step, remedies, tables
+from state_machine.vocabulary import Action, Event, State, Word
 from tests.docs.generated import PARTS, REFERENCE, generated
 
 
@@ -61,7 +61,7 @@ def test_a_derived_table_shows_the_rows_that_differ_and_no_other() -> None:
     for machine in (machine for machine in MACHINES if machine.like is not None):
         part = tables().partition(f"## {machine.title}\n")[2].partition("\n## ")[0]
         differing = [
-            (state, event) for state, row in machine.rows.items() for event in row if row[event] != machine.like[state][event]
+            (state, event) for state, row in machine.rows.items() for event in row if row[event] != machine.like[state].get(event)
         ]
         assert part.count("\n| `") == len(differing)
 
@@ -77,3 +77,18 @@ def test_reasons_are_the_comments_above_the_rows() -> None:
 
 def test_every_remedy_is_printed() -> None:
     assert all(f"| {remedy} |" in remedies() for remedy in REMEDIES.values())
+
+
+def test_a_row_is_printed_with_its_words_and_the_facts_that_are_true() -> None:
+    class Row(NamedTuple):
+        to: State
+        told: Event | None = None
+        actions: tuple[Action, ...] = ()
+        queue_callback: bool = False
+
+    state, event, action = (next(iter(words)) for words in (State, Event, Action))
+    assert _step(Row(state)) == (f"`{state.name}`", "")
+    assert _step(Row(state, event, (action, action), True)) == (
+        f"`{state.name}`",
+        f"`{event.name}`, `{action.name}`, `{action.name}`, `queue_callback`",
+    )
