@@ -53,7 +53,7 @@ def tables() -> str:
         parts += [_words(word) for word in machine.words]
         reasons = _reasons(*machine.source)
         for state, row in machine.rows.items():
-            shown = {event: step for event, step in row.items() if machine.like is None or machine.like[state][event] != step}
+            shown = {event: step for event, step in row.items() if machine.like is None or machine.like[state].get(event) != step}
             if shown:
                 cells = [
                     (_code(event.name), *_step(step), reasons.get((state.name, event.name), "")) for event, step in shown.items()
@@ -69,10 +69,16 @@ def remedies() -> str:
 
 
 def _step(step: Any) -> tuple[str, str]:
-    """Where a row leads, and what it makes happen: members of an enum, in order, or one fact that is true or false."""
-    to, does = step
-    names = [step._fields[1]] * does if isinstance(does, bool) else [action.name for action in does]
-    return _code(to.name), ", ".join(map(_code, names))
+    """Where a row leads, and what it makes happen: words in order, then each fact that is true."""
+    names: list[str] = []
+    for field, does in zip(step._fields[1:], step[1:], strict=True):
+        if isinstance(does, Word):
+            names.append(does.name)
+        elif isinstance(does, tuple):
+            names += [word.name for word in does]
+        elif does:
+            names.append(field)
+    return _code(step.to.name), ", ".join(map(_code, names))
 
 
 def _code(name: str) -> str:

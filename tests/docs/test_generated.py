@@ -1,14 +1,18 @@
 """The tables in the reference pages are the tables of the state machine."""
 
+import importlib
 import inspect
+import pkgutil
 import re
+from typing import Any, NamedTuple, TypeGuard
 
 import pytest
 
+import state_machine
 from state_machine import residency, table
 from state_machine.lifecycle import REMEDIES
-from state_machine.markdown import MACHINES, remedies, tables
-from state_machine.table import TABLES
+from state_machine.markdown import MACHINES, _step, remedies, tables
+from state_machine.vocabulary import Action, Event, State, Word
 from tests.docs.generated import PARTS, REFERENCE, generated
 
 
@@ -18,14 +22,27 @@ def test_the_page_shows_the_tables(page: str) -> None:
     assert shown == generated(page, shown), "run: python -m tests.docs.generated"
 
 
-def test_every_machine_of_the_package_is_listed() -> None:
-    listed = [id(machine.rows) for machine in MACHINES]
-    assert {id(rows) for rows in (*TABLES.values(), residency.RESIDENCES, table.BACKWARD)} <= set(listed)
-    # a table is a constant that maps members of an enum to rows; whoever adds one lists it
-    for module in {machine.source[0] for machine in MACHINES}:
-        for name, value in vars(module).items():
-            if name.isupper() and isinstance(value, dict) and value and all(isinstance(row, dict) for row in value.values()):
-                assert id(value) in listed or value is TABLES, name
+def test_every_table_of_the_package_is_listed() -> None:
+    """A table is a constant that maps words to rows, and a row maps words to tuples: where a word leads, and what it does."""
+    listed = {id(machine.rows) for machine in MACHINES}
+    found: dict[str, int] = {}
+    for module in pkgutil.walk_packages(state_machine.__path__, "state_machine."):
+        if not module.name.endswith("__main__"):
+            for name, value in vars(importlib.import_module(module.name)).items():
+                if name.isupper() and not name.startswith("_") and is_table(value):
+                    found[name] = id(value)
+    assert len(set(found.values())) >= 5
+    assert not {name for name, table in found.items() if table not in listed}, "list it in state_machine/markdown.py"
+
+
+def is_table(value: object) -> bool:
+    return is_map_of_words(value) and all(
+        is_map_of_words(row) and all(isinstance(step, tuple) for step in row.values()) for row in value.values()
+    )
+
+
+def is_map_of_words(value: object) -> TypeGuard[dict[Word, Any]]:
+    return isinstance(value, dict) and bool(value) and all(isinstance(key, Word) for key in value)
 
 
 def test_every_row_and_every_word_is_printed_with_its_meaning() -> None:
@@ -44,7 +61,7 @@ def test_a_derived_table_shows_the_rows_that_differ_and_no_other() -> None:
     for machine in (machine for machine in MACHINES if machine.like is not None):
         part = tables().partition(f"## {machine.title}\n")[2].partition("\n## ")[0]
         differing = [
-            (state, event) for state, row in machine.rows.items() for event in row if row[event] != machine.like[state][event]
+            (state, event) for state, row in machine.rows.items() for event in row if row[event] != machine.like[state].get(event)
         ]
         assert part.count("\n| `") == len(differing)
 
@@ -60,3 +77,18 @@ def test_reasons_are_the_comments_above_the_rows() -> None:
 
 def test_every_remedy_is_printed() -> None:
     assert all(f"| {remedy} |" in remedies() for remedy in REMEDIES.values())
+
+
+def test_a_row_is_printed_with_its_words_and_the_facts_that_are_true() -> None:
+    class Row(NamedTuple):
+        to: State
+        told: Event | None = None
+        actions: tuple[Action, ...] = ()
+        queue_callback: bool = False
+
+    state, event, action = (next(iter(words)) for words in (State, Event, Action))
+    assert _step(Row(state)) == (f"`{state.name}`", "")
+    assert _step(Row(state, event, (action, action), True)) == (
+        f"`{state.name}`",
+        f"`{event.name}`, `{action.name}`, `{action.name}`, `queue_callback`",
+    )
