@@ -6,12 +6,13 @@ Imports the standard library and itself, nothing else; importing it never loads 
 from state_machine.lifecycle import IllegalTransition, Lifecycle
 from state_machine.residency import Effect, Request, Residency, ResidencyState
 from state_machine.root import Instruction, Root
-from state_machine.table import TABLES, BackwardState, ReshardPolicy, Step
+from state_machine.table import TABLES, BackwardEvent, BackwardState, ReshardPolicy, Step
 from state_machine.vocabulary import Action, Event, State
 
 __all__ = [
     "TABLES",
     "Action",
+    "BackwardEvent",
     "BackwardState",
     "Effect",
     "Event",

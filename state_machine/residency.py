@@ -1,7 +1,8 @@
 """Where the whole parameters of a unit are: a second, tiny machine.
 
-The lifecycle asks UNSHARD, KEEP and RESHARD; only prefetch asks PREFETCH. This keeps prefetch from
-falsifying the lifecycle, and memory from being freed under a collective that still writes it.
+The lifecycle asks UNSHARD, KEEP and RESHARD; only prefetch asks PREFETCH; the end of a pass is told to every unit.
+This keeps prefetch from falsifying the lifecycle, and memory from being freed under a collective that
+still writes it.
 """
 
 from collections.abc import Mapping
@@ -35,6 +36,10 @@ class Request(MachineEnum):
     """They will be needed again in the backward."""
     RESHARD = auto()
     """They are not needed any more."""
+    PASS_ENDS = auto()
+    """The forward of the root has returned. It may have left the record, and never called units that prefetch wanted."""
+    PASS_FAILS = auto()
+    """The forward of the root has failed: no backward will come."""
 
 
 class Effect(MachineEnum):
@@ -67,6 +72,8 @@ RESIDENCES: Final[Mapping[ResidencyState, Mapping[Request, Residence]]] = {
         Request.CACHE: Residence(ResidencyState.SHARDED),
         # a gather that failed while it was awaited left its memory behind
         Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,)),
+        Request.PASS_ENDS: Residence(ResidencyState.SHARDED),
+        Request.PASS_FAILS: Residence(ResidencyState.SHARDED),
     },
     ResidencyState.UNSHARDING: {
         Request.PREFETCH: Residence(ResidencyState.UNSHARDING),
@@ -75,18 +82,26 @@ RESIDENCES: Final[Mapping[ResidencyState, Mapping[Request, Residence]]] = {
         Request.CACHE: Residence(ResidencyState.CACHED, (Effect.WAIT_ALL_GATHER,)),
         # the collective still writes the memory: wait, then release
         Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.WAIT_ALL_GATHER, Effect.FREE_UNSHARDED)),
+        Request.PASS_ENDS: Residence(ResidencyState.SHARDED, (Effect.WAIT_ALL_GATHER, Effect.FREE_UNSHARDED)),
+        Request.PASS_FAILS: Residence(ResidencyState.SHARDED, (Effect.WAIT_ALL_GATHER, Effect.FREE_UNSHARDED)),
     },
     ResidencyState.UNSHARDED: {
         Request.PREFETCH: Residence(ResidencyState.UNSHARDED),
         Request.UNSHARD: Residence(ResidencyState.UNSHARDED),
         Request.CACHE: Residence(ResidencyState.CACHED, (Effect.USE_SHARDED,)),
         Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.USE_SHARDED, Effect.FREE_UNSHARDED)),
+        # an exception passes through the forward around a backward that still runs, and this unit computes in that
+        Request.PASS_ENDS: Residence(ResidencyState.UNSHARDED),
+        Request.PASS_FAILS: Residence(ResidencyState.UNSHARDED),
     },
     ResidencyState.CACHED: {
         Request.PREFETCH: Residence(ResidencyState.CACHED),
         Request.UNSHARD: Residence(ResidencyState.UNSHARDED, (Effect.USE_UNSHARDED,)),
         Request.CACHE: Residence(ResidencyState.CACHED),
         Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,)),
+        # they wait for the backward
+        Request.PASS_ENDS: Residence(ResidencyState.CACHED),
+        Request.PASS_FAILS: Residence(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,)),
     },
 }
 

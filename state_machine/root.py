@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from state_machine.lifecycle import Lifecycle
-from state_machine.table import BACKWARD, BackwardEvent, BackwardState
+from state_machine.table import BACKWARD, BackwardEvent, BackwardState, BackwardStep
 from state_machine.vocabulary import Action, Event, State
 
 
@@ -19,27 +19,33 @@ class Instruction(NamedTuple):
 
 
 COMMITTING: Final = (Action.COMMIT, Action.ACCUMULATE_UNSHARDED)
-CLOSING_EVENTS: Final = (Event.FINAL_CALLBACK, Event.FINAL_CALLBACK_NO_SYNC, Event.BACKWARD_FAILED)
 
 
 class Root:
     """The lifecycles of the units of one root, and the one backward they may share.
 
-    Invariant: `backward` changes only in `on_event` and `end_backward`; `JOIN_BACKWARD` is among the
-    instructions exactly once per backward.
+    Invariant: `backward` changes only in the methods below; `JOIN_BACKWARD` is among the
+    instructions exactly once per backward, and is answered by `begin`.
     """
 
-    __slots__ = ("_backward", "_instruction_cache", "lifecycles")
+    __slots__ = ("_backward", "_instruction_cache", "lifecycles", "number")
 
     def __init__(self, lifecycles: Sequence[Lifecycle]) -> None:
         self.lifecycles = tuple(lifecycles)
         self._backward = BackwardState.RESTING
+        self.number = 1
+        """The number of the backward that runs, or of the next one. What was noted under another number is out of date."""
         # the same few answers come over and over
         self._instruction_cache: dict[tuple[int, tuple[Action, ...]], tuple[Instruction, ...]] = {}
 
     @property
     def backward(self) -> BackwardState:
         return self._backward
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether the backward that runs reduces its gradients."""
+        return self._backward is BackwardState.RUNNING_SYNC
 
     @property
     def at_rest(self) -> bool:
@@ -53,39 +59,47 @@ class Root:
             IllegalTransition: the unit's table has no row for it. Nothing moved.
         """
         actions = self.lifecycles[unit].on(event)
-        if Action.JOIN_BACKWARD in actions:
-            step = BACKWARD[self._backward][BackwardEvent.UNIT_JOINS]
-            self._backward = step.to
-            if not step.queue_callback:
-                actions = tuple(action for action in actions if action is not Action.JOIN_BACKWARD)
+        if Action.JOIN_BACKWARD in actions and not self._on(BackwardEvent.UNIT_JOINS).queue_callback:
+            actions = tuple(action for action in actions if action is not Action.JOIN_BACKWARD)
+        if event is Event.GRAD_ACCUMULATED:
+            self._on(BackwardEvent.GRAD_ACCUMULATED)
         return self._instructions(unit, actions)
 
-    def end_backward(self, event: Event, order: Sequence[int]) -> tuple[Instruction, ...]:
-        """End the backward for every unit, in the agreed order.
+    def begin(self, event: BackwardEvent) -> None:
+        """JOIN_BACKWARD is carried out: say which kind of backward it is, by one of the events that end in BEGINS."""
+        self._on(event)
+
+    def complete(self) -> Event:
+        """The gradients of a unit are complete: return the event that this is, which depends on the backward."""
+        told = self._on(BackwardEvent.UNIT_COMPLETE).told
+        assert told is not None
+        return told
+
+    def end_backward(self, event: BackwardEvent, order: Sequence[int]) -> tuple[Instruction, ...] | None:
+        """End the backward for every unit, in the agreed order; return what must be done, or None if there was nothing to end.
 
         All that can fail comes before the first COMMIT or ACCUMULATE_UNSHARDED, so that either every unit's gradients are kept
         or none's.
 
         Raises:
-            RuntimeError: no backward is running, which only a bug of ours can cause.
+            RuntimeError: no backward is running that could end so, which only a bug of ours can cause.
         """
-        if event not in CLOSING_EVENTS:
-            raise RuntimeError(f"{event.name} does not close a backward; this is a bug in fsdp, please report it.")
-        step = BACKWARD[self._backward].get(BackwardEvent.CLOSES)
+        told = self._on(event).told
+        if told is None:
+            return None
+        self.number += 1
+        found = tuple(one for unit in order for one in self._instructions(unit, self.lifecycles[unit].on(told)))
+        first = tuple(one for one in found if one.action not in COMMITTING)
+        return first + tuple(one for one in found if one.action in COMMITTING)
+
+    def _on(self, event: BackwardEvent) -> BackwardStep:
+        step = BACKWARD[self._backward].get(event)
         if step is None:
-            raise RuntimeError(f"{event.name} while no backward is running; this is a bug in fsdp, please report it.")
+            raise RuntimeError(
+                f"the backward: {event.name} is not allowed in {self._backward.name}; this is a bug in fsdp, please report it."
+            )
         self._backward = step.to
-        told = self._step_all(event, order)
-        first = tuple(one for one in told if one.action not in COMMITTING)
-        return first + tuple(one for one in told if one.action in COMMITTING)
-
-    def abandon_step(self, order: Sequence[int]) -> tuple[Instruction, ...]:
-        """Give up whatever is going on. Legal at any moment; leaves the root at rest."""
-        self._backward = BACKWARD[self._backward][BackwardEvent.STEP_ABANDONED].to
-        return self._step_all(Event.STEP_ABANDONED, order)
-
-    def _step_all(self, event: Event, order: Sequence[int]) -> tuple[Instruction, ...]:
-        return tuple(one for unit in order for one in self._instructions(unit, self.lifecycles[unit].on(event)))
+        return step
 
     def _instructions(self, unit: int, actions: tuple[Action, ...]) -> tuple[Instruction, ...]:
         found = self._instruction_cache.get((unit, actions))

@@ -166,36 +166,80 @@ TABLES: Final[Mapping[ReshardPolicy, Table]] = {
 
 
 class BackwardState(MachineEnum):
-    """Whether a backward of the root is running."""
+    """Whether a backward of the root is running, and what becomes of its gradients."""
 
     RESTING = auto()
-    RUNNING = auto()
+    BEGINNING = auto()
+    """The first unit has joined, and the engine finds out which kind of backward it is."""
+    RUNNING_SYNC = auto()
+    """Its gradients are reduced."""
+    RUNNING_NO_SYNC = auto()
+    """Its gradients stay here: it began under `no_sync`."""
+    RUNNING_NO_GRADS = auto()
+    """It began as `torch.autograd.grad`, which brings no gradient to a parameter, so there is nothing to reduce, on any rank."""
 
 
 class BackwardEvent(MachineEnum):
     """What can happen to the backward of a root."""
 
     UNIT_JOINS = auto()
-    CLOSES = auto()
-    """Its callback ran, or it failed."""
+    SYNC_BEGINS = auto()
+    NO_SYNC_BEGINS = auto()
+    GRAD_ONLY_BEGINS = auto()
+    """As far as can be seen, the backward is `torch.autograd.grad` alone."""
+    GRAD_ACCUMULATED = auto()
+    """The first gradient of some unit."""
+    UNIT_COMPLETE = auto()
+    """The gradients of a unit are complete."""
+    CALLBACK_RUNS = auto()
+    FAILS = auto()
+    """It died by an exception."""
+    PASS_BEGINS = auto()
+    """A forward begins, outside any backward and any other forward."""
     STEP_ABANDONED = auto()
 
 
 class BackwardStep(NamedTuple):
-    """Where the backward goes, and whether its one callback must be queued now."""
+    """Where the backward goes, and the event that this is: for the unit that is complete, else for every unit of the root."""
 
     to: BackwardState
+    told: E | None = None
     queue_callback: bool = False
+    """Its one callback must be queued now."""
 
+
+def _running(state: BackwardState, arrives: BackwardState, complete: E, ends: E) -> Mapping[BackwardEvent, BackwardStep]:
+    """The rows of a backward that runs: what a gradient makes of it, and what its units are told when they are done, and it."""
+    return {
+        BackwardEvent.UNIT_JOINS: BackwardStep(state),
+        BackwardEvent.GRAD_ACCUMULATED: BackwardStep(arrives),
+        BackwardEvent.UNIT_COMPLETE: BackwardStep(state, complete),
+        BackwardEvent.CALLBACK_RUNS: BackwardStep(BackwardState.RESTING, ends),
+        BackwardEvent.FAILS: BackwardStep(BackwardState.RESTING, E.BACKWARD_FAILED),
+        # it died and nobody noticed
+        BackwardEvent.PASS_BEGINS: BackwardStep(BackwardState.RESTING, E.BACKWARD_FAILED),
+        BackwardEvent.STEP_ABANDONED: BackwardStep(BackwardState.RESTING, E.STEP_ABANDONED),
+    }
+
+
+_SYNC, _NO_SYNC, _NO_GRADS = BackwardState.RUNNING_SYNC, BackwardState.RUNNING_NO_SYNC, BackwardState.RUNNING_NO_GRADS
 
 BACKWARD: Final[Mapping[BackwardState, Mapping[BackwardEvent, BackwardStep]]] = {
     BackwardState.RESTING: {
-        BackwardEvent.UNIT_JOINS: BackwardStep(BackwardState.RUNNING, queue_callback=True),
-        BackwardEvent.STEP_ABANDONED: BackwardStep(BackwardState.RESTING),
+        BackwardEvent.UNIT_JOINS: BackwardStep(BackwardState.BEGINNING, queue_callback=True),
+        BackwardEvent.PASS_BEGINS: BackwardStep(BackwardState.RESTING),
+        BackwardEvent.STEP_ABANDONED: BackwardStep(BackwardState.RESTING, E.STEP_ABANDONED),
     },
-    BackwardState.RUNNING: {
-        BackwardEvent.UNIT_JOINS: BackwardStep(BackwardState.RUNNING),
-        BackwardEvent.CLOSES: BackwardStep(BackwardState.RESTING),
-        BackwardEvent.STEP_ABANDONED: BackwardStep(BackwardState.RESTING),
+    BackwardState.BEGINNING: {
+        BackwardEvent.SYNC_BEGINS: BackwardStep(_SYNC),
+        BackwardEvent.NO_SYNC_BEGINS: BackwardStep(_NO_SYNC),
+        BackwardEvent.GRAD_ONLY_BEGINS: BackwardStep(_NO_GRADS),
+        # the gradient was the first that any unit heard of the backward; what kind it is comes next
+        BackwardEvent.GRAD_ACCUMULATED: BackwardStep(BackwardState.BEGINNING),
+        BackwardEvent.STEP_ABANDONED: BackwardStep(BackwardState.RESTING, E.STEP_ABANDONED),
     },
+    _SYNC: _running(_SYNC, arrives=_SYNC, complete=E.POST_BACKWARD, ends=E.FINAL_CALLBACK),
+    _NO_SYNC: _running(_NO_SYNC, arrives=_NO_SYNC, complete=E.POST_BACKWARD_NO_SYNC, ends=E.FINAL_CALLBACK_NO_SYNC),
+    # a backward inside what looked like autograd.grad alone brings a gradient after all
+    _NO_GRADS: _running(_NO_GRADS, arrives=_SYNC, complete=E.POST_BACKWARD_NO_SYNC, ends=E.FINAL_CALLBACK_NO_SYNC),
 }

@@ -9,11 +9,13 @@ the fastest first, until one fails. `test_pairs.py` reads the tables and is blin
 """
 
 import argparse
+import itertools
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -30,9 +32,11 @@ from hypothesis.stateful import run_state_machine_as_test  # noqa: E402
 
 from state_machine.explorer.explore import TREES, explore  # noqa: E402
 from state_machine.residency import RESIDENCES, Request  # noqa: E402
-from state_machine.table import BACKWARD, TABLES, BackwardEvent  # noqa: E402
+from state_machine.table import BACKWARD, TABLES, BackwardEvent, BackwardStep  # noqa: E402
 from state_machine.vocabulary import Event  # noqa: E402
 
+TOLD = sorted({step.told for row in BACKWARD.values() for step in row.values() if step.told}, key=lambda event: event.value)
+"""What a backward can tell its units."""
 Row = MutableMapping[Any, Any]
 
 
@@ -68,10 +72,13 @@ def changed_rows(rows: Mapping[Any, Mapping[Any, Any]], words: Sequence[Any]) ->
 
 def changed_actions(name: str, state: Any, word: Any, step: Any) -> Iterator[tuple[str, str, Any, Any, Any]]:
     """The changes of what a row asks for."""
-    field, asked = step._fields[1], step[1]
-    if isinstance(asked, bool):
-        yield "callback flipped", name, state, word, step._replace(**{field: not asked})
+    if isinstance(step, BackwardStep):
+        yield "callback flipped", name, state, word, step._replace(queue_callback=not step.queue_callback)
+        for told in (None, *TOLD):
+            if told is not step.told:
+                yield "told otherwise", f"{name}: {told and told.name}", state, word, step._replace(told=told)
         return
+    field, asked = step._fields[1], step[1]
     for i, action in enumerate(asked):
         yield "action removed", f"{name} without {action.name}", state, word, step._replace(**{field: asked[:i] + asked[i + 1 :]})
     for i in range(len(asked) - 1):
@@ -120,12 +127,12 @@ def cases(module: Any) -> Iterator[Callable[[], None]]:
         if not name.startswith("test_"):
             continue
         marks = [mark for mark in getattr(function, "pytestmark", []) if mark.name == "parametrize"]
-        if not marks:
-            yield function
-        for mark in marks:
-            argument, values = mark.args
-            for value in values:
-                yield lambda function=function, argument=argument, value=value: function(**{argument: value})
+        names = [mark.args[0] if isinstance(mark.args[0], tuple) else (mark.args[0],) for mark in marks]
+        for values in itertools.product(*(list(mark.args[1]) for mark in marks)):
+            given: dict[str, Any] = {}
+            for argument, value in zip(names, values, strict=True):
+                given.update(zip(argument, value if len(argument) > 1 else (value,), strict=True))
+            yield partial(function, **given)
 
 
 def run_stories() -> None:
@@ -196,7 +203,9 @@ def main() -> int:
     """Run it, print the tables, return 1 if a change went unnoticed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", nargs="+", choices=TESTS, default=list(TESTS), help="which tests may notice")
-    names = parser.parse_args().tests
+    parser.add_argument("--tables", nargs="+", help="change only these, such as BACKWARD or RESHARD_NEVER")
+    chosen = parser.parse_args()
+    names = chosen.tests
     if (broken := noticed_by(names)) is not None:
         print(f"the {broken} fail on the tables as they are; nothing can be learnt")
         return 2
@@ -206,6 +215,8 @@ def main() -> int:
     first: Counter[str] = Counter()
     survivors: list[Mutant] = []
     for mutant in mutants():
+        if chosen.tables and mutant.table not in chosen.tables:
+            continue
         total[mutant.table, mutant.kind] += 1
         with planted(mutant):
             name = noticed_by(names)

@@ -33,6 +33,7 @@ from fsdp.runtime.prefetch import PrefetchSchedule
 from fsdp.runtime.stale_params import StaleParams
 from state_machine import (
     Action,
+    BackwardEvent,
     BackwardState,
     Effect,
     Event,
@@ -89,11 +90,6 @@ class Engine:
         """The unit of the last event."""
         self._failed = 0
         """The unit in which a forward failed last."""
-        self.backward_synchronises = True
-        """Whether the backward that runs reduces its gradients."""
-        self._synchronises_gradients = True
-        """Whether it does if there are any."""
-        self.backward_number = 0
         self._task = -1
         """The graph task in which the backward came to the first unit."""
         self.before_pass: Callable[[bool, bool], None] | None = None
@@ -109,8 +105,8 @@ class Engine:
         self._action_handlers: dict[Action, Callable[[int], None]] = {
             Action.DROP_STALE: self._refresh,
             Action.UNSHARD: self._need,
-            Action.KEEP_UNSHARDED: lambda index: self._request(index, Request.CACHE),
-            Action.RESHARD: lambda index: self._request(index, Request.RESHARD),
+            Action.KEEP_UNSHARDED: self._keep,
+            Action.RESHARD: self._free,
             Action.HOOK_OUTPUTS: lambda index: self.hook_outputs(index),
             Action.INTERCEPT_READS: lambda index: self.units[index].intercept_reads(),
             Action.JOIN_BACKWARD: self._join_backward,
@@ -151,6 +147,10 @@ class Engine:
             raise
         self._execute(instructions)
 
+    def gradients_complete(self, index: int) -> None:
+        """The gradients of a unit are complete, as far as they come by the calls that this backward goes through."""
+        self.on_event(index, self.root.complete())
+
     def note(self, error: BaseException, index: int | None = None) -> None:
         """Say on `error` which unit it came from: of `index`, or the innermost one whose forward runs."""
         index = index if index is not None else self._forward_stack[-1] if self._forward_stack else self._last_unit
@@ -163,7 +163,7 @@ class Engine:
         failed = self.units[self._last_unit].name
         shows = add_note_to_what_ends_the_backward(self, self._last_unit, lambda error: self.notify_peers(failed, error))
         with suppress(WorldError):  # it may die because of one
-            self.close_backward(Event.BACKWARD_FAILED)
+            self.close_backward(BackwardEvent.FAILS)
         if not shows:
             self.notify_peers(failed, None)
 
@@ -176,8 +176,7 @@ class Engine:
         ):
             self.abandon_step()
         if not self._forward_stack:
-            if self.root.backward is BackwardState.RUNNING:
-                self.close_backward(Event.BACKWARD_FAILED)
+            if self.close_backward(BackwardEvent.PASS_BEGINS):
                 self.notify_peers(self.units[self._last_unit].name, None)
             try:
                 self._prepare_pass()
@@ -210,20 +209,16 @@ class Engine:
         if not self._forward_stack:
             needs_peers = self.synchronises or self._backward_unshards
             self.pending_backward.expected = event is Event.POST_FORWARD and needs_peers
-            # a pass that left the record may have asked for units it never called; one that failed has no backward
-            leftovers = {ResidencyState.UNSHARDING}
-            if event is Event.FORWARD_FAILED:
-                leftovers.add(ResidencyState.CACHED)
-            for other, residency in enumerate(self._residencies):
-                if residency.state in leftovers:
-                    self._request(other, Request.RESHARD)
+            ask = Request.PASS_FAILS if event is Event.FORWARD_FAILED else Request.PASS_ENDS
+            for other in range(len(self.units)):
+                self._request(other, ask)
             if event is Event.FORWARD_FAILED:
                 self.notify_peers(self.units[self._failed].name, sys.exc_info()[1])
 
     def gradient_counts(self, bucket: int) -> None:
         """A gradient of a counted bucket has come."""
         # a reentrant checkpoint may bring a second one to the same parameter
-        if self.backward_synchronises and graph_task() == self._task and self.reducer.arrived(bucket):
+        if self.root.synchronises and graph_task() == self._task and self.reducer.arrived(bucket):
             try:
                 self.reducer.advance()
             except BaseException as failure:
@@ -232,27 +227,27 @@ class Engine:
                 self.abandon_step(failure, unit)
                 raise
 
-    def gradients_come(self) -> None:
-        """They do, by a backward inside what looked like autograd.grad alone."""
-        self.backward_synchronises = self._synchronises_gradients
-
     def at_the_end_of_this_task(self, callback: Callable[[], None]) -> None:
         """Call back when the graph task that runs is done: the backward, or that of a reentrant checkpoint in it."""
         Variable._execution_engine.queue_callback(callback)
 
-    def close_backward(self, event: Event) -> None:
-        """Tell every unit how the backward ended, in the agreed order."""
+    def close_backward(self, event: BackwardEvent) -> bool:
+        """Tell every unit how the backward ended, in the agreed order; return whether there was one to end."""
+        synchronised = self.root.synchronises
         instructions = self.root.end_backward(event, self.reducer.order)
+        if instructions is None:
+            return False
         self.end_backward_progress()
-        if event is Event.FINAL_CALLBACK:
-            self._copies.backward_synchronised()
-        if event is Event.BACKWARD_FAILED:
+        if event is not BackwardEvent.CALLBACK_RUNS:
             self._execute_all(instructions)
         else:
+            if synchronised:
+                self._copies.backward_synchronised()
             self._may_have_stepped = bool(self._forward_stack)
             self._execute(instructions)
             self.comms.completed()
             self.reducer.run_hooks(self.note)
+        return True
 
     def abandon_step(self, failure: BaseException | None = None, index: int | None = None) -> None:
         """A step has failed: abandon it, and let the other ranks know."""
@@ -273,7 +268,12 @@ class Engine:
         self._forward_stack.clear()
         self.end_backward_progress()
         self.abandon_calls()
-        self._execute_all(self.root.abandon_step(self.reducer.order))
+        self._execute_all(self.root.end_backward(BackwardEvent.STEP_ABANDONED, self.reducer.order) or ())
+
+    @property
+    def backward_number(self) -> int:
+        """Of the backward that runs, or of the next one."""
+        return self.root.number
 
     @property
     def residency(self) -> list[ResidencyState]:
@@ -322,19 +322,25 @@ class Engine:
             self._request(index, Request.RESHARD)
 
     def _need(self, index: int) -> None:
-        where = self._residencies[index].state
-        if where is not ResidencyState.UNSHARDED and self.root.backward is BackwardState.RUNNING:
+        done = self._request(index, Request.UNSHARD)
+        if done:
+            # of no consequence outside a backward: the next one begins anew
             self.reducer.reached_again(index)
-        missing = where in (ResidencyState.SHARDED, ResidencyState.UNSHARDING)
-        self._request(index, Request.UNSHARD)
-        if missing:
+        if Effect.WAIT_ALL_GATHER in done:
             for ahead in self._schedule.needed(index):
                 self._request(ahead, Request.PREFETCH)
 
-    def _request(self, index: int, ask: Request) -> None:
-        effects = self._effects[index]
-        for effect in self._residencies[index].on(ask):
+    def _keep(self, index: int) -> None:
+        self._request(index, Request.CACHE)
+
+    def _free(self, index: int) -> None:
+        self._request(index, Request.RESHARD)
+
+    def _request(self, index: int, ask: Request) -> tuple[Effect, ...]:
+        effects, wanted = self._effects[index], self._residencies[index].on(ask)
+        for effect in wanted:
             effects[effect]()
+        return wanted
 
     def _launch(self, index: int) -> None:
         unit = self.units[index]
@@ -348,21 +354,22 @@ class Engine:
         unit.launch()
 
     def _join_backward(self, index: int) -> None:
-        # autograd.grad brings no gradient to a parameter, so there is nothing to reduce, on any rank
-        self._synchronises_gradients = self.synchronises
-        self.backward_synchronises = self.synchronises and not in_autograd_grad()
+        if not self.synchronises:
+            kind = BackwardEvent.NO_SYNC_BEGINS
+        else:
+            kind = BackwardEvent.GRAD_ONLY_BEGINS if in_autograd_grad() else BackwardEvent.SYNC_BEGINS
+        self.root.begin(kind)
         if self.before_pass is not None and not self._forward_stack:
-            self.before_pass(True, self.backward_synchronises)
+            self.before_pass(True, kind is BackwardEvent.SYNC_BEGINS)
         self.pending_backward.expected = False
         if self._forward_stack:
             self.write_back_inplace_of_forward()
-        self.backward_number += 1
         self._task = graph_task()
         self._schedule = self._backward_schedule
         self.reducer.begin()
-        if not self.synchronises:
+        if kind is BackwardEvent.NO_SYNC_BEGINS:
             self.reducer.expect_accumulated()
-        if self.backward_synchronises and self.reducer.policy.find_unused_parameters:
+        if kind is BackwardEvent.SYNC_BEGINS and self.reducer.policy.find_unused_parameters:
             self.reducer.expect_only_used(gets_gradient)
         self.at_the_end_of_this_task(FinalCallback(self))
         self._streams.pass_begins()

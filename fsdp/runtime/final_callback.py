@@ -2,17 +2,15 @@
 
 from typing import Protocol
 
-from state_machine import BackwardState, Event, Root
+from state_machine import BackwardEvent, Root
 
 
 class Closing(Protocol):
     """What closes a backward: an engine."""
 
     root: Root
-    backward_number: int
-    backward_synchronises: bool
 
-    def close_backward(self, event: Event) -> None:
+    def close_backward(self, event: BackwardEvent) -> bool:
         """The backward has ended, in one of its ways."""
 
     def backward_fails(self) -> None:
@@ -26,14 +24,13 @@ class FinalCallback:
 
     def __init__(self, engine: Closing) -> None:
         self._engine = engine
-        self._number = engine.backward_number
+        self._number = engine.root.number
         self._called = False
 
     def __call__(self) -> None:
         self._called = True
         if self._runs():
-            synchronised = self._engine.backward_synchronises
-            self._engine.close_backward(Event.FINAL_CALLBACK if synchronised else Event.FINAL_CALLBACK_NO_SYNC)
+            self._engine.close_backward(BackwardEvent.CALLBACK_RUNS)
 
     def __del__(self) -> None:
         if not self._called and self._runs():
@@ -41,4 +38,4 @@ class FinalCallback:
 
     def _runs(self) -> bool:
         # it may have been closed from elsewhere: by an abandoned step, or by the next forward
-        return self._engine.backward_number == self._number and self._engine.root.backward is BackwardState.RUNNING
+        return self._engine.root.number == self._number

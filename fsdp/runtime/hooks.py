@@ -326,9 +326,7 @@ class UnitHooks(RefuseCopy):
 
     def _is_ready(self) -> None:
         self.progress.has_grad = False
-        self._engine.on_event(
-            self._index, Event.POST_BACKWARD if self._engine.backward_synchronises else Event.POST_BACKWARD_NO_SYNC
-        )
+        self._engine.gradients_complete(self._index)
 
     def watch_ends(self, more: Endpoints = ()) -> None:
         """A tensor that autograd.grad was asked for is captured, and the node behind it never entered."""
@@ -382,7 +380,6 @@ class UnitHooks(RefuseCopy):
                 "reduced over the ranks and have no graph; ask for those of inputs only: "
                 "torch.autograd.grad(loss, inputs, create_graph=True)."
             )
-        self._engine.gradients_come()
         self.progress.has_grad = True
         self._engine.on_event(self._index, Event.GRAD_ACCUMULATED)
 

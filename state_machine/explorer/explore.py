@@ -19,12 +19,13 @@ from state_machine.table import ReshardPolicy
 AFTER_BACKWARD: Final = ReshardPolicy.AFTER_BACKWARD
 NEVER_RESHARD: Final = ReshardPolicy.NEVER
 EVERYTHING: Final = Scope(breakage=True)
+ASKING: Final = Scope(breakage=True, asking=True)
 
 TREES: Final = (
-    Tree("alone", (Branch("root", 0, AFTER_BACKWARD),), EVERYTHING),
-    Tree("alone-frozen", (Branch("root", 0, frozen=True),), EVERYTHING),
+    Tree("alone", (Branch("root", 0, AFTER_BACKWARD),), ASKING),
+    Tree("alone-frozen", (Branch("root", 0, frozen=True),), ASKING),
     Tree("pair", (Branch("root", 0, AFTER_BACKWARD), Branch("child", 0)), EVERYTHING),
-    Tree("pair-frozen", (Branch("root", 0, AFTER_BACKWARD), Branch("child", 0, frozen=True)), EVERYTHING),
+    Tree("pair-frozen", (Branch("root", 0, AFTER_BACKWARD), Branch("child", 0, frozen=True)), ASKING),
     Tree("pair-kept", (Branch("root", 0), Branch("child", 0, AFTER_BACKWARD)), Scope(prefetch=2)),
     Tree("alone-always", (Branch("root", 0, NEVER_RESHARD),), EVERYTHING),
     Tree("pair-always", (Branch("root", 0, NEVER_RESHARD), Branch("child", 0, NEVER_RESHARD)), Scope(lending=False)),
@@ -45,6 +46,9 @@ TREES: Final = (
         Scope(nested=False, no_sync=False, lending=False),
     ),
 )
+
+
+MANNERS: Final = {Sync.COMMITTING: " under no_sync", Sync.ASKING: " by autograd.grad"}
 
 
 class Report(NamedTuple):
@@ -107,8 +111,8 @@ def _told(tree: Tree, move: Move, fail_after: int) -> str:
     name, event = tree.units[move.unit].name, move.event.name
     words = {
         What.FORWARD: f"{name}: {event}",
-        What.BACKWARD: f"{name}: {event}" + (" under no_sync" if move.sync is Sync.COMMITTING else ""),
-        What.REPLAY: f"{name}: PRE_RECOMPUTE, POST_RECOMPUTE" + (" under no_sync" if move.sync is Sync.COMMITTING else ""),
+        What.BACKWARD: f"{name}: {event}" + MANNERS.get(move.sync, ""),
+        What.REPLAY: f"{name}: PRE_RECOMPUTE, POST_RECOMPUTE" + MANNERS.get(move.sync, ""),
         What.CLOSE: "all: " + ", ".join(["FORWARD_FAILED"] * move.depth + [event]),
         What.PREFETCH: f"{name}: prefetch wants it",
         What.OPTIMIZER_STEP: "the optimizer steps",

@@ -13,7 +13,7 @@ from state_machine.explorer.model import Model, Move, Tree, What
 from state_machine.lifecycle import IllegalTransition, Lifecycle
 from state_machine.residency import Effect, Request, Residency, ResidencyState
 from state_machine.root import Instruction, Root
-from state_machine.table import BackwardState, ReshardPolicy
+from state_machine.table import BackwardEvent, BackwardState, ReshardPolicy
 from state_machine.vocabulary import Action, Event, State
 
 
@@ -38,6 +38,17 @@ MAY_FAIL: Final = frozenset(
         Action.WAIT_REDUCTIONS,
     }
 )
+BEGINS: Final = {
+    Sync.SYNCHRONISING: BackwardEvent.SYNC_BEGINS,
+    Sync.COMMITTING: BackwardEvent.NO_SYNC_BEGINS,
+    Sync.ASKING: BackwardEvent.GRAD_ONLY_BEGINS,
+}
+RUNS: Final = {
+    Sync.NO_BACKWARD: BackwardState.RESTING,
+    Sync.SYNCHRONISING: BackwardState.RUNNING_SYNC,
+    Sync.COMMITTING: BackwardState.RUNNING_NO_SYNC,
+    Sync.ASKING: BackwardState.RUNNING_NO_GRADS,
+}
 NEVER: Final = -1
 
 
@@ -110,12 +121,16 @@ class Harness:
             self._abandon(stashed)
             return True
         self.seen.check()
+        if self.root.backward is not RUNS[self.seen.sync]:
+            raise Violation(f"the backward is {self.root.backward.name}, and what runs is {self.seen.sync.name}")
         return False
 
     def _act(self, move: Move, stashed: tuple[bool, ...]) -> None:
         unit, event = move.unit, move.event
         match move.what:
             case What.FORWARD:
+                if event is Event.PRE_FORWARD and not self.seen.path:
+                    self._begin_pass(stashed)
                 self._move_forward(unit, event)
             case What.BACKWARD | What.REPLAY:
                 self.seen.sync = move.sync
@@ -126,7 +141,8 @@ class Harness:
             case What.CLOSE:
                 for _ in range(move.depth):
                     self._move_forward(self.seen.path[-1], Event.FORWARD_FAILED)
-                self._close(event, stashed)
+                kind = BackwardEvent.FAILS if event is Event.BACKWARD_FAILED else BackwardEvent.CALLBACK_RUNS
+                self._close(event, self.root.end_backward(kind, self.order), stashed)
             case What.PREFETCH:
                 self._ask(unit, Request.PREFETCH)
             case What.OPTIMIZER_STEP:
@@ -143,6 +159,13 @@ class Harness:
             case What.REFUSED:
                 self._expect_refusal(unit, event)
 
+    def _begin_pass(self, stashed: tuple[bool, ...]) -> None:
+        dead = self.root.end_backward(BackwardEvent.PASS_BEGINS, self.order)
+        if (dead is None) is not (self.seen.sync is Sync.NO_BACKWARD):
+            raise Violation("a dead backward was not noticed, or one that is not there was")
+        if dead is not None:
+            self._close(Event.BACKWARD_FAILED, dead, stashed)
+
     def _move_forward(self, unit: int, event: Event) -> None:
         if event is Event.PRE_FORWARD:
             self.seen.path += (unit,)
@@ -151,6 +174,11 @@ class Harness:
         else:
             self.seen.path = self.seen.path[:-1]
         self._hear(unit, event)
+        if not self.seen.path:
+            failed = event is Event.FORWARD_FAILED
+            for other in self.order:
+                self._ask(other, Request.PASS_FAILS if failed else Request.PASS_ENDS)
+            self.seen.check_pass_ended(failed)
 
     def _move_backward(self, unit: int, event: Event) -> None:
         facts = self.seen.facts[unit]
@@ -160,6 +188,8 @@ class Harness:
             # late entry: who knows what else of the unit will compute without announcing itself
             facts.open = facts.open or facts.reduction == NONE
             facts.arrived = True
+            if self.seen.sync is Sync.ASKING:
+                self.seen.sync = Sync.SYNCHRONISING
         elif event is Event.EXTERNAL_GRAD:
             facts.arrived = True
         elif event is Event.INPUT_GRADS_DONE or event is Event.POST_BACKWARD_NO_SYNC:
@@ -167,12 +197,16 @@ class Harness:
         elif event is Event.POST_BACKWARD:
             facts.open = False
             facts.arrived = True
+        if event is Event.POST_BACKWARD or event is Event.POST_BACKWARD_NO_SYNC:
+            told = self.root.complete()
+            if told is not event:
+                raise Violation(f"{self.tree.units[unit].name}: told {told.name} where {event.name} is true")
         self._hear(unit, event)
 
-    def _close(self, event: Event, stashed: tuple[bool, ...]) -> None:
+    def _close(self, event: Event, instructions: tuple[Instruction, ...] | None, stashed: tuple[bool, ...]) -> None:
         for facts in self.seen.facts:
             facts.open = False
-        self._obey(self.root.end_backward(event, self.order), event)
+        self._obey(instructions, event)
         self.seen.sync = Sync.NO_BACKWARD
         self.seen.check_closed(stashed, event)
         self._check_at_rest()
@@ -184,7 +218,7 @@ class Harness:
         for unit, facts in enumerate(self.seen.facts):
             facts.open = False
             self.pending_return[unit] = self.pending_return[unit] or facts.full_params
-        self._obey(self.root.abandon_step(self.order), Event.STEP_ABANDONED)
+        self._obey(self.root.end_backward(BackwardEvent.STEP_ABANDONED, self.order), Event.STEP_ABANDONED)
         # the exception that made us give up now passes through the forwards it came from
         for unit in reversed(path):
             self._hear(unit, Event.FORWARD_FAILED)
@@ -217,8 +251,8 @@ class Harness:
         self._obey(instructions, event)
         self.seen.answered(unit, event, tuple(one.action for one in instructions))
 
-    def _obey(self, instructions: tuple[Instruction, ...], event: Event) -> None:
-        for unit, action in instructions:
+    def _obey(self, instructions: tuple[Instruction, ...] | None, event: Event) -> None:
+        for unit, action in instructions or ():
             ask = ASKS.get(action)
             if ask is not None:
                 self._ask(unit, ask)
@@ -228,6 +262,8 @@ class Harness:
             else:
                 self._burn(action)
                 self.seen.action(unit, action, event)
+                if action is Action.JOIN_BACKWARD:
+                    self.root.begin(BEGINS[self.seen.sync])
 
     def _ask(self, unit: int, ask: Request) -> None:
         for effect in self.residencies[unit].on(ask):

@@ -34,6 +34,8 @@ class Sync(Enum):
     SYNCHRONISING = auto()
     COMMITTING = auto()
     """Under `no_sync`."""
+    ASKING = auto()
+    """`torch.autograd.grad`: it synchronises from the first gradient on, if one comes."""
 
 
 class Facts:
@@ -198,6 +200,12 @@ class InvariantMonitor:
             else:
                 self.require(not facts.shown, unit, "shows whole parameters and nothing computes")
                 self.require(facts.copy != IN_MEMORY or self.keeps[unit], unit, "holds memory and nothing computes")
+
+    def check_pass_ended(self, failed: bool) -> None:
+        """When the forward of the root is over."""
+        for unit, facts in enumerate(self.facts):
+            self.require(facts.copy != IN_FLIGHT, unit, "the pass is over and a gather is in flight")
+            self.require(facts.open or not failed or facts.copy == NOWHERE, unit, "the pass has failed and it is not sharded")
 
     def check_closed(self, stashed: tuple[bool, ...], event: Event) -> None:
         """P3, P4, P5, when a backward has closed."""

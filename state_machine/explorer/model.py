@@ -17,6 +17,8 @@ here holds there. The world (harness.py) does it. The permissions:
 * A frozen unit has no gradients; its inputs' gradients (INPUT_GRADS_DONE) come also when its own output is unused.
 * An optimizer step makes every copy stale, and autograd refuses the graphs from before it: both in one move, at rest.
 * Prefetch may want any unit that is not lent, at any moment, with a bound on the gathers in flight.
+* A backward may die unnoticed: the next that is heard is a forward outside any other, at rest.
+* `torch.autograd.grad` brings no gradient to a parameter, unless a backward inside it does; it never begins with one.
 * An exception in a backward inside a forward may pass through some of the forwards before the engine hears of it.
 
 Left out: an optimizer step inside a forward (the units around it go on computing with what they gathered), a forward
@@ -52,6 +54,8 @@ class Scope(NamedTuple):
     """Backwards also under `no_sync`."""
     lending: bool = True
     """Full parameters are lent at rest."""
+    asking: bool = False
+    """Backwards also by `torch.autograd.grad`."""
     again: bool = True
     """A unit that was done may be entered again in the same backward."""
     prefetch: int = 1
@@ -95,8 +99,16 @@ class Move(NamedTuple):
 
 
 FORWARD_MOVES: Final = (Event.POST_FORWARD, Event.POST_FORWARD_NO_GRAD, Event.FORWARD_FAILED)
-CLOSING: Final = {Sync.SYNCHRONISING: Event.FINAL_CALLBACK, Sync.COMMITTING: Event.FINAL_CALLBACK_NO_SYNC}
-COMPLETE: Final = {Sync.SYNCHRONISING: Event.POST_BACKWARD, Sync.COMMITTING: Event.POST_BACKWARD_NO_SYNC}
+CLOSING: Final = {
+    Sync.SYNCHRONISING: Event.FINAL_CALLBACK,
+    Sync.COMMITTING: Event.FINAL_CALLBACK_NO_SYNC,
+    Sync.ASKING: Event.FINAL_CALLBACK_NO_SYNC,
+}
+COMPLETE: Final = {
+    Sync.SYNCHRONISING: Event.POST_BACKWARD,
+    Sync.COMMITTING: Event.POST_BACKWARD_NO_SYNC,
+    Sync.ASKING: Event.POST_BACKWARD_NO_SYNC,
+}
 
 
 class Model:
@@ -118,11 +130,15 @@ class Model:
                 yield from self._backward_moves(seen, live, Sync.SYNCHRONISING)
                 if self.scope.no_sync:
                     yield from self._backward_moves(seen, live, Sync.COMMITTING)
+                if self.scope.asking:
+                    yield from self._backward_moves(seen, live, Sync.ASKING)
         else:
             yield from self._backward_moves(seen, live, seen.sync)
             yield Move(What.CLOSE, event=CLOSING[seen.sync])
             for depth in range(len(seen.path) + 1):
                 yield Move(What.CLOSE, event=Event.BACKWARD_FAILED, depth=depth)
+            if not seen.path:
+                yield Move(What.FORWARD, 0, Event.PRE_FORWARD)
         gathers = sum(facts.copy == IN_FLIGHT for facts in seen.facts)
         for unit, facts in enumerate(seen.facts):
             if not facts.full_params and (facts.copy != NOWHERE or gathers < self.scope.prefetch):
@@ -170,7 +186,7 @@ class Model:
                 yield Move(What.BACKWARD, unit, Event.PRE_BACKWARD, sync)
                 yield Move(What.BACKWARD, unit, Event.PRE_RECOMPUTE, sync)
                 yield Move(What.REPLAY, unit, Event.PRE_RECOMPUTE, sync)
-                if not facts.arrived and not frozen:
+                if not facts.arrived and not frozen and (sync is not Sync.ASKING or seen.queued):
                     yield Move(What.BACKWARD, unit, Event.GRAD_ACCUMULATED, sync)
             if frozen and seen.queued:
                 yield Move(What.BACKWARD, unit, Event.INPUT_GRADS_DONE, sync)

@@ -41,7 +41,7 @@ def test_the_trees_cover_depth_width_frozen_units_and_every_strategy() -> None:
     assert any(unit.frozen for tree in TREES for unit in tree.units if len(tree.units) == 4)
     assert {unit.strategy for unit in BY_NAME["chain"].units} == {AFTER_FORWARD, AFTER_BACKWARD}
     assert {unit.strategy for unit in BY_NAME["pair-always"].units} == {ReshardPolicy.NEVER}
-    for bound in ("nested", "no_sync", "lending", "again", "breakage"):
+    for bound in ("nested", "no_sync", "asking", "lending", "again", "breakage"):
         assert any(getattr(tree.scope, bound) for tree in TREES if len(tree.units) > 1), f"nobody explores {bound}"
 
 
@@ -134,8 +134,9 @@ def test_a_gather_freed_under_its_own_writes_is_reported(monkeypatch: pytest.Mon
 
 
 def test_a_second_callback_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {**BACKWARD[BackwardState.RUNNING], BackwardEvent.UNIT_JOINS: BackwardStep(BackwardState.RUNNING, queue_callback=True)}
-    monkeypatch.setitem(BACKWARD, BackwardState.RUNNING, row)  # type: ignore[arg-type]
+    runs = BackwardState.RUNNING_SYNC
+    row = {**BACKWARD[runs], BackwardEvent.UNIT_JOINS: BackwardStep(BackwardState.BEGINNING, queue_callback=True)}
+    monkeypatch.setitem(BACKWARD, runs, row)  # type: ignore[arg-type]
     assert explore(BY_NAME["pair"]).story[-1].endswith("a second callback in one backward")
 
 

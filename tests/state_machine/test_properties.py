@@ -11,11 +11,14 @@ from state_machine.explorer.harness import Harness
 from state_machine.explorer.model import Branch, Scope, Tree
 from state_machine.lifecycle import IllegalTransition, Lifecycle
 from state_machine.residency import Effect, Request, Residency
-from state_machine.root import CLOSING_EVENTS, Instruction, Root
-from state_machine.table import BackwardState, ReshardPolicy
+from state_machine.root import Instruction, Root
+from state_machine.table import BackwardEvent, BackwardState, ReshardPolicy
 from state_machine.vocabulary import Action, Event, State
 
 ASKS = {Action.UNSHARD: Request.UNSHARD, Action.KEEP_UNSHARDED: Request.CACHE, Action.RESHARD: Request.RESHARD}
+KINDS = (BackwardEvent.SYNC_BEGINS, BackwardEvent.NO_SYNC_BEGINS, BackwardEvent.GRAD_ONLY_BEGINS)
+CLOSING_EVENTS = (Event.FINAL_CALLBACK, Event.FINAL_CALLBACK_NO_SYNC, Event.BACKWARD_FAILED)
+ENDS = (BackwardEvent.CALLBACK_RUNS, BackwardEvent.FAILS, BackwardEvent.PASS_BEGINS)
 SINGLE_EVENTS = [event for event in Event if event not in CLOSING_EVENTS and event is not Event.STEP_ABANDONED]
 UNITS = st.integers(0, 2)
 
@@ -34,9 +37,10 @@ class UnitsSeenFromOutside(RuleBasedStateMachine):
         self.full_params = [False] * 3
         self.reducing = [False] * 3
         self.callbacks = 0
+        self.reduces = self.grad_only = False
 
-    @rule(unit=UNITS, event=st.sampled_from(SINGLE_EVENTS))
-    def on_event(self, unit: int, event: Event) -> None:
+    @rule(unit=UNITS, event=st.sampled_from(SINGLE_EVENTS), kind=st.sampled_from(KINDS))
+    def on_event(self, unit: int, event: Event, kind: BackwardEvent) -> None:
         before = [(life.state, life.story) for life in self.root.lifecycles], self.root.backward
         try:
             told = self.root.on_event(unit, event)
@@ -44,6 +48,12 @@ class UnitsSeenFromOutside(RuleBasedStateMachine):
             assert ([(life.state, life.story) for life in self.root.lifecycles], self.root.backward) == before
             assert refused.event is event and event not in refused.legal
             return
+        if Action.JOIN_BACKWARD in [one.action for one in told]:
+            self.root.begin(kind)
+            self.reduces = kind is BackwardEvent.SYNC_BEGINS
+            self.grad_only = kind is BackwardEvent.GRAD_ONLY_BEGINS
+        elif event is Event.GRAD_ACCUMULATED:
+            self.reduces = self.reduces or self.grad_only
         for instruction in told:
             self.watch(instruction, event)
 
@@ -52,11 +62,19 @@ class UnitsSeenFromOutside(RuleBasedStateMachine):
         if not self.full_params[unit]:
             self.ask(unit, Request.PREFETCH)
 
-    @precondition(lambda self: self.root.backward is BackwardState.RUNNING)
-    @rule(event=st.sampled_from(CLOSING_EVENTS), order=st.permutations(range(3)))
-    def close(self, event: Event, order: list[int]) -> None:
+    @precondition(lambda self: self.root.backward is not BackwardState.RESTING)
+    @rule()
+    def complete(self) -> None:
+        assert self.root.complete() is (Event.POST_BACKWARD if self.reduces else Event.POST_BACKWARD_NO_SYNC)
+
+    @precondition(lambda self: self.root.backward is not BackwardState.RESTING)
+    @rule(ends=st.sampled_from(ENDS), order=st.permutations(range(3)))
+    def close(self, ends: BackwardEvent, order: list[int]) -> None:
+        well = Event.FINAL_CALLBACK if self.reduces else Event.FINAL_CALLBACK_NO_SYNC
+        event = well if ends is BackwardEvent.CALLBACK_RUNS else Event.BACKWARD_FAILED
         forwards = [life.state is State.FORWARD for life in self.root.lifecycles]
-        told = self.root.end_backward(event, order)
+        told = self.root.end_backward(ends, order)
+        assert told is not None
         commits = [one.unit for one in told if one.action is Action.COMMIT]
         assert commits == (order if event is Event.FINAL_CALLBACK else [])
         assert all(one.action is Action.COMMIT for one in told[len(told) - len(commits) :])
@@ -72,7 +90,7 @@ class UnitsSeenFromOutside(RuleBasedStateMachine):
 
     @rule(order=st.permutations(range(3)))
     def abandon(self, order: list[int]) -> None:
-        for instruction in self.root.abandon_step(order):
+        for instruction in self.root.end_backward(BackwardEvent.STEP_ABANDONED, order) or ():
             self.watch(instruction, Event.STEP_ABANDONED)
         self.callbacks = 0
         assert self.root.at_rest
@@ -139,7 +157,7 @@ class UnitsSeenFromOutside(RuleBasedStateMachine):
 
     @invariant()
     def one_callback_exactly_while_a_backward_runs(self) -> None:
-        assert self.callbacks == (self.root.backward is BackwardState.RUNNING)
+        assert self.callbacks == (self.root.backward is not BackwardState.RESTING)
         if self.root.backward is BackwardState.RESTING:
             assert not any(life.state in (State.BACKWARD_PRE, State.BACKWARD_POST) for life in self.root.lifecycles)
 

@@ -3,17 +3,68 @@
 import pytest
 
 from state_machine.lifecycle import IllegalTransition, Lifecycle
-from state_machine.root import CLOSING_EVENTS, Instruction, Root
-from state_machine.table import BACKWARD, BackwardEvent, BackwardState, ReshardPolicy
+from state_machine.root import Instruction, Root
+from state_machine.table import BACKWARD, BackwardState, ReshardPolicy
+from state_machine.table import BackwardEvent as B
 from state_machine.vocabulary import Action, Event, State
 
 ORDER = (2, 0, 1)
+KINDS = (B.SYNC_BEGINS, B.NO_SYNC_BEGINS, B.GRAD_ONLY_BEGINS)
+ENDS = (B.CALLBACK_RUNS, B.FAILS, B.PASS_BEGINS)
+"""How a backward that runs ends, but for being abandoned."""
+CELLS = """
+    RESTING UNIT_JOINS -> BEGINNING: callback
+    RESTING PASS_BEGINS -> RESTING:
+    RESTING STEP_ABANDONED -> RESTING: STEP_ABANDONED
+    BEGINNING SYNC_BEGINS -> RUNNING_SYNC:
+    BEGINNING NO_SYNC_BEGINS -> RUNNING_NO_SYNC:
+    BEGINNING GRAD_ONLY_BEGINS -> RUNNING_NO_GRADS:
+    BEGINNING GRAD_ACCUMULATED -> BEGINNING:
+    BEGINNING STEP_ABANDONED -> RESTING: STEP_ABANDONED
+    RUNNING_SYNC UNIT_JOINS -> RUNNING_SYNC:
+    RUNNING_SYNC GRAD_ACCUMULATED -> RUNNING_SYNC:
+    RUNNING_SYNC UNIT_COMPLETE -> RUNNING_SYNC: POST_BACKWARD
+    RUNNING_SYNC CALLBACK_RUNS -> RESTING: FINAL_CALLBACK
+    RUNNING_SYNC FAILS -> RESTING: BACKWARD_FAILED
+    RUNNING_SYNC PASS_BEGINS -> RESTING: BACKWARD_FAILED
+    RUNNING_SYNC STEP_ABANDONED -> RESTING: STEP_ABANDONED
+    RUNNING_NO_SYNC UNIT_JOINS -> RUNNING_NO_SYNC:
+    RUNNING_NO_SYNC GRAD_ACCUMULATED -> RUNNING_NO_SYNC:
+    RUNNING_NO_SYNC UNIT_COMPLETE -> RUNNING_NO_SYNC: POST_BACKWARD_NO_SYNC
+    RUNNING_NO_SYNC CALLBACK_RUNS -> RESTING: FINAL_CALLBACK_NO_SYNC
+    RUNNING_NO_SYNC FAILS -> RESTING: BACKWARD_FAILED
+    RUNNING_NO_SYNC PASS_BEGINS -> RESTING: BACKWARD_FAILED
+    RUNNING_NO_SYNC STEP_ABANDONED -> RESTING: STEP_ABANDONED
+    RUNNING_NO_GRADS UNIT_JOINS -> RUNNING_NO_GRADS:
+    RUNNING_NO_GRADS GRAD_ACCUMULATED -> RUNNING_SYNC:
+    RUNNING_NO_GRADS UNIT_COMPLETE -> RUNNING_NO_GRADS: POST_BACKWARD_NO_SYNC
+    RUNNING_NO_GRADS CALLBACK_RUNS -> RESTING: FINAL_CALLBACK_NO_SYNC
+    RUNNING_NO_GRADS FAILS -> RESTING: BACKWARD_FAILED
+    RUNNING_NO_GRADS PASS_BEGINS -> RESTING: BACKWARD_FAILED
+    RUNNING_NO_GRADS STEP_ABANDONED -> RESTING: STEP_ABANDONED
+"""
+"""Every cell, written out a second time by hand; every other pair is refused."""
 
 
 def root_of_three() -> Root:
     """A root whose own unit keeps, and two units below it."""
     strategies = (ReshardPolicy.AFTER_BACKWARD, ReshardPolicy.AFTER_FORWARD, ReshardPolicy.AFTER_FORWARD)
     return Root([Lifecycle(name, strategy) for name, strategy in zip(("root", "left", "right"), strategies, strict=True)])
+
+
+def begun(unit: int, kind: B = B.SYNC_BEGINS) -> Root:
+    """The same, with a backward that has come to one unit."""
+    root = root_of_three()
+    root.on_event(unit, Event.PRE_BACKWARD)
+    root.begin(kind)
+    return root
+
+
+def closed(root: Root, event: B) -> tuple[Instruction, ...]:
+    """What must be done when the backward ends so."""
+    instructions = root.end_backward(event, ORDER)
+    assert instructions is not None
+    return instructions
 
 
 def actions(instructions: tuple[Instruction, ...]) -> list[Action]:
@@ -44,44 +95,77 @@ def test_a_root_is_not_at_rest_while_a_unit_is_away_or_a_backward_runs() -> None
     assert root.at_rest
     root.on_event(0, Event.PRE_FORWARD)
     root.on_event(0, Event.GRAD_ACCUMULATED)
+    root.begin(B.SYNC_BEGINS)
     root.on_event(0, Event.FORWARD_FAILED)
     assert set(states(root)) == {State.IDLE}
     assert not root.at_rest, "a backward runs, though every unit is idle"
 
 
-@pytest.mark.parametrize("closing", CLOSING_EVENTS)
-def test_only_the_first_unit_to_join_queues_the_callback_and_the_next_backward_queues_its_own(closing: Event) -> None:
+def test_the_cells_above_are_all_there_are() -> None:
+    table = {
+        f"{state.name} {event.name} -> {step.to.name}: {'callback' * step.queue_callback}{step.told.name if step.told else ''}"
+        for state, row in BACKWARD.items()
+        for event, step in row.items()
+    }
+    assert {line.strip() for line in CELLS.strip().splitlines()} == {line.strip() for line in table}
+    assert set(BACKWARD) == set(BackwardState)
+
+
+@pytest.mark.parametrize("closing", ENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_first_unit_to_join_queues_the_callback_and_the_next_backward_queues_its_own(kind: B, closing: B) -> None:
     root = root_of_three()
-    for _ in range(3):
+    for number in range(1, 4):
+        assert root.number == number
         assert actions(root.on_event(2, Event.PRE_BACKWARD)) == [Action.JOIN_BACKWARD, Action.UNSHARD]
-        assert root.backward is BackwardState.RUNNING
+        assert root.backward is BackwardState.BEGINNING
+        root.begin(kind)
+        assert root.synchronises is (kind is B.SYNC_BEGINS)
         assert actions(root.on_event(1, Event.GRAD_ACCUMULATED)) == [Action.UNSHARD]
         assert actions(root.on_event(0, Event.PRE_RECOMPUTE)) == [Action.UNSHARD]
-        assert root.backward is BackwardState.RUNNING
-        root.end_backward(closing, ORDER)
+        assert root.synchronises is (kind is not B.NO_SYNC_BEGINS), "a gradient has come"
+        assert root.end_backward(closing, ORDER)
         assert root.backward is BackwardState.RESTING
         assert root.at_rest
 
 
+@pytest.mark.parametrize(("kind", "told"), [*zip(KINDS, (Event.POST_BACKWARD, *[Event.POST_BACKWARD_NO_SYNC] * 2), strict=True)])
+def test_what_it_means_that_a_unit_is_complete_depends_on_the_backward(kind: B, told: Event) -> None:
+    root = begun(0, kind)
+    assert root.complete() is told
+
+
+def test_a_gradient_that_is_the_first_of_a_backward_does_not_say_its_kind() -> None:
+    for kind in KINDS:
+        root = root_of_three()
+        root.on_event(0, Event.GRAD_ACCUMULATED)
+        root.begin(kind)
+        assert root.synchronises is (kind is B.SYNC_BEGINS)
+
+
 def test_no_row_but_the_first_join_asks_for_a_callback() -> None:
     asking = [(state, event) for state, row in BACKWARD.items() for event, step in row.items() if step.queue_callback]
-    assert asking == [(BackwardState.RESTING, BackwardEvent.UNIT_JOINS)]
+    assert asking == [(BackwardState.RESTING, B.UNIT_JOINS)]
 
 
 def test_an_abandoned_backward_makes_way_for_a_new_callback() -> None:
     root = root_of_three()
-    assert Action.JOIN_BACKWARD in actions(root.on_event(2, Event.PRE_BACKWARD))
-    root.abandon_step(ORDER)
-    assert root.backward is BackwardState.RESTING
+    for kind in (None, *KINDS):
+        assert Action.JOIN_BACKWARD in actions(root.on_event(2, Event.PRE_BACKWARD))
+        if kind is not None:
+            root.begin(kind)
+        number = root.number
+        root.end_backward(B.STEP_ABANDONED, ORDER)
+        assert root.backward is BackwardState.RESTING
+        assert root.number == number + 1, "its callback is out of date"
     assert Action.JOIN_BACKWARD in actions(root.on_event(2, Event.PRE_BACKWARD))
 
 
 def test_a_synchronising_backward_ends_in_the_agreed_order_and_every_commit_comes_last() -> None:
-    root = root_of_three()
-    root.on_event(0, Event.PRE_BACKWARD)
+    root = begun(0)
     root.on_event(1, Event.PRE_BACKWARD)
     root.on_event(1, Event.POST_BACKWARD)
-    assert root.end_backward(Event.FINAL_CALLBACK, ORDER) == (
+    assert root.end_backward(B.CALLBACK_RUNS, ORDER) == (
         Instruction(2, Action.RESHARD),
         Instruction(2, Action.FLUSH_GRADS),
         Instruction(0, Action.RESHARD),
@@ -95,10 +179,10 @@ def test_a_synchronising_backward_ends_in_the_agreed_order_and_every_commit_come
     assert root.at_rest
 
 
-def test_a_backward_under_no_sync_commits_nothing() -> None:
-    root = root_of_three()
-    root.on_event(0, Event.PRE_BACKWARD)
-    told = root.end_backward(Event.FINAL_CALLBACK_NO_SYNC, ORDER)
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_backward_that_reduces_nothing_commits_nothing(kind: B) -> None:
+    root = begun(0, kind)
+    told = closed(root, B.CALLBACK_RUNS)
     assert told == (
         Instruction(2, Action.RESHARD),
         Instruction(0, Action.RESHARD),
@@ -108,55 +192,79 @@ def test_a_backward_under_no_sync_commits_nothing() -> None:
     assert root.at_rest
 
 
-def test_a_failed_backward_commits_nothing_and_tells_every_unit() -> None:
-    root = root_of_three()
-    root.on_event(0, Event.PRE_BACKWARD)
-    root.on_event(0, Event.POST_BACKWARD)
-    told = root.end_backward(Event.BACKWARD_FAILED, ORDER)
+@pytest.mark.parametrize("fails", [B.FAILS, B.PASS_BEGINS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failed_backward_commits_nothing_and_tells_every_unit(kind: B, fails: B) -> None:
+    root = begun(0, kind)
+    root.on_event(0, root.complete())
+    told = closed(root, fails)
     assert told == tuple(
         Instruction(unit, action) for unit in ORDER for action in (Action.WAIT_REDUCTIONS, Action.RESHARD, Action.DROP_GRADS)
     )
     assert root.at_rest
 
 
+def test_a_pass_that_begins_at_rest_ends_nothing() -> None:
+    root = root_of_three()
+    assert root.end_backward(B.PASS_BEGINS, ORDER) is None
+    assert root.at_rest
+    assert root.number == 1
+    assert root.lifecycles[0].story == ()
+
+
 def test_a_backward_inside_a_forward_leaves_that_forward_running() -> None:
     root = root_of_three()
     root.on_event(0, Event.PRE_FORWARD)
     root.on_event(1, Event.PRE_BACKWARD)
-    told = root.end_backward(Event.FINAL_CALLBACK, ORDER)
+    root.begin(B.SYNC_BEGINS)
+    told = closed(root, B.CALLBACK_RUNS)
     assert Instruction(0, Action.RESHARD) not in told
     assert states(root) == [State.FORWARD, State.IDLE, State.IDLE]
 
 
 def test_abandon_is_legal_at_any_moment_and_leaves_the_root_at_rest() -> None:
-    done = (Event.PRE_BACKWARD, Event.POST_BACKWARD)
-    for events in ((), (Event.PRE_FORWARD,), (Event.PRE_BACKWARD,), done, (Event.SUMMON,)):
+    for events in ((), (Event.PRE_FORWARD,), (Event.PRE_BACKWARD,), (Event.SUMMON,)):
         root = root_of_three()
         for event in events:
             root.on_event(1, event)
-        told = root.abandon_step(ORDER)
+        told = closed(root, B.STEP_ABANDONED)
         assert root.at_rest
         assert [one.unit for one in told if one.action is Action.DROP_GRADS] == list(ORDER)
 
 
-@pytest.mark.parametrize("event", [event for event in Event if event not in CLOSING_EVENTS])
-def test_nothing_else_closes_a_backward(event: Event) -> None:
-    root = root_of_three()
-    root.on_event(1, Event.PRE_BACKWARD)
-    with pytest.raises(RuntimeError, match=f"{event.name} does not close a backward; this is a bug in fsdp"):
-        root.end_backward(event, ORDER)
-    assert root.backward is BackwardState.RUNNING
+@pytest.mark.parametrize("event", [event for event in B if event not in (*ENDS, *KINDS, B.STEP_ABANDONED)])
+def test_nothing_else_closes_a_backward(event: B) -> None:
+    root = begun(1)
+    if event is not B.UNIT_COMPLETE:
+        assert root.end_backward(event, ORDER) is None
+    assert root.backward is BackwardState.RUNNING_SYNC
     assert states(root) == [State.IDLE, State.BACKWARD_PRE, State.IDLE]
 
 
-@pytest.mark.parametrize("closing", CLOSING_EVENTS)
-def test_a_backward_that_does_not_run_cannot_end(closing: Event) -> None:
+@pytest.mark.parametrize("event", [event for event in B if event not in (B.UNIT_JOINS, B.PASS_BEGINS, B.STEP_ABANDONED)])
+def test_a_backward_that_does_not_run_cannot_end_or_go_on(event: B) -> None:
     root = root_of_three()
     root.on_event(0, Event.PRE_FORWARD)
-    with pytest.raises(RuntimeError, match=f"{closing.name} while no backward is running; this is a bug in fsdp"):
-        root.end_backward(closing, ORDER)
+    with pytest.raises(RuntimeError, match=f"the backward: {event.name} is not allowed in RESTING; this is a bug in fsdp"):
+        root.end_backward(event, ORDER)
     assert states(root) == [State.FORWARD, State.IDLE, State.IDLE]
     assert root.lifecycles[0].story == (Event.PRE_FORWARD,)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_that_runs_does_not_begin(kind: B) -> None:
+    for first in KINDS:
+        root = begun(0, first)
+        with pytest.raises(RuntimeError, match=f"{kind.name} is not allowed in RUNNING"):
+            root.begin(kind)
+
+
+@pytest.mark.parametrize("event", [B.UNIT_JOINS, B.UNIT_COMPLETE, B.CALLBACK_RUNS, B.FAILS, B.PASS_BEGINS])
+def test_a_backward_whose_kind_is_not_known_yet_does_nothing_else(event: B) -> None:
+    root = root_of_three()
+    root.on_event(0, Event.PRE_BACKWARD)
+    with pytest.raises(RuntimeError, match=f"{event.name} is not allowed in BEGINNING"):
+        root.end_backward(event, ORDER)
 
 
 def test_a_refused_event_starts_no_backward() -> None:
