@@ -6,6 +6,7 @@ Imports the standard library and itself, nothing else; importing it never loads 
 from state_machine.lifecycle import IllegalTransition, Lifecycle
 from state_machine.residency import Effect, Request, Residency, ResidencyState
 from state_machine.root import Instruction, Root
+from state_machine.staleness import CopyAction, CopyEvent, CopyState
 from state_machine.table import TABLES, BackwardEvent, BackwardState, ReshardPolicy, Step
 from state_machine.vocabulary import Action, Event, State
 
@@ -14,6 +15,9 @@ __all__ = [
     "Action",
     "BackwardEvent",
     "BackwardState",
+    "CopyAction",
+    "CopyEvent",
+    "CopyState",
     "Effect",
     "Event",
     "IllegalTransition",

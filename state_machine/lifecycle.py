@@ -63,10 +63,11 @@ class Lifecycle:
     does half of each.
     """
 
-    __slots__ = ("_state", "_story", "_table", "unit")
+    __slots__ = ("_state", "_story", "_table", "strategy", "unit")
 
     def __init__(self, unit: str, strategy: ReshardPolicy) -> None:
         self.unit = unit
+        self.strategy = strategy
         self._table = TABLES[strategy]
         self._state = State.IDLE
         self._story: deque[Event] = deque(maxlen=STORY_LENGTH)

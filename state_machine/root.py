@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from state_machine.lifecycle import Lifecycle
+from state_machine.staleness import GATHERS, Copy, CopyAction, CopyEvent
 from state_machine.table import BACKWARD, BackwardEvent, BackwardState, BackwardStep
 from state_machine.vocabulary import Action, Event, State
 
@@ -19,19 +20,21 @@ class Instruction(NamedTuple):
 
 
 COMMITTING: Final = (Action.COMMIT, Action.ACCUMULATE_UNSHARDED)
+RESTING: Final = (BackwardState.RESTING, BackwardState.RESTING_INSIDE)
 
 
 class Root:
-    """The lifecycles of the units of one root, and the one backward they may share.
+    """The lifecycles and the copies of the units of one root, and the one backward they may share.
 
     Invariant: `backward` changes only in the methods below; `JOIN_BACKWARD` is among the
     instructions exactly once per backward, and is answered by `begin`.
     """
 
-    __slots__ = ("_backward", "_instruction_cache", "lifecycles", "number")
+    __slots__ = ("_backward", "_instruction_cache", "copies", "lifecycles", "number")
 
     def __init__(self, lifecycles: Sequence[Lifecycle]) -> None:
         self.lifecycles = tuple(lifecycles)
+        self.copies = tuple(Copy(one.unit, one.strategy) for one in self.lifecycles)
         self._backward = BackwardState.RESTING
         self.number = 1
         """The number of the backward that runs, or of the next one. What was noted under another number is out of date."""
@@ -50,7 +53,7 @@ class Root:
     @property
     def at_rest(self) -> bool:
         """No backward runs and every unit is IDLE."""
-        return self._backward is BackwardState.RESTING and all(one.state is State.IDLE for one in self.lifecycles)
+        return self._backward in RESTING and all(one.state is State.IDLE for one in self.lifecycles)
 
     def on_event(self, unit: int, event: Event) -> tuple[Instruction, ...]:
         """Tell one unit of one event; return what must be done, in order.
@@ -88,9 +91,16 @@ class Root:
         if told is None:
             return None
         self.number += 1
+        if event is BackwardEvent.CALLBACK_RUNS_INSIDE or event is BackwardEvent.FAILS_INSIDE:
+            for copy in self.copies:
+                copy.on(CopyEvent.BACKWARD_INSIDE)
         found = tuple(one for unit in order for one in self._instructions(unit, self.lifecycles[unit].on(told)))
         first = tuple(one for one in found if one.action not in COMMITTING)
         return first + tuple(one for one in found if one.action in COMMITTING)
+
+    def gather(self, unit: int) -> tuple[CopyAction, ...]:
+        """A gather is about to be launched; return what must be done before."""
+        return self.copies[unit].on(GATHERS[self._backward])
 
     def _on(self, event: BackwardEvent) -> BackwardStep:
         step = BACKWARD[self._backward].get(event)

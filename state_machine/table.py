@@ -169,6 +169,8 @@ class BackwardState(MachineEnum):
     """Whether a backward of the root is running, and what becomes of its gradients."""
 
     RESTING = auto()
+    RESTING_INSIDE = auto()
+    """One inside the forward that runs is over: an optimizer may step before the forward ends."""
     BEGINNING = auto()
     """The first unit has joined, and the engine finds out which kind of backward it is."""
     RUNNING_SYNC = auto()
@@ -192,8 +194,12 @@ class BackwardEvent(MachineEnum):
     UNIT_COMPLETE = auto()
     """The gradients of a unit are complete."""
     CALLBACK_RUNS = auto()
+    CALLBACK_RUNS_INSIDE = auto()
+    """The same, inside a forward."""
     FAILS = auto()
     """It died by an exception."""
+    FAILS_INSIDE = auto()
+    """The same, inside a forward, which may catch the exception and go on."""
     PASS_BEGINS = auto()
     """A forward begins, outside any backward and any other forward."""
     STEP_ABANDONED = auto()
@@ -215,7 +221,9 @@ def _running(state: BackwardState, arrives: BackwardState, complete: E, ends: E)
         BackwardEvent.GRAD_ACCUMULATED: BackwardStep(arrives),
         BackwardEvent.UNIT_COMPLETE: BackwardStep(state, complete),
         BackwardEvent.CALLBACK_RUNS: BackwardStep(BackwardState.RESTING, ends),
+        BackwardEvent.CALLBACK_RUNS_INSIDE: BackwardStep(BackwardState.RESTING_INSIDE, ends),
         BackwardEvent.FAILS: BackwardStep(BackwardState.RESTING, E.BACKWARD_FAILED),
+        BackwardEvent.FAILS_INSIDE: BackwardStep(BackwardState.RESTING_INSIDE, E.BACKWARD_FAILED),
         # it died and nobody noticed
         BackwardEvent.PASS_BEGINS: BackwardStep(BackwardState.RESTING, E.BACKWARD_FAILED),
         BackwardEvent.STEP_ABANDONED: BackwardStep(BackwardState.RESTING, E.STEP_ABANDONED),
@@ -226,6 +234,11 @@ _SYNC, _NO_SYNC, _NO_GRADS = BackwardState.RUNNING_SYNC, BackwardState.RUNNING_N
 
 BACKWARD: Final[Mapping[BackwardState, Mapping[BackwardEvent, BackwardStep]]] = {
     BackwardState.RESTING: {
+        BackwardEvent.UNIT_JOINS: BackwardStep(BackwardState.BEGINNING, queue_callback=True),
+        BackwardEvent.PASS_BEGINS: BackwardStep(BackwardState.RESTING),
+        BackwardEvent.STEP_ABANDONED: BackwardStep(BackwardState.RESTING, E.STEP_ABANDONED),
+    },
+    BackwardState.RESTING_INSIDE: {
         BackwardEvent.UNIT_JOINS: BackwardStep(BackwardState.BEGINNING, queue_callback=True),
         BackwardEvent.PASS_BEGINS: BackwardStep(BackwardState.RESTING),
         BackwardEvent.STEP_ABANDONED: BackwardStep(BackwardState.RESTING, E.STEP_ABANDONED),

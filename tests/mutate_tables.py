@@ -27,11 +27,13 @@ import stories  # noqa: E402
 import test_properties  # noqa: E402
 import test_residency  # noqa: E402
 import test_root  # noqa: E402
+import test_staleness  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.stateful import run_state_machine_as_test  # noqa: E402
 
 from state_machine.explorer.explore import TREES, explore  # noqa: E402
 from state_machine.residency import RESIDENCES, Request  # noqa: E402
+from state_machine.staleness import COPY_TABLES, FROM_PASS_TO_PASS, GATHERS, WITHIN_A_PASS, CopyEvent  # noqa: E402
 from state_machine.table import BACKWARD, TABLES, BackwardEvent, BackwardStep  # noqa: E402
 from state_machine.vocabulary import Event  # noqa: E402
 
@@ -56,7 +58,7 @@ class Mutant(NamedTuple):
 def changed_rows(rows: Mapping[Any, Mapping[Any, Any]], words: Sequence[Any]) -> Iterator[tuple[str, str, Any, Any, Any]]:
     """Every change: its kind, its description, the state, the event, and the new step (None deletes the row)."""
     for state, row in rows.items():
-        template = next(iter(row.values()))
+        template = next(step for one in rows.values() for step in one.values())
         for word in words:
             step = row.get(word)
             name = f"{state.name} {word.name}"
@@ -106,6 +108,23 @@ def with_step(row: Mapping[Any, Any], word: Any, step: Any) -> Row:
     return {w: s for w, s in {**row, word: step}.items() if s is not None}
 
 
+def copy_mutants() -> Iterator[Mutant]:
+    """Those of the tables of the copies, which strategies share, and of the event that a gather is."""
+    tables = cast(Row, COPY_TABLES)
+    for name, rows in (("WITHIN_A_PASS", WITHIN_A_PASS), ("FROM_PASS_TO_PASS", FROM_PASS_TO_PASS)):
+        for kind, what, state, word, step in changed_rows(rows, tuple(CopyEvent)):
+            for strategy, table in tuple(COPY_TABLES.items()):
+                if table is rows:
+                    changed = {**rows, state: with_step(rows[state], word, step)}
+                    yield Mutant(name, kind, f"{strategy.name}: {what}", planter(tables, strategy, changed))
+    for backward, event in GATHERS.items():
+        for other in {one: None for one in GATHERS.values()}:
+            if other is not event:
+                yield Mutant(
+                    "GATHERS", "told otherwise", f"{backward.name}: {other.name}", planter(cast(Row, GATHERS), backward, other)
+                )
+
+
 def mutants() -> Iterator[Mutant]:
     """Every change of every table, in order."""
     tables = cast(Row, TABLES)
@@ -116,6 +135,7 @@ def mutants() -> Iterator[Mutant]:
     for name, rows, words in (("RESIDENCES", RESIDENCES, tuple(Request)), ("BACKWARD", BACKWARD, tuple(BackwardEvent))):
         for kind, what, state, word, step in changed_rows(cast(Row, rows), words):
             yield Mutant(name, kind, what, planter(cast(Row, rows), state, with_step(cast(Row, rows)[state], word, step)))
+    yield from copy_mutants()
 
 
 # the tests
@@ -142,6 +162,11 @@ def run_stories() -> None:
 
 def run_residency() -> None:
     for case in cases(test_residency):
+        case()
+
+
+def run_staleness() -> None:
+    for case in cases(test_staleness):
         case()
 
 
@@ -174,6 +199,7 @@ TESTS: Mapping[str, Callable[[], None]] = {
     "stories": run_stories,
     "root": run_root,
     "residency": run_residency,
+    "staleness": run_staleness,
     "explorer": run_explorer,
     "properties": run_properties,
 }

@@ -22,6 +22,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.external_use import GatherParam, LocalShard
 from fsdp.params.flat_buffer import Before, FlatBuffer, ParamInfo, in_pieces
 from fsdp.params.module_params import ModuleParams, own
+from fsdp.params.versions import Versions
 
 
 class Unit:
@@ -41,18 +42,10 @@ class Unit:
         self.comm = comm
         self._streams: Streams
         self._tracker: MemoryTracker
-        self.gathered_in_pass = 0
-        """The pass in which the copy in memory was gathered: one from an earlier pass may be stale."""
         self.full_params: list[Tensor] = []
         self._works: list[Work] = []
         self._set_aside: list[Tensor | None] = []
-        self.versions_in_forward = 0
-        """Of the shards, when the last forward began."""
-        self.gathered_versions = 0
-        self._sums: Tensor
-        """Of the shards, when the copy in memory was gathered."""
         self._open = False
-        self._recompute_updates = 0
         self._read_by_recompute = False
         """A replay that is not one of the unit's whole forward has read whole parameters, and may have changed them."""
         self.on_external_grad: Callable[[], None]
@@ -66,6 +59,7 @@ class Unit:
             FlatBuffer(members, _compute_dtype(members[0].parameter.dtype, config), comm, replicated)
             for members in in_pieces(param_infos, config)
         )
+        self.versions = Versions(self.flats)
         self.unsharded_params = tuple(p for flat in self.flats for p in flat.unsharded_params)
         self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
         """Whether any parameter is trainable."""
@@ -116,28 +110,6 @@ class Unit:
     def sharded_params(self) -> tuple[nn.Parameter, ...]:
         return tuple(p for flat in self.flats for p in flat.sharded_params)
 
-    @property
-    def versions(self) -> int:
-        """Grows with every in-place change of a shard, but for those a replay repeats."""
-        return sum([p._version for flat in self.flats for p in flat.sharded_params]) - self._recompute_updates
-
-    def remember_sums(self) -> None:
-        """A copy is about to be gathered: note the checksums of what it will be a copy of."""
-        self._sums = self._count_sums()
-
-    def has_changed(self) -> Tensor:
-        """Whether a shard was changed, also through `.data`, or replaced, since then: () bool, on the device of the shards."""
-        if self.versions != self.gathered_versions or any(flat.is_replaced for flat in self.flats):
-            return torch.ones((), dtype=torch.bool, device=self.device)
-        return (self._count_sums() != self._sums).any()
-
-    def _count_sums(self) -> Tensor:
-        """Of each flat buffer, the sum of its bits, taken as numbers of four bytes."""
-        if not self.flats:
-            return torch.zeros(0, dtype=torch.int64)
-        with torch.no_grad():
-            return torch.stack([flat.shard.view(torch.int32).sum(dtype=torch.int64) for flat in self.flats])
-
     def stop_intercepting(self) -> None:
         """Its own forward, or a replay of it, runs on the whole parameters."""
         self._open = True
@@ -151,7 +123,7 @@ class Unit:
             shown.intercept_reads()
 
     def write_back_inplace(self, before: Before = None) -> int:
-        """Keep what its forward changed in the whole parameters in place; return by how much `versions` grew.
+        """Keep what its forward changed in the whole parameters in place; return how many parameters it changed.
 
         `before`: filled with what `roll_back_inplace` needs, if the forward goes on and may yet fail.
 
@@ -163,7 +135,7 @@ class Unit:
     def write_back_inplace_of_recompute(self) -> None:
         """Keep what a replay changed in place: the same once more, which is no reason to refuse the backward it is for."""
         self._read_by_recompute = False
-        self._recompute_updates += self.write_back_inplace()
+        self.versions.repeat(self.write_back_inplace())
 
     def roll_back_inplace(self, taken: "list[tuple[Tensor, Tensor]]") -> None:
         """A forward failed: what it changed will be gathered anew, and what was `taken` of that is put back.
@@ -175,7 +147,7 @@ class Unit:
         with torch.no_grad():
             for shard, before in reversed(taken):
                 shard.copy_(before)
-        self._recompute_updates += len(taken)
+        self.versions.repeat(len(taken))
 
     def sync_requires_grad(self) -> None:
         """Carry to the whole face what the user has frozen or thawed."""

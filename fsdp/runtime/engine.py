@@ -25,16 +25,17 @@ from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
 from fsdp.errors import WorldError
 from fsdp.params.unit import Unit
+from fsdp.params.versions import any_changed
 from fsdp.reduction.reducer import Reducer
 from fsdp.runtime.buffers import broadcast_buffers
 from fsdp.runtime.final_callback import FinalCallback
 from fsdp.runtime.pending_backward import PendingBackward
 from fsdp.runtime.prefetch import PrefetchSchedule
-from fsdp.runtime.stale_params import StaleParams
 from state_machine import (
     Action,
     BackwardEvent,
-    BackwardState,
+    CopyAction,
+    CopyEvent,
     Effect,
     Event,
     IllegalTransition,
@@ -68,12 +69,9 @@ class Engine:
         self._streams = streams
         strategies = [unit.config.strategy for unit in units]
         strategies[0] = units[0].config.root_strategy
-        self._never_resharded = tuple(index for index, strategy in enumerate(strategies) if strategy is ReshardPolicy.NEVER)
-        """The units whose copies outlive a pass."""
         self._backward_unshards = ReshardPolicy.AFTER_FORWARD in strategies
         """Whether a backward that reduces nothing needs the other ranks all the same."""
         self.pending_backward = PendingBackward(comms)
-        self._copies = StaleParams(self.units, comms.world_comm)
         self.root = Root([Lifecycle(unit.name, strategy) for unit, strategy in zip(units, strategies, strict=True)])
         self._residencies = tuple(Residency(unit.name) for unit in units)
         self.reducer = Reducer(units, [not inside for inside in descendants], comms, streams, tracker)
@@ -83,9 +81,6 @@ class Engine:
         self._schedule = self._forward_schedule
         self._forward_stack: list[int] = []
         """The units whose forward is running, outermost first."""
-        self._pass_number = 0
-        self._may_have_stepped = False
-        """A backward inside the forward that runs is over, so shards may be written at any time before it ends."""
         self._last_unit = 0
         """The unit of the last event."""
         self._failed = 0
@@ -112,7 +107,7 @@ class Engine:
             Action.JOIN_BACKWARD: self._join_backward,
             Action.REDUCE_GRADS: self.reducer.reduce,
             Action.FLUSH_GRADS: self.reducer.flush,
-            Action.COMMIT: self.reducer.commit,
+            Action.COMMIT: self._commit,
             Action.ACCUMULATE_UNSHARDED: self.reducer.accumulate_unsharded,
             Action.WAIT_REDUCTIONS: lambda index: self.reducer.drain(),
             Action.DROP_GRADS: self.reducer.drop,
@@ -126,7 +121,7 @@ class Engine:
                 Effect.WAIT_ALL_GATHER: unit.wait_unshard,
                 Effect.USE_UNSHARDED: unit.show,
                 Effect.USE_SHARDED: unit.hide,
-                Effect.FREE_UNSHARDED: unit.release,
+                Effect.FREE_UNSHARDED: partial(self._release, index),
             }
             for index, unit in enumerate(units)
         )
@@ -163,7 +158,7 @@ class Engine:
         failed = self.units[self._last_unit].name
         shows = add_note_to_what_ends_the_backward(self, self._last_unit, lambda error: self.notify_peers(failed, error))
         with suppress(WorldError):  # it may die because of one
-            self.close_backward(BackwardEvent.FAILS)
+            self.close_backward(BackwardEvent.FAILS_INSIDE if self._forward_stack else BackwardEvent.FAILS)
         if not shows:
             self.notify_peers(failed, None)
 
@@ -212,6 +207,9 @@ class Engine:
             ask = Request.PASS_FAILS if event is Event.FORWARD_FAILED else Request.PASS_ENDS
             for other in range(len(self.units)):
                 self._request(other, ask)
+            if not torch.is_grad_enabled():
+                for copy in self.root.copies:
+                    copy.on(CopyEvent.EVALUATION_ENDS)
             if event is Event.FORWARD_FAILED:
                 self.notify_peers(self.units[self._failed].name, sys.exc_info()[1])
 
@@ -231,19 +229,19 @@ class Engine:
         """Call back when the graph task that runs is done: the backward, or that of a reentrant checkpoint in it."""
         Variable._execution_engine.queue_callback(callback)
 
+    def backward_ends(self) -> None:
+        """The callback of the backward runs."""
+        self.close_backward(BackwardEvent.CALLBACK_RUNS_INSIDE if self._forward_stack else BackwardEvent.CALLBACK_RUNS)
+
     def close_backward(self, event: BackwardEvent) -> bool:
         """Tell every unit how the backward ended, in the agreed order; return whether there was one to end."""
-        synchronised = self.root.synchronises
         instructions = self.root.end_backward(event, self.reducer.order)
         if instructions is None:
             return False
         self.end_backward_progress()
-        if event is not BackwardEvent.CALLBACK_RUNS:
+        if event not in (BackwardEvent.CALLBACK_RUNS, BackwardEvent.CALLBACK_RUNS_INSIDE):
             self._execute_all(instructions)
         else:
-            if synchronised:
-                self._copies.backward_synchronised()
-            self._may_have_stepped = bool(self._forward_stack)
             self._execute(instructions)
             self.comms.completed()
             self.reducer.run_hooks(self.note)
@@ -301,25 +299,25 @@ class Engine:
             # a rank may not come to a unit that all of them have frozen
             for unit in self.units:
                 unit.sync_requires_grad()
-        self._pass_number += 1
-        self._may_have_stepped = False
-        if self._never_resharded:
-            kept = [
-                i for i in self._never_resharded if self._residencies[i].state is ResidencyState.CACHED and self.units[i].flats
-            ]
-            for index in self._copies.pass_begins(kept):
-                self._request(index, Request.RESHARD)
+        event = CopyEvent.PASS_BEGINS if trains else CopyEvent.EVALUATION_BEGINS
+        asked = [index for index in range(len(self.units)) if CopyAction.ASK in self._tell_copy(index, event)]
+        if asked:
+            changed = any_changed([self.units[index].versions for index in asked], self.comms.world_comm)
+            for index in asked:
+                self._tell_copy(index, CopyEvent.WEIGHTS_CHANGED if changed else CopyEvent.WEIGHTS_SAME)
 
     # actions ------------------------------------------------------------------------------
 
     def _refresh(self, index: int) -> None:
         unit = self.units[index]
         unit.sync_requires_grad()
-        keeps = index in self._never_resharded
-        outlived = unit.gathered_in_pass != self._pass_number and not keeps
-        # an optimizer passes by empty shards, so after its step the counters of ranks differ
-        if outlived or (keeps and self._may_have_stepped) or unit.gathered_versions != unit.versions_in_forward:
+        self._tell_copy(index, CopyEvent.USED_CHANGED if unit.versions.moved else CopyEvent.USED)
+
+    def _tell_copy(self, index: int, event: CopyEvent) -> tuple[CopyAction, ...]:
+        actions = self.root.copies[index].on(event)
+        if CopyAction.DROP in actions:
             self._request(index, Request.RESHARD)
+        return actions
 
     def _need(self, index: int) -> None:
         done = self._request(index, Request.UNSHARD)
@@ -344,14 +342,26 @@ class Engine:
 
     def _launch(self, index: int) -> None:
         unit = self.units[index]
-        unit.gathered_in_pass = self._pass_number
-        if self.root.backward is BackwardState.RESTING:
-            if unit.check_shards() or self._may_have_stepped:
-                self._streams.pass_begins()
-            unit.gathered_versions = unit.versions
-        if index in self._never_resharded:
-            unit.remember_sums()
+        for action in self.root.gather(index):
+            match action:
+                case CopyAction.CHECK:
+                    if unit.check_shards():
+                        self._streams.pass_begins()
+                    unit.versions.gathered()
+                case CopyAction.WAIT:
+                    self._streams.pass_begins()
+                case CopyAction.SUM:
+                    unit.versions.remember_sums()
         unit.launch()
+
+    def _release(self, index: int) -> None:
+        self.units[index].release()
+        self.root.copies[index].on(CopyEvent.RELEASED)
+
+    def _commit(self, index: int) -> None:
+        self.reducer.commit(index)
+        if self.units[index].trains:
+            self.root.copies[index].on(CopyEvent.COMMITTED)
 
     def _join_backward(self, index: int) -> None:
         if not self.synchronises:

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from state_machine import BackwardEvent, Root
+from state_machine import Root
 
 
 class Closing(Protocol):
@@ -10,8 +10,8 @@ class Closing(Protocol):
 
     root: Root
 
-    def close_backward(self, event: BackwardEvent) -> bool:
-        """The backward has ended, in one of its ways."""
+    def backward_ends(self) -> None:
+        """The backward has come to its end."""
 
     def backward_fails(self) -> None:
         """The backward that runs is dying."""
@@ -30,7 +30,7 @@ class FinalCallback:
     def __call__(self) -> None:
         self._called = True
         if self._runs():
-            self._engine.close_backward(BackwardEvent.CALLBACK_RUNS)
+            self._engine.backward_ends()
 
     def __del__(self) -> None:
         if not self._called and self._runs():

@@ -141,12 +141,11 @@ class UnitHooks(RefuseCopy):
     @uncompiled
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = input_nodes_of(args, kwargs) if torch.is_grad_enabled() else ()
-        call = ForwardCall(in_backward(), inputs, self._innermost, self._unit.versions)
+        call = ForwardCall(in_backward(), inputs, self._innermost, self._unit.versions.forward_begins())
         if self._calls and not call.path.recompute and self._is_nested():
             call.nest_in(self._calls[-1])
         self._calls.append(call)
         call.refused = True
-        self._unit.versions_in_forward = call.path.versions
         if not call.nested:  # else a part of the call it is in
             call.carried = self._side_outputs.begin()
             if call.path.recompute:
@@ -350,7 +349,7 @@ class UnitHooks(RefuseCopy):
             if node is not None:
                 # the ways are kept: of the first graph, only what the second needs may be alive
                 paths = self.progress.living_paths()
-                NodePrehook.of(node).reaches.append(partial(self._backward_reaches_again, paths, self._unit.versions))
+                NodePrehook.of(node).reaches.append(partial(self._backward_reaches_again, paths, self._unit.versions.now()))
 
     def _backward_reaches_again(self, paths: Sequence[BackwardPath], versions: int, gradients: Sequence[Tensor | None]) -> None:
         self._refuse_changed_parameters(versions)
@@ -361,7 +360,7 @@ class UnitHooks(RefuseCopy):
             self.watch_ends()
 
     def _refuse_changed_parameters(self, versions: int) -> None:
-        if versions != self._unit.versions:
+        if versions != self._unit.versions.now():
             raise self._refusal(
                 f"parameters of unit {self._unit.name!r} were changed in place between its forward and its backward; "
                 "step the optimizer after the backward of every forward that used them."

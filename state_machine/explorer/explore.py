@@ -20,6 +20,7 @@ AFTER_BACKWARD: Final = ReshardPolicy.AFTER_BACKWARD
 NEVER_RESHARD: Final = ReshardPolicy.NEVER
 EVERYTHING: Final = Scope(breakage=True)
 ASKING: Final = Scope(breakage=True, asking=True)
+STEPPING: Final = Scope(breakage=True, stepping=True)
 
 TREES: Final = (
     Tree("alone", (Branch("root", 0, AFTER_BACKWARD),), ASKING),
@@ -27,8 +28,18 @@ TREES: Final = (
     Tree("pair", (Branch("root", 0, AFTER_BACKWARD), Branch("child", 0)), EVERYTHING),
     Tree("pair-frozen", (Branch("root", 0, AFTER_BACKWARD), Branch("child", 0, frozen=True)), ASKING),
     Tree("pair-kept", (Branch("root", 0), Branch("child", 0, AFTER_BACKWARD)), Scope(prefetch=2)),
-    Tree("alone-always", (Branch("root", 0, NEVER_RESHARD),), EVERYTHING),
+    Tree("alone-always", (Branch("root", 0, NEVER_RESHARD),), STEPPING),
     Tree("pair-always", (Branch("root", 0, NEVER_RESHARD), Branch("child", 0, NEVER_RESHARD)), Scope(lending=False)),
+    Tree(
+        "pair-stepping",
+        (Branch("root", 0, AFTER_BACKWARD), Branch("child", 0, NEVER_RESHARD, frozen=True)),
+        Scope(stepping=True, lending=False, no_sync=False),
+    ),
+    Tree(
+        "pair-kept-stepping",
+        (Branch("root", 0), Branch("child", 0, AFTER_BACKWARD)),
+        Scope(stepping=True, lending=False, no_sync=False),
+    ),
     Tree("chain", (Branch("root", 0, AFTER_BACKWARD), Branch("block", 0), Branch("leaf", 1)), Scope(lending=False, again=False)),
     Tree(
         "chain-lent",

@@ -8,11 +8,12 @@ only gives memory back or shows a face, the commits (all that can fail comes bef
 from collections.abc import Iterator
 from typing import Final
 
-from state_machine.explorer.invariants import NONE, NOWHERE, InvariantMonitor, Seen, Sync, Violation
+from state_machine.explorer.invariants import HIDDEN, NONE, NOWHERE, SAME, SHOWN, InvariantMonitor, Seen, Sync, Violation
 from state_machine.explorer.model import Model, Move, Tree, What
 from state_machine.lifecycle import IllegalTransition, Lifecycle
 from state_machine.residency import Effect, Request, Residency, ResidencyState
 from state_machine.root import Instruction, Root
+from state_machine.staleness import CopyAction, CopyEvent, CopyState
 from state_machine.table import BackwardEvent, BackwardState, ReshardPolicy
 from state_machine.vocabulary import Action, Event, State
 
@@ -21,11 +22,12 @@ class Breakage(Exception):
     """An effect of the engine failed half-way."""
 
 
-UnitSnapshot = tuple[int, int, bool, Seen]
-Snapshot = tuple[tuple[UnitSnapshot, ...], tuple[int, ...], Sync, int, BackwardState]
+UnitSnapshot = tuple[int, int, int, bool, Seen]
+Snapshot = tuple[tuple[UnitSnapshot, ...], tuple[int, ...], Sync, bool, bool, int, BackwardState]
 
 STATES: Final = {state.value: state for state in State}
 RESIDENCES: Final = {state.value: state for state in ResidencyState}
+COPIES: Final = {state.value: state for state in CopyState}
 ASKS: Final = {Action.UNSHARD: Request.UNSHARD, Action.KEEP_UNSHARDED: Request.CACHE, Action.RESHARD: Request.RESHARD}
 MAY_FAIL: Final = frozenset(
     {
@@ -44,11 +46,18 @@ BEGINS: Final = {
     Sync.ASKING: BackwardEvent.GRAD_ONLY_BEGINS,
 }
 RUNS: Final = {
-    Sync.NO_BACKWARD: BackwardState.RESTING,
-    Sync.SYNCHRONISING: BackwardState.RUNNING_SYNC,
-    Sync.COMMITTING: BackwardState.RUNNING_NO_SYNC,
-    Sync.ASKING: BackwardState.RUNNING_NO_GRADS,
+    Sync.NO_BACKWARD: (BackwardState.RESTING, BackwardState.RESTING_INSIDE),
+    Sync.SYNCHRONISING: (BackwardState.RUNNING_SYNC,),
+    Sync.COMMITTING: (BackwardState.RUNNING_NO_SYNC,),
+    Sync.ASKING: (BackwardState.RUNNING_NO_GRADS,),
 }
+ENDS: Final = {
+    (False, False): BackwardEvent.CALLBACK_RUNS,
+    (False, True): BackwardEvent.CALLBACK_RUNS_INSIDE,
+    (True, False): BackwardEvent.FAILS,
+    (True, True): BackwardEvent.FAILS_INSIDE,
+}
+"""How a backward ends, by whether it fails and whether a forward runs around it."""
 NEVER: Final = -1
 
 
@@ -76,19 +85,22 @@ class Harness:
     def freeze(self) -> Snapshot:
         """Everything that decides what can come next, hashable. The story of a unit decides nothing."""
         units = tuple(
-            (life._state._value_, home._state._value_, pending_return, facts.freeze())
-            for life, home, pending_return, facts in zip(
-                self.root.lifecycles, self.residencies, self.pending_return, self.seen.facts, strict=True
+            (life._state._value_, home._state._value_, copy._state._value_, pending_return, facts.freeze())
+            for life, home, copy, pending_return, facts in zip(
+                self.root.lifecycles, self.residencies, self.root.copies, self.pending_return, self.seen.facts, strict=True
             )
         )
-        return (units, self.seen.path, self.seen.sync, self.live, self.root._backward)
+        seen = self.seen
+        return (units, seen.path, seen.sync, seen.may_step, seen.evaluates, self.live, self.root._backward)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Undo `freeze`."""
-        units, self.seen.path, self.seen.sync, self.live, self.root._backward = snapshot
+        seen = self.seen
+        units, seen.path, seen.sync, seen.may_step, seen.evaluates, self.live, self.root._backward = snapshot
         self.seen.queued = self.seen.sync is not Sync.NO_BACKWARD
         self.seen.committing.clear()
-        for unit, (state, residence, pending_return, facts) in enumerate(units):
+        for unit, (state, residence, copy, pending_return, facts) in enumerate(units):
+            self.root.copies[unit]._state = COPIES[copy]
             self.root.lifecycles[unit]._state = STATES[state]
             self.residencies[unit]._state = RESIDENCES[residence]
             self.pending_return[unit] = pending_return
@@ -121,7 +133,7 @@ class Harness:
             self._abandon(stashed)
             return True
         self.seen.check()
-        if self.root.backward is not RUNS[self.seen.sync]:
+        if self.root.backward not in RUNS[self.seen.sync]:
             raise Violation(f"the backward is {self.root.backward.name}, and what runs is {self.seen.sync.name}")
         return False
 
@@ -130,7 +142,7 @@ class Harness:
         match move.what:
             case What.FORWARD:
                 if event is Event.PRE_FORWARD and not self.seen.path:
-                    self._begin_pass(stashed)
+                    self._begin_pass(stashed, move.evaluates)
                 self._move_forward(unit, event)
             case What.BACKWARD | What.REPLAY:
                 self.seen.sync = move.sync
@@ -141,13 +153,14 @@ class Harness:
             case What.CLOSE:
                 for _ in range(move.depth):
                     self._move_forward(self.seen.path[-1], Event.FORWARD_FAILED)
-                kind = BackwardEvent.FAILS if event is Event.BACKWARD_FAILED else BackwardEvent.CALLBACK_RUNS
+                kind = ENDS[event is Event.BACKWARD_FAILED, self._is_inside]
                 self._close(event, self.root.end_backward(kind, self.order), stashed)
             case What.PREFETCH:
                 self._ask(unit, Request.PREFETCH)
             case What.OPTIMIZER_STEP:
-                for facts in self.seen.facts:
-                    facts.stale = facts.copy != NOWHERE
+                for facts, always in zip(self.seen.facts, self.seen.always, strict=True):
+                    if facts.copy != NOWHERE:
+                        facts.stale = SHOWN if self.seen.path and not always else HIDDEN
                 self.live = 0
             case What.GRAPHS_DROPPED:
                 self.live = 0
@@ -159,12 +172,30 @@ class Harness:
             case What.REFUSED:
                 self._expect_refusal(unit, event)
 
-    def _begin_pass(self, stashed: tuple[bool, ...]) -> None:
+    def _begin_pass(self, stashed: tuple[bool, ...], evaluates: bool) -> None:
         dead = self.root.end_backward(BackwardEvent.PASS_BEGINS, self.order)
         if (dead is None) is not (self.seen.sync is Sync.NO_BACKWARD):
             raise Violation("a dead backward was not noticed, or one that is not there was")
         if dead is not None:
             self._close(Event.BACKWARD_FAILED, dead, stashed)
+        self.seen.forward_begins(evaluates)
+        event = CopyEvent.EVALUATION_BEGINS if evaluates else CopyEvent.PASS_BEGINS
+        asked = [unit for unit in self.order if CopyAction.ASK in self._tell_copy(unit, event)]
+        # the ranks compare counters and checksums, which no change escapes
+        changed = any(self.seen.facts[unit].stale != SAME for unit in asked)
+        for unit in asked:
+            self.seen.facts[unit].doubt = self.seen.facts[unit].doubt or changed
+            self._tell_copy(unit, CopyEvent.WEIGHTS_CHANGED if changed else CopyEvent.WEIGHTS_SAME)
+        for unit in self.order:
+            if self.seen.always[unit] and self.seen.facts[unit].stale != SAME:
+                raise Violation(f"{self.tree.units[unit].name}: a stale copy was kept from pass to pass")
+
+    def _tell_copy(self, unit: int, event: CopyEvent) -> tuple[CopyAction, ...]:
+        actions = self.root.copies[unit].on(event)
+        if CopyAction.DROP in actions:
+            self.seen.drop(unit)
+            self._ask(unit, Request.RESHARD)
+        return actions
 
     def _move_forward(self, unit: int, event: Event) -> None:
         if event is Event.PRE_FORWARD:
@@ -174,10 +205,16 @@ class Harness:
         else:
             self.seen.path = self.seen.path[:-1]
         self._hear(unit, event)
+        if event is Event.PRE_FORWARD:
+            self.seen.check_used(unit)
         if not self.seen.path:
             failed = event is Event.FORWARD_FAILED
             for other in self.order:
                 self._ask(other, Request.PASS_FAILS if failed else Request.PASS_ENDS)
+            if self.seen.evaluates:
+                for facts, copy in zip(self.seen.facts, self.root.copies, strict=True):
+                    copy.on(CopyEvent.EVALUATION_ENDS)
+                    facts.doubt = True
             self.seen.check_pass_ended(failed)
 
     def _move_backward(self, unit: int, event: Event) -> None:
@@ -202,10 +239,19 @@ class Harness:
             if told is not event:
                 raise Violation(f"{self.tree.units[unit].name}: told {told.name} where {event.name} is true")
         self._hear(unit, event)
+        if unit not in self.seen.path and facts.open:
+            self.seen.check_used(unit)
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether a backward that ends now ends inside a forward. Where nobody steps there, it need not be known."""
+        return bool(self.seen.path) and self.tree.scope.stepping
 
     def _close(self, event: Event, instructions: tuple[Instruction, ...] | None, stashed: tuple[bool, ...]) -> None:
         for facts in self.seen.facts:
             facts.open = False
+        if self._is_inside:
+            self.seen.backward_inside()
         self._obey(instructions, event)
         self.seen.sync = Sync.NO_BACKWARD
         self.seen.check_closed(stashed, event)
@@ -227,7 +273,7 @@ class Harness:
             raise Violation("given up, and the root is not at rest")
 
     def _check_at_rest(self) -> None:
-        if self.root.backward is not BackwardState.RESTING:
+        if self.root.backward is not (BackwardState.RESTING_INSIDE if self._is_inside else BackwardState.RESTING):
             raise Violation("the backward is closed, and runs")
         for unit, life in enumerate(self.root.lifecycles):
             if unit not in self.seen.path and not self.seen.facts[unit].full_params and life.state is not State.IDLE:
@@ -257,18 +303,26 @@ class Harness:
             if ask is not None:
                 self._ask(unit, ask)
             elif action is Action.DROP_STALE:
-                if self.seen.facts[unit].stale:
-                    self._ask(unit, Request.RESHARD)
+                moved = self.seen.facts[unit].stale == SHOWN
+                self._tell_copy(unit, CopyEvent.USED_CHANGED if moved else CopyEvent.USED)
             else:
                 self._burn(action)
                 self.seen.action(unit, action, event)
                 if action is Action.JOIN_BACKWARD:
                     self.root.begin(BEGINS[self.seen.sync])
+                elif action is Action.COMMIT and not self.tree.units[unit].frozen:
+                    self.root.copies[unit].on(CopyEvent.COMMITTED)
+                    self.seen.facts[unit].doubt = True
 
     def _ask(self, unit: int, ask: Request) -> None:
         for effect in self.residencies[unit].on(ask):
+            if effect is Effect.ALL_GATHER:
+                actions = self.root.gather(unit)
+                self.seen.gathers(unit, CopyAction.CHECK in actions, CopyAction.WAIT in actions, CopyAction.SUM in actions)
             self._burn(effect)
             self.seen.effect(unit, effect)
+            if effect is Effect.FREE_UNSHARDED:
+                self.root.copies[unit].on(CopyEvent.RELEASED)
 
     def _burn(self, thing: Action | Effect) -> None:
         if self.fail_after != NEVER and thing in MAY_FAIL:

@@ -20,7 +20,10 @@ NOWHERE, IN_FLIGHT, IN_MEMORY = 0, 1, 2
 NONE, REDUCING, REDUCED = 0, 1, 2
 """Where the reduction of a unit's gradients is: none, in flight, awaited and not committed."""
 
-Seen = tuple[int, bool, bool, bool, bool, int, bool, bool]
+SAME, HIDDEN, SHOWN = 0, 1, 2
+"""Whether the weights have changed since the copy was gathered: no, without a trace on this rank, in its version counters."""
+
+Seen = tuple[int, bool, int, bool, bool, int, bool, bool, bool]
 
 
 class Violation(AssertionError):
@@ -41,26 +44,37 @@ class Sync(Enum):
 class Facts:
     """What the bystander knows of one unit."""
 
-    __slots__ = ("arrived", "copy", "full_params", "open", "reduction", "shown", "stale", "stashed")
+    __slots__ = ("arrived", "copy", "doubt", "full_params", "open", "reduction", "shown", "stale", "stashed")
 
     def __init__(self) -> None:
-        self.restore((NOWHERE, False, False, False, False, NONE, False, False))
+        self.restore((NOWHERE, False, SAME, False, False, NONE, False, False, False))
 
     def freeze(self) -> Seen:
         """Everything, hashable."""
-        return (self.copy, self.shown, self.stale, self.open, self.arrived, self.reduction, self.stashed, self.full_params)
+        return (
+            self.copy,
+            self.shown,
+            self.stale,
+            self.open,
+            self.arrived,
+            self.reduction,
+            self.stashed,
+            self.full_params,
+            self.doubt,
+        )
 
     def restore(self, seen: Seen) -> None:
         """Undo `freeze`."""
         (
             self.copy,
             self.shown,
-            self.stale,  # the shards changed since the copy was gathered
+            self.stale,  # whether the shards changed since the copy was gathered
             self.open,  # a backward has reached it and its gradients are not complete
             self.arrived,  # a gradient came and is not reduced
             self.reduction,
             self.stashed,  # gradients kept whole by earlier backwards under `no_sync`
             self.full_params,
+            self.doubt,  # since the gather something has happened after which the shards may have changed on some rank
         ) = seen
 
 
@@ -80,7 +94,7 @@ EXPECTED: Final = {
 class InvariantMonitor:
     """Watches the units of one root. Raises Violation the moment a promise is broken."""
 
-    __slots__ = ("always", "committing", "facts", "keeps", "names", "path", "queued", "sync")
+    __slots__ = ("always", "committing", "evaluates", "facts", "keeps", "may_step", "names", "path", "queued", "sync")
 
     def __init__(self, names: tuple[str, ...], keeps: tuple[bool, ...], always: tuple[bool, ...]) -> None:
         self.names = names
@@ -92,6 +106,10 @@ class InvariantMonitor:
         self.path: tuple[int, ...] = ()
         """The units whose forward runs, outermost first."""
         self.sync = Sync.NO_BACKWARD
+        self.may_step = False
+        """A backward inside the forward that runs is over, so that an optimizer may step before the forward ends."""
+        self.evaluates = False
+        """The forward that runs records no graph."""
         self.queued = False
         """The callback of this backward is queued."""
         self.committing: list[int] = []
@@ -109,7 +127,8 @@ class InvariantMonitor:
             case Effect.ALL_GATHER:
                 self.require(facts.copy == NOWHERE, unit, "gathered what was in memory or in flight already")
                 facts.copy = IN_FLIGHT
-                facts.stale = False
+                facts.stale = SAME
+                facts.doubt = self.may_step
             case Effect.WAIT_ALL_GATHER:
                 if facts.copy == IN_FLIGHT:
                     facts.copy = IN_MEMORY
@@ -122,7 +141,8 @@ class InvariantMonitor:
                 self.require(facts.copy != IN_FLIGHT, unit, "released memory under a gather in flight")
                 self.require(not facts.shown, unit, "released memory that the modules still show")
                 facts.copy = NOWHERE
-                facts.stale = False
+                facts.stale = SAME
+                facts.doubt = False
 
     def action(self, unit: int, action: Action, event: Event) -> None:
         """The engine did something other than moving memory, in answer to `event`."""
@@ -196,13 +216,46 @@ class InvariantMonitor:
             elif facts.open or unit in self.path:
                 self.require(facts.copy == IN_MEMORY, unit, "computes and its parameters are not in memory")
                 self.require(facts.shown, unit, "computes and its modules show the shards")
-                self.require(not facts.stale, unit, "computes with a stale copy")
             else:
                 self.require(not facts.shown, unit, "shows whole parameters and nothing computes")
                 self.require(facts.copy != IN_MEMORY or self.keeps[unit], unit, "holds memory and nothing computes")
 
+    def forward_begins(self, evaluates: bool) -> None:
+        """A forward of the root begins: what may have changed before it did."""
+        self.evaluates = evaluates
+        for unit, facts in enumerate(self.facts):
+            facts.doubt = facts.doubt or evaluates or not self.always[unit]
+
+    def backward_inside(self) -> None:
+        """A backward inside a forward is over. One that failed may come after one that brought gradients."""
+        self.may_step = True
+        for unit, facts in enumerate(self.facts):
+            # what other strategies hold is compared by version counters
+            facts.doubt = facts.doubt or self.always[unit]
+
+    def check_used(self, unit: int) -> None:
+        """P2, when a forward or a backward has come to a unit."""
+        facts = self.facts[unit]
+        self.require(facts.full_params or facts.stale == SAME, unit, "computes with a stale copy")
+
+    def gathers(self, unit: int, checks: bool, waits: bool, sums: bool) -> None:
+        """What the engine does before a gather."""
+        self.require(checks or self.sync is not Sync.NO_BACKWARD, unit, "gathered shards that were not checked")
+        self.require(
+            waits or not self.may_step or self.sync is not Sync.NO_BACKWARD, unit, "gathered shards that may be written now"
+        )
+        self.require(sums or not self.always[unit], unit, "gathered what will be asked for, without checksums")
+
+    def drop(self, unit: int) -> None:
+        """The engine gives a copy back, to gather it anew if it is needed."""
+        facts = self.facts[unit]
+        needed = facts.copy == NOWHERE or facts.stale != SAME or facts.doubt
+        self.require(needed, unit, "dropped a copy that nothing has made stale")
+
     def check_pass_ended(self, failed: bool) -> None:
         """When the forward of the root is over."""
+        self.may_step = False
+        self.evaluates = False
         for unit, facts in enumerate(self.facts):
             self.require(facts.copy != IN_FLIGHT, unit, "the pass is over and a gather is in flight")
             self.require(facts.open or not failed or facts.copy == NOWHERE, unit, "the pass has failed and it is not sharded")
@@ -229,6 +282,8 @@ class InvariantMonitor:
         """P5, when a pass was given up: no trace, whatever went on."""
         self.committing.clear()
         self.queued = False
+        self.may_step = False
+        self.evaluates = False
         for unit, facts in enumerate(self.facts):
             self.require(facts.copy == NOWHERE and not facts.shown, unit, "given up and not sharded")
             self.require(not facts.full_params, unit, "given up and still lent")

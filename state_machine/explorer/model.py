@@ -15,13 +15,16 @@ here holds there. The world (harness.py) does it. The permissions:
   both leave the lifecycle where the begin put it: it is one move, with its end or (stopped early) without.
 * A gradient from a use of a parameter outside its unit may come in any backward, also when no graph reaches the unit.
 * A frozen unit has no gradients; its inputs' gradients (INPUT_GRADS_DONE) come also when its own output is unused.
-* An optimizer step makes every copy stale, and autograd refuses the graphs from before it: both in one move, at rest.
+* An optimizer step makes every copy stale, and autograd refuses the graphs from before it: both in one move. It comes at rest,
+  or in a forward inside which a backward has run. On this rank it may pass all shards by and leave no trace in their version
+  counters; inside a forward, units that do not keep their copies always are only promised what the counters show.
+* A forward of the root records a graph, or is an evaluation.
 * Prefetch may want any unit that is not lent, at any moment, with a bound on the gathers in flight.
 * A backward may die unnoticed: the next that is heard is a forward outside any other, at rest.
 * `torch.autograd.grad` brings no gradient to a parameter, unless a backward inside it does; it never begins with one.
 * An exception in a backward inside a forward may pass through some of the forwards before the engine hears of it.
 
-Left out: an optimizer step inside a forward (the units around it go on computing with what they gathered), a forward
+Left out: a backward through a call during which an optimizer has stepped (the version counters refuse it), a forward
 that catches a failure of ours and goes on (refused at its end), and a frozen unit left by one call while a backward is
 inside another call of it (autograd runs one device's nodes latest first, so calls do not overlap).
 """
@@ -58,6 +61,8 @@ class Scope(NamedTuple):
     """Backwards also by `torch.autograd.grad`."""
     again: bool = True
     """A unit that was done may be entered again in the same backward."""
+    stepping: bool = False
+    """An optimizer steps inside a forward too, and there are evaluations."""
     prefetch: int = 1
     """The most gathers that prefetch has in flight."""
     breakage: bool = False
@@ -96,6 +101,8 @@ class Move(NamedTuple):
     sync: Sync = Sync.NO_BACKWARD
     depth: int = 0
     """How many forwards the exception has passed through."""
+    evaluates: bool = False
+    """The forward is one of the root that records no graph."""
 
 
 FORWARD_MOVES: Final = (Event.POST_FORWARD, Event.POST_FORWARD_NO_GRAD, Event.FORWARD_FAILED)
@@ -150,7 +157,11 @@ class Model:
     def _forward_moves(self, seen: InvariantMonitor) -> Iterator[Move]:
         if not seen.path:
             yield Move(What.FORWARD, 0, Event.PRE_FORWARD)
+            if self.scope.stepping:
+                yield Move(What.FORWARD, 0, Event.PRE_FORWARD, evaluates=True)
             return
+        if self.scope.stepping and seen.may_step:
+            yield Move(What.OPTIMIZER_STEP)
         top = seen.path[-1]
         for child in self.children[top]:
             yield Move(What.FORWARD, child, Event.PRE_FORWARD)

@@ -20,6 +20,8 @@ STATES = {
     "pair-kept": 8_000,
     "alone-always": 100,
     "pair-always": 1_000,
+    "pair-stepping": 1_000,
+    "pair-kept-stepping": 1_000,
     "chain": 10_000,
     "chain-lent": 6_000,
     "chain-frozen": 1_000,
@@ -41,7 +43,7 @@ def test_the_trees_cover_depth_width_frozen_units_and_every_strategy() -> None:
     assert any(unit.frozen for tree in TREES for unit in tree.units if len(tree.units) == 4)
     assert {unit.strategy for unit in BY_NAME["chain"].units} == {AFTER_FORWARD, AFTER_BACKWARD}
     assert {unit.strategy for unit in BY_NAME["pair-always"].units} == {ReshardPolicy.NEVER}
-    for bound in ("nested", "no_sync", "asking", "lending", "again", "breakage"):
+    for bound in ("nested", "no_sync", "asking", "stepping", "lending", "again", "breakage"):
         assert any(getattr(tree.scope, bound) for tree in TREES if len(tree.units) > 1), f"nobody explores {bound}"
 
 

@@ -18,7 +18,9 @@ from state_machine.vocabulary import Action, Event, State
 ASKS = {Action.UNSHARD: Request.UNSHARD, Action.KEEP_UNSHARDED: Request.CACHE, Action.RESHARD: Request.RESHARD}
 KINDS = (BackwardEvent.SYNC_BEGINS, BackwardEvent.NO_SYNC_BEGINS, BackwardEvent.GRAD_ONLY_BEGINS)
 CLOSING_EVENTS = (Event.FINAL_CALLBACK, Event.FINAL_CALLBACK_NO_SYNC, Event.BACKWARD_FAILED)
-ENDS = (BackwardEvent.CALLBACK_RUNS, BackwardEvent.FAILS, BackwardEvent.PASS_BEGINS)
+WELL = (BackwardEvent.CALLBACK_RUNS, BackwardEvent.CALLBACK_RUNS_INSIDE)
+ENDS = (*WELL, BackwardEvent.FAILS, BackwardEvent.FAILS_INSIDE, BackwardEvent.PASS_BEGINS)
+RESTING = (BackwardState.RESTING, BackwardState.RESTING_INSIDE)
 SINGLE_EVENTS = [event for event in Event if event not in CLOSING_EVENTS and event is not Event.STEP_ABANDONED]
 UNITS = st.integers(0, 2)
 
@@ -62,16 +64,16 @@ class UnitsSeenFromOutside(RuleBasedStateMachine):
         if not self.full_params[unit]:
             self.ask(unit, Request.PREFETCH)
 
-    @precondition(lambda self: self.root.backward is not BackwardState.RESTING)
+    @precondition(lambda self: self.root.backward not in RESTING)
     @rule()
     def complete(self) -> None:
         assert self.root.complete() is (Event.POST_BACKWARD if self.reduces else Event.POST_BACKWARD_NO_SYNC)
 
-    @precondition(lambda self: self.root.backward is not BackwardState.RESTING)
+    @precondition(lambda self: self.root.backward not in RESTING)
     @rule(ends=st.sampled_from(ENDS), order=st.permutations(range(3)))
     def close(self, ends: BackwardEvent, order: list[int]) -> None:
         well = Event.FINAL_CALLBACK if self.reduces else Event.FINAL_CALLBACK_NO_SYNC
-        event = well if ends is BackwardEvent.CALLBACK_RUNS else Event.BACKWARD_FAILED
+        event = well if ends in WELL else Event.BACKWARD_FAILED
         forwards = [life.state is State.FORWARD for life in self.root.lifecycles]
         told = self.root.end_backward(ends, order)
         assert told is not None
@@ -157,8 +159,8 @@ class UnitsSeenFromOutside(RuleBasedStateMachine):
 
     @invariant()
     def one_callback_exactly_while_a_backward_runs(self) -> None:
-        assert self.callbacks == (self.root.backward is not BackwardState.RESTING)
-        if self.root.backward is BackwardState.RESTING:
+        assert self.callbacks == (self.root.backward not in RESTING)
+        if self.root.backward in RESTING:
             assert not any(life.state in (State.BACKWARD_PRE, State.BACKWARD_POST) for life in self.root.lifecycles)
 
 
@@ -176,7 +178,7 @@ WIDE = Tree(
         Branch("block1.adapter", 5),
         Branch("head", 0),
     ),
-    Scope(prefetch=3),
+    Scope(prefetch=3, asking=True, stepping=True),
 )
 
 

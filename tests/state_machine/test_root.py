@@ -10,12 +10,15 @@ from state_machine.vocabulary import Action, Event, State
 
 ORDER = (2, 0, 1)
 KINDS = (B.SYNC_BEGINS, B.NO_SYNC_BEGINS, B.GRAD_ONLY_BEGINS)
-ENDS = (B.CALLBACK_RUNS, B.FAILS, B.PASS_BEGINS)
+ENDS = (B.CALLBACK_RUNS, B.CALLBACK_RUNS_INSIDE, B.FAILS, B.FAILS_INSIDE, B.PASS_BEGINS)
 """How a backward that runs ends, but for being abandoned."""
 CELLS = """
     RESTING UNIT_JOINS -> BEGINNING: callback
     RESTING PASS_BEGINS -> RESTING:
     RESTING STEP_ABANDONED -> RESTING: STEP_ABANDONED
+    RESTING_INSIDE UNIT_JOINS -> BEGINNING: callback
+    RESTING_INSIDE PASS_BEGINS -> RESTING:
+    RESTING_INSIDE STEP_ABANDONED -> RESTING: STEP_ABANDONED
     BEGINNING SYNC_BEGINS -> RUNNING_SYNC:
     BEGINNING NO_SYNC_BEGINS -> RUNNING_NO_SYNC:
     BEGINNING GRAD_ONLY_BEGINS -> RUNNING_NO_GRADS:
@@ -25,21 +28,27 @@ CELLS = """
     RUNNING_SYNC GRAD_ACCUMULATED -> RUNNING_SYNC:
     RUNNING_SYNC UNIT_COMPLETE -> RUNNING_SYNC: POST_BACKWARD
     RUNNING_SYNC CALLBACK_RUNS -> RESTING: FINAL_CALLBACK
+    RUNNING_SYNC CALLBACK_RUNS_INSIDE -> RESTING_INSIDE: FINAL_CALLBACK
     RUNNING_SYNC FAILS -> RESTING: BACKWARD_FAILED
+    RUNNING_SYNC FAILS_INSIDE -> RESTING_INSIDE: BACKWARD_FAILED
     RUNNING_SYNC PASS_BEGINS -> RESTING: BACKWARD_FAILED
     RUNNING_SYNC STEP_ABANDONED -> RESTING: STEP_ABANDONED
     RUNNING_NO_SYNC UNIT_JOINS -> RUNNING_NO_SYNC:
     RUNNING_NO_SYNC GRAD_ACCUMULATED -> RUNNING_NO_SYNC:
     RUNNING_NO_SYNC UNIT_COMPLETE -> RUNNING_NO_SYNC: POST_BACKWARD_NO_SYNC
     RUNNING_NO_SYNC CALLBACK_RUNS -> RESTING: FINAL_CALLBACK_NO_SYNC
+    RUNNING_NO_SYNC CALLBACK_RUNS_INSIDE -> RESTING_INSIDE: FINAL_CALLBACK_NO_SYNC
     RUNNING_NO_SYNC FAILS -> RESTING: BACKWARD_FAILED
+    RUNNING_NO_SYNC FAILS_INSIDE -> RESTING_INSIDE: BACKWARD_FAILED
     RUNNING_NO_SYNC PASS_BEGINS -> RESTING: BACKWARD_FAILED
     RUNNING_NO_SYNC STEP_ABANDONED -> RESTING: STEP_ABANDONED
     RUNNING_NO_GRADS UNIT_JOINS -> RUNNING_NO_GRADS:
     RUNNING_NO_GRADS GRAD_ACCUMULATED -> RUNNING_SYNC:
     RUNNING_NO_GRADS UNIT_COMPLETE -> RUNNING_NO_GRADS: POST_BACKWARD_NO_SYNC
     RUNNING_NO_GRADS CALLBACK_RUNS -> RESTING: FINAL_CALLBACK_NO_SYNC
+    RUNNING_NO_GRADS CALLBACK_RUNS_INSIDE -> RESTING_INSIDE: FINAL_CALLBACK_NO_SYNC
     RUNNING_NO_GRADS FAILS -> RESTING: BACKWARD_FAILED
+    RUNNING_NO_GRADS FAILS_INSIDE -> RESTING_INSIDE: BACKWARD_FAILED
     RUNNING_NO_GRADS PASS_BEGINS -> RESTING: BACKWARD_FAILED
     RUNNING_NO_GRADS STEP_ABANDONED -> RESTING: STEP_ABANDONED
 """
@@ -125,7 +134,8 @@ def test_only_the_first_unit_to_join_queues_the_callback_and_the_next_backward_q
         assert actions(root.on_event(0, Event.PRE_RECOMPUTE)) == [Action.UNSHARD]
         assert root.synchronises is (kind is not B.NO_SYNC_BEGINS), "a gradient has come"
         assert root.end_backward(closing, ORDER)
-        assert root.backward is BackwardState.RESTING
+        inside = closing in (B.CALLBACK_RUNS_INSIDE, B.FAILS_INSIDE)
+        assert root.backward is (BackwardState.RESTING_INSIDE if inside else BackwardState.RESTING)
         assert root.at_rest
 
 
@@ -145,7 +155,7 @@ def test_a_gradient_that_is_the_first_of_a_backward_does_not_say_its_kind() -> N
 
 def test_no_row_but_the_first_join_asks_for_a_callback() -> None:
     asking = [(state, event) for state, row in BACKWARD.items() for event, step in row.items() if step.queue_callback]
-    assert asking == [(BackwardState.RESTING, B.UNIT_JOINS)]
+    assert asking == [(BackwardState.RESTING, B.UNIT_JOINS), (BackwardState.RESTING_INSIDE, B.UNIT_JOINS)]
 
 
 def test_an_abandoned_backward_makes_way_for_a_new_callback() -> None:
@@ -192,7 +202,7 @@ def test_a_backward_that_reduces_nothing_commits_nothing(kind: B) -> None:
     assert root.at_rest
 
 
-@pytest.mark.parametrize("fails", [B.FAILS, B.PASS_BEGINS])
+@pytest.mark.parametrize("fails", [B.FAILS, B.FAILS_INSIDE, B.PASS_BEGINS])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failed_backward_commits_nothing_and_tells_every_unit(kind: B, fails: B) -> None:
     root = begun(0, kind)
@@ -217,7 +227,7 @@ def test_a_backward_inside_a_forward_leaves_that_forward_running() -> None:
     root.on_event(0, Event.PRE_FORWARD)
     root.on_event(1, Event.PRE_BACKWARD)
     root.begin(B.SYNC_BEGINS)
-    told = closed(root, B.CALLBACK_RUNS)
+    told = closed(root, B.CALLBACK_RUNS_INSIDE)
     assert Instruction(0, Action.RESHARD) not in told
     assert states(root) == [State.FORWARD, State.IDLE, State.IDLE]
 
@@ -259,7 +269,7 @@ def test_a_backward_that_runs_does_not_begin(kind: B) -> None:
             root.begin(kind)
 
 
-@pytest.mark.parametrize("event", [B.UNIT_JOINS, B.UNIT_COMPLETE, B.CALLBACK_RUNS, B.FAILS, B.PASS_BEGINS])
+@pytest.mark.parametrize("event", [B.UNIT_JOINS, B.UNIT_COMPLETE, *ENDS])
 def test_a_backward_whose_kind_is_not_known_yet_does_nothing_else(event: B) -> None:
     root = root_of_three()
     root.on_event(0, Event.PRE_BACKWARD)

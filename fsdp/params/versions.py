@@ -1,0 +1,80 @@
+"""Whether the weights of a unit have changed: the version counters and checksums of its shards. Read and compared here alone."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp.comm.process_group import Communicator
+from fsdp.params.flat_buffer import FlatBuffer
+
+
+class Versions:
+    """The clocks of the shards of one unit."""
+
+    __slots__ = ("_at_forward", "_at_gather", "_flats", "_repeated", "_sums")
+
+    def __init__(self, flats: Sequence[FlatBuffer]) -> None:
+        self._flats = tuple(flats)
+        self._repeated = 0
+        """How many changes were made by replays, which repeat those of a forward."""
+        self._at_forward = 0
+        self._at_gather = 0
+        self._sums: Tensor
+
+    @property
+    def counts(self) -> bool:
+        """Whether the unit has any parameter."""
+        return bool(self._flats)
+
+    def now(self) -> int:
+        """Grows with every in-place change of a shard, but for those that a replay repeats."""
+        return sum([p._version for flat in self._flats for p in flat.sharded_params]) - self._repeated
+
+    def repeat(self, changes: int) -> None:
+        """So many of the last changes were made a second time, and are no reason to refuse a backward."""
+        self._repeated += changes
+
+    def forward_begins(self) -> int:
+        """A forward of the unit begins; return the number that its backward must find again."""
+        self._at_forward = self.now()
+        return self._at_forward
+
+    def gathered(self) -> None:
+        """A copy is about to be gathered, outside any backward."""
+        self._at_gather = self.now()
+
+    @property
+    def moved(self) -> bool:
+        """Whether the counters had moved since the gather when the last forward began."""
+        return self._at_forward != self._at_gather
+
+    def remember_sums(self) -> None:
+        """A copy is about to be gathered: note the checksums of what it will be a copy of."""
+        self._sums = self._count_sums()
+
+    def has_changed(self) -> Tensor:
+        """Whether a shard was changed, also through `.data`, or replaced, since then: () bool, on the device of the shards."""
+        if self.now() != self._at_gather or any(flat.is_replaced for flat in self._flats):
+            return torch.ones((), dtype=torch.bool, device=self._flats[0].device)
+        return (self._count_sums() != self._sums).any()
+
+    def _count_sums(self) -> Tensor:
+        """Of each flat buffer, the sum of its bits, taken as numbers of four bytes."""
+        if not self._flats:
+            return torch.zeros(0, dtype=torch.int64)
+        with torch.no_grad():
+            return torch.stack([flat.shard.view(torch.int32).sum(dtype=torch.int64) for flat in self._flats])
+
+
+def any_changed(asked: Sequence[Versions], world_comm: Communicator) -> bool:
+    """Whether any rank has changed any of these weights since their gather.
+
+    Traffic: one byte, reduced over all ranks.
+    """
+    asked = [versions for versions in asked if versions.counts]
+    if not asked:
+        return False
+    flag = torch.stack([versions.has_changed() for versions in asked]).any().to(torch.uint8).view(1)
+    world_comm.all_reduce(flag, "max", "which weights changed").wait()
+    return bool(flag.item())

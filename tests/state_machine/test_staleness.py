@@ -1,0 +1,179 @@
+"""Every cell of both tables of the copies, written out a second time by hand, and what they promise from pass to pass."""
+
+import pytest
+
+from state_machine.lifecycle import Lifecycle
+from state_machine.root import Root
+from state_machine.staleness import COPY_TABLES, GATHERS, Copy, CopyAction, CopyEvent, CopyState
+from state_machine.table import BackwardEvent, BackwardState, ReshardPolicy
+from state_machine.vocabulary import Event
+
+WITHIN_A_PASS = """
+    STALE GATHERED -> FRESH: CHECK
+    STALE GATHERED_LATE -> FRESH: CHECK, WAIT
+    STALE GATHERED_IN_BACKWARD -> FRESH:
+    STALE USED -> STALE: DROP
+    STALE USED_CHANGED -> STALE: DROP
+    STALE PASS_BEGINS -> STALE:
+    STALE EVALUATION_BEGINS -> STALE:
+    STALE EVALUATION_ENDS -> STALE:
+    STALE COMMITTED -> STALE:
+    STALE BACKWARD_INSIDE -> STALE:
+    STALE RELEASED -> STALE:
+    FRESH USED -> FRESH:
+    FRESH USED_CHANGED -> STALE: DROP
+    FRESH PASS_BEGINS -> STALE:
+    FRESH EVALUATION_BEGINS -> STALE:
+    FRESH EVALUATION_ENDS -> FRESH:
+    FRESH COMMITTED -> FRESH:
+    FRESH BACKWARD_INSIDE -> FRESH:
+    FRESH RELEASED -> STALE:
+"""
+FROM_PASS_TO_PASS = """
+    STALE GATHERED -> FRESH: CHECK, SUM
+    STALE GATHERED_LATE -> UNSURE: CHECK, WAIT, SUM
+    STALE GATHERED_IN_BACKWARD -> FRESH: SUM
+    STALE PASS_BEGINS -> STALE: DROP
+    STALE EVALUATION_BEGINS -> STALE: DROP
+    STALE EVALUATION_ENDS -> STALE:
+    STALE USED -> STALE: DROP
+    STALE USED_CHANGED -> STALE: DROP
+    STALE COMMITTED -> STALE:
+    STALE BACKWARD_INSIDE -> STALE:
+    STALE RELEASED -> STALE:
+    FRESH USED -> FRESH:
+    FRESH USED_CHANGED -> STALE: DROP
+    FRESH PASS_BEGINS -> UNSURE: ASK
+    FRESH EVALUATION_BEGINS -> STALE: DROP
+    FRESH EVALUATION_ENDS -> STALE:
+    FRESH COMMITTED -> STALE:
+    FRESH BACKWARD_INSIDE -> UNSURE:
+    FRESH RELEASED -> STALE:
+    UNSURE WEIGHTS_SAME -> FRESH:
+    UNSURE WEIGHTS_CHANGED -> STALE: DROP
+    UNSURE USED -> STALE: DROP
+    UNSURE USED_CHANGED -> STALE: DROP
+    UNSURE PASS_BEGINS -> UNSURE: ASK
+    UNSURE EVALUATION_BEGINS -> STALE: DROP
+    UNSURE EVALUATION_ENDS -> STALE:
+    UNSURE COMMITTED -> STALE:
+    UNSURE BACKWARD_INSIDE -> UNSURE:
+    UNSURE RELEASED -> STALE:
+"""
+CELLS = {
+    ReshardPolicy.AFTER_FORWARD: WITHIN_A_PASS,
+    ReshardPolicy.AFTER_BACKWARD: WITHIN_A_PASS,
+    ReshardPolicy.NEVER: FROM_PASS_TO_PASS,
+}
+LINES = [(strategy, line.strip()) for strategy, text in CELLS.items() for line in text.strip().splitlines()]
+ROUTES = {
+    CopyState.STALE: (),
+    CopyState.FRESH: (CopyEvent.GATHERED,),
+    CopyState.UNSURE: (CopyEvent.GATHERED, CopyEvent.PASS_BEGINS),
+}
+RESHARD_NEVER = ReshardPolicy.NEVER
+
+
+@pytest.mark.parametrize(("strategy", "line"), LINES)
+def test_cell(strategy: ReshardPolicy, line: str) -> None:
+    cell, _, answer = (part.strip() for part in line.partition(":"))
+    heard, _, to = (part.strip() for part in cell.partition("->"))
+    state, event = heard.split()
+    copy = Copy("layers.3", strategy)
+    for one in ROUTES[CopyState[state]]:
+        copy.on(one)
+    assert copy.state is CopyState[state]
+    actions = ", ".join(action.name for action in copy.on(CopyEvent[event]))
+    assert (copy.state.name, actions) == (to, answer)
+
+
+@pytest.mark.parametrize("strategy", [*ReshardPolicy])
+def test_the_cells_above_are_all_there_are(strategy: ReshardPolicy) -> None:
+    written = {line.partition(" ->")[0] for one, line in LINES if one is strategy}
+    table = COPY_TABLES[strategy]
+    assert written == {f"{state.name} {event.name}" for state, row in table.items() for event in row}
+    assert set(table) == set(CopyState)
+
+
+@pytest.mark.parametrize("strategy", [*ReshardPolicy])
+def test_a_second_gather_and_an_answer_nobody_asked_for_are_refused(strategy: ReshardPolicy) -> None:
+    for state, events in (
+        (CopyState.STALE, (CopyEvent.WEIGHTS_SAME, CopyEvent.WEIGHTS_CHANGED)),
+        (CopyState.FRESH, (*GATHERS.values(), CopyEvent.WEIGHTS_SAME, CopyEvent.WEIGHTS_CHANGED)),
+    ):
+        for event in events:
+            copy = Copy("layers.3", strategy)
+            for one in ROUTES[state]:
+                copy.on(one)
+            with pytest.raises(RuntimeError, match=f"the copy of unit 'layers.3': {event.name} is not allowed in {state.name}"):
+                copy.on(event)
+            assert copy.state is state
+
+
+def told(events: str) -> list[str]:
+    """Play events to a copy that stays from pass to pass; return what each asks for."""
+    copy = Copy("layers.3", RESHARD_NEVER)
+    return ["+".join(action.name for action in copy.on(CopyEvent[event])) for event in events.split()]
+
+
+def test_a_loop_without_accumulation_asks_nothing() -> None:
+    step = "PASS_BEGINS RELEASED GATHERED COMMITTED"
+    assert told(f"{step} {step} {step}") == ["DROP", "", "CHECK+SUM", ""] * 3
+
+
+def test_accumulation_asks_and_gathers_once() -> None:
+    assert told("PASS_BEGINS GATHERED PASS_BEGINS WEIGHTS_SAME USED PASS_BEGINS WEIGHTS_CHANGED")[1:] == [
+        "CHECK+SUM",
+        "ASK",
+        "",
+        "",
+        "ASK",
+        "DROP",
+    ]
+
+
+def test_around_an_evaluation_everything_is_gathered_anew() -> None:
+    assert told("GATHERED EVALUATION_BEGINS RELEASED GATHERED EVALUATION_ENDS PASS_BEGINS")[1:] == [
+        "DROP",
+        "",
+        "CHECK+SUM",
+        "",
+        "DROP",
+    ]
+
+
+def test_which_gather_it_is_depends_on_the_backward_of_the_root() -> None:
+    def root_in(*events: BackwardEvent) -> Root:
+        root = Root([Lifecycle("root", RESHARD_NEVER)])
+        if events:
+            root.on_event(0, Event.PRE_FORWARD)
+            root.on_event(0, Event.PRE_BACKWARD)
+            root.begin(events[0])
+            for event in events[1:]:
+                root.end_backward(event, (0,))
+        return root
+
+    late = (CopyAction.CHECK, CopyAction.WAIT, CopyAction.SUM)
+    assert root_in().gather(0) == (CopyAction.CHECK, CopyAction.SUM)
+    for kind in (BackwardEvent.SYNC_BEGINS, BackwardEvent.NO_SYNC_BEGINS, BackwardEvent.GRAD_ONLY_BEGINS):
+        assert root_in(kind).gather(0) == (CopyAction.SUM,)
+        assert root_in(kind, BackwardEvent.CALLBACK_RUNS).gather(0) == (CopyAction.CHECK, CopyAction.SUM)
+        assert root_in(kind, BackwardEvent.CALLBACK_RUNS_INSIDE).gather(0) == late
+        assert root_in(kind, BackwardEvent.FAILS_INSIDE).gather(0) == late
+        assert root_in(kind, BackwardEvent.CALLBACK_RUNS_INSIDE, BackwardEvent.PASS_BEGINS).gather(0) == late[::2]
+    beginning = Root([Lifecycle("root", RESHARD_NEVER)])
+    beginning.on_event(0, Event.PRE_BACKWARD)
+    assert beginning.gather(0) == (CopyAction.SUM,)
+    assert set(GATHERS) == set(BackwardState)
+
+
+def test_a_backward_inside_a_forward_makes_every_kept_copy_unsure() -> None:
+    for end in (BackwardEvent.CALLBACK_RUNS_INSIDE, BackwardEvent.FAILS_INSIDE):
+        root = Root([Lifecycle("root", RESHARD_NEVER), Lifecycle("child", ReshardPolicy.AFTER_BACKWARD)])
+        root.gather(0)
+        root.gather(1)
+        root.on_event(1, Event.PRE_BACKWARD)
+        root.begin(BackwardEvent.SYNC_BEGINS)
+        root.end_backward(end, (0, 1))
+        assert [copy.state for copy in root.copies] == [CopyState.UNSURE, CopyState.FRESH]
+        assert root.at_rest
