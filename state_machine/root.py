@@ -102,6 +102,11 @@ class Root:
         """A gather is about to be launched; return what must be done before."""
         return self.copies[unit].on(GATHERS[self._backward])
 
+    def evaluation_ends(self) -> None:
+        """A forward of the root that recorded no graph is over."""
+        for copy in self.copies:
+            copy.on(CopyEvent.EVALUATION_ENDS)
+
     def _on(self, event: BackwardEvent) -> BackwardStep:
         step = BACKWARD[self._backward].get(event)
         if step is None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fsdp.autograd.pytree import tensors_in
 from fsdp.errors import ShardingError
 from fsdp.runtime.engine import Engine
+from fsdp.runtime.hook_actions import PassWatcher
 from fsdp.runtime.registry import engines_in, unit_ref_of
 
 
@@ -32,7 +33,7 @@ _CLEARED = len(_Deed)
 """The place in the message of how many ranks have no gradients: where all of them have none, they were set to none."""
 
 
-class Joined:
+class Joined(PassWatcher):
     """What `join` gives: the step that all ranks take together."""
 
     def __init__(self, model: nn.Module, engine: Engine, step: Callable[[], object], inputs: tuple[Any, ...] | None) -> None:
@@ -77,6 +78,12 @@ class Joined:
     def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._finished:
             self._args, self._kwargs = args, kwargs
+
+    def forward_begins(self, trains: bool) -> None:
+        self._hears(_Deed.TRAINS if trains else _Deed.EVALUATES)
+
+    def backward_begins(self, reduces: bool) -> None:
+        self._hears(_Deed.REDUCES if reduces else _Deed.KEEPS)
 
     def _hears(self, deed: _Deed) -> None:
         if not self._finished:
@@ -171,7 +178,7 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
     if not callable(step):
         raise ShardingError(f"join takes a function that steps, such as optimizer.step, not {step!r}.")
     engine = engines[0]
-    if engine.before_pass is not None:
+    if engine.watcher is not None:
         raise ShardingError("join: this model is inside another join already.")
     if engine.reducer.hook is not None:
         raise ShardingError("join: the communication hook of this model averages over all ranks, also those that have finished.")
@@ -181,19 +188,11 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
         raise ShardingError("join: rank 0, whose buffers broadcast_buffers=True gives to all, may have finished; leave it out.")
     joined = Joined(model, engine, step, inputs)
     handle = sharded.hooks.on_call(joined._remember)
-    engine.before_pass = lambda backward, full: joined._hears(_DEEDS[backward, full])
+    engine.watcher = joined
     try:
         yield joined
         joined._serve()
     finally:
-        engine.before_pass = None
+        engine.watcher = None
         engine.reducer.set_averaging_ranks(engine.comms.size)
         handle.remove()
-
-
-_DEEDS = {
-    (False, True): _Deed.TRAINS,
-    (False, False): _Deed.EVALUATES,
-    (True, True): _Deed.REDUCES,
-    (True, False): _Deed.KEEPS,
-}

@@ -7,7 +7,7 @@ Rule 2: the modules show the whole face only between USE_UNSHARDED and USE_SHARD
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from fsdp.params.external_use import GatherParam, LocalShard
 from fsdp.params.flat_buffer import Before, FlatBuffer, ParamInfo, in_pieces
 from fsdp.params.module_params import ModuleParams, own
 from fsdp.params.versions import Versions
+from fsdp.runtime.hook_actions import UnitObserver
 
 
 class Unit:
@@ -48,10 +49,7 @@ class Unit:
         self._open = False
         self._read_by_recompute = False
         """A replay that is not one of the unit's whole forward has read whole parameters, and may have changed them."""
-        self.on_external_grad: Callable[[], None]
-        """Set by the hooks: a gradient of one parameter is about to come from a use outside the unit."""
-        self.unshard_for_backward: Callable[[], bool]
-        """Set by the hooks: have the whole parameters until the end of the backward; return whether that will do."""
+        self.observer: UnitObserver
         self._copies: dict[int, tuple[Tensor, int]] = {}
         """Stand-ins for the copies that were read in forwards: their version counters, without their memory."""
         replicated = config.mesh_kind is MeshKind.REPLICATE
@@ -181,7 +179,7 @@ class Unit:
             own = any(shown.module is reader for shown in self._module_params) or is_running(module)
             # a replay around the unit computes with what the unit itself may be done with before; one of a part of it
             # needs the rest of the unit soon, of which each rank may read something else
-            if (own and parameter is unsharded) or ((own or parameter is unsharded) and self.unshard_for_backward()):
+            if (own and parameter is unsharded) or ((own or parameter is unsharded) and self.observer.unshard_for_backward()):
                 self._read_by_recompute = True
                 return unsharded
         copy = self._use_in_full(number, unsharded.dtype)
@@ -224,11 +222,11 @@ class Unit:
         value: Tensor = GatherParam.apply(flat.unsharded_params[i], gather, self._on_external_grad)  # type: ignore[no-untyped-call]
         if in_backward() and value.requires_grad:
             # a replay; the gradient may come in a graph task of the checkpoint's own, and the backward is not over with that
-            self.on_external_grad()
+            self._on_external_grad()
         return value
 
     def _on_external_grad(self) -> None:
-        self.on_external_grad()
+        self.observer.gradient_comes_from_outside()
 
     def _find(self, number: int) -> tuple[FlatBuffer, int]:
         """The buffer of a parameter of this unit, and its number there."""

@@ -13,12 +13,12 @@ while the exception is on its way to the user; `RootCallback.__del__` hears that
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from typing import assert_never
 
 import torch
 from torch.autograd import Variable
 
-from fsdp.autograd.frames import gets_gradient, graph_task, in_autograd_grad, is_running
+from fsdp.autograd.frames import gets_gradient, graph_task, is_running
 from fsdp.comm.context import CommContext
 from fsdp.debug.error_notes import add_note, add_note_to_what_ends_the_backward, is_noted
 from fsdp.device.storage import MemoryTracker
@@ -28,7 +28,8 @@ from fsdp.params.unit import Unit
 from fsdp.params.versions import any_changed
 from fsdp.reduction.reducer import Reducer
 from fsdp.runtime.buffers import broadcast_buffers
-from fsdp.runtime.final_callback import FinalCallback
+from fsdp.runtime.final_callback import FinalCallback, kind_of_backward
+from fsdp.runtime.hook_actions import HookActions, PassWatcher
 from fsdp.runtime.pending_backward import PendingBackward
 from fsdp.runtime.prefetch import PrefetchSchedule
 from state_machine import (
@@ -87,44 +88,12 @@ class Engine:
         """The unit in which a forward failed last."""
         self._task = -1
         """The graph task in which the backward came to the first unit."""
-        self.before_pass: Callable[[bool, bool], None] | None = None
-        """Inside `join`: told of each pass, whether it is a backward, and whether it records a graph or reduces gradients."""
-        self.hook_outputs: Callable[[int], None] = _nobody
-        """Set by the hooks: puts pre-backward hooks on what the unit's forward has just returned."""
-        self.end_backward_progress: Callable[[], None] = _nobody
-        """Set by the hooks: a backward is over, and what arrived in it is no concern of the next."""
-        self.abandon_calls: Callable[[], None] = _nobody
-        """Set by the hooks: what runs has been given up."""
-        self.write_back_inplace_of_forward: Callable[[], None] = _nobody
-        """Set by the hooks: a backward begins inside a forward, which may have changed parameters in place."""
-        self._action_handlers: dict[Action, Callable[[int], None]] = {
-            Action.DROP_STALE: self._refresh,
-            Action.UNSHARD: self._need,
-            Action.KEEP_UNSHARDED: self._keep,
-            Action.RESHARD: self._free,
-            Action.HOOK_OUTPUTS: lambda index: self.hook_outputs(index),
-            Action.INTERCEPT_READS: lambda index: self.units[index].intercept_reads(),
-            Action.JOIN_BACKWARD: self._join_backward,
-            Action.REDUCE_GRADS: self.reducer.reduce,
-            Action.FLUSH_GRADS: self.reducer.flush,
-            Action.COMMIT: self._commit,
-            Action.ACCUMULATE_UNSHARDED: self.reducer.accumulate_unsharded,
-            Action.WAIT_REDUCTIONS: lambda index: self.reducer.drain(),
-            Action.DROP_GRADS: self.reducer.drop,
-            Action.GATHER_FULL: lambda index: self.units[index].gather_full(),
-            Action.WRITE_BACK: lambda index: self.units[index].write_back(),
-            Action.FREE_FULL: lambda index: self.units[index].free_full(),
-        }
-        self._effects: tuple[dict[Effect, Callable[[], None]], ...] = tuple(
-            {
-                Effect.ALL_GATHER: partial(self._launch, index),
-                Effect.WAIT_ALL_GATHER: unit.wait_unshard,
-                Effect.USE_UNSHARDED: unit.show,
-                Effect.USE_SHARDED: unit.hide,
-                Effect.FREE_UNSHARDED: partial(self._release, index),
-            }
-            for index, unit in enumerate(units)
-        )
+        self.watcher: PassWatcher | None = None  # inside `join`
+        self._hooks: HookActions
+
+    def attach(self, hooks: HookActions) -> None:
+        """From now on, let these hooks do what only they can. Called once."""
+        self._hooks = hooks
 
     # events -------------------------------------------------------------------------------
 
@@ -141,10 +110,6 @@ class Engine:
             add_note(refusal, self, index)
             raise
         self._execute(instructions)
-
-    def gradients_complete(self, index: int) -> None:
-        """The gradients of a unit are complete, as far as they come by the calls that this backward goes through."""
-        self.on_event(index, self.root.complete())
 
     def note(self, error: BaseException, index: int | None = None) -> None:
         """Say on `error` which unit it came from: of `index`, or the innermost one whose forward runs."""
@@ -204,12 +169,10 @@ class Engine:
         if not self._forward_stack:
             needs_peers = self.synchronises or self._backward_unshards
             self.pending_backward.expected = event is Event.POST_FORWARD and needs_peers
-            ask = Request.PASS_FAILS if event is Event.FORWARD_FAILED else Request.PASS_ENDS
             for other in range(len(self.units)):
-                self._request(other, ask)
+                self._request(other, Request.PASS_FAILS if event is Event.FORWARD_FAILED else Request.PASS_ENDS)
             if not torch.is_grad_enabled():
-                for copy in self.root.copies:
-                    copy.on(CopyEvent.EVALUATION_ENDS)
+                self.root.evaluation_ends()
             if event is Event.FORWARD_FAILED:
                 self.notify_peers(self.units[self._failed].name, sys.exc_info()[1])
 
@@ -238,7 +201,7 @@ class Engine:
         instructions = self.root.end_backward(event, self.reducer.order)
         if instructions is None:
             return False
-        self.end_backward_progress()
+        self._hooks.end_backward_progress()
         if event not in (BackwardEvent.CALLBACK_RUNS, BackwardEvent.CALLBACK_RUNS_INSIDE):
             self._execute_all(instructions)
         else:
@@ -264,14 +227,9 @@ class Engine:
     def _reset_step(self) -> None:
         """Give up whatever is going on; afterwards every unit is IDLE and sharded, nothing is in flight."""
         self._forward_stack.clear()
-        self.end_backward_progress()
-        self.abandon_calls()
+        self._hooks.end_backward_progress()
+        self._hooks.abandon_calls()
         self._execute_all(self.root.end_backward(BackwardEvent.STEP_ABANDONED, self.reducer.order) or ())
-
-    @property
-    def backward_number(self) -> int:
-        """Of the backward that runs, or of the next one."""
-        return self.root.number
 
     @property
     def residency(self) -> list[ResidencyState]:
@@ -285,8 +243,8 @@ class Engine:
     def _prepare_pass(self) -> None:
         """What all ranks do together before a forward begins."""
         trains = torch.is_grad_enabled()
-        if self.before_pass is not None:
-            self.before_pass(False, trains)
+        if self.watcher is not None:
+            self.watcher.forward_begins(trains)
         if self.pending_backward.was_abandoned():
             self._forward_schedule.forget()
             self._backward_schedule.forget()
@@ -308,6 +266,44 @@ class Engine:
 
     # actions ------------------------------------------------------------------------------
 
+    def _do(self, index: int, action: Action) -> None:
+        """Carry out one action for one unit. The most frequent ones come first."""
+        match action:
+            case Action.RESHARD:
+                self._request(index, Request.RESHARD)
+            case Action.UNSHARD:
+                self._need(index)
+            case Action.DROP_STALE:
+                self._refresh(index)
+            case Action.HOOK_OUTPUTS:
+                self._hooks.hook_outputs(index)
+            case Action.REDUCE_GRADS:
+                self.reducer.reduce(index)
+            case Action.FLUSH_GRADS:
+                self.reducer.flush(index)
+            case Action.COMMIT:
+                self._commit(index)
+            case Action.KEEP_UNSHARDED:
+                self._request(index, Request.CACHE)
+            case Action.ACCUMULATE_UNSHARDED:
+                self.reducer.accumulate_unsharded(index)
+            case Action.JOIN_BACKWARD:
+                self._join_backward()
+            case Action.INTERCEPT_READS:
+                self.units[index].intercept_reads()
+            case Action.WAIT_REDUCTIONS:
+                self.reducer.drain()
+            case Action.DROP_GRADS:
+                self.reducer.drop(index)
+            case Action.GATHER_FULL:
+                self.units[index].gather_full()
+            case Action.WRITE_BACK:
+                self.units[index].write_back()
+            case Action.FREE_FULL:
+                self.units[index].free_full()
+            case _:
+                assert_never(action)
+
     def _refresh(self, index: int) -> None:
         unit = self.units[index]
         unit.sync_requires_grad()
@@ -328,17 +324,25 @@ class Engine:
             for ahead in self._schedule.needed(index):
                 self._request(ahead, Request.PREFETCH)
 
-    def _keep(self, index: int) -> None:
-        self._request(index, Request.CACHE)
-
-    def _free(self, index: int) -> None:
-        self._request(index, Request.RESHARD)
-
     def _request(self, index: int, ask: Request) -> tuple[Effect, ...]:
-        effects, wanted = self._effects[index], self._residencies[index].on(ask)
-        for effect in wanted:
-            effects[effect]()
-        return wanted
+        effects = self._residencies[index].on(ask)
+        unit = self.units[index]
+        for effect in effects:
+            match effect:
+                case Effect.FREE_UNSHARDED:
+                    unit.release()
+                    self.root.copies[index].on(CopyEvent.RELEASED)
+                case Effect.USE_SHARDED:
+                    unit.hide()
+                case Effect.WAIT_ALL_GATHER:
+                    unit.wait_unshard()
+                case Effect.USE_UNSHARDED:
+                    unit.show()
+                case Effect.ALL_GATHER:
+                    self._launch(index)
+                case _:
+                    assert_never(effect)
+        return effects
 
     def _launch(self, index: int) -> None:
         unit = self.units[index]
@@ -354,26 +358,19 @@ class Engine:
                     unit.versions.remember_sums()
         unit.launch()
 
-    def _release(self, index: int) -> None:
-        self.units[index].release()
-        self.root.copies[index].on(CopyEvent.RELEASED)
-
     def _commit(self, index: int) -> None:
         self.reducer.commit(index)
         if self.units[index].trains:
             self.root.copies[index].on(CopyEvent.COMMITTED)
 
-    def _join_backward(self, index: int) -> None:
-        if not self.synchronises:
-            kind = BackwardEvent.NO_SYNC_BEGINS
-        else:
-            kind = BackwardEvent.GRAD_ONLY_BEGINS if in_autograd_grad() else BackwardEvent.SYNC_BEGINS
+    def _join_backward(self) -> None:
+        kind = kind_of_backward(self.synchronises)
         self.root.begin(kind)
-        if self.before_pass is not None and not self._forward_stack:
-            self.before_pass(True, kind is BackwardEvent.SYNC_BEGINS)
+        if self.watcher is not None and not self._forward_stack:
+            self.watcher.backward_begins(kind is BackwardEvent.SYNC_BEGINS)
         self.pending_backward.expected = False
         if self._forward_stack:
-            self.write_back_inplace_of_forward()
+            self._hooks.write_back_inplace_of_forward()
         self._task = graph_task()
         self._schedule = self._backward_schedule
         self.reducer.begin()
@@ -392,7 +389,7 @@ class Engine:
         unit, action = self._last_unit, Action.UNSHARD
         try:
             for unit, action in instructions:
-                self._action_handlers[action](unit)
+                self._do(unit, action)
         except BaseException as failure:
             # the first commit settles the whole backward
             add_note(failure, self, 0 if action is Action.COMMIT else unit, ours=True)
@@ -404,13 +401,9 @@ class Engine:
         failures: list[BaseException] = []
         for unit, action in instructions:
             try:
-                self._action_handlers[action](unit)
+                self._do(unit, action)
             except Exception as failure:
                 add_note(failure, self, unit, ours=True)
                 failures.append(failure)
         if failures:
             raise failures[0]
-
-
-def _nobody(*_: int) -> None:
-    raise RuntimeError("an engine without hooks; this is a bug in fsdp, please report it.")

@@ -1,8 +1,9 @@
-"""The one callback of a backward."""
+"""How a backward begins and ends: its kind, and its one callback."""
 
 from typing import Protocol
 
-from state_machine import Root
+from fsdp.autograd.frames import in_autograd_grad
+from state_machine import BackwardEvent, Root
 
 
 class Closing(Protocol):
@@ -39,3 +40,10 @@ class FinalCallback:
     def _runs(self) -> bool:
         # it may have been closed from elsewhere: by an abandoned step, or by the next forward
         return self._engine.root.number == self._number
+
+
+def kind_of_backward(synchronises: bool) -> BackwardEvent:
+    """How the backward that runs has begun; `synchronises`: not under `no_sync`."""
+    if not synchronises:
+        return BackwardEvent.NO_SYNC_BEGINS
+    return BackwardEvent.GRAD_ONLY_BEGINS if in_autograd_grad() else BackwardEvent.SYNC_BEGINS

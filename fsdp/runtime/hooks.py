@@ -22,12 +22,13 @@ from fsdp.params.external_use import RefuseShardGrad
 from fsdp.runtime.arrivals import on_gradient, thawed
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.grad_hooks import AccumulateGradChecks
+from fsdp.runtime.hook_actions import HookActions, UnitObserver
 from fsdp.runtime.refuse_copy import RefuseCopy
 from fsdp.runtime.side_outputs import SideOutputs
 from state_machine import Event
 
 
-class EngineHooks:
+class EngineHooks(HookActions):
     """Every hook of the units of one engine."""
 
     def __init__(self, engine: Engine) -> None:
@@ -41,14 +42,27 @@ class EngineHooks:
         outer = [listener for index, listener in enumerate(self._unit_hooks) if engine.descendants[index]]
         for listener in self._unit_hooks:
             listener.outer = outer
-        engine.hook_outputs = lambda index: self._unit_hooks[index].hook_outputs()
-        engine.end_backward_progress = partial(self._each, UnitHooks.backward_is_over)
-        engine.abandon_calls = partial(self._each, UnitHooks.abandon_calls)
-        engine.write_back_inplace_of_forward = partial(self._each, UnitHooks.write_back_inplace_of_forward)
+        engine.attach(self)
 
     def remove(self) -> None:
         """Take every hook away again."""
-        self._each(UnitHooks.remove)
+        for listener in self._unit_hooks:
+            listener.remove()
+
+    def hook_outputs(self, index: int) -> None:
+        self._unit_hooks[index].hook_outputs()
+
+    def end_backward_progress(self) -> None:
+        for listener in self._unit_hooks:
+            listener.backward_is_over()
+
+    def abandon_calls(self) -> None:
+        for listener in self._unit_hooks:
+            listener.abandon_calls()
+
+    def write_back_inplace_of_forward(self) -> None:
+        for listener in self._unit_hooks:
+            listener.write_back_inplace_of_forward()
 
     def run_as_forward(self, index: int, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of a unit as if it were its forward."""
@@ -58,12 +72,8 @@ class EngineHooks:
         """Before each forward of the root, call back with the module, args and kwargs."""
         return self._unit_hooks[0].module.register_forward_pre_hook(callback, prepend=True, with_kwargs=True)
 
-    def _each(self, do: "Callable[[UnitHooks], None]") -> None:
-        for listener in self._unit_hooks:
-            do(listener)
 
-
-class UnitHooks(RefuseCopy):
+class UnitHooks(RefuseCopy, UnitObserver):
     """Hears torch's hooks for one unit and tells the engine."""
 
     def __init__(self, engine: Engine, index: int, enclosing: "Sequence[UnitHooks]", modules_of_units: set[int]) -> None:
@@ -75,8 +85,7 @@ class UnitHooks(RefuseCopy):
         self.progress = BackwardProgress()
         self._tasks: set[int] = set()
         """The graph tasks of reentrant checkpoints whose end is waited for."""
-        self._unit.on_external_grad = partial(engine.on_event, index, Event.EXTERNAL_GRAD)
-        self._unit.unshard_for_backward = self._unshard_for_backward
+        self._unit.observer = self
         self._enclosing = enclosing
         self.outer: Sequence[UnitHooks] = ()
         """Those of all units with units inside, which autograd can leave by ways nobody watches."""
@@ -289,7 +298,10 @@ class UnitHooks(RefuseCopy):
                 listener.watch_ends(enclosing.endpoints)
             self.watch_ends()
 
-    def _unshard_for_backward(self) -> bool:
+    def gradient_comes_from_outside(self) -> None:
+        self._engine.on_event(self._index, Event.EXTERNAL_GRAD)
+
+    def unshard_for_backward(self) -> bool:
         if graph_is_made():
             return False  # it is gone through when the unit may be sharded again
         self._engine.on_event(self._index, Event.PRE_BACKWARD)
@@ -325,7 +337,7 @@ class UnitHooks(RefuseCopy):
 
     def _is_ready(self) -> None:
         self.progress.has_grad = False
-        self._engine.gradients_complete(self._index)
+        self._engine.on_event(self._index, self._engine.root.complete())
 
     def watch_ends(self, more: Endpoints = ()) -> None:
         """A tensor that autograd.grad was asked for is captured, and the node behind it never entered."""

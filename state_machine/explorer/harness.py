@@ -212,8 +212,8 @@ class Harness:
             for other in self.order:
                 self._ask(other, Request.PASS_FAILS if failed else Request.PASS_ENDS)
             if self.seen.evaluates:
-                for facts, copy in zip(self.seen.facts, self.root.copies, strict=True):
-                    copy.on(CopyEvent.EVALUATION_ENDS)
+                self.root.evaluation_ends()
+                for facts in self.seen.facts:
                     facts.doubt = True
             self.seen.check_pass_ended(failed)
 
@@ -312,7 +312,7 @@ class Harness:
                     self.root.begin(BEGINS[self.seen.sync])
                 elif action is Action.COMMIT and not self.tree.units[unit].frozen:
                     self.root.copies[unit].on(CopyEvent.COMMITTED)
-                    self.seen.facts[unit].doubt = True
+                    self.seen.facts[unit].doubt = self.seen.facts[unit].doubt or self.seen.always[unit]
 
     def _ask(self, unit: int, ask: Request) -> None:
         for effect in self.residencies[unit].on(ask):

@@ -109,16 +109,16 @@ class ShardedRun:
     def backward(self, statement: Backward) -> list[Tensor]:
         rank = current_rank()
         assert rank is not None
-        backwards, called = {engine: engine.backward_number for engine in self.engines}, len(rank.log)
+        backwards, called = {engine: engine.root.number for engine in self.engines}, len(rank.log)
         only_asks = self.learner.only_asks(statement)
         try:
             with nullcontext() if statement.sync else fsdp.no_sync(self.model):
                 found = self.learner.backward(statement)
         finally:
-            joined = [engine for engine, number in backwards.items() if engine.backward_number != number]
+            joined = [engine for engine, number in backwards.items() if engine.root.number != number]
             self.may_keep &= len(joined) < len(self.engines)
         allowed = (1, 2) if statement.slope else (1,)
-        assert all(engine.backward_number - backwards[engine] in allowed for engine in joined)
+        assert all(engine.root.number - backwards[engine] in allowed for engine in joined)
         reduced = [call.label for call in rank.log[called:] if call.kind == "reduce_scatter"]
         buckets = [
             unit.name for engine in joined for unit in engine.units for flat in unit.flats if any(flat.requires_grad_flags)

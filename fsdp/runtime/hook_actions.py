@@ -1,0 +1,47 @@
+"""What the engine and its units ask of those above them, who are attached once, when the model is wrapped."""
+
+from abc import ABC, abstractmethod
+
+
+class HookActions(ABC):
+    """What the hooks of the units do for their engine."""
+
+    @abstractmethod
+    def hook_outputs(self, index: int) -> None:
+        """Put pre-backward hooks on what the forward of a unit has just returned."""
+
+    @abstractmethod
+    def end_backward_progress(self) -> None:
+        """A backward is over, and what arrived in it is no concern of the next."""
+
+    @abstractmethod
+    def abandon_calls(self) -> None:
+        """The calls that run have been given up."""
+
+    @abstractmethod
+    def write_back_inplace_of_forward(self) -> None:
+        """A backward begins inside a forward, which may have changed parameters in place."""
+
+
+class PassWatcher(ABC):
+    """Is told of each pass before it begins."""
+
+    @abstractmethod
+    def forward_begins(self, trains: bool) -> None:
+        """A forward of the root begins; `trains`: it records a graph."""
+
+    @abstractmethod
+    def backward_begins(self, reduces: bool) -> None:
+        """A backward begins outside any forward; `reduces`: it reduces its gradients."""
+
+
+class UnitObserver(ABC):
+    """What hears for a unit from torch, and what the unit asks when its parameters are used outside its own forward."""
+
+    @abstractmethod
+    def gradient_comes_from_outside(self) -> None:
+        """A gradient of one parameter is about to come from a use outside the unit."""
+
+    @abstractmethod
+    def unshard_for_backward(self) -> bool:
+        """Have the unsharded parameters until the end of the backward; return whether that will do."""
