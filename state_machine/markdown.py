@@ -36,7 +36,7 @@ MACHINES: Final = (
         "The lifecycle of a unit", RESHARD_AFTER_FORWARD, (table, "RESHARD_AFTER_FORWARD"), (ReshardPolicy, State, Event, Action)
     ),
     *(
-        Machine(f"The lifecycle of a unit: `{name.name}`", rows, (table, name.name), (), RESHARD_AFTER_FORWARD)
+        Machine(f"The lifecycle of a unit: `{name.name}`", rows, (table, f"RESHARD_{name.name}"), (), RESHARD_AFTER_FORWARD)
         for name, rows in TABLES.items()
         if rows is not RESHARD_AFTER_FORWARD
     ),
@@ -72,7 +72,7 @@ def _step(step: Any) -> tuple[str, str]:
     """Where a row leads, and what it makes happen: words in order, then each fact that is true."""
     names: list[str] = []
     for field, does in zip(step._fields[1:], step[1:], strict=True):
-        if isinstance(does, Word):
+        if isinstance(does, MachineEnum):
             names.append(does.name)
         elif isinstance(does, tuple):
             names += [word.name for word in does]

@@ -3,7 +3,9 @@
 import ast
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import MethodType
 
 import pytest
 from torch import nn
@@ -70,6 +72,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "final_callback",
         "pending_backward",
         "buffers",
+        "hook_actions",
         "stale_params",
         "prefetch",
     ),
@@ -92,6 +95,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "params": (
         "unit",
+        "unit_observer",
+        "versions",
         "flat_buffer",
         "external_use",
         "use_after_free",
@@ -129,6 +134,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 }
 STATE_MACHINE_USERS = {
     "runtime.registry",
+    "runtime.stale_params",
     "runtime.engine",
     "runtime.final_callback",
     "debug.error_notes",
@@ -307,12 +313,16 @@ def test_files_can_be_held_in_the_head(name: str) -> None:
     assert len((path_of(name)).read_text(encoding="utf-8").splitlines()) <= LONGER.get(name, LONGEST)
 
 
-def test_engine_has_a_deed_for_every_action_and_an_effect_for_every_effect() -> None:
+def test_engine_has_a_named_method_for_every_action_and_every_effect() -> None:
     def fn(rank: int) -> None:
-        sharded = unit_ref_of(fsdp.fully_shard(nn.Linear(2, 2)))
-        assert sharded is not None
-        assert set(sharded.engine._action_handlers) == set(Action)
-        assert all(set(effects) == set(Effect) for effects in sharded.engine._effects)
+        unit_ref = unit_ref_of(fsdp.fully_shard(nn.Linear(2, 2)))
+        assert unit_ref is not None
+        engine = unit_ref.engine
+        assert set(engine._action_handlers) == set(Action)
+        assert all(set(effects) == set(Effect) for effects in engine._effect_handlers)
+        called = [*engine._action_handlers.values(), *(one for effects in engine._effect_handlers for one in effects.values())]
+        methods = [one.func if isinstance(one, partial) else one for one in called]
+        assert all(isinstance(one, MethodType) for one in methods), "a lambda or a closure, which nobody can look up"
 
     fsdp.simulate(1, fn)
 

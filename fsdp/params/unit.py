@@ -22,8 +22,8 @@ from fsdp.errors import ShardingError
 from fsdp.params.external_use import GatherParam, LocalShard
 from fsdp.params.flat_buffer import Before, FlatBuffer, ParamInfo, in_pieces
 from fsdp.params.module_params import ModuleParams, own
+from fsdp.params.unit_observer import UnitObserver
 from fsdp.params.versions import Versions
-from fsdp.runtime.hook_actions import UnitObserver
 
 
 class Unit:

@@ -25,18 +25,16 @@ from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
 from fsdp.errors import WorldError
 from fsdp.params.unit import Unit
-from fsdp.params.versions import any_changed
 from fsdp.reduction.reducer import Reducer
 from fsdp.runtime.buffers import broadcast_buffers
 from fsdp.runtime.final_callback import FinalCallback, kind_of_backward
 from fsdp.runtime.hook_actions import HookActions, PassWatcher
 from fsdp.runtime.pending_backward import PendingBackward
 from fsdp.runtime.prefetch import PrefetchSchedule
+from fsdp.runtime.stale_params import StaleParams
 from state_machine import (
     Action,
     BackwardEvent,
-    CopyAction,
-    CopyEvent,
     Effect,
     Event,
     IllegalTransition,
@@ -73,6 +71,7 @@ class Engine:
         """Whether a backward that reduces nothing needs the other ranks all the same."""
         self.pending_backward = PendingBackward(comms)
         self.root = Root([Lifecycle(unit.name, strategy) for unit, strategy in zip(units, strategies, strict=True)])
+        self._stale_params = StaleParams(units, self.root, streams, comms.world_comm)
         self._residencies = tuple(Residency(unit.name) for unit in units)
         self.reducer = Reducer(units, [not inside for inside in descendants], comms, streams, tracker)
         depth = units[0].config.prefetch
@@ -89,31 +88,31 @@ class Engine:
         self.watcher: PassWatcher | None = None  # inside `join`
         self._hooks: HookActions
         # named methods of this object, of the reducer and of the units, and nothing else; a `match` is seven times as slow
-        self._actions: dict[Action, Callable[[int], None]] = {
-            Action.DROP_STALE: self._refresh,
-            Action.UNSHARD: self._need,
-            Action.KEEP_UNSHARDED: self._keep,
-            Action.RESHARD: self._free,
-            Action.HOOK_OUTPUTS: self._watch_outputs,
-            Action.INTERCEPT_READS: self._guard,
+        self._action_handlers: dict[Action, Callable[[int], None]] = {
+            Action.DROP_STALE: self._drop_stale,
+            Action.UNSHARD: self._unshard,
+            Action.KEEP_UNSHARDED: self._cache,
+            Action.RESHARD: self._reshard,
+            Action.HOOK_OUTPUTS: self._hook_outputs,
+            Action.INTERCEPT_READS: self._intercept_reads,
             Action.JOIN_BACKWARD: self._join_backward,
             Action.REDUCE_GRADS: self.reducer.reduce,
             Action.FLUSH_GRADS: self.reducer.flush,
             Action.COMMIT: self._commit,
             Action.ACCUMULATE_UNSHARDED: self.reducer.accumulate_unsharded,
-            Action.WAIT_REDUCTIONS: self._drain,
+            Action.WAIT_REDUCTIONS: self._wait_reductions,
             Action.DROP_GRADS: self.reducer.drop,
-            Action.GATHER_FULL: self._lend,
+            Action.GATHER_FULL: self._gather_full,
             Action.WRITE_BACK: self._write_back,
-            Action.FREE_FULL: self._reclaim,
+            Action.FREE_FULL: self._free_full,
         }
-        self._effects: tuple[dict[Effect, Callable[[], None]], ...] = tuple(
+        self._effect_handlers: tuple[dict[Effect, Callable[[], None]], ...] = tuple(
             {
-                Effect.ALL_GATHER: partial(self._launch, index),
+                Effect.ALL_GATHER: partial(self._all_gather, index),
                 Effect.WAIT_ALL_GATHER: unit.wait_unshard,
                 Effect.USE_UNSHARDED: unit.show,
                 Effect.USE_SHARDED: unit.hide,
-                Effect.FREE_UNSHARDED: partial(self._release, index),
+                Effect.FREE_UNSHARDED: partial(self._free_unsharded, index),
             }
             for index, unit in enumerate(units)
         )
@@ -283,50 +282,41 @@ class Engine:
             # a rank may not come to a unit that all of them have frozen
             for unit in self.units:
                 unit.sync_requires_grad()
-        event = CopyEvent.PASS_BEGINS if trains else CopyEvent.EVALUATION_BEGINS
-        asked = [index for index in range(len(self.units)) if CopyAction.ASK in self._tell_copy(index, event)]
-        changed = any_changed([self.units[index].versions for index in asked], self.comms.world_comm)
-        for index in asked:
-            self._tell_copy(index, CopyEvent.WEIGHTS_CHANGED if changed else CopyEvent.WEIGHTS_SAME)
+        for index in self._stale_params.pass_begins(trains):
+            self._request(index, Request.RESHARD)
 
     # actions ------------------------------------------------------------------------------
 
-    def _keep(self, index: int) -> None:
+    def _cache(self, index: int) -> None:
         self._request(index, Request.CACHE)
 
-    def _free(self, index: int) -> None:
+    def _reshard(self, index: int) -> None:
         self._request(index, Request.RESHARD)
 
-    def _watch_outputs(self, index: int) -> None:
+    def _hook_outputs(self, index: int) -> None:
         self._hooks.hook_outputs(index)
 
-    def _guard(self, index: int) -> None:
+    def _intercept_reads(self, index: int) -> None:
         self.units[index].intercept_reads()
 
-    def _drain(self, index: int) -> None:
+    def _wait_reductions(self, index: int) -> None:
         self.reducer.drain()
 
-    def _lend(self, index: int) -> None:
+    def _gather_full(self, index: int) -> None:
         self.units[index].gather_full()
 
     def _write_back(self, index: int) -> None:
         self.units[index].write_back()
 
-    def _reclaim(self, index: int) -> None:
+    def _free_full(self, index: int) -> None:
         self.units[index].free_full()
 
-    def _refresh(self, index: int) -> None:
-        unit = self.units[index]
-        unit.sync_requires_grad()
-        self._tell_copy(index, CopyEvent.USED_CHANGED if unit.versions.moved else CopyEvent.USED)
-
-    def _tell_copy(self, index: int, event: CopyEvent) -> tuple[CopyAction, ...]:
-        actions = self.root.copies[index].on(event)
-        if CopyAction.DROP in actions:
+    def _drop_stale(self, index: int) -> None:
+        self.units[index].sync_requires_grad()
+        if self._stale_params.is_stale(index):
             self._request(index, Request.RESHARD)
-        return actions
 
-    def _need(self, index: int) -> None:
+    def _unshard(self, index: int) -> None:
         done = self._request(index, Request.UNSHARD)
         if done:
             # of no consequence outside a backward: the next one begins anew
@@ -336,32 +326,22 @@ class Engine:
                 self._request(ahead, Request.PREFETCH)
 
     def _request(self, index: int, ask: Request) -> tuple[Effect, ...]:
-        effects, wanted = self._effects[index], self._residencies[index].on(ask)
+        effects, wanted = self._effect_handlers[index], self._residencies[index].on(ask)
         for effect in wanted:
             effects[effect]()
         return wanted
 
-    def _release(self, index: int) -> None:
+    def _free_unsharded(self, index: int) -> None:
         self.units[index].release()
-        self.root.copies[index].on(CopyEvent.RELEASED)
+        self._stale_params.freed(index)
 
-    def _launch(self, index: int) -> None:
-        unit = self.units[index]
-        wanted = self.root.gather(index)
-        if CopyAction.CHECK in wanted:
-            if unit.check_shards():
-                self._streams.pass_begins()
-            unit.versions.gathered()
-        if CopyAction.WAIT in wanted:
-            self._streams.pass_begins()
-        if CopyAction.SUM in wanted:
-            unit.versions.remember_sums()
-        unit.launch()
+    def _all_gather(self, index: int) -> None:
+        self._stale_params.prepare_gather(index)
+        self.units[index].launch()
 
     def _commit(self, index: int) -> None:
         self.reducer.commit(index)
-        if self.units[index].trains:
-            self.root.copies[index].on(CopyEvent.COMMITTED)
+        self._stale_params.committed(index)
 
     def _join_backward(self, index: int) -> None:
         kind = kind_of_backward(self.synchronises)
@@ -389,7 +369,7 @@ class Engine:
         unit, action = self._last_unit, Action.UNSHARD
         try:
             for unit, action in instructions:
-                self._actions[action](unit)
+                self._action_handlers[action](unit)
         except BaseException as failure:
             # the first commit settles the whole backward
             add_note(failure, self, 0 if action is Action.COMMIT else unit, ours=True)
@@ -401,7 +381,7 @@ class Engine:
         failures: list[BaseException] = []
         for unit, action in instructions:
             try:
-                self._actions[action](unit)
+                self._action_handlers[action](unit)
             except Exception as failure:
                 add_note(failure, self, unit, ours=True)
                 failures.append(failure)

@@ -19,10 +19,11 @@ from fsdp.debug.guard import Guard
 from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
 from fsdp.params.external_use import RefuseShardGrad
+from fsdp.params.unit_observer import UnitObserver
 from fsdp.runtime.arrivals import on_gradient, thawed
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.grad_hooks import AccumulateGradChecks
-from fsdp.runtime.hook_actions import HookActions, UnitObserver
+from fsdp.runtime.hook_actions import HookActions
 from fsdp.runtime.refuse_copy import RefuseCopy
 from fsdp.runtime.side_outputs import SideOutputs
 from state_machine import Event

@@ -1,0 +1,69 @@
+"""Feeds the staleness machine of each unit with events and carries out its checks before a gather.
+
+Rule 1: `state_machine/staleness.py` decides which unsharded copy is dropped. This file reads version counters and asks ranks.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from fsdp.comm.process_group import Communicator
+from fsdp.device.streams import Streams
+from fsdp.params.unit import Unit
+from fsdp.params.versions import any_changed
+from state_machine import CopyAction, CopyEvent, Root
+
+
+class StaleParams:
+    """The unsharded copies of all units of one root, and whether a forward may compute with them."""
+
+    def __init__(self, units: Sequence[Unit], root: Root, streams: Streams, world_comm: Communicator) -> None:
+        self._units = tuple(units)
+        self._root = root
+        self._streams = streams
+        self._world_comm = world_comm
+
+    def pass_begins(self, trains: bool) -> Iterable[int]:
+        """A forward of the root begins. Yield the units whose copies are to be dropped now.
+
+        Traffic: one byte over all ranks, if a copy was kept since the last pass.
+        """
+        event = CopyEvent.PASS_BEGINS if trains else CopyEvent.EVALUATION_BEGINS
+        asked = []
+        for index, copy in enumerate(self._root.copies):
+            actions = copy.on(event)
+            if CopyAction.ASK in actions:
+                asked.append(index)
+            if CopyAction.DROP in actions:
+                yield index
+        if not asked:
+            return
+        changed = any_changed([self._units[index].versions for index in asked], self._world_comm)
+        for index in asked:
+            if CopyAction.DROP in self._root.copies[index].on(CopyEvent.WEIGHTS_CHANGED if changed else CopyEvent.WEIGHTS_SAME):
+                yield index
+
+    def is_stale(self, index: int) -> bool:
+        """A forward of the unit begins. Return whether its copy must be dropped before."""
+        moved = self._units[index].versions.moved
+        return CopyAction.DROP in self._root.copies[index].on(CopyEvent.USED_CHANGED if moved else CopyEvent.USED)
+
+    def prepare_gather(self, index: int) -> None:
+        """The copy of a unit is about to be gathered: check the shards, and note what the copy will be a copy of."""
+        actions = self._root.gather(index)
+        versions = self._units[index].versions
+        if CopyAction.CHECK in actions:
+            if self._units[index].check_shards():
+                self._streams.pass_begins()
+            versions.gathered()
+        if CopyAction.WAIT in actions:
+            self._streams.pass_begins()
+        if CopyAction.SUM in actions:
+            versions.remember_sums()
+
+    def committed(self, index: int) -> None:
+        """The shards of a unit were given gradients: an optimizer may step."""
+        if self._units[index].trains:
+            self._root.copies[index].on(CopyEvent.COMMITTED)
+
+    def freed(self, index: int) -> None:
+        """The memory of a copy was given back."""
+        self._root.copies[index].on(CopyEvent.RELEASED)
