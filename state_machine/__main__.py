@@ -1,4 +1,4 @@
-"""`python -m state_machine explore`, `... diagram` and `... tables`."""
+"""`python -m state_machine explore`, `... buckets`, `... diagram` and `... tables`."""
 
 import argparse
 import sys
@@ -12,6 +12,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("tables", help="print every table as Markdown")
     explore_parser = commands.add_parser("explore", help="visit every reachable joint state of small unit trees")
     explore_parser.add_argument("--tree", default="all", help="one tree by its name, or 'all'")
+    commands.add_parser("buckets", help="visit every reachable joint state of a few buckets on one or two ranks")
     chosen = parser.parse_args(arguments)
     if chosen.command == "diagram":
         from state_machine.diagram import diagram
@@ -23,6 +24,10 @@ def main(arguments: list[str] | None = None) -> int:
 
         print(tables())
         return 0
+    if chosen.command == "buckets":
+        from state_machine.explorer.explore_buckets import run as run_buckets
+
+        return run_buckets()
     from state_machine.explorer.explore import run
 
     return run(chosen.tree)

@@ -6,6 +6,7 @@ the fastest first, until one fails. `test_pairs.py` reads the tables and is blin
 
     python tests/mutate_tables.py                     all tests together
     python tests/mutate_tables.py --tests explorer    what the explorer alone would notice
+    python tests/mutate_tables.py --tables EARLY      changes of one table alone
 """
 
 import argparse
@@ -24,6 +25,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE / "state_machine")]
 
 import pytest  # noqa: E402 (the paths come first)
 import stories  # noqa: E402
+import test_bucket  # noqa: E402
 import test_properties  # noqa: E402
 import test_residency  # noqa: E402
 import test_root  # noqa: E402
@@ -31,7 +33,9 @@ import test_staleness  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.stateful import run_state_machine_as_test  # noqa: E402
 
+from state_machine.bucket import BUCKETS, UNITS, BucketEvent, UnitEvent  # noqa: E402
 from state_machine.explorer.explore import TREES, explore  # noqa: E402
+from state_machine.explorer.explore_buckets import SCENES, explore_buckets  # noqa: E402
 from state_machine.residency import RESIDENCES, Request  # noqa: E402
 from state_machine.staleness import COPY_TABLES, FROM_PASS_TO_PASS, GATHERS, WITHIN_A_PASS, CopyEvent  # noqa: E402
 from state_machine.table import BACKWARD, TABLES, BackwardEvent, BackwardStep  # noqa: E402
@@ -127,12 +131,20 @@ def copy_mutants() -> Iterator[Mutant]:
 
 def mutants() -> Iterator[Mutant]:
     """Every change of every table, in order."""
+    for bucket_kind, bucket_table in tuple(BUCKETS.items()):
+        for kind, what, state, word, step in changed_rows(bucket_table, tuple(BucketEvent)):
+            changed_table = {**bucket_table, state: with_step(bucket_table[state], word, step)}
+            yield Mutant(bucket_kind.name, kind, what, planter(cast(Row, BUCKETS), bucket_kind, changed_table))
     tables = cast(Row, TABLES)
     for strategy, table in tuple(TABLES.items()):
         for kind, what, state, word, step in changed_rows(table, tuple(Event)):
             changed = {**table, state: with_step(table[state], word, step)}
             yield Mutant(strategy.name, kind, what, planter(tables, strategy, changed))
-    for name, rows, words in (("RESIDENCES", RESIDENCES, tuple(Request)), ("BACKWARD", BACKWARD, tuple(BackwardEvent))):
+    for name, rows, words in (
+        ("RESIDENCES", RESIDENCES, tuple(Request)),
+        ("BACKWARD", BACKWARD, tuple(BackwardEvent)),
+        ("UNITS", UNITS, tuple(UnitEvent)),
+    ):
         for kind, what, state, word, step in changed_rows(cast(Row, rows), words):
             yield Mutant(name, kind, what, planter(cast(Row, rows), state, with_step(cast(Row, rows)[state], word, step)))
     yield from copy_mutants()
@@ -170,6 +182,19 @@ def run_staleness() -> None:
         case()
 
 
+def run_buckets() -> None:
+    test_bucket.check_units()
+    for kind in BUCKETS:
+        test_bucket.check_cells(kind)
+
+
+def run_bucket_explorer() -> None:
+    for scene in SCENES:
+        if scene.ranks == 1 or scene.name in QUICK:
+            found = explore_buckets(scene)
+            assert not found.violations, found.story
+
+
 def run_root() -> None:
     for case in cases(test_root):
         case()
@@ -195,11 +220,14 @@ def run_explorer() -> None:
             assert not found.violations, found.story
 
 
+QUICK = ("ordinary-shared", "ordinary-kept", "early", "early-kept")
 TESTS: Mapping[str, Callable[[], None]] = {
+    "buckets": run_buckets,
     "stories": run_stories,
     "root": run_root,
     "residency": run_residency,
     "staleness": run_staleness,
+    "bucket-explorer": run_bucket_explorer,
     "explorer": run_explorer,
     "properties": run_properties,
 }
@@ -229,9 +257,9 @@ def main() -> int:
     """Run it, print the tables, return 1 if a change went unnoticed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", nargs="+", choices=TESTS, default=list(TESTS), help="which tests may notice")
-    parser.add_argument("--tables", nargs="+", help="change only these, such as BACKWARD or RESHARD_NEVER")
-    chosen = parser.parse_args()
-    names = chosen.tests
+    parser.add_argument("--tables", nargs="+", metavar="TABLE", help="the tables to change; all by default")
+    options = parser.parse_args()
+    names, tables = options.tests, options.tables
     if (broken := noticed_by(names)) is not None:
         print(f"the {broken} fail on the tables as they are; nothing can be learnt")
         return 2
@@ -241,7 +269,7 @@ def main() -> int:
     first: Counter[str] = Counter()
     survivors: list[Mutant] = []
     for mutant in mutants():
-        if chosen.tables and mutant.table not in chosen.tables:
+        if tables is not None and mutant.table not in tables:
             continue
         total[mutant.table, mutant.kind] += 1
         with planted(mutant):

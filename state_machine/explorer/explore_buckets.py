@@ -1,0 +1,110 @@
+"""Visits every state that a few buckets can reach together on one or two ranks, and reports the shortest way to a broken promise.
+
+As explore.py does for units: breadth first, from rest, without a bound on depth.
+"""
+
+import time
+from collections import deque
+from typing import Any, Final
+
+from state_machine.bucket import BucketEvent, BucketKind, BucketState
+from state_machine.explorer.bucket_harness import BucketWorld, Move, Part, Scene, Violation, What
+from state_machine.explorer.explore import Report
+
+ORDINARY, BEHIND, EARLY, UNUSED, AT_END = BucketKind
+
+SCENES: Final = (
+    Scene("ordinary", (Part(0, ORDINARY), Part(1, ORDINARY)), ((1,), (0,))),
+    Scene("ordinary-shared", (Part(0, ORDINARY), Part(1, ORDINARY, frozen=True)), ((1, 0),)),
+    Scene("ordinary-kept", (Part(0, ORDINARY),), ((0,),), no_sync=True),
+    Scene("early", (Part(0, EARLY), Part(0, EARLY)), ((1,), (0,)), bare=1, outside=False, more=False),
+    Scene("early-shared", (Part(0, BEHIND), Part(1, EARLY)), ((1, 0),), outside=False),
+    Scene("early-kept", (Part(0, EARLY),), ((0,),), no_sync=True),
+    Scene("early-at-once", (Part(0, EARLY), Part(1, BEHIND)), ((0,), (1,)), gathers=False, at_once=True),
+    Scene("find-unused", (Part(0, UNUSED), Part(0, UNUSED)), ((0,), (1,)), gathers=False, at_once=True, apart=True),
+    Scene("find-unused-hooked", (Part(0, UNUSED), Part(0, UNUSED)), ((0,), (1,)), gathers=False, apart=True),
+    Scene("at-end", (Part(0, AT_END), Part(1, AT_END)), ((1,), (0,)), outside=False),
+    Scene("alone", (Part(0, ORDINARY), Part(1, ORDINARY)), ((1,), (0,)), 1, no_sync=True, breakage=True),
+    Scene("alone-behind", (Part(0, BEHIND), Part(1, BEHIND)), ((1,), (0,)), 1, breakage=True),
+    Scene("alone-early", (Part(0, BEHIND), Part(1, EARLY)), ((0,), (1,)), 1, 2, no_sync=True, breakage=True),
+    Scene("alone-early-frozen", (Part(0, BEHIND, frozen=True), Part(1, EARLY, frozen=True)), ((0, 1),), 1, breakage=True),
+    Scene("alone-unused", (Part(0, UNUSED), Part(1, UNUSED)), ((1, 0),), 1, apart=True, no_sync=True, breakage=True),
+    Scene("alone-unused-frozen", (Part(0, UNUSED, frozen=True), Part(1, UNUSED)), ((0,), (1,)), 1, apart=True, breakage=True),
+    Scene("alone-at-end", (Part(0, AT_END), Part(1, AT_END, frozen=True)), ((0,), (1,)), 1, no_sync=True, breakage=True),
+    Scene(
+        "alone-unused-at-end",
+        (Part(0, AT_END), Part(1, AT_END), Part(1, AT_END, frozen=True)),
+        ((0,), (1,), (2,)),
+        1,
+        apart=True,
+        breakage=True,
+    ),
+)
+
+
+def explore_buckets(scene: Scene, used: set[tuple[BucketKind, BucketState, BucketEvent]] | None = None) -> Report:
+    """Visit every reachable joint state of the scene. Stops at the first depth with a violation. `used` gets the rows taken."""
+    began = time.perf_counter()
+    world = BucketWorld(scene)
+    start = world.freeze()
+    came_from: dict[Any, tuple[Any, Move] | None] = {start: None}
+    frontier = deque((start,))
+    transitions = 0
+    story: tuple[str, ...] = ()
+    while frontier and not story:
+        here = frontier.popleft()
+        world.restore(here)
+        try:
+            moves = tuple(world.moves())
+        except Violation as violation:
+            story = (*_story(came_from, here), f"=> {violation}")
+            break
+        for move in moves:
+            world.restore(here)
+            transitions += 1
+            try:
+                world.perform(move)
+            except Violation as violation:
+                story = (*_story(came_from, here), *_told(move, here), f"=> {violation}")
+                break
+            there = world.freeze()
+            if there not in came_from:
+                came_from[there] = (here, move)
+                frontier.append(there)
+    if used is not None:
+        used |= world.used
+    return Report(scene.name, len(came_from), transitions, 0, int(bool(story)), story, time.perf_counter() - began)
+
+
+def _story(came_from: dict[Any, tuple[Any, Move] | None], state: Any) -> tuple[str, ...]:
+    steps: list[str] = []
+    step = came_from[state]
+    while step is not None:
+        before, move = step
+        steps += _told(move, before)
+        step = came_from[before]
+    return tuple(reversed(steps))
+
+
+def _told(move: Move, before: Any) -> tuple[str, ...]:
+    """A move in words; what a rank does by itself is the name of what it was about to do."""
+    if move.what is What.GOES_ON:
+        todo = before[1][move.rank][4][7]
+        return (f"rank {move.rank}: {' '.join(str(one) for one in todo[0])}",)
+    return (f"rank {move.rank}: {move.what.name} {move.of}",)
+
+
+def run() -> int:
+    """Explore, print a table, and return the exit status."""
+    print(f"{'scene':<20} {'ranks':>5} {'joint states':>12} {'transitions':>12} {'violations':>10} {'seconds':>8}")
+    failed = False
+    for scene in SCENES:
+        found = explore_buckets(scene)
+        print(
+            f"{found.tree:<20} {scene.ranks:>5} {found.states:>12,} {found.transitions:>12,} {found.violations:>10} "
+            f"{found.seconds:>8.1f}"
+        )
+        for step in found.story:
+            print(f"    {step}")
+        failed = failed or found.violations > 0
+    return int(failed)
