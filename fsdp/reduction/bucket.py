@@ -1,4 +1,7 @@
-"""One bucket: the whole gradients of a flat buffer on their way to `.grad` of its shards."""
+"""One bucket: the whole gradients of a flat buffer on their way to `.grad` of its shards.
+
+Where it is on that way is a state of `state_machine.bucket`. The attributes of a bucket are written here alone.
+"""
 
 from collections.abc import Sequence
 from itertools import repeat
@@ -30,18 +33,22 @@ class Bucket:
         "buffer",
         "filled",
         "flat",
-        "launched",
         "memory",
         "name",
         "nbytes",
-        "reduced_shard",
+        "number",
+        "reduced",
         "spare",
         "unit",
         "used_here",
         "views",
     )
 
-    def __init__(self, flat: FlatBuffer, unit: int, name: str, dtype: torch.dtype, stays: bool, tracker: MemoryTracker) -> None:
+    def __init__(
+        self, number: int, flat: FlatBuffer, unit: int, name: str, dtype: torch.dtype, stays: bool, tracker: MemoryTracker
+    ) -> None:
+        self.number = number
+        """Its place among the buckets of its root."""
         self.flat = flat
         self.unit = unit
         """The number of its unit."""
@@ -57,9 +64,8 @@ class Bucket:
         """For what is reduced where it was filled, which becomes `.grad`."""
         self.nbytes = size_of(self.buffer)
         """Of the gradients; of sparse ones, of those that were launched last."""
-        self.reduced_shard: Tensor | None = None
-        self.launched = False
-        """Its gradients were sent in this backward; what comes after is a second portion."""
+        self.reduced: Tensor | None = None
+        """The average of this backward (C,), that of a remainder included."""
         self.accumulated: dict[int, AccumulatedGrad] = {}
         self.any_rank_accumulated = False
         """Some rank may have gradients of it in the stash, also where it was frozen since."""
@@ -87,6 +93,43 @@ class Bucket:
             for place, one, trains in zip(flat.param_infos, used_here, flat.requires_grad_flags, strict=True)
             if trains and not one
         ]
+
+    def expect_accumulated(self) -> None:
+        """A backward under `no_sync` begins: some rank may keep gradients of it."""
+        self.any_rank_accumulated = self.any_rank_accumulated or any(self.flat.requires_grad_flags)
+
+    def pass_by(self) -> None:
+        """It is frozen: what was missing in an earlier backward is no concern of this one."""
+        self.used_here, self.all_used_here = self.all_used, True
+
+    def mute(self) -> None:
+        """Forget what came: the gradients of this rank count for nothing."""
+        for unsharded in self.flat.unsharded_params:
+            unsharded.grad = None
+
+    def stash_all(self) -> None:
+        """Add the whole gradients that came to those kept under `no_sync`."""
+        for i, unsharded in enumerate(self.flat.unsharded_params):
+            if unsharded.grad is not None:
+                gradient, unsharded.grad = unsharded.grad, None
+                self.keep(i, gradient)
+
+    def drop(self) -> None:
+        """Forget the gradients of this backward, reduced or not; what is kept under `no_sync` stays."""
+        self.filled = None
+        if self.reduced is not None:
+            self._tracker.add("reduced", -size_of(self.reduced))
+            self.reduced = None
+        self.mute()
+
+    def add_reduced(self, chunk: Tensor) -> None:
+        """One reduction is over, whose result is in the books; that of a remainder is added to the first."""
+        if self.reduced is None:
+            self.reduced = chunk
+            return
+        self._tracker.add("reduced", -size_of(chunk) - size_of(self.reduced))
+        self.reduced.add_(chunk)
+        self._tracker.add("reduced", size_of(self.reduced))
 
     def drop_zeroed(self) -> None:
         """Drop gradients kept under `no_sync` that the user has zeroed since."""
@@ -149,8 +192,10 @@ class Bucket:
             [used_here or not trains for used_here, trains in zip(used_here, requires_grad_flags, strict=True)]
         )
 
-    def fill(self, buffer: Tensor | None = None, divisor: float = 1) -> None:
-        """Copy the whole gradients, and those kept under `no_sync`, into the bucket or a buffer like it; drop the former.
+    def fill(self, remainder: bool, buffer: Tensor | None = None, divisor: float = 1) -> None:
+        """Copy the whole gradients into the bucket or a buffer like it, and drop them.
+
+        With those kept under `no_sync`, unless it is a `remainder`: they went with what was launched before.
 
         Raises:
             ShardingError: one is sparse that was to be dense.
@@ -164,7 +209,6 @@ class Bucket:
         gradients = [unsharded.grad for unsharded in flat.unsharded_params]
         for unsharded in flat.unsharded_params:
             unsharded.grad = None
-        second, self.launched = self.launched, True
         if (
             not self.accumulated
             and not self.any_rank_accumulated
@@ -173,11 +217,10 @@ class Bucket:
             self.used_here, self.all_used_here = self.all_used, True
             _copy_divided(self.buffer if buffer is None else buffer, views, cast(list[Tensor], gradients), divisor)
             return
-        came_before = self.used_here if second else [False] * len(views)
+        came_before = self.used_here if remainder else [False] * len(views)
         used_here = []
         for i, (view, gradient) in enumerate(zip(views, gradients, strict=True)):
-            # what was kept went with the first portion
-            kept = None if second else self.accumulated.get(i)
+            kept = None if remainder else self.accumulated.get(i)
             parts = [self._dense(i, part) for part in (gradient, None if kept is None else kept.unsharded) if part is not None]
             used_here.append(came_before[i] or bool(parts))
             if parts:
@@ -190,16 +233,15 @@ class Bucket:
             (self.buffer if buffer is None else buffer).div_(divisor)
         self._note_came(used_here)
 
-    def take_rows(self) -> Tensor:
-        """Of a sparse bucket: the gradient of its one parameter (V, *rest), and what is kept of it; drop the former."""
+    def take_rows(self, remainder: bool) -> Tensor:
+        """The same for a sparse bucket: the gradient of its one parameter (V, *rest)."""
         unsharded = self.flat.unsharded_params[0]
         gradient, unsharded.grad = unsharded.grad, None
-        second, self.launched = self.launched, True
-        kept = None if second else self.accumulated.get(0)
+        kept = None if remainder else self.accumulated.get(0)
         parts = [
             as_rows(part).to(self.dtype) for part in (gradient, None if kept is None else kept.unsharded) if part is not None
         ]
-        self._note_came([bool(parts) or (second and self.used_here[0])])
+        self._note_came([bool(parts) or (remainder and self.used_here[0])])
         rows = (parts[0] + parts[1]).coalesce() if len(parts) > 1 else parts[0] if parts else no_rows(unsharded, self.dtype)
         self.nbytes = size_of(rows)
         return rows
@@ -220,7 +262,7 @@ class Bucket:
         Raises:
             ShardingError: a hook returned something that cannot take the place of the gradient.
         """
-        if self.reduced_shard is None:
+        if self.reduced is None:
             return
         flat = self.flat
         for i, _, shape in flat.local_params:
@@ -229,8 +271,8 @@ class Bucket:
             if hooks is None or len(hooks) < 2 or not used[i]:
                 continue
             part = flat.parts[i]
-            sparse, size = self.reduced_shard.is_sparse, size_of(self.reduced_shard)
-            view = self.reduced_shard if sparse else self.reduced_shard[part.offset : part.offset + part.numel].view(shape)
+            sparse, size = self.reduced.is_sparse, size_of(self.reduced)
+            view = self.reduced if sparse else self.reduced[part.offset : part.offset + part.numel].view(shape)
             for hook in list(hooks.values()):
                 changed = None if isinstance(hook, RefuseShardGrad) else hook(view)
                 if changed is None:
@@ -248,16 +290,18 @@ class Bucket:
             if sparse:
                 # of more rows, or fewer
                 self._tracker.add("reduced", size_of(view) - size)
-                self.reduced_shard = view
+                self.reduced = view
 
-    def put(self, reduced: Tensor, used: Sequence[bool]) -> list[nn.Parameter]:
-        """Set or accumulate one reduced shard (C,) into `.grad` of the shard parameters.
+    def put(self, used: Sequence[bool]) -> list[nn.Parameter]:
+        """Set or accumulate what was reduced (C,) into `.grad` of the shard parameters.
 
         A parameter of which this rank holds nothing keeps `.grad` None: optimizers pass it by. Returns those whose
         post-accumulate hooks are to be run.
         """
         hooked = []
-        self.launched = False
+        reduced, self.reduced = self.reduced, None
+        assert reduced is not None
+        self._tracker.add("reduced", -size_of(reduced))
         flat = self.flat
         gradients = self._gradients_in(reduced)
         targets, sums = [], []

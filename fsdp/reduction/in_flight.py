@@ -4,7 +4,7 @@ Rule 1: a parcel is summed among the ranks that share the shards, and its sum am
 Rule 2: what is in flight is held here until it is awaited, whatever fails.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -65,8 +65,20 @@ class ReductionQueue:
         """A backward begins: the lanes take turns from the first one, on every rank."""
         self._launched = 0
 
-    def launch(self, buckets: Sequence[Bucket]) -> None:
+    @property
+    def oldest(self) -> Sequence[Bucket]:
+        """The buckets that are awaited next. None: their gradients have left the memory of all buckets."""
+        return self._first[0].buckets if self._first else ()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no lane is free."""
+        return len(self._first) >= len(self._comms.lanes)
+
+    def launch(self, buckets: Sequence[Bucket], remainder: bool) -> bool:
         """Fill the buckets of a parcel on the compute stream and reduce them on the reduction stream.
+
+        Returns whether their gradients have left the memory of the buckets with that.
 
         Shapes:  buckets (W * C,) on each of W ranks  ->  mean of chunk `rank` (C,)
         Memory:  W * C elements until landed, C until committed; where several share a collective, small ones twice while it is
@@ -74,8 +86,8 @@ class ReductionQueue:
         """
         lane, self._launched = self._launched % len(self._comms.lanes), self._launched + 1
         if buckets[0].flat.is_sparse:
-            self._launch_rows(buckets[0], lane)
-            return
+            self._launch_rows(buckets[0], lane, remainder)
+            return True
         name, size = buckets[0].name, sum(bucket.flat.layout.shard_numel for bucket in buckets)
         before, after = self._divisors(buckets[0].buffer, size)
         shards = self._comms.lanes[lane].shard
@@ -84,18 +96,18 @@ class ReductionQueue:
             like, keeps = buckets[0].buffer, len(buckets) == 1 and self._streams.on_host
             into = buckets[0].spare.take(size, like) if keeps else like.new_empty(size)
             for bucket, chunk in zip(buckets, _split(into, buckets), strict=True):
-                bucket.fill(chunk, before)
+                bucket.fill(remainder, chunk, before)
             with self._streams.reducing(lane):
                 self._start_all_reduce(Reduction(buckets, into, DONE, None, 0, name, after, lane))
             self._tracker.add("reduced", size_of(into))
             # it was allocated on the compute stream, and may be given back already
             self._streams.await_reductions()
-            return
+            return True
         joined = None
         try:
             for bucket in buckets:
                 bucket.memory.allocate(self._tracker)
-                bucket.fill(divisor=before)
+                bucket.fill(remainder, divisor=before)
             each = len(buckets) > 1 and shards.supports_coalescing(buckets[0].flat.device, self._exact)
             joined = self._join(buckets) if len(buckets) > 1 and not each else None
             given = [bucket.buffer for bucket in buckets] if joined is None else [joined]
@@ -113,11 +125,12 @@ class ReductionQueue:
         self._tracker.add("reduced", size_of(into))
         self._tracker.add("scratch", scratch)
         self._first.append(Reduction(buckets, into, work, joined, scratch, name, after, lane))
+        return False
 
-    def _launch_rows(self, bucket: Bucket, lane: int) -> None:
+    def _launch_rows(self, bucket: Bucket, lane: int, remainder: bool) -> None:
         """The same for a sparse bucket, which shares no collective and has no second sum."""
         before, after = self._divisors(bucket.buffer, 0)
-        rows = bucket.take_rows()
+        rows = bucket.take_rows(remainder)
         if before != 1:
             rows = rows / before  # it may be what is kept under `no_sync`
         with self._streams.reducing(lane):
@@ -125,12 +138,12 @@ class ReductionQueue:
         self._tracker.add("reduced", size_of(rows))
         self._second.append(Reduction((bucket,), rows, work, None, 0, bucket.name, after, lane))
 
-    def launch_hooked(self, bucket: Bucket, shown: GradBucket) -> None:
+    def launch_hooked(self, bucket: Bucket, shown: GradBucket, remainder: bool) -> bool:
         """Fill one bucket and let the hook reduce it."""
         assert self.hook is not None
         try:
             bucket.memory.allocate(self._tracker)
-            bucket.fill()
+            bucket.fill(remainder)
             with self._streams.reducing():
                 into = bucket.buffer.new_empty(bucket.flat.layout.shard_numel)
                 work = self.hook.launch(shown, into, bucket.name)
@@ -139,15 +152,9 @@ class ReductionQueue:
             raise
         self._tracker.add("reduced", size_of(into))
         self._first.append(Reduction((bucket,), into, work, None, 0, bucket.name))
+        return False
 
-    def wait_for_slot(self, buckets: Sequence[Bucket], may_wait: Callable[[Bucket], bool]) -> None:
-        """Await what is in flight until `buckets` are not, and until there is a lane free or the next may not be awaited yet."""
-        while any(bucket in flight.buckets for flight in self._first for bucket in buckets):
-            self._wait_next()  # a second portion: all ranks are at the end of the backward
-        while len(self._first) >= len(self._comms.lanes) and all(map(may_wait, self._first[0].buckets)):
-            self._wait_next()
-
-    def _wait_next(self) -> None:
+    def land_next(self) -> None:
         """Await the next in flight among the ranks that share the shards; its sums go on to the other replicas."""
         flight = self._first.pop(0)
         try:
@@ -162,10 +169,8 @@ class ReductionQueue:
             self._tracker.add("scratch", -flight.scratch)
             self._release(flight.buckets, flight.joined)
 
-    def wait_all(self) -> None:
-        """Await everything; the average of each bucket is its `reduced_shard`."""
-        while self._first:
-            self._wait_next()
+    def finish(self) -> None:
+        """All have left their buckets: await the sums over the replicas."""
         given = []
         while self._second:
             flight = self._second[0]
@@ -254,12 +259,7 @@ class ReductionQueue:
                     # a hook has seen it in full
                     unsharded = bucket.flat.unsharded_params[0]
                     chunk = self._replace(chunk, as_rows(chunk[: unsharded.numel()].view(unsharded.shape)))
-                if bucket.reduced_shard is None:
-                    bucket.reduced_shard = chunk
-                else:
-                    self._tracker.add("reduced", -size_of(chunk) - size_of(bucket.reduced_shard))
-                    bucket.reduced_shard.add_(chunk)
-                    self._tracker.add("reduced", size_of(bucket.reduced_shard))
+                bucket.add_reduced(chunk)
 
     def _replace(self, old: Tensor, new: Tensor) -> Tensor:
         """In the books."""

@@ -49,25 +49,24 @@ class UsedParams:
 
     def begin(self) -> None:
         """A backward begins."""
-        self.shared = False
-        """The ranks were told what is here."""
         self.has_grad: list[bool] = []
-        """Which buckets have gradients here that were not launched before that."""
-        self.launched: list[bool] = []
-        """Which buckets were launched before that: what they have is a second portion."""
+        """Which buckets had gradients here that were not launched when the ranks were told."""
+        self.has_remainder: list[bool] = []
+        """Of which buckets they came after others were launched."""
         self._used: list[bool] = []
         self._more: list[bool] = []
 
     def exchange(self, launched: Sequence[bool]) -> None:
         """At the end of a backward: tell the ranks which parameters had a gradient here.
 
+        Of buckets that were launched, also which have one that came after that.
+
         Raises:
             ShardingError: a graph that was said to be static is not.
         """
-        self.shared = True
-        self.launched = list(launched)
         fresh = [bucket.collect_used(one) for bucket, one in zip(self._buckets, launched, strict=True)]
         self.has_grad = [True in one for one in fresh]
+        self.has_remainder = list(map(and_, self.has_grad, launched))
         if self._usual is not None:
             self._check_usual()
             self._used, self._more = self._usual, self._usual_more
@@ -76,7 +75,7 @@ class UsedParams:
             self._usual_here = [list(bucket.used_here) for bucket in self._buckets]
         all_used_here = all(bucket.all_used_here for bucket in self._buckets)
         with self._streams.reducing():
-            if all_used_here and not any(map(and_, self.has_grad, launched)):
+            if all_used_here and not any(self.has_remainder):
                 flags = self._all_used.clone()
             else:
                 found = [
@@ -92,12 +91,16 @@ class UsedParams:
         return self._used[self._offsets[number] : self._offsets[number + 1]] if self._used else self._buckets[number].all_used
 
     def any_rank_has_grad(self, number: int) -> bool:
-        """Whether any rank has a gradient of a bucket of which there is none here."""
+        """Whether any rank has a gradient of a bucket; waits for the others if this one has none."""
+        if self.has_grad[number]:
+            return True
         self.wait_all(read=True)
         return any(self.used(number))
 
-    def any_rank_has_remainder(self, number: int) -> bool:
-        """Whether any rank has a second portion of a bucket."""
+    def some_rank_has_remainder(self, number: int) -> bool:
+        """The same for gradients that came after others of the bucket were launched."""
+        if self.has_remainder[number]:
+            return True
         self.wait_all(read=True)
         return any(self._more[self._offsets[number] : self._offsets[number + 1]])
 

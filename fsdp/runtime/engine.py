@@ -100,7 +100,7 @@ class Engine:
             Action.FLUSH_GRADS: self.reducer.flush,
             Action.COMMIT: self._commit,
             Action.ACCUMULATE_UNSHARDED: self.reducer.accumulate_unsharded,
-            Action.WAIT_REDUCTIONS: self._wait_reductions,
+            Action.WAIT_REDUCTIONS: self.reducer.drain,
             Action.DROP_GRADS: self.reducer.drop,
             Action.GATHER_FULL: self._gather_full,
             Action.WRITE_BACK: self._write_back,
@@ -298,9 +298,6 @@ class Engine:
 
     def _intercept_reads(self, index: int) -> None:
         self.units[index].intercept_reads()
-
-    def _wait_reductions(self, index: int) -> None:
-        self.reducer.drain()
 
     def _gather_full(self, index: int) -> None:
         self.units[index].gather_full()

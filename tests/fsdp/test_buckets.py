@@ -167,9 +167,10 @@ def test_pieces_that_are_launched_early_are_awaited_when_their_units_are_done(mo
     deepest: list[int] = []
     launch = ReductionQueue.launch
 
-    def early(flights: ReductionQueue, buckets: Any) -> None:
-        launch(flights, buckets)
+    def early(flights: ReductionQueue, *given: Any) -> bool:
+        landed = launch(flights, *given)
         deepest.append(len(flights._first))
+        return landed
 
     monkeypatch.setattr(ReductionQueue, "launch", early)
 
