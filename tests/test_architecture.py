@@ -135,6 +135,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 STATE_MACHINE_USERS = {
     "runtime.registry",
     "runtime.stale_params",
+    "reduction.reducer",
     "runtime.engine",
     "runtime.final_callback",
     "debug.error_notes",

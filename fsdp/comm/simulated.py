@@ -267,13 +267,13 @@ class _InFlight:
 class _Several:
     """Collectives in flight that are waited for together."""
 
-    __slots__ = ("_queue",)
+    __slots__ = ("_in_flight",)
 
     def __init__(self, flights: Sequence[_InFlight]) -> None:
-        self._queue = flights
+        self._in_flight = flights
 
     def wait(self) -> None:
-        for flight in self._queue:
+        for flight in self._in_flight:
             flight.wait()
 
 

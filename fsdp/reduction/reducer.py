@@ -58,7 +58,7 @@ class Reducer:
             self.of_unit[bucket.unit].append(number)
         self._device = units[0].device
         self._used_params = UsedParams(self.buckets, self.policy.static_graph, comms.world_comm, streams, self._device)
-        self._queue = ReductionQueue(self.policy, comms, streams, tracker)
+        self._reductions = ReductionQueue(self.policy, comms, streams, tracker)
         self.early = frozenset(number for number in numbers if self._may_count(number, innermost))
         """The buckets that may be launched when their gradients have come, before their unit is ready."""
         self._queue = BucketQueue(
@@ -81,16 +81,16 @@ class Reducer:
 
     def set_averaging_ranks(self, ranks: int) -> None:
         """From now on, that many ranks have gradients that count."""
-        self._queue.ranks = ranks
+        self._reductions.ranks = ranks
 
     @property
     def hook(self) -> CommHook | None:
         """Reduces instead of us, if there is one."""
-        return self._queue.hook
+        return self._reductions.hook
 
     @hook.setter
     def hook(self, hook: CommHook) -> None:
-        self._queue.hook = hook
+        self._reductions.hook = hook
         self._plan()
 
     @property
@@ -115,7 +115,7 @@ class Reducer:
         for bucket in self._accumulating():
             bucket.drop_zeroed()
         self.stats.begin()
-        self._queue.begin()
+        self._reductions.begin()
         self._used_params.begin()
         self._ready_at = [perf_counter()] * len(self.buckets)
         """When each bucket was ready, for those that were."""
@@ -223,7 +223,7 @@ class Reducer:
         """Wait until nothing is in flight, of any unit. Idempotent; raises what the collective raises."""
         question = self._used_params.take()
         try:
-            self._queue.drain(() if question is None else (question.work,))
+            self._reductions.drain(() if question is None else (question.work,))
         finally:
             for number in self.of_unit[index]:
                 self._queue.on(number, BucketEvent.DRAINED)
@@ -314,12 +314,12 @@ class Reducer:
         if self.ignores_local_grads:
             for bucket in buckets:
                 bucket.mute()
-        while self._queue.is_full and self._may_wait_for(self._queue.oldest):
+        while self._reductions.is_full and self._may_wait_for(self._reductions.oldest):
             self._wait_next()
         if self.hook is None:
-            landed = self._queue.launch(buckets, remainder)
+            landed = self._reductions.launch(buckets, remainder)
         else:
-            landed = self._queue.launch_hooked(buckets[0], self._shown(buckets[0], group[0]), remainder)
+            landed = self._reductions.launch_hooked(buckets[0], self._shown(buckets[0], group[0]), remainder)
         if landed:
             self._landed(buckets)
         self.stats.note(buckets, max([self._ready_at[number] for number in group]))
@@ -329,8 +329,8 @@ class Reducer:
         return all([BucketAction.AWAIT in self._queue.on(bucket.number, BucketEvent.MAKE_ROOM) for bucket in buckets])
 
     def _wait_next(self) -> None:
-        buckets = self._queue.oldest
-        self._queue.land_next()
+        buckets = self._reductions.oldest
+        self._reductions.land_next()
         self._landed(buckets)
 
     def _landed(self, buckets: Iterable[Bucket]) -> None:
@@ -371,9 +371,9 @@ class Reducer:
     def _settle(self) -> None:
         """Await everything in flight and learn which gradients no rank had. All that can fail is over after this."""
         self._settled = True
-        while self._queue.oldest:
+        while self._reductions.oldest:
             self._wait_next()
-        self._queue.finish()
+        self._reductions.finish()
         self._used_params.wait_all()
         if self._trainable not in self._learned:
             self._learn_order()

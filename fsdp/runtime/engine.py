@@ -317,7 +317,7 @@ class Engine:
         done = self._request(index, Request.UNSHARD)
         if done:
             # of no consequence outside a backward: the next one begins anew
-            self.reducer.reached_again(index)
+            self.reducer.gathered(index)
         if Effect.WAIT_ALL_GATHER in done:
             for ahead in self._schedule.needed(index):
                 self._request(ahead, Request.PREFETCH)

@@ -300,7 +300,7 @@ class BucketWorld:
                                 self._on(one, number, E.UNUSED)
             case What.NO_SYNC_KEEPS:
                 rank.here = changed(rank.here, of, True)
-                if A.KEEP_UNSHARDED in self._on(rank, of, E.ACCUMULATE):
+                if A.KEEP in self._on(rank, of, E.ACCUMULATE):
                     rank.here = changed(rank.here, of, False)
                     rank.kept = changed(rank.kept, of, True)
                 require(not rank.here[of], "a gradient outlives a backward under no_sync, and is not kept")
