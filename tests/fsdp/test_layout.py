@@ -89,7 +89,7 @@ def check_shape(slot: ParamExtent, part: ShardExtent) -> None:
         assert row == 0 or part.first % row == 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
 def test_small_shapes_are_tiled_aligned_and_within_budget(itemsize: int, num_shards: int) -> None:
     for shapes in SETS:
