@@ -1,14 +1,9 @@
-"""Hypothesis profiles, and the repository root on the path before the folders of the tests."""
+"""Hypothesis profiles, and the order of files."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-# `tests/state_machine` has the name of a package of the product; the product comes first
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, max_examples=1_000_000, suppress_health_check=[HealthCheck.too_slow])

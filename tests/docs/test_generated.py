@@ -13,13 +13,13 @@ from state_machine import residency, table
 from state_machine.lifecycle import REMEDIES
 from state_machine.markdown import MACHINES, _step, remedies, tables
 from state_machine.vocabulary import Action, Event, MachineEnum, State
-from tests.docs.generated import PARTS, REFERENCE, generated
+from tools.generated import PARTS, REFERENCE, generated
 
 
 @pytest.mark.parametrize("page", PARTS)
 def test_the_page_shows_the_tables(page: str) -> None:
     shown = (REFERENCE / page).read_text(encoding="utf-8")
-    assert shown == generated(page, shown), "run: python -m tests.docs.generated"
+    assert shown == generated(page, shown), "run: python -m tools.generated"
 
 
 def test_every_table_of_the_package_is_listed() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.comm.simulated import simulate
-from tests.fsdp.models import is_at_rest
+from tests.support.models import is_at_rest
 
 
 def two_layers() -> nn.Sequential:

@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 import fsdp
 from fsdp.comm.simulated import simulate
 from fsdp.runtime.registry import unit_ref_of
-from tests.fsdp.models import assert_close, gradients_of, is_at_rest, join
+from tests.support.models import assert_close, gradients_of, is_at_rest, join
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 

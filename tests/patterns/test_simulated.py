@@ -10,7 +10,7 @@ import fsdp
 from tests.patterns.every import PATTERNS
 from tests.patterns.harness import Outcome, attempt, compare, perform
 from tests.patterns.ways import Turn, recorded
-from tests.state_machine.stories import TOLD, tell
+from tests.state_machine_tests.stories import TOLD, tell
 
 SHARED = fsdp.ReductionPolicy(bucket_cap_mb=1, first_bucket_mb=0.0002)
 CUT = fsdp.ReductionPolicy(bucket_cap_mb=0.0001)
