@@ -5,6 +5,9 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+# an assertion that fails in a helper shows its values, as in a test
+pytest.register_assert_rewrite("tests.support")
+
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, max_examples=1_000_000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

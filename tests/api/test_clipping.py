@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
+from fsdp.comm.simulated import simulate
 from tests.support.models import CASES, Case, assert_close, join, loss_of, world_log, wrap
 
 POWERS = [1.0, 2.0, 3.0, math.inf]
@@ -107,3 +108,39 @@ def test_a_gradient_that_is_not_a_number_says_so_on_every_rank() -> None:
         return bool(fsdp.clip_grad_norm_(model, 1.0).isnan())
 
     assert fsdp.simulate(3, fn) == [True] * 3
+
+
+def test_a_scaler_steps_an_optimizer_of_which_this_rank_holds_nothing() -> None:
+    def one_rank(rank: int) -> float:
+        model = fsdp.fully_shard(nn.Linear(1, 1, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = fsdp.ShardedGradScaler(model, init_scale=4.0)
+        scaler.scale(model(torch.full((1, 1), float("inf") if rank == 0 else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    assert simulate(2, one_rank) == [2.0, 2.0]
+
+
+def test_clipping_inside_a_summon_is_refused_and_loses_nothing() -> None:
+    def one_rank(rank: int) -> Tensor:
+        model = fsdp.fully_shard(nn.Linear(1, 8, bias=False))
+        with fsdp.no_sync(model):
+            model(torch.full((1, 1), 1.0 + rank)).sum().backward()
+        with fsdp.summon_full_params(model, writeback=False), pytest.raises(fsdp.ShardingError, match="outside any forward"):
+            fsdp.clip_grad_norm_(model, 1.0)
+        model(torch.full((1, 1), 1.0 + rank)).sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad.flatten()
+
+    assert torch.cat(simulate(2, one_rank)).tolist() == [3.0] * 8
+
+
+def test_clipping_parameters_that_are_not_sharded_is_refused() -> None:
+    def one_rank(rank: int) -> None:
+        model = nn.ModuleDict({"sharded": fsdp.fully_shard(nn.Linear(2, 2)), "plain": nn.Linear(2, 2)})
+        with pytest.raises(fsdp.ShardingError, match=r"'plain\.weight' is not sharded"):
+            fsdp.clip_grad_norm_(model, 1.0)
+
+    simulate(2, one_rank)

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
+from fsdp.comm.simulated import simulate
+from fsdp.runtime.registry import unit_ref_of
 from fsdp.runtime.side_outputs import SideOutputs
-from tests.support.models import Block, assert_close, is_at_rest, join, loss_of, units_of
+from tests.support.models import Block, assert_close, gradients_of, is_at_rest, join, loss_of, units_of
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 
@@ -295,3 +298,57 @@ def test_a_gradient_may_be_asked_of_what_a_unit_is_called_with_inside_itself() -
     for found in fsdp.simulate(2, lambda rank: trained(sharded=True)):
         assert found is not None
         torch.testing.assert_close(found, trained(sharded=False))
+
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
+
+
+class Queries(nn.Module):
+    """A parameter of the root is the input of a unit, as the queries of DETR are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.queries, self.decoder = nn.Parameter(torch.randn(3, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.tanh(self.decoder(self.queries)) + x
+        return result
+
+
+def _train(model: nn.Module, after: Callable[[], None] = lambda: None) -> None:
+    """As most loops, it has the loss of one step, and so its graph, until the next one's is there."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(50):
+        optimizer.zero_grad()
+        loss = model(torch.full((3, 4), 1.0 + step % 3)).square().mean()
+        loss.backward()
+        after()
+        optimizer.step()
+
+
+@WORLDS
+def test_what_is_kept_with_a_leaf_does_not_grow_with_the_steps(world_size: int) -> None:
+    """The way out of a unit through a leaf was noted at the leaf, once a step, for ever."""
+    plain = Queries()
+    _train(plain)
+
+    def one_rank(rank: int) -> dict[str, Tensor | None]:
+        model = fsdp.fully_shard(Queries(), auto_wrap_policy={nn.Linear})
+        sharded = unit_ref_of(model)
+        assert sharded is not None
+        (queries,) = sharded.unit.unsharded_params
+        entries = []
+
+        def count() -> None:
+            crossing = get_gradient_edge(queries).node.metadata["fsdp"]
+            entries.append(len(crossing.leaves) + len(crossing.reaches))
+
+        _train(model, count)
+        assert entries[0] and entries[-1] == entries[5], entries
+        assert is_at_rest(model)
+        return gradients_of(model)
+
+    found = simulate(world_size, one_rank)
+    for name, parameter in plain.named_parameters():
+        assert_close({name: join([one[name] for one in found], parameter.shape)}, {name: parameter.grad}, 1e-5)

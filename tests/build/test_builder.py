@@ -13,7 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp
-from tests.support.models import Block, Net, Recurrent, Tied, loss_of, make_net, units_of
+from fsdp.comm.simulated import simulate
+from tests.support.models import Block, Net, Recurrent, Tied, loss_of, make_net, two_layers, units_of
 
 DOORS = pytest.mark.parametrize("door", [fsdp.FullyShardedDataParallel, fsdp.fully_shard], ids=["wrapper", "in place"])
 
@@ -297,3 +298,37 @@ def test_what_wrapping_does_for_a_unit_does_not_grow_with_the_units() -> None:
 
     _, few, more, most = fsdp.simulate(1, lambda rank: [calls(count) for count in (20, 20, 60, 100)])[0]  # the first may import
     assert most - more == pytest.approx(more - few, rel=0.01)
+
+
+@pytest.mark.parametrize("value", [0, 1, "yes"])
+def test_reshard_after_forward_is_a_bool(value: object) -> None:
+    def one_rank(rank: int) -> None:
+        with pytest.raises(fsdp.ShardingError, match="reshard_after_forward must be True, False or None"):
+            fsdp.fully_shard(nn.Linear(2, 2), reshard_after_forward=value)
+
+    simulate(1, one_rank)
+
+
+def test_a_class_as_a_policy_is_refused() -> None:
+    def one_rank(rank: int) -> None:
+        with pytest.raises(fsdp.ShardingError, match=r"put it in a set: \{Linear\}"):
+            fsdp.fully_shard(two_layers(), auto_wrap_policy=nn.Linear)
+
+    simulate(1, one_rank)
+
+
+def _replace(module: nn.Module) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(torch.zeros_like(parameter)))
+
+
+def test_param_init_fn_may_not_replace_parameters() -> None:
+    """The new ones were no part of any unit."""
+
+    def one_rank(rank: int) -> None:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with pytest.raises(fsdp.ShardingError, match=r"param_init_fn replaced a parameter of a Linear; .* copy into it"):
+            fsdp.fully_shard(model, auto_wrap_policy={nn.Linear}, param_init_fn=_replace)
+
+    simulate(2, one_rank)

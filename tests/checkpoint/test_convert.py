@@ -11,9 +11,9 @@ import torch
 import fsdp
 from fsdp.__main__ import main
 from tests.checkpoint.test_load import loaded, save_trained
-from tests.state_dict.test_optim_state import assert_same
 from tests.support.faults import Evil
 from tests.support.models import CASES, make_net, wrap
+from tests.support.optimizers import assert_same
 
 CASE = CASES["net"]
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.checkpoint import hf_safetensors
-from tests.state_dict.test_full_state import STATEFUL, assert_same_state, shifted
 from tests.support.models import CASES, Case, make_net, weights_of, wrap
+from tests.support.states import STATEFUL, assert_same_state, shifted
 
 safetensors = pytest.importorskip("safetensors.torch")
 

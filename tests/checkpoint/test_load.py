@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import fsdp
 from fsdp.checkpoint.dcp import StoredCheckpoint
-from tests.state_dict.test_optim_state import OPTIMIZERS, ROWS, RowStatistics, assert_same, in_groups, trained
 from tests.support.models import CASES, Block, Case, Net, loss_of, make_net, own_batches, train, weights_of, wrap
+from tests.support.optimizers import OPTIMIZERS, ROWS, RowStatistics, assert_same, in_groups, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 FULL = StateDictOptions(full_state_dict=True)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.checkpoint import background, dcp, save
 from tests.checkpoint.test_load import Noisy
-from tests.state_dict.test_optim_state import assert_same, in_groups, trained
 from tests.support.models import CASES, Block, Case, own_batches, train, weights_of, wrap
+from tests.support.optimizers import assert_same, in_groups, trained
 
 NOISY = Case(Noisy, {Block})
 

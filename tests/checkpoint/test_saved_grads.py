@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.checkpoint import dcp
-from tests.state_dict.test_optim_state import assert_same, in_groups
 from tests.support.models import CASES, Case, loss_of, weights_of, wrap
+from tests.support.optimizers import assert_same, in_groups
 
 
 def micro(model: nn.Module, case: Case, rank: int, step: int) -> None:

@@ -2,53 +2,15 @@
 
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 
 import fsdp
 from fsdp.failure import desync
 from fsdp.failure.desync import CallSequence, DesyncDetector, PendingCall, WatchedWork
-
-
-class MemoryStore:
-    """A store for threads. Counts what is asked of it."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, Any] = {}
-        self.asked = 0
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def _alone(self) -> Iterator[dict[str, Any]]:
-        with self._lock:
-            self.asked += 1
-            yield self.held
-
-    def add(self, key: str, amount: int) -> int:
-        with self._alone() as held:
-            held[key] = held.get(key, 0) + amount
-            return int(held[key])
-
-    def set(self, key: str, value: str) -> None:
-        with self._alone() as held:
-            held[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        with self._alone() as held:
-            found: bytes = held[key]
-            return found
-
-    def check(self, keys: list[str]) -> bool:
-        with self._alone() as held:
-            return all(key in held for key in keys)
-
-    def delete_key(self, key: str) -> bool:
-        with self._alone() as held:
-            return held.pop(key, None) is not None
+from tests.support.stores import MemoryStore
 
 
 class Ranks:

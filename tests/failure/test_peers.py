@@ -2,7 +2,6 @@
 
 import errno
 import pickle
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,7 @@ from fsdp.errors import PeerFailed
 from fsdp.failure import peers as module
 from fsdp.failure.liveness import is_dead, this_process
 from fsdp.failure.peers import PeerMonitor, seconds
-from tests.failure.test_desync import MemoryStore
-
-
-class Scope(MemoryStore):
-    """Keys of one part of a store."""
-
-    def __init__(self, store: MemoryStore, name: str) -> None:
-        super().__init__()
-        self.held, self._lock, self._name = store.held, store._lock, name
-
-    def add(self, key: str, amount: int) -> int:
-        return super().add(f"{self._name}/{key}", amount)
-
-    def set(self, key: str, value: str) -> None:
-        super().set(f"{self._name}/{key}", value)
-
-    def get(self, key: str) -> bytes:
-        return super().get(f"{self._name}/{key}")
-
-    def check(self, keys: list[str]) -> bool:
-        return super().check([f"{self._name}/{key}" for key in keys])
+from tests.support.stores import MemoryStore, Scope, said, together
 
 
 def make(size: int, connect: Callable[[str], Any] | None = str) -> list[PeerMonitor]:
@@ -50,30 +29,6 @@ def make(size: int, connect: Callable[[str], Any] | None = str) -> list[PeerMoni
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(module.SECONDS, "0.1")
     monkeypatch.setenv(module.RETURN_SECONDS, "0.3")
-
-
-def said(fn: Callable[[], object]) -> fsdp.WorldError:
-    with pytest.raises(fsdp.WorldError) as caught:
-        fn()
-    return caught.value
-
-
-def together(*programs: Callable[[], object]) -> list[BaseException | None]:
-    found: list[BaseException | None] = [None] * len(programs)
-
-    def live(number: int, program: Callable[[], object]) -> None:
-        try:
-            program()
-        except BaseException as error:
-            found[number] = error
-
-    threads = [threading.Thread(target=live, args=one, daemon=True) for one in enumerate(programs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=10)
-    assert not any(thread.is_alive() for thread in threads)
-    return found
 
 
 def test_who_abandons_says_why_to_those_who_wait() -> None:

@@ -16,8 +16,7 @@ from fsdp.failure import desync, watchdog
 from fsdp.failure import peers as lines_module
 from fsdp.failure.desync import PendingCall
 from fsdp.failure.watchdog import DevicePeerMonitor, DeviceWatchdog, PendingError
-from tests.failure.test_desync import MemoryStore
-from tests.failure.test_peers import Scope, said, together
+from tests.support.stores import MemoryStore, Scope, said, together
 
 STEADY = "ababababa"
 """So often that all predict the next call, which is "b"."""

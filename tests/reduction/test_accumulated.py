@@ -9,9 +9,24 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from tests.support.models import Block, assert_close, is_at_rest, join, loss_of, make_net, units_of, world_log
+from fsdp.comm.simulated import simulate
+from fsdp.runtime.registry import unit_ref_of
+from tests.support.models import (
+    Block,
+    assert_close,
+    gradients_of,
+    is_at_rest,
+    join,
+    loss_of,
+    make_net,
+    two_units,
+    units_of,
+    world_log,
+)
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
+
+
 Program = Callable[[nn.Module, int], None]
 
 
@@ -236,9 +251,70 @@ def test_no_sync_keeps_memory_for_whole_gradients_and_gives_it_back() -> None:
 
 
 def _buckets(model: nn.Module) -> list[Any]:
-    from fsdp.runtime.registry import unit_ref_of
 
     sharded = unit_ref_of(model)
     assert sharded is not None
     assert len(units_of(model)) == 4
     return list(sharded.engine.reducer.buckets)
+
+
+def test_what_no_sync_kept_is_reduced_though_it_was_frozen_since() -> None:
+    def one_rank(rank: int) -> Tensor:
+        model = fsdp.fully_shard(nn.Linear(1, 8))
+        model(torch.ones(1, 1)).sum().backward()
+        with fsdp.no_sync(model):
+            model(torch.ones(1, 1)).sum().backward()
+        model.weight.requires_grad_(False)
+        model(torch.ones(1, 1)).sum().backward()
+        return torch.empty(0) if model.weight.grad is None else model.weight.grad.flatten()
+
+    assert torch.cat(simulate(2, one_rank)).tolist() == [2.0] * 8
+
+
+def test_gradients_kept_under_no_sync_are_in_the_books() -> None:
+    def one_rank(rank: int) -> None:
+        model = two_units()
+        before = fsdp.memory_bytes(model)
+        with fsdp.no_sync(model):
+            model(torch.ones(1, 3)).sum().backward()
+        assert fsdp.memory_bytes(model) == before + 2 * (9 + 3) * 4
+        model(torch.ones(1, 3)).sum().backward()
+        assert fsdp.memory_bytes(model) == before
+
+    simulate(2, one_rank)
+
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
+
+
+@WORLDS
+def test_an_outer_root_can_be_made_when_nothing_is_kept_under_no_sync_any_more(world_size: int) -> None:
+    """What was kept was lost with the inner root; that it is refused is told in tests/patterns."""
+
+    def train(inner: nn.Module, outer: Callable[[], nn.Module]) -> None:
+        inner(torch.ones(1, 4)).sum().backward()
+        outer()(torch.ones(1, 4)).square().sum().backward()
+
+    def make() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(1)
+        return nn.Linear(4, 4), nn.Linear(4, 4)
+
+    plain = nn.Sequential(*make())
+    plain[0](torch.ones(1, 4)).sum().backward()
+    train(plain[0], lambda: plain)
+
+    def one_rank(rank: int) -> dict[str, Tensor | None]:
+        inner, last = make()
+        fsdp.fully_shard(inner)
+        model = nn.Sequential(inner, last)
+        with fsdp.no_sync(inner):
+            inner(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(fsdp.ShardingError, match="unit '0' keeps gradients under no_sync"):
+            fsdp.fully_shard(model)
+        train(inner, lambda: fsdp.fully_shard(model))
+        assert is_at_rest(model)
+        return gradients_of(model)
+
+    found = simulate(world_size, one_rank)
+    for name, parameter in plain.named_parameters():
+        assert_close({name: join([one[name] for one in found], parameter.shape)}, {name: parameter.grad})

@@ -1,5 +1,6 @@
 """Which dtype everything runs in, and how large the error of it may be."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 import fsdp
+from fsdp.comm.simulated import simulate
 from tests.support.models import (
     CASES,
     Block,
@@ -23,6 +25,8 @@ from tests.support.models import (
 )
 
 BF16 = torch.bfloat16
+
+
 X = torch.linspace(-1, 1, 12).view(2, 6)
 
 
@@ -210,3 +214,23 @@ def test_a_scaled_step_is_the_step() -> None:
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     for state in fsdp.simulate(2, fn):
         assert all(torch.allclose(state[name], p, rtol=1e-6, atol=1e-8) for name, p in plain.named_parameters())
+
+
+@dataclasses.dataclass
+class Result:
+    value: Tensor
+    name: str
+
+
+class ReturnsADataclass(nn.Linear):
+    def forward(self, x: Result) -> Result:
+        return Result(super().forward(x.value), x.name)
+
+
+def test_precision_reaches_into_dataclasses() -> None:
+    def one_rank(rank: int) -> Result:
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+        result: Result = fsdp.fully_shard(ReturnsADataclass(2, 2), mp_policy=policy)(Result(torch.ones(1, 2), "x"))
+        return result
+
+    assert [(one.value.dtype, one.name) for one in simulate(2, one_rank)] == [(torch.float32, "x")] * 2

@@ -8,11 +8,18 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from tests.support.models import Block, Net, loss_of, units_of, world_log
+from fsdp.comm.simulated import simulate
+from tests.support.models import Block, Net, loss_of, two_units, units_of, world_log
 
 BLOCKS = 3
+
+
 UNITS = BLOCKS + 1
+
+
 X = torch.linspace(-1, 1, 12).view(2, 6)
+
+
 BOTH = pytest.mark.parametrize("strategy", ["SHARD_GRADIENTS", "SHARD_OPTIMIZER"])
 
 
@@ -178,3 +185,17 @@ def test_a_failed_step_gives_the_whole_parameters_back(strategy: str) -> None:
 
     for found, wanted in fsdp.simulate(2, fn):
         assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_data_assigned_outside_is_what_the_next_forward_gathers_also_ahead() -> None:
+    """The unit that is gathered ahead of its forward once was gathered before the new data was noticed."""
+
+    def one_rank(rank: int) -> float:
+        model = two_units()
+        for _ in range(3):
+            model(torch.ones(1, 3)).sum().backward()
+        for parameter in model.parameters():
+            parameter.data = torch.zeros_like(parameter)
+        return float(model(torch.ones(1, 3)).abs().sum())
+
+    assert simulate(2, one_rank) == [0.0, 0.0]

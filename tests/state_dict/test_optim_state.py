@@ -5,75 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import fsdp
-from tests.state_dict.test_full_state import STATEFUL
 from tests.support.models import CASES, Block, Case, assert_close, join, loss_of, make_net, own_batches, reference, train, wrap
-
-Make = Callable[[Any], torch.optim.Optimizer]
-
-
-class RowStatistics(torch.optim.Optimizer):
-    """Keeps the mean square of each row, and of each vector in full."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                square = p.grad.square()
-                square = square.mean(dim=tuple(range(1, p.dim())), keepdim=True) if p.dim() > 1 else square
-                state = self.state[p]
-                state["square"] = square if "square" not in state else (state["square"] + square) / 2
-                state["count"] = state.get("count", 0) + 1
-                p.sub_(p.grad / (state["square"].sqrt() + 1), alpha=0.01)
-
-
-def in_groups(params: Any) -> torch.optim.Optimizer:
-    params = list(params)
-    groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.5},
-        {"params": [p for p in params if p.dim() < 2]},
-    ]
-    return torch.optim.AdamW(groups, lr=0.01)
-
-
-OPTIMIZERS: dict[str, Make] = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
-    "AdamW foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
-    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
-    "AdamW in groups": in_groups,
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
-    "RMSprop centered": lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True),
-}
-
-
-def assert_same(found: Any, wanted: Any, where: str = "") -> None:
-    """Nested dicts and lists, every bit of the tensors in them."""
-    assert type(found) is type(wanted), where
-    if isinstance(wanted, dict):
-        assert set(found) == set(wanted), where
-        for key, value in wanted.items():
-            assert_same(found[key], value, f"{where}.{key}")
-    elif isinstance(wanted, list | tuple):
-        assert len(found) == len(wanted), where
-        for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            assert_same(one, other, f"{where}.{i}")
-    elif isinstance(wanted, Tensor):
-        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape) and torch.equal(found, wanted), where
-    else:
-        assert found == wanted, where
-
-
-def trained(case: Case, rank: int, make: Make, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = wrap(case)
-    optimizer = make(model.parameters())
-    train(model, own_batches(case, rank, steps), lambda _: optimizer)
-    return model, optimizer
+from tests.support.optimizers import OPTIMIZERS, ROWS, Make, RowStatistics, assert_same, in_groups, trained
+from tests.support.states import STATEFUL
 
 
 def saved_by(size: int, case: Case, make: Make) -> dict[str, Any]:
@@ -172,10 +110,6 @@ def test_a_sharded_run_resumed_from_full_state_equals_the_one_that_went_on() -> 
         assert all(torch.equal(found.weights[name], weight) for name, weight in wanted.weights.items())
 
     fsdp.simulate(2, fn)
-
-
-ROWS = Case(lambda: nn.Sequential(nn.Linear(6, 12, bias=False), nn.Linear(12, 24, bias=False)), {nn.Linear})
-"""Cut between rows on 1, 2 and 3 ranks."""
 
 
 def loaded(rank: int, make: Make, saved: dict[str, Any]) -> dict[str, Any]:

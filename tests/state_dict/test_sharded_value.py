@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import fsdp
 from fsdp.state_dict.sharded_value import ShardedValue
-from tests.state_dict.test_full_state import STATEFUL, assert_same_state, shifted
 from tests.support.models import CASES, Block, Case, Net, make_net, weights_of, world_log, wrap
+from tests.support.states import STATEFUL, assert_same_state, shifted
 
 
 def put_together(by_rank: list[dict[str, Any]]) -> dict[str, Tensor]:

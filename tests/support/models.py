@@ -307,3 +307,12 @@ def _engines(model: nn.Module) -> Iterator[Any]:
         sharded = unit_ref_of(module)
         if sharded is not None and sharded.index == 0:
             yield sharded.engine
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def two_units() -> fsdp.FullyShardedDataParallel:
+    return fsdp.FullyShardedDataParallel(two_layers(), auto_wrap_policy={nn.Linear})
