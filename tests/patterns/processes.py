@@ -9,9 +9,10 @@ from typing import Final
 
 from tests.patterns.every import PATTERNS
 from tests.patterns.harness import Outcome
+from tests.support.everything import EVERYTHING
 from tests.support.processes import command, environment
 
-SIZES: Final = (2, 3)
+SIZES: Final = (2, 3) if EVERYTHING else (2,)
 LIMIT = 200
 """Seconds for one start. A rank that is stuck in one pattern ends itself long before."""
 
