@@ -7,28 +7,33 @@ NPROC ?= 2
 DATA ?=
 ARGS ?=
 
-.PHONY: train test wander mutants soak bench docs docs-serve clean
+.PHONY: train test test-all wander mutants soak bench docs docs-serve clean
 
 train: $(VENV)/.made
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) examples/train.py $(DATA) $(ARGS)
 
+# how long every test takes is in runs/tests.xml: `.venv/bin/python -m tools.durations runs/tests.xml` shows the slowest files
 test: $(VENV)/.made
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --junitxml=runs/tests.xml $(ARGS)
+
+# the same with every training pattern in every simulated world, and over gloo with three processes as well
+test-all: export FSDP_TESTS = all
+test-all: test
 
 # the properties again, wandering freely for as long as asked: make wander ARGS="--hypothesis-seed=1"
 wander: $(VENV)/.made
-	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest tests/fsdp -k property $(ARGS)
+	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest tests -k property $(ARGS)
 
 # deletes or redirects every row of every table and reports which of the changes some test notices
 mutants: $(VENV)/.made
-	$(BIN)/python tests/mutate_tables.py
+	$(BIN)/python -m tools.mutate_tables
 
 # random programs and random faults for as long as asked: make soak SOAK_SECONDS=1800 ARGS="--programs 20000"
 SOAK_SECONDS ?= 60
 soak: $(VENV)/.made
-	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/fsdp/soak.py --seconds $(SOAK_SECONDS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.soak --seconds $(SOAK_SECONDS) $(ARGS)
 
 # measures everything, on a machine that should be idle, and writes docs/development/benchmarks.md and the table in README.md
 bench: $(VENV)/.made

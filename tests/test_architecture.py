@@ -338,3 +338,17 @@ def test_public_names_are_explained(name: str) -> None:
 def test_public_names_are_sorted_and_exist() -> None:
     assert list(fsdp.__all__) == sorted(fsdp.__all__)
     assert all(hasattr(fsdp, name) for name in fsdp.__all__)
+
+
+def test_folders_of_tests_mirror_the_packages() -> None:
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert set(PACKAGES) <= folders, "each package has a folder of tests"
+    assert not [name for name in PACKAGES if not list((ROOT / "tests" / name).glob("test_*.py"))]
+
+
+@pytest.mark.parametrize("folder", ["tests", "tools"])
+def test_tests_and_tools_are_packages_and_leave_the_path_alone(folder: str) -> None:
+    files = list((ROOT / folder).rglob("*.py"))
+    assert not [path for path in files if not (path.parent / "__init__.py").exists()]
+    dots = {path: [dotted(node) for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)] for path in files}
+    assert not [path for path, found in dots.items() if "sys.path" in found]

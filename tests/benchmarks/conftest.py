@@ -1,15 +1,10 @@
-"""The benchmarks are scripts in a folder of their own; the models of the tests live beside the tests of fsdp."""
+"""What a benchmark sets for its process is put back after each test."""
 
 import gc
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests" / "fsdp")]
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """What a step costs in exact numbers may fall and must not grow: operations, collectives, bytes, alignment.
 
 A change that lowers a number lowers its ceiling here as well. Gathers, reductions and wire bytes of every strategy stand in
-tests/fsdp/test_counts.py, padding and alignment of real models in test_wire.py.
+tests/runtime/test_counts.py, padding and alignment of real models in test_wire.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,10 +11,10 @@ import host
 import pytest
 import torch
 from common import alone
-from models import Block, Net, loss_of
 from simulated_link import Link, SimulatedGroup, joined
 
 import fsdp
+from tests.support.models import Block, Net, loss_of
 
 WORLD = 8
 CEILINGS = [

@@ -8,9 +8,9 @@ import result_file
 import torch
 import wire
 from configurations import CONFIGURATIONS, UnitShapes, units_of
-from models import Block, Net, loss_of, world_log
 
 import fsdp
+from tests.support.models import Block, Net, loss_of, world_log
 
 PUBLISHED = {"Llama-3-8B": 8_030_261_248, "Qwen3-4B": 4_022_468_096, "Mixtral-8x7B": 46_702_792_704}
 

@@ -6,10 +6,10 @@ import re
 import pytest
 
 from state_machine.lifecycle import REMEDIES
-from tests.docs import error_texts
+from tools import error_texts
 
 PAGE = error_texts.PAGE.read_text(encoding="utf-8")
-REMEDY = "mend docs/reference/errors.md: `python tests/docs/error_texts.py` follows texts that were reworded and names the rest"
+REMEDY = "mend docs/reference/errors.md: `python -m tools.error_texts` follows texts that were reworded and names the rest"
 
 
 def test_every_text_has_a_row() -> None:

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import torch
 import torch.distributed.checkpoint as distributed_checkpoint
-from models import CASES, Block, make_net, own_batches, train, wrap
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import fsdp
+from tests.support.models import CASES, Block, make_net, own_batches, train, wrap
 
 State = dict[str, Any]
 CASE: Final = CASES["net"]

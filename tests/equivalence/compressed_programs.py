@@ -1,18 +1,13 @@
 """The hooks of examples/compression.py on real groups."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from models import CASES, gradients_of, loss_of, units_of, wrap
+from compression import Compression, bf16_reduce_scatter, int8_reduce_scatter
 
 import fsdp
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-
-from compression import Compression, bf16_reduce_scatter, int8_reduce_scatter
+from tests.support.models import CASES, gradients_of, loss_of, units_of, wrap
 
 STEPS: Final = 12
 

@@ -1,6 +1,6 @@
 """What happens to the others when a rank abandons a step or dies, with collectives on a device. Run as a script, it is one rank.
 
-python device_programs.py RANK WORLD_SIZE FOLDER PROGRAM ...
+python -m tests.equivalence.device_programs RANK WORLD_SIZE FOLDER PROGRAM ...
 
 After "--nccl" each rank has a device. Without it there is none: collectives are gloo's, and whoever waits for one waits as a host
 does in CUDA. Nobody looks for a reason, and only the collective itself or an abort ends it, which leaves what was to be filled.
@@ -17,16 +17,16 @@ from threading import Event
 from typing import Any, Final
 from weakref import ref
 
-import peer_programs
 import torch
 import torch.distributed as dist
-from models import CASES, is_at_rest, loss_of
-from peer_programs import LIMIT, Mine, Told, kill, told
 
 import fsdp
 from fsdp.comm import context
 from fsdp.comm.process_group import ProcessGroupCommunicator
 from fsdp.failure.watchdog import DevicePeerMonitor
+from tests.equivalence import peer_programs
+from tests.equivalence.peer_programs import LIMIT, Mine, Told, kill, told
+from tests.support.models import CASES, is_at_rest, loss_of
 
 aborted = Event()
 

@@ -1,6 +1,6 @@
 """What every rank of a real group does, and may do in a simulated world as well. Run as a script, it is one rank.
 
-python gloo_programs.py RANK WORLD_SIZE FOLDER [PROGRAM ...]
+python -m tests.equivalence.gloo_programs RANK WORLD_SIZE FOLDER [PROGRAM ...]
 """
 
 import faulthandler
@@ -15,17 +15,17 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from checkpoint_programs import CHECKPOINTS
-from compressed_programs import COMPRESSED
-from models import CASES, Block, Net, Trained, loss_of, own_batches, train, wrap
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
-from unheard_programs import UNHEARD
 
 import fsdp
 from fsdp.debug.delays import DELAYS
 from fsdp.debug.error_notes import MARK
+from tests.equivalence.checkpoint_programs import CHECKPOINTS
+from tests.equivalence.compressed_programs import COMPRESSED
+from tests.equivalence.unheard_programs import UNHEARD
+from tests.support.models import CASES, Block, Net, Trained, loss_of, own_batches, train, wrap
 
 LIMIT: Final = 60
 """Seconds until a rank prints its stacks and dies."""

@@ -1,6 +1,6 @@
 """What is left behind by models that come and go, by loaders of data beside them, and by an end in the middle. One rank of two.
 
-python hygiene_programs.py RANK FOLDER
+python -m tests.equivalence.hygiene_programs RANK FOLDER
 """
 
 import faulthandler
@@ -17,10 +17,10 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from models import Block, Net, loss_of
 from torch.utils.data import DataLoader, TensorDataset
 
 import fsdp
+from tests.support.models import Block, Net, loss_of
 
 LIMIT: Final = 120
 ROUNDS: Final = 50

@@ -1,6 +1,6 @@
 """What happens to the others when one rank abandons a step, or dies. Run as a script, it is one rank.
 
-python peer_programs.py RANK WORLD_SIZE FOLDER PROGRAM ...
+python -m tests.equivalence.peer_programs RANK WORLD_SIZE FOLDER PROGRAM ...
 """
 
 import faulthandler
@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from models import CASES, Trained, gradients_of, is_at_rest, loss_of, own_batches, weights_of, wrap
 from torch import nn
 
 import fsdp
+from tests.support.models import CASES, Trained, gradients_of, is_at_rest, loss_of, own_batches, weights_of, wrap
 
 LIMIT: Final = 40
 """Seconds until a rank prints its stacks and dies."""

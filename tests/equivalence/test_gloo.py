@@ -3,27 +3,25 @@
 One start of W processes runs every program; the tests look at what came out.
 """
 
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compressed_programs import STEPS as COMPRESSED_STEPS
-from gloo_programs import BF16, DISAGREE, EXACT, FOUR, HOOKS, LIMIT, OTHERS, SGD, TRAININGS, trained
-from models import CASES, Case, assert_close, assert_trained_alike, join, joined, loss_of, reference, train
-from unheard_programs import UNHEARD
 
 import fsdp
 from fsdp.debug.error_notes import MARK
+from tests.equivalence.compressed_programs import STEPS as COMPRESSED_STEPS
+from tests.equivalence.gloo_programs import BF16, DISAGREE, EXACT, FOUR, HOOKS, LIMIT, OTHERS, SGD, TRAININGS, trained
+from tests.equivalence.unheard_programs import UNHEARD
+from tests.support.models import CASES, Case, assert_close, assert_trained_alike, join, joined, loss_of, reference, train
+from tests.support.processes import command, environment
 
 pytestmark = pytest.mark.gloo
 
-HERE = Path(__file__).resolve().parent
 CASE_OF = {
     "hybrid": "net in layers",
     "hybrid over a mesh": "odd",
@@ -48,11 +46,10 @@ MICRO = {"no_sync": 3, "hybrid, no_sync": 3, "SHARD_GRADIENTS": 3}
 
 def start(rank: int, size: int, folder: Path, *names: str) -> subprocess.Popen[bytes]:
     """One rank, as a process of its own; what it prints goes to a file."""
-    path = os.pathsep.join([str(HERE.parent.parent), str(HERE.parent / "fsdp")])
     with open(folder / f"{rank}.txt", "wb") as output:
         return subprocess.Popen(
-            [sys.executable, str(HERE / "gloo_programs.py"), str(rank), str(size), str(folder), *names],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            command("tests.equivalence.gloo_programs", rank, size, folder, *names),
+            env=environment(),
             stdout=output,
             stderr=subprocess.STDOUT,
         )

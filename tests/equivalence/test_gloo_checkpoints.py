@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import CASES
-from test_gloo import run
+
+from tests.equivalence.test_gloo import run
+from tests.support.models import CASES
 
 pytestmark = pytest.mark.gloo
 

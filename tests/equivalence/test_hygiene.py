@@ -3,35 +3,29 @@
 import copy
 import gc
 import json
-import os
 import pickle
 import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hygiene_programs import LIMIT, ROUNDS, X, round_of_training
-from models import Block, loss_of, make_net
 from torch import Tensor, nn
 
 import fsdp
-
-HERE = Path(__file__).resolve().parent
+from tests.equivalence.hygiene_programs import LIMIT, ROUNDS, X, round_of_training
+from tests.support.models import Block, loss_of, make_net
+from tests.support.processes import command, environment
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("hygiene")
-    path = os.pathsep.join([str(HERE.parent.parent), str(HERE.parent / "fsdp")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     processes = []
     for rank in range(2):
         with open(folder / f"{rank}.txt", "wb") as output:
-            command = [sys.executable, str(HERE / "hygiene_programs.py"), str(rank), str(folder)]
-            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+            program = command("tests.equivalence.hygiene_programs", rank, folder)
+            processes.append(subprocess.Popen(program, env=environment(), stdout=output, stderr=subprocess.STDOUT))
     try:
         codes = [one.wait(timeout=LIMIT + 10) for one in processes]
     finally:

@@ -1,24 +1,22 @@
 """One rank abandons a step or dies, over gloo: the others are told who and why within seconds, and those that live go on."""
 
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_trained_alike, own_batches, train, wrap
-from peer_programs import LIMIT, STEPS, Told
 
 import fsdp
 from fsdp.debug.error_notes import MARK
+from tests.equivalence.peer_programs import LIMIT, STEPS, Told
+from tests.support.models import CASES, assert_trained_alike, own_batches, train, wrap
+from tests.support.processes import command, environment
 
 pytestmark = pytest.mark.gloo
 
-HERE = Path(__file__).resolve().parent
 ALIVE = [
     "fails in a forward",
     "fails in a backward",
@@ -43,15 +41,13 @@ WAITED_IN = {
 """The units in which the others may wait: for a gather that was asked for ahead of its unit, or for an earlier reduction."""
 
 
-def run(size: int, folder: Path, *names: str, script: str = "peer_programs.py") -> list[dict[str, Any]]:
+def run(size: int, folder: Path, *names: str, script: str = "peer_programs") -> list[dict[str, Any]]:
     """What every rank saved before it ended."""
-    path = os.pathsep.join([str(HERE.parent.parent), str(HERE.parent / "fsdp")])
     ranks = []
     for rank in range(size):
         with open(folder / f"{rank}.txt", "wb") as output:
-            command = [sys.executable, str(HERE / script), str(rank), str(size), str(folder), *names]
-            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-            ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+            program = command(f"tests.equivalence.{script}", rank, size, folder, *names)
+            ranks.append(subprocess.Popen(program, env=environment(), stdout=output, stderr=subprocess.STDOUT))
     try:
         # who has stopped does not end
         codes = [one.wait(timeout=LIMIT + 10) for one in (ranks[:-1] if "stops" in names else ranks)]
@@ -185,7 +181,7 @@ def test_who_waits_on_a_device_is_freed_and_told(ends: bool, tmp_path: Path) -> 
     """By a thread: the host waits where nobody looks for a reason. Ranks that failed alike had gone on before."""
     alike, name = "all fail in a backward", "killed" if ends else "fails"
     reason = "has ended, while this rank waited for it" if ends else "Mine: no"
-    waiting, failing = run(2, tmp_path, *([name] if ends else [alike, name]), script="device_programs.py")
+    waiting, failing = run(2, tmp_path, *([name] if ends else [alike, name]), script="device_programs")
     (heard, seconds), aborted = waiting[name]
     first, again = heard
     assert aborted and seconds < 5

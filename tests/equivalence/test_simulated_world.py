@@ -5,10 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, Case, assert_close, assert_trained_alike, join, joined, own_batches, reference, train, wrap
 from torch import nn
 
 import fsdp
+from tests.support.models import (
+    CASES,
+    Case,
+    assert_close,
+    assert_trained_alike,
+    join,
+    joined,
+    own_batches,
+    reference,
+    train,
+    wrap,
+)
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 

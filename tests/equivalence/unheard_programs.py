@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from models import Block, Net, weights_of
 from torch import Tensor, nn
 
 import fsdp
+from tests.support.models import Block, Net, weights_of
 
 X: Final = torch.linspace(-1, 1, 12).view(2, 6)
 Found = tuple[int, dict[str, Tensor]]

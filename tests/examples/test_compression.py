@@ -1,9 +1,9 @@
 """int8 in blocks: how far it is off, element by element. What the hooks come to over gloo is in tests/equivalence."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import compression
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "examples"))
-
-import compression  # noqa: E402  (after the path)
 
 BLOCKS = st.integers(1, 40)
 

@@ -8,14 +8,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from floors import expected_peak, make, root_and_block, shards_of
-from models import CASES, Block, Case, Trained, assert_trained_alike, is_at_rest, loss_of, own_batches, reference, train
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
 from fsdp.debug.delays import DELAYS
 from fsdp.device.streams import CudaStreams
+from tests.support.floors import expected_peak, make, root_and_block, shards_of
+from tests.support.models import (
+    CASES,
+    Block,
+    Case,
+    Trained,
+    assert_trained_alike,
+    is_at_rest,
+    loss_of,
+    own_batches,
+    reference,
+    train,
+)
 
 pytestmark = [
     pytest.mark.cuda,

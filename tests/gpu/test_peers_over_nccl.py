@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_peers import run
+
+from tests.equivalence.test_peers import run
 
 pytestmark = [
     pytest.mark.cuda,
@@ -14,7 +15,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", ["fails", "killed"])
 def test_who_waits_on_a_device_is_freed_and_told(name: str, tmp_path: Path) -> None:
-    (((first, again), seconds), _) = run(2, tmp_path, "--nccl", name, script="device_programs.py")[0][name]
+    (((first, again), seconds), _) = run(2, tmp_path, "--nccl", name, script="device_programs")[0][name]
     assert seconds < 5 and first[0] == "PeerFailed" and first[2] == 1
     assert "What was in flight on the device of rank 0 has been aborted" in first[1]
     assert again[0] == "WorldError" and "Start the job again from a checkpoint" in again[1]

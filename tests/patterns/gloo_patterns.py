@@ -1,6 +1,6 @@
 """Patterns on one rank of a real group, over one start. Run as a script, it is one rank.
 
-python gloo_patterns.py RANK WORLD_SIZE FOLDER PATTERN ...
+python -m tests.patterns.gloo_patterns RANK WORLD_SIZE FOLDER PATTERN ...
 
 A program that fails is recorded with what it raised. Its group is given up at once, so that peers that wait for it fail too,
 and a new one is made for the next program. What each program left is written before the next one begins.

@@ -1,9 +1,7 @@
 """Starts the processes of gloo_patterns.py and reads what they left."""
 
-import os
 import pickle
 import subprocess
-import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,9 +9,10 @@ from typing import Final
 
 from tests.patterns.every import PATTERNS
 from tests.patterns.harness import Outcome
+from tests.support.everything import EVERYTHING
+from tests.support.processes import command, environment
 
-SIZES: Final = (2, 3)
-HERE = Path(__file__).resolve().parent
+SIZES: Final = (2, 3) if EVERYTHING else (2,)
 LIMIT = 200
 """Seconds for one start. A rank that is stuck in one pattern ends itself long before."""
 
@@ -21,8 +20,8 @@ LIMIT = 200
 def _start(rank: int, size: int, folder: Path, names: list[str]) -> subprocess.Popen[bytes]:
     with open(folder / f"{rank}.txt", "wb") as output:
         return subprocess.Popen(
-            [sys.executable, str(HERE / "gloo_patterns.py"), str(rank), str(size), str(folder), *names],
-            env={**os.environ, "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"},
+            command("tests.patterns.gloo_patterns", rank, size, folder, *names),
+            env=environment(),
             stdout=output,
             stderr=subprocess.STDOUT,
         )

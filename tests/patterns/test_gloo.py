@@ -1,4 +1,4 @@
-"""Every pattern over gloo, with two and three processes. One start of the processes runs them all."""
+"""Every pattern over gloo, with two processes (and three if all is asked for). One start of the processes runs them all."""
 
 from concurrent.futures import Future
 

@@ -1,8 +1,13 @@
-"""Every pattern in the simulated world, with one rank, two and three."""
+"""Every pattern on two simulated ranks, and in one more simulated world that follows from its name.
 
+If all is asked for (see tests/support/everything.py), every pattern runs in every world.
+"""
+
+from collections import Counter
 from functools import cache
 from itertools import pairwise
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -10,7 +15,8 @@ import fsdp
 from tests.patterns.every import PATTERNS
 from tests.patterns.harness import Outcome, attempt, compare, perform
 from tests.patterns.ways import Turn, recorded
-from tests.state_machine.stories import TOLD, tell
+from tests.state_machine_tests.stories import TOLD, tell
+from tests.support.everything import EVERYTHING
 
 SHARED = fsdp.ReductionPolicy(bucket_cap_mb=1, first_bucket_mb=0.0002)
 CUT = fsdp.ReductionPolicy(bucket_cap_mb=0.0001)
@@ -45,7 +51,18 @@ def simulated(name: str, world: str) -> tuple[list[Outcome], set[Turn]]:
         return fsdp.simulate(size, lambda rank: run(of, rank, size, **options), seed), turns
 
 
-CASES = [(name, world) for name, of in PATTERNS.items() for world in (["two ranks"] if of.slow else WORLDS)]
+DEFAULT = "two ranks"
+OTHERS = [world for world in WORLDS if world != DEFAULT]
+
+
+def worlds_of(name: str) -> list[str]:
+    """The worlds that this pattern runs in. The second one is chosen by a hash that is the same in every process."""
+    if PATTERNS[name].slow:
+        return [DEFAULT]
+    return list(WORLDS) if EVERYTHING else [DEFAULT, OTHERS[crc32(name.encode()) % len(OTHERS)]]
+
+
+CASES = [(name, world) for name in PATTERNS for world in worlds_of(name)]
 
 
 @pytest.mark.parametrize(("name", "world"), CASES)
@@ -61,6 +78,14 @@ def test_cost(name: str) -> None:
     wanted = {"gathers": of.gathers, "reductions": of.reductions}
     for kind, number in wanted.items():
         assert number in (None, found[kind]), f"{found[kind]} {kind}, not {number} ({of.cost or 'no derivation'})"
+
+
+def test_every_world_is_that_of_many_patterns() -> None:
+    """Of the worlds beside the first, each gets at least half of its share."""
+    patterns_in = Counter(world for _, world in CASES)
+    quick = sum(not of.slow for of in PATTERNS.values())
+    assert patterns_in[DEFAULT] == len(PATTERNS)
+    assert all(patterns_in[world] >= quick / len(OTHERS) / 2 for world in OTHERS), patterns_in
 
 
 def test_stories_tell_every_way_a_unit_goes() -> None:

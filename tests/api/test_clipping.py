@@ -1,0 +1,146 @@
+"""The norm is that of all gradients of all ranks together."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from fsdp.comm.simulated import simulate
+from tests.support.models import CASES, Case, assert_close, join, loss_of, world_log, wrap
+
+POWERS = [1.0, 2.0, 3.0, math.inf]
+
+
+def backward(model: nn.Module, case: Case, ranks: list[int], without: str | None = None) -> None:
+    for rank in ranks:
+        (loss_of(model(case.batch(rank, 0))) / len(ranks)).backward()
+    for name, p in model.named_parameters():
+        if without is not None and name.startswith(without):
+            p.grad = None
+
+
+@pytest.mark.parametrize("power", POWERS)
+@pytest.mark.parametrize("name", ["net", "tied", "odd"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_norm_and_clipped_gradients_are_those_of_one_process(name: str, power: float, size: int) -> None:
+    case = CASES[name]
+    plain = case.model()
+    backward(plain, case, list(range(size)))
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, power)
+    assert norm > 0.1, "nothing to clip"
+
+    def fn(rank: int) -> tuple[Tensor, dict[str, Tensor | None]]:
+        model = wrap(case)
+        backward(model, case, [rank])
+        return fsdp.clip_grad_norm_(model, 0.1, power), {n: p.grad for n, p in model.named_parameters()}
+
+    results = fsdp.simulate(size, fn)
+    assert all(torch.equal(found, results[0][0]) for found, _ in results)
+    assert torch.allclose(results[0][0], norm.float(), rtol=1e-6)
+    assert_close(
+        {n: join([gradients[n] for _, gradients in results], p.shape) for n, p in plain.named_parameters()},
+        {n: p.grad for n, p in plain.named_parameters()},
+        within=2e-6,
+    )
+
+
+def test_a_small_norm_changes_nothing() -> None:
+    def fn(rank: int) -> None:
+        model = wrap(CASES["net"])
+        backward(model, CASES["net"], [rank])
+        before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        fsdp.clip_grad_norm_(model, 1e6)
+        for p, old in zip(model.parameters(), before, strict=True):
+            assert (p.grad is None) == (old is None)
+            assert p.grad is None or old is None or torch.equal(p.grad, old)
+
+    fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_missing_gradients_count_as_zero(power: float) -> None:
+    case = CASES["net"]
+    plain = case.model()
+    backward(plain, case, [0, 1], without="blocks.1")
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, power)
+
+    def fn(rank: int) -> Tensor:
+        model = wrap(case)
+        backward(model, case, [rank], without="blocks.1")
+        return fsdp.clip_grad_norm_(model, 0.1, power)
+
+    assert all(torch.allclose(found, norm, rtol=1e-6) for found in fsdp.simulate(2, fn))
+
+
+def test_no_gradient_at_all_has_no_norm() -> None:
+    assert [float(norm) for norm in fsdp.simulate(2, lambda rank: fsdp.clip_grad_norm_(wrap(CASES["net"]), 1.0))] == [0.0, 0.0]
+
+
+def test_ranks_that_hold_no_part_take_part() -> None:
+    def fn(rank: int) -> float:
+        model = fsdp.fully_shard(nn.Linear(1, 1, bias=False))
+        model(torch.full((1, 1), 3.0)).sum().backward()
+        return float(fsdp.clip_grad_norm_(model, 1.0))
+
+    assert fsdp.simulate(4, fn) == pytest.approx([3.0] * 4)
+
+
+def test_the_method_of_the_wrapper_is_the_function_and_communicates_once() -> None:
+    def fn(rank: int) -> None:
+        model = wrap(CASES["net"])
+        backward(model, CASES["net"], [rank])
+        before = len(world_log())
+        assert isinstance(model, fsdp.FullyShardedDataParallel)
+        model.clip_grad_norm_(1.0)
+        assert [call.kind for call in world_log()[before:]] == ["all_reduce"]
+
+    fsdp.simulate(2, fn)
+
+
+def test_a_gradient_that_is_not_a_number_says_so_on_every_rank() -> None:
+    def fn(rank: int) -> bool:
+        model = wrap(CASES["net"])
+        backward(model, CASES["net"], [rank])
+        if rank == 1:
+            next(p.grad for p in model.parameters() if p.grad is not None)[0] = math.nan
+        return bool(fsdp.clip_grad_norm_(model, 1.0).isnan())
+
+    assert fsdp.simulate(3, fn) == [True] * 3
+
+
+def test_a_scaler_steps_an_optimizer_of_which_this_rank_holds_nothing() -> None:
+    def one_rank(rank: int) -> float:
+        model = fsdp.fully_shard(nn.Linear(1, 1, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = fsdp.ShardedGradScaler(model, init_scale=4.0)
+        scaler.scale(model(torch.full((1, 1), float("inf") if rank == 0 else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    assert simulate(2, one_rank) == [2.0, 2.0]
+
+
+def test_clipping_inside_a_summon_is_refused_and_loses_nothing() -> None:
+    def one_rank(rank: int) -> Tensor:
+        model = fsdp.fully_shard(nn.Linear(1, 8, bias=False))
+        with fsdp.no_sync(model):
+            model(torch.full((1, 1), 1.0 + rank)).sum().backward()
+        with fsdp.summon_full_params(model, writeback=False), pytest.raises(fsdp.ShardingError, match="outside any forward"):
+            fsdp.clip_grad_norm_(model, 1.0)
+        model(torch.full((1, 1), 1.0 + rank)).sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad.flatten()
+
+    assert torch.cat(simulate(2, one_rank)).tolist() == [3.0] * 8
+
+
+def test_clipping_parameters_that_are_not_sharded_is_refused() -> None:
+    def one_rank(rank: int) -> None:
+        model = nn.ModuleDict({"sharded": fsdp.fully_shard(nn.Linear(2, 2)), "plain": nn.Linear(2, 2)})
+        with pytest.raises(fsdp.ShardingError, match=r"'plain\.weight' is not sharded"):
+            fsdp.clip_grad_norm_(model, 1.0)
+
+    simulate(2, one_rank)

@@ -1,0 +1,269 @@
+"""Every refusal, by its text: what happened, where, and what to do. Nothing moved before it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp
+from fsdp.api.wrap import ELSEWHERE
+from fsdp.comm.simulated import SimulatedCommunicator
+from tests.support.models import Block, Odd, Tied, is_at_rest, loss_of, make_net, weights_of
+
+X = torch.linspace(-1, 1, 12).view(2, 6)
+
+
+def refused_everywhere(size: int, fn: Callable[[int], object], text: str, error: type[Exception] = fsdp.ShardingError) -> None:
+    """Every rank must be told, and none may wait for another."""
+
+    def listen(rank: int) -> str:
+        with pytest.raises(error) as caught:
+            fn(rank)
+        return str(caught.value)
+
+    for message in fsdp.simulate(size, listen):
+        assert text in message
+
+
+class TestWrapping:
+    def test_without_ranks_it_says_how_to_start_them(self) -> None:
+        with pytest.raises(
+            fsdp.ShardingError, match=r"No process group and no mesh: call .*init_process_group.*torchrun.*simulate"
+        ):
+            fsdp.fully_shard(make_net())
+
+    def test_a_group_means_nothing_inside_a_simulated_world(self) -> None:
+        refused_everywhere(1, lambda rank: fsdp.fully_shard(make_net(), object()), "have no meaning inside fsdp.simulate")
+
+    def test_what_is_no_module_is_refused(self) -> None:
+        refused_everywhere(1, lambda rank: fsdp.fully_shard(3), "fully_shard takes an nn.Module, not int")  # type: ignore[type-var]
+
+    @pytest.mark.parametrize("name", ELSEWHERE)
+    def test_an_option_of_another_system_gets_its_remedy(self, name: str) -> None:
+        text = f"unknown option {name!r}: {ELSEWHERE[name]}."
+        refused_everywhere(1, lambda rank: fsdp.fully_shard(make_net(), **{name: True}), text)
+
+    def test_an_unknown_option_is_answered_with_the_known_ones(self) -> None:
+        text = "unknown option 'shard_strategy'; the options are process_group, mesh, auto_wrap_policy, sharding_strategy"
+        refused_everywhere(1, lambda rank: fsdp.FullyShardedDataParallel(make_net(), shard_strategy=1), text)
+
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({"sharding_strategy": "ZERO"}, "sharding_strategy 'ZERO' is not known; choose one of FULL_SHARD, SHARD_GRAD_OP"),
+            ({"reshard_after_forward": 2}, "reshard_after_forward must be True, False or None, not 2"),
+            (
+                {"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True},
+                "reshard_after_forward=True contradicts sharding_strategy='SHARD_GRAD_OP'",
+            ),
+            ({"prefetch": -1}, "prefetch must be a number of units, 0 or more, not -1"),
+            ({"prefetch": True}, "prefetch must be a number of units"),
+            ({"mp_policy": "bf16"}, "mp_policy must be a fsdp.MixedPrecisionPolicy (fields param_dtype"),
+            ({"auto_wrap_policy": "Block"}, "auto_wrap_policy must be a set of module classes"),
+            ({"auto_wrap_policy": set()}, "auto_wrap_policy is empty; leave it out"),
+            ({"auto_wrap_policy": {int}}, "auto_wrap_policy must name nn.Module classes; this is not one: <class 'int'>"),
+            ({"auto_wrap_policy": lambda module: True}, "must be callable as policy(name, module) -> bool"),
+            ({"auto_wrap_policy": {nn.ModuleList}}, "auto_wrap_policy chose 'blocks', a ModuleList, which has no forward"),
+        ],
+        ids=lambda value: str(value)[:40],
+    )
+    def test_an_option_that_cannot_be_right_is_refused(self, options: dict[str, Any], text: str) -> None:
+        def fn(rank: int) -> None:
+            net = make_net()
+            before = weights_of(net)
+            try:
+                fsdp.fully_shard(net, **options)
+            finally:
+                assert all(torch.equal(before[name], p) for name, p in net.named_parameters())
+
+        refused_everywhere(2, fn, text)
+
+    def test_a_precision_must_be_floating_point(self) -> None:
+        with pytest.raises(fsdp.ShardingError, match=r"mp_policy.param_dtype must be a floating-point torch.dtype"):
+            fsdp.MixedPrecisionPolicy(param_dtype=torch.int8)
+
+    @pytest.mark.parametrize("container", [nn.ModuleList, nn.ParameterList])
+    def test_a_container_cannot_be_a_unit(self, container: type[nn.Module]) -> None:
+        text = f"a {container.__name__} has no forward of its own and cannot be a unit; wrap its members"
+        refused_everywhere(1, lambda rank: fsdp.fully_shard(container()), text)
+
+    def test_a_module_is_wrapped_once(self) -> None:
+        def twice(door: Any) -> Callable[[int], object]:
+            return lambda rank: door(door(make_net()))
+
+        refused_everywhere(2, twice(fsdp.fully_shard), "Net is a unit already; wrap a module once")
+        text = "the module is a FullyShardedDataParallel already; wrap a module once"
+        refused_everywhere(2, twice(fsdp.FullyShardedDataParallel), text)
+
+    def test_a_module_on_the_meta_device_that_cannot_initialise_itself(self) -> None:
+        def fn(rank: int) -> None:
+            with torch.device("meta"):
+                net = nn.Sequential(nn.Linear(2, 2), Odd())
+            fsdp.fully_shard(net)
+
+        refused_everywhere(2, fn, "Odd.gain in unit 'Sequential' is on the meta device, and the module has no reset_parameters()")
+
+    def test_a_device_the_group_cannot_reach_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(SimulatedCommunicator, "supports_device", lambda self, device: False)
+        text = "parameter 'enter.weight' is on cpu, where this process group cannot communicate"
+        refused_everywhere(2, lambda rank: fsdp.fully_shard(make_net()), text)
+
+    def test_a_parameter_tied_to_a_unit_from_outside_is_refused(self) -> None:
+        def fn(rank: int) -> None:
+            model = Tied()
+            fsdp.fully_shard(model.embedding)
+            fsdp.fully_shard(model)
+
+        refused_everywhere(2, fn, "parameter 'head.weight' is already owned by unit 'Embedding', but is used outside it as well")
+
+    def test_a_parameter_added_to_a_finished_unit_is_refused(self) -> None:
+        def fn(rank: int) -> None:
+            net = make_net()
+            fsdp.fully_shard(net.blocks[0])
+            net.blocks[0].extra = nn.Parameter(torch.ones(3))
+            fsdp.fully_shard(net)
+
+        refused_everywhere(1, fn, "parameter 'blocks.0.extra' is new in unit 'Block', which was wrapped before")
+
+    def test_units_of_one_model_share_one_group(self) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        try:
+            net = make_net()
+            fsdp.fully_shard(net.blocks[0], dist.new_group([0]))
+            with pytest.raises(fsdp.ShardingError, match=r"unit 'blocks.0' was wrapped over another process group"):
+                fsdp.fully_shard(net)
+        finally:
+            dist.destroy_process_group()
+
+
+class TestUse:
+    """Refused uses leave the model ready for the next step."""
+
+    def refused(self, use: Callable[[nn.Module], object], text: str, error: type[Exception] = fsdp.ShardingError) -> None:
+        def fn(rank: int) -> None:
+            model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+            with pytest.raises(error) as caught:
+                use(model)
+            assert text in str(caught.value)
+            model.zero_grad()
+            assert is_at_rest(model)
+            loss_of(model(X)).backward()
+            assert all(p.grad is not None for p in model.parameters() if p.numel())
+            assert is_at_rest(model)
+
+        fsdp.simulate(2, fn)
+
+    def test_a_unit_that_returns_its_own_parameter(self) -> None:
+        class Leaky(nn.Linear):
+            def forward(self, x: Tensor) -> Any:
+                return {"out": super().forward(x), "weight": self.weight.t()}
+
+        def fn(rank: int) -> None:
+            model = fsdp.fully_shard(nn.Sequential(Leaky(6, 6)), auto_wrap_policy={Leaky})
+            try:
+                model(X)
+            finally:
+                assert is_at_rest(model)
+
+        refused_everywhere(2, fn, "unit '0' returns one of its own parameters (or a view of one)")
+
+    def test_a_summon_inside_a_forward(self) -> None:
+        def use(model: nn.Module) -> None:
+            def summon(*_: Any) -> None:
+                with fsdp.summon_full_params(model):
+                    raise AssertionError("lent inside a forward")
+
+            handle = model.blocks[0].register_forward_hook(summon)
+            try:
+                model(X)
+            finally:
+                handle.remove()
+
+        self.refused(use, "Call summon_full_params before or after the forward, not from inside it.", fsdp.IllegalTransition)
+
+    def test_a_summon_inside_a_summon(self) -> None:
+        def use(model: nn.Module) -> None:
+            with fsdp.summon_full_params(model), fsdp.summon_full_params(model):
+                raise AssertionError("lent twice")
+
+        self.refused(use, "leave the first summon_full_params before entering another", fsdp.IllegalTransition)
+
+    def test_training_under_a_summon(self) -> None:
+        def use(model: nn.Module) -> None:
+            with fsdp.summon_full_params(model):
+                loss_of(model(X)).backward()
+
+        self.refused(use, "Lent parameters cannot be trained: leave summon_full_params", fsdp.IllegalTransition)
+
+    def test_a_backward_under_a_summon(self) -> None:
+        def use(model: nn.Module) -> None:
+            loss = loss_of(model(X))
+            with fsdp.summon_full_params(model):
+                loss.backward()
+
+        self.refused(use, "Leave summon_full_params before calling backward().", fsdp.IllegalTransition)
+
+    def test_a_full_state_dict_under_a_summon(self) -> None:
+        def use(model: nn.Module) -> None:
+            with fsdp.summon_full_params(model):
+                fsdp.full_state_dict(model, rank0_only=False)
+
+        self.refused(use, "full_state_dict: call it outside any forward, backward and summon_full_params")
+
+    def test_clipping_kept_gradients(self) -> None:
+        def use(model: nn.Module) -> None:
+            with fsdp.no_sync(model):
+                loss_of(model(X)).backward()
+            fsdp.clip_grad_norm_(model, 1.0)
+
+        self.refused(use, "clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises")
+
+    @pytest.mark.parametrize("power", [0, -1.0])
+    def test_a_norm_that_is_none(self, power: float) -> None:
+        self.refused(
+            lambda model: fsdp.clip_grad_norm_(model, 1.0, power), f"norm_type must be a positive number or inf, not {power!r}"
+        )
+
+    @pytest.mark.parametrize("caller", [fsdp.no_sync, fsdp.summon_full_params], ids=["no_sync", "summon_full_params"])
+    def test_a_plain_module(self, caller: Callable[[nn.Module], Any]) -> None:
+        with pytest.raises(fsdp.ShardingError, match="Linear contains no unit; wrap it with"), caller(nn.Linear(1, 1)):
+            raise AssertionError("entered")
+
+    def test_a_part_of_a_root(self) -> None:
+        self.refused(
+            lambda model: fsdp.memory_bytes(model.blocks[0]), "memory_bytes: Block is a part of root 'Net'; call it on the root"
+        )
+
+    def test_a_module_converted_after_wrapping(self) -> None:
+        def use(model: nn.Module) -> None:
+            try:
+                model.half()(X.half())
+            finally:
+                model.float()
+
+        self.refused(use, "was replaced from outside by a tensor of shape")
+
+    @pytest.mark.parametrize(
+        ("change", "text"),
+        [
+            (lambda state: state.pop("leave.bias"), "missing ['leave.bias'], unexpected nothing"),
+            (lambda state: state.update(more=torch.ones(1)), "missing nothing, unexpected ['more']"),
+            (lambda state: state.update({"leave.bias": torch.ones(3)}), "'leave.bias' has shape (3,), the model has (2,)"),
+        ],
+        ids=["missing", "unexpected", "shape"],
+    )
+    def test_a_state_dict_that_does_not_fit(self, change: Callable[[dict[str, Tensor]], object], text: str) -> None:
+        def use(model: nn.Module) -> None:
+            state = fsdp.full_state_dict(model, rank0_only=False)
+            change(state)
+            before = weights_of(model)
+            try:
+                fsdp.load_full_state_dict(model, {name: tensor + 1 for name, tensor in state.items()})
+            finally:
+                assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+        self.refused(use, text)

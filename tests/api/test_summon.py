@@ -1,0 +1,169 @@
+"""fsdp.summon_full_params: full parameters that are lent, what is written back, and what is refused inside."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from fsdp.comm.simulated import simulate
+from tests.support.models import (
+    CASES,
+    Block,
+    Case,
+    assert_close,
+    is_at_rest,
+    join,
+    loss_of,
+    make_net,
+    two_units,
+    world_log,
+    wrap,
+)
+from tests.support.states import STATEFUL, assert_same_state
+
+X = torch.linspace(-1, 1, 12).view(2, 6)
+
+
+class TestSummon:
+    @STATEFUL
+    def test_the_same_objects_show_the_full_parameters(self, case: Case) -> None:
+        def fn(rank: int) -> None:
+            model = wrap(case)
+            before = dict(model.named_parameters())
+            with fsdp.summon_full_params(model):
+                assert all(p is before[name] for name, p in model.named_parameters())
+                found = {name: p.detach().clone() for name, p in model.named_parameters()}
+            assert_same_state(found, {name: p.detach() for name, p in case.model().named_parameters()})
+            assert is_at_rest(model)
+
+        fsdp.simulate(3, fn)
+
+    @pytest.mark.parametrize("writeback", [True, False])
+    def test_changes_are_kept_only_when_asked(self, writeback: bool) -> None:
+        def fn(rank: int) -> dict[str, Tensor]:
+            model = wrap(CASES["tied"])
+            with fsdp.summon_full_params(model, writeback=writeback), torch.no_grad():
+                for p in model.parameters():
+                    p.add_(1)
+            return fsdp.full_state_dict(model, rank0_only=False)
+
+        plain = CASES["tied"].model().state_dict()
+        for state in fsdp.simulate(3, fn):
+            assert_same_state(state, {name: tensor + writeback for name, tensor in plain.items()})
+
+    def test_an_exception_inside_discards_the_changes(self) -> None:
+        def fn(rank: int) -> dict[str, Tensor]:
+            model = wrap(CASES["net"])
+            with pytest.raises(KeyError), fsdp.summon_full_params(model), torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+                raise KeyError
+            return fsdp.full_state_dict(model, rank0_only=False)
+
+        for state in fsdp.simulate(2, fn):
+            assert_same_state(state, dict(make_net().state_dict()))
+
+    def test_each_rank_keeps_its_own_part_of_what_it_wrote(self) -> None:
+        def fn(rank: int) -> Tensor:
+            model = fsdp.fully_shard(nn.Linear(2, 4, bias=False))
+            with fsdp.summon_full_params(model), torch.no_grad():
+                model.weight.fill_(rank)
+            return model.weight.detach().clone()
+
+        weight = join(fsdp.simulate(2, fn), torch.Size((4, 2)))
+        assert weight is not None
+        assert weight.tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
+
+    def test_a_forward_inside_does_not_communicate_and_computes_with_what_is_seen(self) -> None:
+        def fn(rank: int) -> Tensor:
+            model = wrap(CASES["net"])
+            with fsdp.summon_full_params(model, writeback=False), torch.no_grad():
+                for p in model.parameters():
+                    p.add_(1)
+                before = len(world_log())
+                output = model(X)
+                assert len(world_log()) == before
+            return output
+
+        plain = make_net()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p.add_(1)
+        assert all(torch.allclose(output, plain(X), rtol=1e-6) for output in fsdp.simulate(2, fn))
+
+    def test_gradients_are_set_aside_and_come_back(self) -> None:
+        def fn(rank: int) -> None:
+            model = wrap(CASES["net"])
+            loss_of(model(X)).backward()
+            before = [p.grad for p in model.parameters()]
+            with fsdp.summon_full_params(model):
+                assert all(p.grad is None for p in model.parameters())
+            assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+
+        fsdp.simulate(2, fn)
+
+    def test_parameters_are_lent_in_their_own_precision(self) -> None:
+        def fn(rank: int) -> None:
+            model = wrap(CASES["net"], mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+            with fsdp.summon_full_params(model):
+                found = {name: p.detach().clone() for name, p in model.named_parameters()}
+            assert_same_state(found, {name: p.detach() for name, p in make_net().named_parameters()})
+
+        fsdp.simulate(2, fn)
+
+    def test_a_part_of_the_model_can_be_summoned(self) -> None:
+        def fn(rank: int) -> None:
+            model = wrap(CASES["net"], in_place=True)
+            with fsdp.summon_full_params(model.blocks[1]):
+                held = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+                assert held[1] == sum(p.numel() for p in make_net().blocks[1].parameters())
+                assert held[0] < held[1] > held[2]
+            assert len(world_log("all_gather")) == 1
+
+        fsdp.simulate(2, fn)
+
+    @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+    def test_between_forward_and_backward_it_changes_no_gradient(self, strategy: str) -> None:
+        def run(model: nn.Module, peek: bool) -> dict[str, Any]:
+            loss = loss_of(model(X))
+            if peek:
+                with fsdp.summon_full_params(model, writeback=False):
+                    assert all(p.isfinite().all() for p in model.parameters())
+            loss.backward()
+            return {name: p.grad for name, p in model.named_parameters()}
+
+        def fn(rank: int) -> dict[str, Any]:
+            return run(fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, sharding_strategy=strategy), peek=True)
+
+        by_rank, plain = fsdp.simulate(2, fn), make_net()
+        found = {name: join([one[name] for one in by_rank], p.shape) for name, p in plain.named_parameters()}
+        assert_close(found, run(plain, peek=False))
+
+
+def test_data_assigned_inside_a_summon_is_written_back_or_refused() -> None:
+    def one_rank(rank: int) -> float:
+        model = two_units()
+        with fsdp.summon_full_params(model):
+            for parameter in model.parameters():
+                parameter.data = torch.full_like(parameter, 7.0)
+        with pytest.raises(fsdp.ShardingError, match="Copy into it instead"), fsdp.summon_full_params(model):
+            model.module[0].weight.data = torch.zeros(2, 2)
+        assert is_at_rest(model)
+        return min(float(value.min()) for value in fsdp.full_state_dict(model, rank0_only=False).values())
+
+    assert simulate(2, one_rank) == [7.0, 7.0]
+
+
+def test_to_local_inside_a_summon_is_refused() -> None:
+    """What is lent is not this rank's part, and its gradients are set aside."""
+
+    def one_rank(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Linear(4, 4))
+        with fsdp.summon_full_params(model), pytest.raises(fsdp.ShardingError, match="leave summon_full_params first"):
+            fsdp.to_local(model.weight)
+        fsdp.to_local(model.weight).square().sum().backward()
+        assert is_at_rest(model)
+
+    simulate(2, one_rank)

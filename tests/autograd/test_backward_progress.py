@@ -1,0 +1,354 @@
+"""When a backward reaches a unit and when it leaves it: nothing is freed that autograd still reads, nothing is held longer."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+import fsdp
+from fsdp.comm.simulated import simulate
+from fsdp.runtime.registry import unit_ref_of
+from fsdp.runtime.side_outputs import SideOutputs
+from tests.support.models import Block, assert_close, gradients_of, is_at_rest, join, loss_of, units_of
+
+X = torch.linspace(-1, 1, 12).view(2, 6)
+
+
+class FrozenFirst(nn.Module):
+    """In the backward the trainable gradients are complete before the frozen weight is read. May return its input, too."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.trained = nn.Linear(6, 6)
+        self.returns = returns
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.trained(torch.tanh(self.frozen(x)))
+        if self.returns == "output":
+            return out, out
+        return out, {"the input": x, "a view of the input": x.view(-1).view(2, 6)}[self.returns]
+
+
+class Chain(nn.Module):
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(6, 6)
+        self.links = nn.ModuleList(FrozenFirst(returns) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for link in self.links:
+            x, residual = link(x)
+            x = x + residual
+        return x
+
+
+@pytest.mark.parametrize("returns", ["output", "the input", "a view of the input"])
+def test_a_frozen_weight_stays_whole_until_the_backward_has_left_its_unit(returns: str) -> None:
+    def fn(rank: int) -> dict[str, Tensor | None]:
+        model = fsdp.fully_shard(Chain(returns), auto_wrap_policy={FrozenFirst})
+        loss_of(model(X)).backward()
+        assert is_at_rest(model)
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    by_rank, plain = fsdp.simulate(2, fn), Chain(returns)
+    loss_of(plain(X)).backward()
+    found = {name: join([one[name] for one in by_rank], p.shape) for name, p in plain.named_parameters()}
+    assert_close(found, {name: p.grad for name, p in plain.named_parameters()})
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(Block(6) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_unit_is_left_before_the_next_one_is_reached(prefetch: int) -> None:
+    """At every gather no more units are whole than the one that computes and those asked for ahead."""
+
+    def fn(rank: int) -> int:
+        model = fsdp.fully_shard(Stack(), auto_wrap_policy={Block}, prefetch=prefetch)
+        blocks = units_of(model)[1:]
+        most = []
+
+        def count(*_: Any) -> None:
+            most.append(sum(unit.flats[0].unsharded.untyped_storage().size() > 0 for unit in blocks))
+
+        for block in model.blocks:
+            block.register_full_backward_pre_hook(count)
+            block.register_full_backward_hook(count)
+        for _ in range(2):
+            loss_of(model(X.clone().requires_grad_())).backward()
+        return max(most)
+
+    assert max(fsdp.simulate(2, fn)) <= prefetch + 1
+
+
+def test_an_output_that_is_used_twice_is_reduced_once() -> None:
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(Stack(), auto_wrap_policy={Block})
+        output = model(X)
+        (loss_of(output) + loss_of(output * 2)).backward()
+        assert is_at_rest(model)
+        plain = Stack()
+        output = plain(X)
+        (loss_of(output) + loss_of(output * 2)).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-7)
+
+    fsdp.simulate(1, fn)
+
+
+class AccumulatedGrad(nn.Module):
+    """A unit, of which a hook carries off the output; or an attribute, which the checkpoint returns as well."""
+
+    def __init__(self, levels: int, returns: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6) if levels == 1 else AccumulatedGrad(levels - 1, "output")
+        self.returns = returns
+
+    def forward(self, x: Tensor, more: Tensor) -> Any:
+        y = self.linear(x) if isinstance(self.linear, nn.Linear) else self.linear(x, more)
+        if self.returns == "an attribute":
+            self.aux = y.square()
+        return (y, more) if self.returns == "an input" else y
+
+
+class Checkpointed(nn.Module):
+    """The root's own weights are read in the backward around a unit in a reentrant checkpoint."""
+
+    def __init__(self, levels: int, returns: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.gain, self.inner = nn.Linear(6, 6), nn.Parameter(torch.ones(6)), AccumulatedGrad(levels, returns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def run(x: Tensor, more: Tensor) -> tuple[Tensor, ...]:
+            y = self.inner(x, more)
+            y = y[0] if isinstance(y, tuple) else y
+            return (y, self.inner.aux) if self.inner.returns == "an attribute" else (y,)
+
+        x = torch.tanh(self.enter(x)) * self.gain
+        return torch.tanh(checkpoint(run, x, torch.ones(6, requires_grad=True), use_reentrant=True)[0])
+
+
+@pytest.mark.parametrize(("levels", "returns"), [(1, "output"), (2, "output"), (1, "an input"), (1, "an attribute")])
+def test_a_backward_may_begin_at_what_a_hook_has_carried_off_from_a_unit_in_a_reentrant_checkpoint(
+    levels: int, returns: str
+) -> None:
+    """It came past the outer units, whose memory an earlier backward had given back: the process ended."""
+
+    def trained(model: Checkpointed, sharded: bool) -> dict[str, Tensor | None]:
+        kept: list[Tensor] = []
+        show: dict[str, Any] = {"output": lambda _, y: y, "an input": lambda _, y: y[0], "an attribute": lambda m, _: m.aux}
+        model.inner.register_forward_hook(lambda module, args, output: kept.append(show[returns](module, output)))
+        if sharded:
+            fsdp.fully_shard(model, auto_wrap_policy={AccumulatedGrad})
+        model(X).sum().backward(retain_graph=True)
+        kept[0].square().mean().backward()
+        assert not sharded or is_at_rest(model)
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    plain = Checkpointed(levels, returns)
+    by_rank = fsdp.simulate(2, lambda rank: trained(Checkpointed(levels, returns), sharded=True))
+    found = {name: join([one[name] for one in by_rank], p.shape) for name, p in plain.named_parameters()}
+    assert_close(found, trained(plain, sharded=False))
+
+
+def test_evaluation_collects_nothing() -> None:
+    """What units return without a graph is not looked at again, for however long the root's own method runs."""
+
+    class Generates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(6, 6))
+
+        def forward(self, x: Tensor, times: int) -> Tensor:
+            for _ in range(times):
+                x = self.inner(x)
+            self.collected = sum(len(one._carried) for one in gc.get_objects() if isinstance(one, SideOutputs))
+            return x
+
+    def fn(rank: int) -> int:
+        model = fsdp.fully_shard(Generates(), auto_wrap_policy={nn.Sequential})
+        with torch.no_grad():
+            model(X, 20)
+        return model.collected
+
+    gc.collect()
+    assert fsdp.simulate(1, fn) == [0]
+
+
+class Scaled(nn.Module):
+    """A unit with a unit inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(6)
+        self.scale = nn.Parameter(torch.eye(6))
+        self.goes_on: Callable[[Tensor], Tensor] = self.inner.__call__
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.goes_on((x @ self.scale).sin()).sin()
+
+
+class Aside(nn.Module):
+    """Its loss may leave out what its inner units return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(6, 6)
+        self.scaled = Scaled()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.enter(x)
+        return self.scaled(x), x.sum()
+
+
+def aside(features: list[Tensor]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Sharded, with what the inner unit returns carried off; the optimizer steps the unit around that."""
+    model = Aside()
+    model.scaled.inner.register_forward_hook(lambda module, args, output: features.append(output))
+    fsdp.fully_shard(model, auto_wrap_policy={Block, Scaled})
+    return model, torch.optim.SGD([model.scaled.scale], lr=0.1)
+
+
+def test_an_older_graph_that_is_kept_does_not_stand_for_the_one_a_backward_comes_to_from_inside() -> None:
+    """What the unit around returned is gone, and of an earlier forward it is kept, with what that computed with."""
+
+    def fn(rank: int) -> None:
+        features: list[Tensor] = []
+        model, optimizer = aside(features)
+        kept = model(X)[0]
+        kept.sum().backward(retain_graph=True)
+        optimizer.step()
+        features.clear()
+        aux = model(X)[1]
+        (aux + features[0].square().mean()).backward()
+        assert is_at_rest(model)
+
+    fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_changed_parameter_around_is_refused_though_nobody_has_what_its_unit_returned(beside: bool) -> None:
+    """Also where the backward has come to that unit before, in a newer graph."""
+
+    def fn(rank: int) -> None:
+        features: list[Tensor] = []
+        model, optimizer = aside(features)
+        model(X)
+        old = features.pop()
+        model(X)[0].sum().backward()
+        optimizer.step()
+        newer = model(X)[0].sum() if beside else 0.0
+        with pytest.raises(fsdp.ShardingError, match="unit 'scaled' were changed in place between its forward and its backward"):
+            (old.sum() + newer).backward()
+
+    fsdp.simulate(2, fn)
+
+
+def test_a_changed_parameter_around_is_no_matter_to_a_backward_that_does_not_go_on_there() -> None:
+    def fn(rank: int) -> None:
+        features: list[Tensor] = []
+        model, optimizer = aside(features)
+        model(X)[0].sum().backward()
+        model.scaled.goes_on = lambda x: model.scaled.inner(x.detach())
+        model(X)
+        optimizer.step()
+        features.pop().sum().backward()
+        assert is_at_rest(model)
+
+    fsdp.simulate(2, fn)
+
+
+def test_a_gradient_may_be_asked_of_what_a_unit_is_called_with_inside_itself() -> None:
+    def trained(sharded: bool) -> Tensor | None:
+        model, kept = Aside(), list[Tensor]()
+
+        def again(x: Tensor) -> Tensor:
+            kept.append(x)
+            model.scaled.goes_on = model.scaled.inner.__call__
+            return model.scaled(x)
+
+        model.scaled.goes_on = again
+        if sharded:
+            fsdp.fully_shard(model, auto_wrap_policy={Block, Scaled})
+        x = X.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x)[0].square().sum(), kept, create_graph=True)
+        slope.square().sum().backward()
+        assert not sharded or is_at_rest(model)
+        return x.grad
+
+    for found in fsdp.simulate(2, lambda rank: trained(sharded=True)):
+        assert found is not None
+        torch.testing.assert_close(found, trained(sharded=False))
+
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
+
+
+class Queries(nn.Module):
+    """A parameter of the root is the input of a unit, as the queries of DETR are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.queries, self.decoder = nn.Parameter(torch.randn(3, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.tanh(self.decoder(self.queries)) + x
+        return result
+
+
+def _train(model: nn.Module, after: Callable[[], None] = lambda: None) -> None:
+    """As most loops, it has the loss of one step, and so its graph, until the next one's is there."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(50):
+        optimizer.zero_grad()
+        loss = model(torch.full((3, 4), 1.0 + step % 3)).square().mean()
+        loss.backward()
+        after()
+        optimizer.step()
+
+
+@WORLDS
+def test_what_is_kept_with_a_leaf_does_not_grow_with_the_steps(world_size: int) -> None:
+    """The way out of a unit through a leaf was noted at the leaf, once a step, for ever."""
+    plain = Queries()
+    _train(plain)
+
+    def one_rank(rank: int) -> dict[str, Tensor | None]:
+        model = fsdp.fully_shard(Queries(), auto_wrap_policy={nn.Linear})
+        sharded = unit_ref_of(model)
+        assert sharded is not None
+        (queries,) = sharded.unit.unsharded_params
+        entries = []
+
+        def count() -> None:
+            crossing = get_gradient_edge(queries).node.metadata["fsdp"]
+            entries.append(len(crossing.leaves) + len(crossing.reaches))
+
+        _train(model, count)
+        assert entries[0] and entries[-1] == entries[5], entries
+        assert is_at_rest(model)
+        return gradients_of(model)
+
+    found = simulate(world_size, one_rank)
+    for name, parameter in plain.named_parameters():
+        assert_close({name: join([one[name] for one in found], parameter.shape)}, {name: parameter.grad}, 1e-5)

@@ -1,0 +1,121 @@
+"""`python -m fsdp inspect` and `convert`: checkpoints without a model and without other ranks."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp
+from fsdp.__main__ import main
+from tests.checkpoint.test_load import loaded, save_trained
+from tests.support.faults import Evil
+from tests.support.models import CASES, make_net, wrap
+from tests.support.optimizers import assert_same
+
+CASE = CASES["net"]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """A checkpoint of three ranks, and what is in it."""
+    path = tmp_path / "saved"
+    weights, state = fsdp.simulate(3, lambda rank: save_trained(rank, CASE, path))[0]
+    return path, weights, state
+
+
+Saved = tuple[Path, dict[str, Any], dict[str, Any]]
+
+
+def test_inspect_says_what_is_inside(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(saved[0])]) == 0
+    printed = capsys.readouterr().out
+    elements = sum(tensor.numel() for tensor in saved[1].values())
+    assert "format 1, saved by 3 ranks on " in printed
+    assert f"model: {len(saved[1])} tensors, {elements:,} elements" in printed
+    assert "extra: of 3 ranks\nrandom: of 3 ranks\n" in printed
+    assert printed.endswith("healthy\n")
+    assert "enter.weight" not in printed
+    assert main(["inspect", "--tensors", str(saved[0])]) == 0
+    assert "  model.enter.weight (8, 6) torch.float32 in " in capsys.readouterr().out
+
+
+def test_inspect_names_what_is_damaged(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    file = saved[0] / "__2_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 1
+    file.write_bytes(content)
+    assert main(["inspect", str(saved[0])]) == 1
+    assert "damaged:\n  __2_0.distcp is damaged between bytes" in capsys.readouterr().out
+    assert main(["convert", str(saved[0]), str(saved[0].parent / "out"), "--to", "dcp"]) == 1
+    assert "saved is damaged: __2_0.distcp" in capsys.readouterr().err
+
+
+def test_it_becomes_a_file_of_torch_save_and_a_checkpoint_again(saved: Saved, tmp_path: Path) -> None:
+    path, weights, state = saved
+    assert main(["convert", str(path), str(tmp_path / "one.pt"), "--to", "torch"]) == 0
+    found = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert_same(found["model"], weights)
+    assert_same(found["optimizer"]["state"], state["state"])
+    assert found["extra"] == {str(rank): {"rank": rank} for rank in range(3)}
+    make_net().load_state_dict(found["model"])
+    assert main(["convert", str(tmp_path / "one.pt"), str(tmp_path / "again"), "--to", "dcp"]) == 0
+    again = fsdp.simulate(2, lambda rank: loaded(rank, CASE, tmp_path / "again"))[0]
+    assert_same(again[:2], (weights, state))
+    assert again[2] == {"rank": 0}
+
+
+def test_it_becomes_safetensors_and_a_checkpoint_again(saved: Saved, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    path, weights, _ = saved
+    assert main(["convert", str(path), str(tmp_path / "a"), "--to", "safetensors", "--max-shard-size", "1KB"]) == 0
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 3
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "dcp"]) == 0
+
+    def fn(rank: int) -> tuple[Any, Any]:
+        models = [wrap(CASE), wrap(CASE)]
+        fsdp.load_safetensors(models[0], tmp_path / "a")
+        fsdp.load(tmp_path / "b", models[1])
+        return fsdp.full_state_dict(models[0]), fsdp.full_state_dict(models[1])
+
+    for found in fsdp.simulate(2, fn)[0]:
+        assert_same(found, weights)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"no archive", "no file of torch.save with plain data"),
+        (Evil(Path("owned")), "no file of torch.save with plain data"),
+        ({"model": {}, "optimizer": {"state": {0: {"step": 1}}, "param_groups": []}}, "by number, and only its optimizer knows"),
+    ],
+    ids=["foreign", "malicious", "by number"],
+)
+def test_what_cannot_be_converted_is_named(
+    content: Any, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    assert main(["convert", str(path), str(tmp_path / "out"), "--to", "dcp"]) == 1
+    assert text in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["a.pt"]
+    assert main(["convert", str(path), str(path), "--to", "dcp"]) == 1
+    assert "a.pt exists already" in capsys.readouterr().err
+
+
+def test_it_is_a_command(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp", "inspect", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(fsdp.__file__).parents[1],
+    )
+    assert done.returncode == 1
+    assert "has no .metadata: no finished checkpoint" in done.stderr

@@ -1,0 +1,106 @@
+"""Checkpoints where several ranks hold the same shards: any strategy reads what another saved; each rank gets back its own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fsdp
+from tests.support.models import CASES, Block, make_net, own_batches, train
+
+STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "FULL_SHARD": (2, {}),
+    "NO_SHARD": (3, {"sharding_strategy": "NO_SHARD"}),
+    "HYBRID_SHARD": (4, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}),
+}
+
+
+def trained(rank: int, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, own_batches(CASES["net"], rank), lambda _: optimizer)
+    return model, optimizer
+
+
+def everything(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters and the optimizer's state, by name, on every rank."""
+    state = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    kept = {f"{name}.{key}": value for name, one in state.items() for key, value in one.items()}
+    return {**fsdp.full_state_dict(model, rank0_only=False), **kept}
+
+
+@pytest.mark.parametrize("saves", STRATEGIES)
+@pytest.mark.parametrize("loads", STRATEGIES)
+def test_what_one_strategy_saves_any_other_loads(saves: str, loads: str, tmp_path: Path) -> None:
+    path = tmp_path / "step-3"
+    size, options = STRATEGIES[saves]
+
+    def save(rank: int) -> dict[str, Tensor]:
+        model, optimizer = trained(rank, **options)
+        fsdp.save(path, model, optimizer, extra={"rank": rank})
+        return everything(model, optimizer)
+
+    wanted = fsdp.simulate(size, save)[0]
+    other, others_options = STRATEGIES[loads]
+
+    def load(rank: int) -> tuple[int, dict[str, Tensor]]:
+        model, optimizer = trained(rank, **others_options)
+        train(model, own_batches(CASES["net"], rank), lambda _: optimizer)
+        extra = fsdp.load(path, model, optimizer)
+        return extra["rank"], everything(model, optimizer)
+
+    for rank, (given, found) in enumerate(fsdp.simulate(other, load)):
+        assert given == (rank if other == size else 0)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_rank_0_alone_gets_and_gives_the_full_state(name: str) -> None:
+    size, options = STRATEGIES[name]
+
+    def one_rank(rank: int) -> bool:
+        model, optimizer = trained(rank, **options)
+        wanted = everything(model, optimizer)
+        state, optim = fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
+        assert bool(state) == bool(optim) == (rank == 0)
+        train(model, own_batches(CASES["net"], rank), lambda _: optimizer)
+        fsdp.load_full_state_dict(model, state or None)
+        fsdp.load_full_optim_state_dict(model, optimizer, optim or None)
+        found = everything(model, optimizer)
+        return all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+    assert all(fsdp.simulate(size, one_rank))
+
+
+@pytest.mark.parametrize("name", ["NO_SHARD", "HYBRID_SHARD"])
+def test_a_save_that_fails_fails_on_every_rank(name: str, tmp_path: Path) -> None:
+    size, options = STRATEGIES[name]
+    (tmp_path / "there").mkdir()
+
+    def one_rank(rank: int) -> None:
+        model, optimizer = trained(rank, **options)
+        with pytest.raises(fsdp.ShardingError, match="there"):
+            fsdp.save(tmp_path / "there", model, optimizer)
+        fsdp.save(tmp_path / "new", model, optimizer)
+
+    fsdp.simulate(size, one_rank)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "there"]
+
+
+@pytest.mark.parametrize("name", ["NO_SHARD", "HYBRID_SHARD"])
+def test_safetensors_are_written_once_and_read_by_all(name: str, tmp_path: Path) -> None:
+    size, options = STRATEGIES[name]
+
+    def one_rank(rank: int) -> bool:
+        model, _ = trained(rank, **options)
+        wanted = fsdp.full_state_dict(model, rank0_only=False)
+        fsdp.export_safetensors(model, tmp_path / "export")
+        other = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, **options)
+        fsdp.load_safetensors(other, tmp_path / "export")
+        found = fsdp.full_state_dict(other, rank0_only=False)
+        return all(torch.equal(found[key], wanted[key]) for key in dict(model.named_parameters()))
+
+    assert all(fsdp.simulate(size, one_rank))

@@ -1,0 +1,77 @@
+"""Steps that fail: what happens is what docs/reference/failures.md says."""
+
+import os
+
+import pytest
+
+from tools.failures import (
+    APART,
+    BESIDE,
+    HEAD,
+    NOT_REACHED,
+    PAGE,
+    PHASES,
+    POINTS,
+    RECOVERED,
+    STRATEGIES,
+    TOO_LATE,
+    in_processes,
+    page,
+    row_of,
+    simulated,
+)
+from tools.peer_engines import ENGINES
+from tools.peer_failures import ALONE_TITLE, Cell, run
+
+# one strategy for each point, in turn; all of them if the environment asks
+ALL = [(name, strategy) for name in POINTS for strategy in STRATEGIES]
+SOME = [(name, tuple(STRATEGIES)[number % len(STRATEGIES)]) for number, name in enumerate(POINTS)]
+
+
+@pytest.mark.parametrize(("name", "strategy"), ALL if os.environ.get("ALL_FAILURES") else SOME)
+def test_what_happens_when_a_step_fails_is_on_the_page(name: str, strategy: str) -> None:
+    row = {(name, strategy): row_of(name, strategy, simulated)}
+    assert page(row).splitlines()[-1] in PAGE.read_text(encoding="utf-8").partition("over gloo")[0]
+
+
+def test_the_page_has_every_row_twice_and_nothing_that_is_not_recovered_but_late_hooks() -> None:
+    text = PAGE.read_text(encoding="utf-8").partition(BESIDE)[0]
+    assert text.startswith(HEAD)
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| what", "| ---"))]
+    assert len(rows) == 2 * len(ALL)
+    for number, row in enumerate(rows):
+        name, _, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        assert len(cells) == len(PHASES)
+        good = {NOT_REACHED, TOO_LATE if name == "a post-accumulate hook" else RECOVERED}
+        assert set(cells) <= good | ({APART} if number >= len(ALL) else set())
+
+
+@pytest.mark.gloo
+def test_what_happens_when_one_rank_fails_alone_is_on_the_page() -> None:
+    """Cells that are recovered, some unheard by any hook, one where all are told, and one under NO_SHARD, in two processes."""
+    text = PAGE.read_text(encoding="utf-8").partition(BESIDE)[0].partition("over gloo\n")[2]
+    cells = [
+        ("a node of the backward", "FULL_SHARD", "backward"),
+        ("the loss", "FULL_SHARD", "forward"),
+        ("a node of the loss", "SHARD_GRADIENTS", "backward"),
+        ("between units", "SHARD_GRAD_OP", "no_sync"),
+        ("a hook on a parameter", "NO_SHARD", "replay"),
+    ]
+    found = in_processes(cells, limit=60)
+    for name, strategy, phase in cells:
+        (row,) = (line for line in text.splitlines() if line.startswith(f"| {name} | {strategy} |"))
+        written = dict(zip(PHASES, (one.strip() for one in row.strip("|").split("|")[2:]), strict=True))
+        assert found[f"{name}/{strategy}/{phase}"] == written[phase]
+    assert set(found.values()) == {RECOVERED, APART}
+
+
+@pytest.mark.gloo
+def test_what_happens_in_another_engine_is_on_the_page() -> None:
+    """One cell of ours and one of FSDP2, in two processes."""
+    place, phase = "a node of the backward", "backward"
+    text = PAGE.read_text(encoding="utf-8").partition(BESIDE)[2]
+    (row,) = (line for line in text.partition(ALONE_TITLE)[0].splitlines() if line.startswith(f"| {place} | {phase} |"))
+    written = dict(zip(ENGINES, (one.strip() for one in row.strip("|").split("|")[2:]), strict=True))
+    assert written["fsdp"] == RECOVERED
+    for cell, verdict in run([Cell(engine, place, phase, alone=False) for engine in ENGINES[:2]]):
+        assert verdict == written[cell.engine]

@@ -1,0 +1,168 @@
+"""What ranks know of each other's failures: through the store, and by calling the roll. Threads for ranks, no connections."""
+
+import errno
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsdp
+from fsdp.errors import PeerFailed
+from fsdp.failure import peers as module
+from fsdp.failure.liveness import is_dead, this_process
+from fsdp.failure.peers import PeerMonitor, seconds
+from tests.support.stores import MemoryStore, Scope, said, together
+
+
+def make(size: int, connect: Callable[[str], Any] | None = str) -> list[PeerMonitor]:
+    store = MemoryStore()
+    ranks = [10 + r for r in range(size)]
+    lines = [PeerMonitor(store, lambda name: Scope(store, name), ranks, rank, connect) for rank in range(size)]
+    for one in lines:
+        one.open("gathers")
+    return lines
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(module.SECONDS, "0.1")
+    monkeypatch.setenv(module.RETURN_SECONDS, "0.3")
+
+
+def test_who_abandons_says_why_to_those_who_wait() -> None:
+    failing, waiting, other = make(3)
+    failing.abandon("blocks.1", ValueError("no"))
+    assert failing.down
+    for one in (waiting, other):
+        for broken in (False, True):
+            error = said(lambda one=one, broken=broken: one.detector.check_peers(broken))
+            assert isinstance(error, PeerFailed)
+            assert (error.rank, error.unit, error.reason) == (10, "blocks.1", "ValueError: no")
+            assert "rank 10 has abandoned the step, in unit 'blocks.1', with ValueError: no." in str(error)
+
+
+def test_who_hears_of_a_failure_passes_it_on_as_it_is() -> None:
+    """On a mesh the groups of a rank are different ones."""
+    messenger, waiting = make(2)
+    messenger.abandon("blocks.7", PeerFailed("text", 3, "blocks.1", "ValueError: no"))
+    error = said(lambda: waiting.detector.check_peers(False))
+    assert isinstance(error, PeerFailed)
+    assert (error.rank, error.unit, error.reason) == (3, "blocks.1", "ValueError: no")
+
+
+def test_ranks_that_all_abandoned_connect_anew_and_start_from_nothing() -> None:
+    connected: list[str] = []
+    ranks = make(2, lambda name: connected.append(name) or object())
+    assert connected == ["0/gathers"] * 2
+    for one in ranks:
+        one.abandon("Net", None)
+    assert together(*(lambda one=one: one.reconnect() for one in ranks)) == [None, None]
+    assert connected == ["0/gathers"] * 2 + ["1/gathers"] * 2
+    for one in ranks:
+        assert not one.down
+        one.detector.check_peers(False)  # what is over is forgotten
+
+
+def test_who_does_not_come_back_is_named() -> None:
+    ranks = make(3)
+    for one in ranks:
+        one.abandon("Net", None)
+    errors = together(*(lambda one=one: one.reconnect() for one in ranks[:2]))
+    for error in errors:
+        assert "rank 12 has not come back within 0.3 s" in str(error)
+
+
+def test_ranks_that_completed_different_backwards_do_not_go_on() -> None:
+    ranks = make(2)
+    ranks[1].completed += 1
+    for one in ranks:
+        one.disconnect()
+    errors = together(*(lambda one=one: one.reconnect() for one in ranks))
+    for error in errors:
+        assert type(error) is fsdp.WorldError
+        assert "rank 11 has completed a backward that rank 10 has abandoned" in str(error)
+    assert "may be a step apart" in str(said(lambda: ranks[0].reconnect()))
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_who_waits_for_one_that_cannot_go_on_is_told_so(ends: bool) -> None:
+    """On a mesh it is found in one group, and the ranks of the others wait; also when it has ended since."""
+    knows, asks, comes_back = make(3)
+    comes_back.abandon("Net", None)
+    knows.abandon("Net", fsdp.WorldError("The ranks disagree."))
+    if ends:
+        knows.on_exit()
+    for error in (said(lambda: asks.detector.check_peers(False)), said(comes_back.reconnect), said(knows.reconnect)):
+        assert type(error) is fsdp.WorldError and str(error) == "The ranks disagree."
+
+
+def test_the_count_of_abandoned_steps_is_the_same_however_far_a_rank_is() -> None:
+    ranks = make(2)
+    assert [one.epoch for one in ranks] == [0, 0]
+    for one in ranks:
+        one.abandon("Net", None)
+    assert [one.epoch for one in ranks] == [1, 1]
+    together(*(one.reconnect for one in ranks))
+    assert [one.epoch for one in ranks] == [1, 1]
+
+
+def test_who_does_not_answer_the_roll_is_named() -> None:
+    ranks = make(4)
+    errors = together(*(lambda one=one: one.detector.check_peers(True) for one in ranks[:3]))
+    for error in errors:
+        assert isinstance(error, PeerFailed) and error.rank == 13
+        assert "rank 13 does not answer: its connections broke 0.1 s ago" in str(error)
+
+
+def test_when_all_answer_nobody_is_named() -> None:
+    ranks = make(2)
+    assert together(*(lambda one=one: one.detector.check_peers(True) for one in ranks)) == [None, None]
+
+
+def test_who_ended_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = make(2)
+    ranks[1].on_exit()
+    assert "rank 11 has ended" in str(said(lambda: ranks[0].detector.check_peers(False)))
+
+
+def test_a_process_is_known_by_when_it_began() -> None:
+    host, pid, begin = this_process()
+    assert host, "where the tests run there is /proc"
+    assert not is_dead((host, pid, begin))
+    assert is_dead((host, pid, "1"))  # another one has its number now
+    assert is_dead((host, 2**22 + 1, begin))
+    assert not is_dead(("another host", 2**22 + 1, begin))
+    assert not is_dead(("", 2**22 + 1, begin))
+
+
+def test_who_cannot_look_takes_nobody_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many(path: Path, encoding: str | None = None) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    process = this_process()
+    monkeypatch.setattr(Path, "read_text", too_many)
+    assert not is_dead(process)
+
+
+def test_a_group_without_connections_of_its_own_has_none_of_this() -> None:
+    one, other = make(2, None)
+    one.abandon("Net", ValueError("no"))
+    assert not one.down and not one.connections
+    other.detector.check_peers(False)
+
+
+def test_what_is_told_can_be_sent_to_another_process() -> None:
+    failure = PeerFailed("text", 3, "blocks.1", "ValueError: no")
+    failure.add_note("a note")
+    copy = pickle.loads(pickle.dumps(failure))
+    assert type(copy) is PeerFailed and str(copy) == "text" and copy.__notes__ == ["a note"]
+    assert (copy.rank, copy.unit, copy.reason) == (3, "blocks.1", "ValueError: no")
+
+
+def test_seconds_must_be_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("soon", "0", "-1"):
+        monkeypatch.setenv(module.SECONDS, text)
+        with pytest.raises(fsdp.ShardingError, match=f"FSDP_PEER_SECONDS must be a number of seconds, not '{text}'"):
+            seconds(module.SECONDS, 2.0)

@@ -1,0 +1,164 @@
+"""Where parameters lie: every element once, aligned, rows whole, little padding. Pure arithmetic."""
+
+import time
+from itertools import product
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp.params.layout import Layout, ParamExtent, ShardExtent, make_layout
+
+Shape = tuple[int, ...]
+
+ALIGNMENT = 16
+PADDING_BUDGET = 0.03
+
+SMALL: list[Shape] = [(), (0,), (1,), (5,), (0, 3), (3, 0), (1, 1), (2, 3), (3, 2), (7, 5), (2, 3, 2), (1, 9)]
+SETS: list[tuple[Shape, ...]] = [
+    (),
+    *((one,) for one in SMALL),
+    *product(SMALL, SMALL),
+    *product(SMALL[3:], SMALL[:6], SMALL[6:]),
+]
+
+
+def step_of(itemsize: int) -> int:
+    return max(ALIGNMENT // itemsize, 1)
+
+
+def parts_of(layout: Layout, index: int) -> list[ShardExtent]:
+    return [layout.part(index, rank) for rank in range(layout.num_shards)]
+
+
+def smallest_chunk(shapes: tuple[Shape, ...], itemsize: int, num_shards: int) -> int:
+    """What an aligned layout without a thought for rows needs."""
+    step = step_of(itemsize)
+    total = sum(-(-prod(shape) // step) * step for shape in shapes)
+    return -(-max(-(-total // num_shards), 1) // step) * step
+
+
+def check(shapes: tuple[Shape, ...], itemsize: int, num_shards: int) -> Layout:
+    """Everything that is promised of any layout."""
+    layout = make_layout(shapes, itemsize, num_shards)
+    assert layout.shard_numel * itemsize % ALIGNMENT == 0
+    assert layout.shard_numel > 0
+    assert layout.numel == layout.shard_numel * num_shards
+    assert layout.shard_numel <= max(smallest_chunk(shapes, itemsize, num_shards) * (1 + PADDING_BUDGET), step_of(itemsize))
+    assert [slot.shape for slot in layout.slots] == list(shapes)
+    end = 0
+    for index, slot in enumerate(layout.slots):
+        assert slot.start >= end, "parameters overlap"
+        assert slot.start * itemsize % ALIGNMENT == 0
+        assert slot.numel == prod(slot.shape)
+        end = slot.end
+        check_parts(layout, index)
+    assert end <= layout.numel
+    return layout
+
+
+def check_parts(layout: Layout, index: int) -> None:
+    """The parts of one parameter tile it once, in rank order, where the flat buffer has it."""
+    slot, parts = layout.slots[index], parts_of(layout, index)
+    covered = 0
+    for rank, part in enumerate(parts):
+        assert prod(part.shape) == part.numel
+        if part.numel:
+            assert part.first == covered
+            assert rank * layout.shard_numel + part.offset == slot.start + part.first
+            assert part.offset + part.numel <= layout.shard_numel
+        covered += part.numel
+        check_shape(slot, part)
+    assert covered == slot.numel
+
+
+def check_shape(slot: ParamExtent, part: ShardExtent) -> None:
+    if part.numel == slot.numel and (part.numel or not slot.shape):
+        assert part.shape == slot.shape
+        return
+    if not slot.shape:
+        assert part.shape == (0,)
+        return
+    assert len(part.shape) == len(slot.shape)
+    if slot.cut_by_element:
+        assert part.shape[:-1] == (1,) * (len(slot.shape) - 1)
+    else:
+        assert part.shape[1:] == slot.shape[1:]
+        row = prod(slot.shape[1:])
+        assert row == 0 or part.first % row == 0
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
+def test_small_shapes_are_tiled_aligned_and_within_budget(itemsize: int, num_shards: int) -> None:
+    for shapes in SETS:
+        check(shapes, itemsize, num_shards)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 40), max_size=4).map(tuple), max_size=12).map(tuple),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.integers(1, 64),
+)
+def test_any_shapes_are_tiled_aligned_and_within_budget(shapes: tuple[Shape, ...], itemsize: int, num_shards: int) -> None:
+    check(shapes, itemsize, num_shards)
+
+
+def test_the_example_of_the_docstring() -> None:
+    layout = check(((3, 2), (1,)), 8, 2)
+    assert layout.numel == 8
+    assert [part.shape for part in parts_of(layout, 0)] == [(2, 2), (1, 2)]
+    assert [part.shape for part in parts_of(layout, 1)] == [(0,), (1,)]
+
+
+def test_rows_of_a_transformer_block_stay_whole() -> None:
+    d = 256
+    shapes = ((d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,))
+    for num_shards in (1, 2, 3, 4, 8):
+        assert not any(slot.cut_by_element for slot in check(shapes, 4, num_shards).slots if len(slot.shape) > 1)
+
+
+def test_rows_too_long_for_the_budget_are_cut_by_element_and_only_those() -> None:
+    layout = check(((3, 10_000), (64, 8)), 4, 4)
+    assert [slot.cut_by_element for slot in layout.slots] == [True, False]
+    assert layout.part(0, 0).shape == (1, layout.shard_numel)
+
+
+def test_a_scalar_lives_on_one_rank_and_is_empty_elsewhere() -> None:
+    assert sorted(part.shape for part in parts_of(check(((),), 4, 4), 0)) == [(), (0,), (0,), (0,)]
+
+
+def test_an_empty_parameter_keeps_its_shape_on_every_rank() -> None:
+    assert [part.shape for part in parts_of(check(((0, 3), (4, 4)), 4, 3), 0)] == [(0, 3)] * 3
+
+
+def test_no_parameters_still_make_a_chunk() -> None:
+    assert check((), 4, 3).slots == ()
+
+
+def test_one_rank_holds_everything_in_its_own_shape() -> None:
+    shapes: tuple[Shape, ...] = ((3, 2), (), (5,), (2, 3, 4))
+    assert tuple(part.shape for index in range(4) for part in parts_of(check(shapes, 4, 1), index)) == shapes
+
+
+def test_the_layout_is_a_pure_function() -> None:
+    make_layout.cache_clear()
+    first = make_layout(((7, 5), (3,)), 4, 3)
+    make_layout.cache_clear()
+    assert make_layout(((7, 5), (3,)), 4, 3) == first
+
+
+def test_a_thousand_ranks_cost_what_two_cost() -> None:
+    shapes: tuple[Shape, ...] = ((512,), (1536, 512), (512, 512), (2048, 512), (512, 2048)) * 4
+
+    def seconds(num_shards: int) -> float:
+        make_layout.cache_clear()
+        begin = time.process_time()
+        layout = make_layout(shapes, 2, num_shards)
+        for index in range(len(shapes)):
+            layout.part(index, num_shards - 1)
+        return time.process_time() - begin
+
+    check(shapes, 2, 1024)
+    assert min(seconds(1024) for _ in range(5)) < 0.02

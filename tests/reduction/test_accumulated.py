@@ -1,0 +1,320 @@
+"""Gradients kept under no_sync: they add up, they die with zero_grad, and nothing else touches them."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from fsdp.comm.simulated import simulate
+from fsdp.runtime.registry import unit_ref_of
+from tests.support.models import (
+    Block,
+    assert_close,
+    gradients_of,
+    is_at_rest,
+    join,
+    loss_of,
+    make_net,
+    two_units,
+    units_of,
+    world_log,
+)
+
+X = torch.linspace(-1, 1, 12).view(2, 6)
+
+
+Program = Callable[[nn.Module, int], None]
+
+
+def gradients(size: int, program: Program, **options: Any) -> dict[str, Tensor | None]:
+    """What is in `.grad` after a program, joined over the ranks."""
+
+    def fn(rank: int) -> dict[str, Tensor | None]:
+        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, **options)
+        program(model, rank)
+        assert is_at_rest(model)
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    by_rank = fsdp.simulate(size, fn)
+    return {name: join([one[name] for one in by_rank], p.shape) for name, p in make_net().named_parameters()}
+
+
+def wanted(size: int, *factors: float) -> dict[str, Tensor | None]:
+    """One process: the sum over `factors` of the mean over the ranks."""
+    net = make_net()
+    for factor in factors:
+        for rank in range(size):
+            (loss_of(net(X * (factor + rank))) / size).backward()
+    return {name: p.grad for name, p in net.named_parameters()}
+
+
+def backward(model: nn.Module, rank: int, factor: float, *, kept: bool = False) -> None:
+    with fsdp.no_sync(model) if kept else nullcontext():
+        loss_of(model(X * (factor + rank))).backward()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_kept_gradients_join_the_next_that_are_reduced(size: int) -> None:
+    def program(model: nn.Module, rank: int) -> None:
+        backward(model, rank, 1, kept=True)
+        backward(model, rank, 2, kept=True)
+        backward(model, rank, 3)
+
+    assert_close(gradients(size, program), wanted(size, 1, 2, 3))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_reduced_and_kept_gradients_mix_in_any_order(strategy: str) -> None:
+    def program(model: nn.Module, rank: int) -> None:
+        backward(model, rank, 1)
+        backward(model, rank, 2, kept=True)
+        backward(model, rank, 3)
+        backward(model, rank, 4)
+
+    assert_close(gradients(2, program, sharding_strategy=strategy), wanted(2, 1, 2, 3, 4))
+
+
+def test_the_backward_alone_under_no_sync_is_enough() -> None:
+    def program(model: nn.Module, rank: int) -> None:
+        loss = loss_of(model(X * (1 + rank)))
+        with fsdp.no_sync(model):
+            loss.backward()
+        with fsdp.no_sync(model):
+            loss = loss_of(model(X * (2 + rank)))
+        loss.backward()
+
+    assert_close(gradients(2, program), wanted(2, 1, 2))
+
+
+def test_the_switch_does_what_the_context_does() -> None:
+    def program(model: nn.Module, rank: int) -> None:
+        fsdp.set_requires_gradient_sync(model, False)
+        backward(model, rank, 1)
+        backward(model, rank, 2)
+        assert not [call for call in world_log("reduce_scatter")]
+        fsdp.set_requires_gradient_sync(model, True)
+        backward(model, rank, 3)
+
+    assert_close(gradients(2, program), wanted(2, 1, 2, 3))
+
+
+def test_the_context_restores_what_the_switch_said() -> None:
+    def program(model: nn.Module, rank: int) -> None:
+        fsdp.set_requires_gradient_sync(model, False)
+        backward(model, rank, 1, kept=True)
+        backward(model, rank, 2)
+        assert not world_log("reduce_scatter")
+        fsdp.set_requires_gradient_sync(model, True)
+        backward(model, rank, 3)
+
+    assert_close(gradients(2, program), wanted(2, 1, 2, 3))
+
+
+def test_the_method_of_the_wrapper_is_the_function() -> None:
+    def fn(rank: int) -> None:
+        model = fsdp.FullyShardedDataParallel(make_net())
+        with model.no_sync():
+            loss_of(model(X)).backward()
+        assert not world_log("reduce_scatter")
+        with pytest.raises(KeyError), model.no_sync():
+            raise KeyError
+        loss_of(model(X)).backward()
+        assert len(world_log("reduce_scatter")) == 1
+
+    fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_forgets_kept_gradients(set_to_none: bool) -> None:
+    def program(model: nn.Module, rank: int) -> None:
+        backward(model, rank, 1, kept=True)
+        model.zero_grad(set_to_none=set_to_none)
+        backward(model, rank, 3)
+
+    assert_close(gradients(2, program), wanted(2, 3))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_forgets_them_beside_reduced_ones(set_to_none: bool) -> None:
+    def program(model: nn.Module, rank: int) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        backward(model, rank, 1)
+        backward(model, rank, 2, kept=True)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        backward(model, rank, 4, kept=True)
+        backward(model, rank, 5)
+
+    assert_close(gradients(3, program), wanted(3, 4, 5))
+
+
+class Stop(Exception):
+    """Raised by a test inside a backward."""
+
+
+def failing_backward(model: nn.Module, rank: int, where: int) -> None:
+    def stop(gradient: Tensor) -> None:
+        raise Stop
+
+    handle = model.blocks[where].register_forward_hook(lambda module, args, output: output.register_hook(stop) and None)
+    try:
+        with pytest.raises(Stop):
+            backward(model, rank, 9)
+    finally:
+        handle.remove()
+    assert is_at_rest(model)
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_a_failed_backward_leaves_what_was_kept_before_it(where: int) -> None:
+    def program(model: nn.Module, rank: int) -> None:
+        backward(model, rank, 1, kept=True)
+        failing_backward(model, rank, where)
+        backward(model, rank, 3)
+
+    assert_close(gradients(2, program), wanted(2, 1, 3))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_failed_backward_leaves_no_trace_in_the_gradients(kept: bool) -> None:
+    def program(model: nn.Module, rank: int) -> None:
+        backward(model, rank, 1)
+        before = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+        with fsdp.no_sync(model) if kept else nullcontext():
+            failing_backward(model, rank, 1)
+        assert_close({name: p.grad for name, p in model.named_parameters()}, before, within=0)
+        backward(model, rank, 3)
+
+    assert_close(gradients(2, program), wanted(2, 1, 3))
+
+
+def test_editing_kept_gradients_is_refused_where_they_would_be_used() -> None:
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+        backward(model, rank, 1, kept=True)
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+        with pytest.raises(fsdp.ShardingError, match="was edited while gradients are kept under no_sync; scale or clip after"):
+            backward(model, rank, 2)
+        assert is_at_rest(model)
+        model.zero_grad()
+        backward(model, rank, 3)
+
+    fsdp.simulate(2, fn)
+
+
+class TwoWays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.ways = nn.ModuleList(nn.Linear(6, 2) for _ in range(2))
+
+    def forward(self, x: Tensor, way: int) -> Tensor:
+        return self.ways[way](x)
+
+
+def test_a_unit_used_only_under_no_sync_is_reduced_all_the_same() -> None:
+    def run(model: nn.Module, ranks: list[int], keep: Callable[[], Any]) -> dict[str, Tensor | None]:
+        for way in (0, 1):
+            with keep() if way == 0 else nullcontext():
+                for rank in ranks:
+                    (loss_of(model(X * (rank + 1), way)) / len(ranks)).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    def fn(rank: int) -> dict[str, Tensor | None]:
+        model = fsdp.fully_shard(TwoWays(), auto_wrap_policy={nn.Linear})
+        return run(model, [rank], lambda: fsdp.no_sync(model))
+
+    by_rank = fsdp.simulate(2, fn)
+    plain = TwoWays()
+    found = {name: join([one[name] for one in by_rank], p.shape) for name, p in plain.named_parameters()}
+    assert_close(found, run(plain, [0, 1], nullcontext))
+
+
+def test_no_sync_keeps_memory_for_whole_gradients_and_gives_it_back() -> None:
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+        backward(model, rank, 1, kept=True)
+        assert all(len(bucket.accumulated) == len(bucket.views) for bucket in _buckets(model))
+        backward(model, rank, 1)
+        assert not any(bucket.accumulated for bucket in _buckets(model))
+        backward(model, rank, 1, kept=True)
+        model.zero_grad()
+        backward(model, rank, 1)
+        assert not any(bucket.accumulated for bucket in _buckets(model))
+
+    fsdp.simulate(2, fn)
+
+
+def _buckets(model: nn.Module) -> list[Any]:
+
+    sharded = unit_ref_of(model)
+    assert sharded is not None
+    assert len(units_of(model)) == 4
+    return list(sharded.engine.reducer.buckets)
+
+
+def test_what_no_sync_kept_is_reduced_though_it_was_frozen_since() -> None:
+    def one_rank(rank: int) -> Tensor:
+        model = fsdp.fully_shard(nn.Linear(1, 8))
+        model(torch.ones(1, 1)).sum().backward()
+        with fsdp.no_sync(model):
+            model(torch.ones(1, 1)).sum().backward()
+        model.weight.requires_grad_(False)
+        model(torch.ones(1, 1)).sum().backward()
+        return torch.empty(0) if model.weight.grad is None else model.weight.grad.flatten()
+
+    assert torch.cat(simulate(2, one_rank)).tolist() == [2.0] * 8
+
+
+def test_gradients_kept_under_no_sync_are_in_the_books() -> None:
+    def one_rank(rank: int) -> None:
+        model = two_units()
+        before = fsdp.memory_bytes(model)
+        with fsdp.no_sync(model):
+            model(torch.ones(1, 3)).sum().backward()
+        assert fsdp.memory_bytes(model) == before + 2 * (9 + 3) * 4
+        model(torch.ones(1, 3)).sum().backward()
+        assert fsdp.memory_bytes(model) == before
+
+    simulate(2, one_rank)
+
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
+
+
+@WORLDS
+def test_an_outer_root_can_be_made_when_nothing_is_kept_under_no_sync_any_more(world_size: int) -> None:
+    """What was kept was lost with the inner root; that it is refused is told in tests/patterns."""
+
+    def train(inner: nn.Module, outer: Callable[[], nn.Module]) -> None:
+        inner(torch.ones(1, 4)).sum().backward()
+        outer()(torch.ones(1, 4)).square().sum().backward()
+
+    def make() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(1)
+        return nn.Linear(4, 4), nn.Linear(4, 4)
+
+    plain = nn.Sequential(*make())
+    plain[0](torch.ones(1, 4)).sum().backward()
+    train(plain[0], lambda: plain)
+
+    def one_rank(rank: int) -> dict[str, Tensor | None]:
+        inner, last = make()
+        fsdp.fully_shard(inner)
+        model = nn.Sequential(inner, last)
+        with fsdp.no_sync(inner):
+            inner(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(fsdp.ShardingError, match="unit '0' keeps gradients under no_sync"):
+            fsdp.fully_shard(model)
+        train(inner, lambda: fsdp.fully_shard(model))
+        assert is_at_rest(model)
+        return gradients_of(model)
+
+    found = simulate(world_size, one_rank)
+    for name, parameter in plain.named_parameters():
+        assert_close({name: join([one[name] for one in found], parameter.shape)}, {name: parameter.grad})

@@ -1,0 +1,315 @@
+"""What the engine once got wrong, each as short as it can be told."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp
+from fsdp.comm.simulated import simulate
+from fsdp.runtime.registry import unit_ref_of
+from state_machine import Event
+from tests.support.models import assert_close, gradients_of, is_at_rest, join
+
+
+class UsedInTwoCheckpoints(nn.Module):
+    """Its only parameter is used in a checkpoint that is replayed, then in one that runs a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def mix(y: Tensor) -> Tensor:
+            return torch.tanh(y @ self.weight)
+
+        first = checkpoint(mix, x, use_reentrant=False)
+        return checkpoint(mix, first, use_reentrant=True)
+
+
+def test_a_gradient_from_a_reentrant_checkpoint_inside_the_unit_is_not_the_last_one() -> None:
+    """It came in a backward of the checkpoint's own; freeing then took the weight away under the other checkpoint."""
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    plain = UsedInTwoCheckpoints()
+    plain(x).sum().backward()
+
+    def one_rank(rank: int) -> Tensor | None:
+        model = fsdp.fully_shard(UsedInTwoCheckpoints())
+        model(x).sum().backward()
+        return gradients_of(model)["weight"]
+
+    found = join(simulate(2, one_rank), plain.weight.shape)
+    assert_close({"weight": found}, gradients_of(plain))
+
+
+class CheckpointsWhatNeedsGrad(nn.Module):
+    """A parameter that is used inside a reentrant checkpoint or plainly, and one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.gain = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def mix(y: Tensor) -> Tensor:
+            return torch.tanh(y @ self.weight) @ self.weight
+
+        return (checkpoint(mix, x, use_reentrant=True) if x.requires_grad else mix(x)) * self.gain
+
+
+def test_gradients_from_a_checkpoint_of_one_forward_do_not_complete_another_forward() -> None:
+    """In one backward: the last of two forwards was left with one gradient in; the next one freed the first one's weight."""
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+
+    def train(model: nn.Module) -> None:
+        loss = model(x).sum()
+        (loss + model(x.clone().requires_grad_()).sum()).backward()
+
+    plain = CheckpointsWhatNeedsGrad()
+    train(plain)
+
+    def one_rank(rank: int) -> list[Tensor | None]:
+        model = fsdp.fully_shard(CheckpointsWhatNeedsGrad(), reshard_after_forward=True)
+        train(model)
+        return list(gradients_of(model).values())
+
+    ranks = simulate(2, one_rank)
+    for number, parameter in enumerate(plain.parameters()):
+        found = join([one[number] for one in ranks], parameter.shape)
+        assert_close({"it": found}, {"it": parameter.grad})
+
+
+def test_autograd_grad_of_an_input_that_is_a_leaf() -> None:
+    """Autograd refuses to say whether it comes to a leaf when it was asked for some gradients only."""
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+
+    def gradient_of_input(model: nn.Module) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(model(leaf).sum(), leaf)[0]
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def one_rank(rank: int) -> Tensor:
+        model = fsdp.fully_shard(make(), auto_wrap_policy={nn.Linear})
+        found = gradient_of_input(model)
+        assert is_at_rest(model) and all(parameter.grad is None for parameter in model.parameters())
+        return found
+
+    wanted = gradient_of_input(make())
+    for found in simulate(2, one_rank):
+        torch.testing.assert_close(found, wanted)
+
+
+class OnlyWhenTold(nn.Module):
+    """Uses its second parameter only when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Parameter(torch.ones(4))
+        self.sometimes = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, told: bool) -> Tensor:
+        return x * self.always + (self.sometimes if told else 0)
+
+
+class EndsWithIt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), OnlyWhenTold()
+
+    def forward(self, x: Tensor, told: bool) -> Tensor:
+        result: Tensor = self.last(torch.tanh(self.second(torch.tanh(self.first(x)))), told)
+        return result
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_use_different_parameters_of_a_unit_do_not_wait_for_each_other_for_ever(seed: int) -> None:
+    """One waited for the reduction of the last unit, the other, which never counted it complete, for the gather of the first."""
+    x = torch.ones(2, 4)
+    plain = EndsWithIt()
+    ((plain(x, True).sum() + plain(x, False).sum()) / 2).backward()
+
+    def one_rank(rank: int) -> Tensor | None:
+        model = fsdp.fully_shard(EndsWithIt(), auto_wrap_policy={nn.Linear, OnlyWhenTold})
+        model(x, rank == 0).sum().backward()
+        return gradients_of(model)["last.sometimes"]
+
+    found = join(simulate(2, one_rank, seed=seed), plain.last.sometimes.shape)
+    assert_close({"last.sometimes": found}, {"last.sometimes": plain.last.sometimes.grad})
+
+
+def test_create_graph_with_gradients_of_parameters_is_refused_by_name() -> None:
+    def one_rank(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Linear(2, 2))
+        x = torch.ones(1, 2, requires_grad=True)
+        with pytest.raises(fsdp.ShardingError, match="create_graph=True brings gradients to the parameters of unit 'Linear'"):
+            model(x).sum().backward(create_graph=True)
+        model(x).sum().backward()
+        assert is_at_rest(model)
+
+    simulate(2, one_rank)
+
+
+def test_a_step_between_forward_and_backward_is_refused_by_name() -> None:
+    """Plain torch refuses it as well; gathering the new weights for the backward would go unnoticed."""
+
+    def one_rank(rank: int) -> None:
+        model = fsdp.FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        loss = model(torch.ones(1, 2)).sum()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(fsdp.ShardingError, match="changed in place between its forward and its backward"):
+            loss.backward()
+        assert is_at_rest(model) and all(parameter.grad is None for parameter in model.parameters())
+
+    simulate(2, one_rank)
+
+
+@pytest.mark.parametrize("wrap", [fsdp.fully_shard, fsdp.FullyShardedDataParallel])
+def test_ctrl_c_inside_a_forward_is_noticed_by_whatever_comes_next(wrap: Callable[..., nn.Module]) -> None:
+    def one_rank(rank: int) -> None:
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model = wrap(module, auto_wrap_policy={nn.Linear})
+        interrupts = iter((True, False))
+
+        def interrupt(module: nn.Module, inputs: object) -> None:
+            if next(interrupts, False):
+                raise KeyboardInterrupt
+
+        module[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(1, 2))
+        assert set(fsdp.full_state_dict(model, rank0_only=False)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+        assert is_at_rest(model)
+        model(torch.ones(1, 2)).sum().backward()
+
+    simulate(2, one_rank)
+
+
+class KeepsAnAuxiliaryLoss(nn.Module):
+    """Leaves a second loss behind as an attribute, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.router, self.expert = nn.Linear(4, 2), nn.Linear(4, 4)
+        self.balance: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.balance = self.router(x).softmax(-1).square().sum()
+        result: Tensor = self.expert(x).tanh()
+        return result
+
+
+def test_a_backward_through_a_loss_kept_as_an_attribute() -> None:
+    """Only what a unit returned was watched: the way in through the attribute met freed memory."""
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 4), KeepsAnAuxiliaryLoss())
+
+    def train(model: nn.Module, stage: Any, both: bool) -> None:
+        for _ in range(2):
+            loss = model(x).sum() if both else model(x).sum() * 0
+            (loss + stage.balance).backward()
+
+    for both in (True, False):
+        plain = make()
+        train(plain, plain[1], both)
+
+        def one_rank(rank: int, both: bool = both) -> dict[str, Tensor | None]:
+            module = make()
+            model = fsdp.FullyShardedDataParallel(module, auto_wrap_policy={nn.Linear, KeepsAnAuxiliaryLoss})
+            train(model, module[1], both)
+            with torch.no_grad():
+                model(x)
+            assert is_at_rest(model)
+            return gradients_of(model)
+
+        found = simulate(2, one_rank)
+        for name, parameter in plain.named_parameters():
+            assert_close({name: join([one[name] for one in found], parameter.shape)}, {name: parameter.grad})
+
+
+class ReturnsAView(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(-1)
+
+
+class EditsWhatItGets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.last = nn.Linear(3, 3), ReturnsAView(3, 3), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(torch.tanh(self.first(x)))
+        y += 1
+        y *= 2
+        result: Tensor = self.last(y)
+        return result
+
+
+def test_a_unit_is_reached_through_a_returned_view_that_was_edited_in_place() -> None:
+    """The edit gives the view a new node; only the one behind its base is sure to be entered before the unit."""
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    plain = EditsWhatItGets()
+    plain(x).sum().backward()
+
+    def one_rank(rank: int) -> tuple[dict[str, Tensor | None], list[Event]]:
+        model = fsdp.fully_shard(EditsWhatItGets(), auto_wrap_policy={nn.Linear})
+        model(x).sum().backward()
+        sharded = unit_ref_of(model.second)
+        assert sharded is not None
+        return gradients_of(model), list(sharded.engine.root.lifecycles[sharded.index].story)
+
+    found = simulate(2, one_rank)
+    for name, parameter in plain.named_parameters():
+        assert_close({name: join([one[0][name] for one in found], parameter.shape)}, {name: parameter.grad})
+    for _, story in found:
+        assert story.index(Event.PRE_BACKWARD) < story.index(Event.GRAD_ACCUMULATED)
+
+
+def test_freezing_and_thawing_between_steps_is_what_the_next_forward_trains() -> None:
+    x = torch.ones(2, 4)
+
+    def train(model: nn.Module, layer: nn.Module) -> None:
+        for trainable in (True, False, True):
+            layer.requires_grad_(trainable)
+            model.zero_grad()
+            model(x).sum().backward()
+            assert all((p.grad is not None) <= trainable for p in layer.parameters())
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+    plain = make()
+    train(plain, plain[1])
+
+    def one_rank(rank: int) -> tuple[dict[str, Tensor | None], list[bool]]:
+        module = make()
+        model = fsdp.FullyShardedDataParallel(module, auto_wrap_policy={nn.Linear})
+        train(model, module[1])
+        gradients = gradients_of(model)
+        module[1].requires_grad_(False)
+        model(x)
+        sharded = unit_ref_of(module[1])
+        assert sharded is not None
+        return gradients, [unsharded.requires_grad for unsharded in sharded.unit.unsharded_params]
+
+    found = simulate(2, one_rank)
+    for name, parameter in plain.named_parameters():
+        assert_close({name: join([one[0][name] for one in found], parameter.shape)}, {name: parameter.grad})
+    assert [frozen for _, frozen in found] == [[False, False]] * 2

@@ -1,0 +1,220 @@
+"""Full parameters: read, lent, changed, saved and loaded into any other world."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from fsdp.comm.simulated import simulate
+from tests.support.models import (
+    CASES,
+    Case,
+    is_at_rest,
+    loss_of,
+    make_net,
+    two_units,
+    weights_of,
+    world_log,
+    wrap,
+)
+from tests.support.states import STATEFUL, assert_same_state, shifted
+
+X = torch.linspace(-1, 1, 12).view(2, 6)
+
+
+class TestFullStateDict:
+    @STATEFUL
+    @pytest.mark.parametrize("size", [1, 3])
+    def test_it_is_the_plain_modules(self, case: Case, size: int) -> None:
+        for state in fsdp.simulate(size, lambda rank: fsdp.full_state_dict(wrap(case), rank0_only=False)):
+            assert_same_state(state, dict(case.model().state_dict()))
+
+    def test_a_plain_module_can_load_it(self) -> None:
+        state = fsdp.simulate(2, lambda rank: fsdp.full_state_dict(wrap(CASES["tied"]), rank0_only=False))[0]
+        CASES["tied"].make().load_state_dict(state)
+
+    def test_it_is_a_copy(self) -> None:
+        def fn(rank: int) -> None:
+            model = wrap(CASES["net"])
+            for tensor in fsdp.full_state_dict(model, rank0_only=False).values():
+                tensor.zero_()
+            assert_same_state(fsdp.full_state_dict(model, rank0_only=False), dict(make_net().state_dict()))
+
+        fsdp.simulate(2, fn)
+
+    def test_it_leaves_gradients_and_memory_alone(self) -> None:
+        def fn(rank: int) -> None:
+            model = wrap(CASES["net"])
+            loss_of(model(X)).backward()
+            before = [(p.grad, p.data_ptr()) for p in model.parameters()]
+            held = fsdp.memory_bytes(model)
+            fsdp.full_state_dict(model, rank0_only=False)
+            assert all(p.grad is grad and p.data_ptr() == at for p, (grad, at) in zip(model.parameters(), before, strict=True))
+            assert fsdp.memory_bytes(model) == held
+            assert is_at_rest(model)
+
+        fsdp.simulate(2, fn)
+
+    def test_it_sends_each_element_once_and_holds_one_range_at_a_time(self) -> None:
+        def fn(rank: int) -> int:
+            model = wrap(CASES["net"])
+            fsdp.full_state_dict(model)
+            assert [call.label for call in world_log("broadcast")][::2] == ["Net", "blocks.0", "blocks.1", "blocks.2"]
+            return sum(call.received for call in world_log())
+
+        received = sum(fsdp.simulate(2, fn))
+        exact = sum(p.numel() * 4 for p in make_net().parameters())
+        assert exact <= received <= 1.05 * exact
+
+    def test_other_ranks_get_nothing_unless_asked(self) -> None:
+        states = fsdp.simulate(3, lambda rank: fsdp.full_state_dict(wrap(CASES["odd"])))
+        assert_same_state(states[0], dict(CASES["odd"].model().state_dict()))
+        assert states[1:] == [{}, {}]
+
+    def test_extra_state_of_modules_is_a_part_of_it(self) -> None:
+        class Counting(nn.Linear):
+            count = 0
+
+            def get_extra_state(self) -> int:
+                return self.count
+
+            def set_extra_state(self, count: int) -> None:
+                self.count = count
+
+        def fn(rank: int) -> None:
+            model, other = (fsdp.fully_shard(nn.Sequential(Counting(3, 3))) for _ in range(2))
+            model[0].count = 7
+            state = fsdp.full_state_dict(model)
+            assert rank != 0 or list(state) == ["0.weight", "0.bias", "0._extra_state"]
+            fsdp.load_full_state_dict(other, state if rank == 0 else None)
+            assert other[0].count == 7
+
+        fsdp.simulate(2, fn)
+
+
+class TestIterFullParams:
+    @STATEFUL
+    @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+    def test_it_streams_every_parameter_once(self, case: Case, bucket_bytes: int) -> None:
+        def fn(rank: int) -> dict[str, Tensor]:
+            found = [(n, t.clone()) for n, t in fsdp.iter_full_params(wrap(case), bucket_bytes=bucket_bytes)]
+            assert len(found) == len(dict(found))
+            return dict(found)
+
+        for found in fsdp.simulate(3, fn):
+            wanted = {name: p.detach() for name, p in case.model().named_parameters()}
+            assert_same_state({name: found[name] for name in wanted}, wanted)
+            assert len(found) == len(wanted)
+
+    def test_parameters_of_ignored_modules_come_along_in_the_dtype_asked_for(self) -> None:
+        def fn(rank: int) -> None:
+            net = make_net()
+            model = fsdp.fully_shard(net, ignored_modules={net.leave})
+            found = {name: t.clone() for name, t in fsdp.iter_full_params(model, dtype=torch.bfloat16)}
+            assert {t.dtype for t in found.values()} == {torch.bfloat16}
+            assert torch.equal(found["leave.weight"], make_net().leave.weight.to(torch.bfloat16))
+            assert set(found) == {name for name, _ in make_net().named_parameters()}
+
+        fsdp.simulate(2, fn)
+
+    def test_a_bucket_holds_a_parameter_or_what_was_asked_for(self) -> None:
+        def fn(rank: int) -> None:
+            sizes = [t.untyped_storage().nbytes() for _, t in fsdp.iter_full_params(wrap(CASES["net"]), bucket_bytes=256)]
+            largest = max(p.numel() * 4 for p in make_net().parameters())
+            assert max(sizes) == largest > 256
+
+        fsdp.simulate(2, fn)
+
+    def test_no_bytes_are_refused(self) -> None:
+        def fn(rank: int) -> None:
+            with pytest.raises(fsdp.ShardingError, match="bucket_bytes is 0"):
+                next(fsdp.iter_full_params(wrap(CASES["net"]), bucket_bytes=0))
+
+        fsdp.simulate(1, fn)
+
+
+class TestLoading:
+    @STATEFUL
+    @pytest.mark.parametrize(("saving", "loading"), [(1, 4), (4, 1), (2, 3), (3, 2)])
+    def test_a_state_goes_from_one_world_into_another(self, case: Case, saving: int, loading: int) -> None:
+        def save(rank: int) -> dict[str, Tensor]:
+            model = wrap(case)
+            fsdp.load_full_state_dict(model, shifted(case))
+            return fsdp.full_state_dict(model, rank0_only=False)
+
+        def load(rank: int) -> dict[str, Tensor]:
+            model = wrap(case)
+            before = len(world_log())
+            fsdp.load_full_state_dict(model, saved)
+            assert [call.kind for call in world_log()[before:]] == ["gather_objects"], "it moves more than word that all fits"
+            return fsdp.full_state_dict(model, rank0_only=False)
+
+        saved = fsdp.simulate(saving, save)[0]
+        assert_same_state(saved, shifted(case))
+        for state in fsdp.simulate(loading, load):
+            assert_same_state(state, shifted(case))
+
+    @STATEFUL
+    def test_rank_0_alone_may_have_it(self, case: Case) -> None:
+        def fn(rank: int) -> dict[str, Tensor]:
+            model = wrap(case)
+            fsdp.load_full_state_dict(model, shifted(case) if rank == 0 else None)
+            return fsdp.full_state_dict(model, rank0_only=False)
+
+        for state in fsdp.simulate(3, fn):
+            assert_same_state(state, shifted(case))
+
+    def test_rank_0_must_have_it(self) -> None:
+        def fn(rank: int) -> None:
+            model = wrap(CASES["net"])
+            with pytest.raises(fsdp.ShardingError, match="rank 0 must give the state dict"):
+                fsdp.load_full_state_dict(model, shifted(CASES["net"]) if rank == 1 else None)
+
+        fsdp.simulate(2, fn)
+
+    def test_what_one_rank_refuses_no_rank_loads(self) -> None:
+        def fn(rank: int) -> None:
+            model = wrap(CASES["net"])
+            before, state = weights_of(model), shifted(CASES["net"])
+            if rank == 1:
+                del state["leave.bias"]
+            with pytest.raises(fsdp.ShardingError, match=r"missing \['leave.bias'\]") as refusal:
+                fsdp.load_full_state_dict(model, state)
+            assert rank == 1 or str(refusal.value).startswith("rank 1: ")
+            assert_same_state(weights_of(model), before)
+
+        fsdp.simulate(2, fn)
+
+    @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+    def test_the_next_forward_computes_with_what_was_loaded(self, strategy: str) -> None:
+        def fn(rank: int) -> Tensor:
+            model = wrap(CASES["net"], sharding_strategy=strategy)
+            model(X)
+            fsdp.load_full_state_dict(model, shifted(CASES["net"]))
+            return model(X).detach()
+
+        plain = make_net()
+        plain.load_state_dict(shifted(CASES["net"]))
+        assert all(torch.allclose(output, plain(X), rtol=1e-6) for output in fsdp.simulate(2, fn))
+
+    def test_it_may_not_happen_inside_a_summon(self) -> None:
+        def fn(rank: int) -> None:
+            model = wrap(CASES["net"])
+            state = fsdp.full_state_dict(model, rank0_only=False)
+            text = "call it outside any forward, backward and summon_full_params"
+            with fsdp.summon_full_params(model), pytest.raises(fsdp.ShardingError, match=text):
+                fsdp.load_full_state_dict(model, state)
+
+        fsdp.simulate(2, fn)
+
+
+def test_loading_between_forward_and_backward_is_refused_like_any_change() -> None:
+    def one_rank(rank: int) -> None:
+        model = two_units()
+        state = fsdp.full_state_dict(model, rank0_only=False)
+        loss = model(torch.ones(1, 3)).sum()
+        fsdp.load_full_state_dict(model, {name: value * 2 for name, value in state.items()})
+        with pytest.raises(fsdp.ShardingError, match="changed in place between its forward and its backward"):
+            loss.backward()
+
+    simulate(2, one_rank)

@@ -1,0 +1,227 @@
+"""Optimizer state by parameter name: gathered, loaded, into any other world and into plain torch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+import fsdp
+from tests.support.models import CASES, Block, Case, assert_close, join, loss_of, make_net, own_batches, reference, train, wrap
+from tests.support.optimizers import OPTIMIZERS, ROWS, Make, RowStatistics, assert_same, in_groups, trained
+from tests.support.states import STATEFUL
+
+
+def saved_by(size: int, case: Case, make: Make) -> dict[str, Any]:
+    return fsdp.simulate(size, lambda rank: fsdp.full_optim_state_dict(*trained(case, rank, make)))[0]
+
+
+@pytest.mark.parametrize(
+    ("case_name", "optimizer_name"), [*((case, "AdamW in groups") for case in CASES), *(("odd", one) for one in OPTIMIZERS)]
+)
+@pytest.mark.parametrize(("saving", "loading"), [(1, 3), (3, 2)])
+def test_state_goes_from_one_world_into_another(case_name: str, optimizer_name: str, saving: int, loading: int) -> None:
+    case, make = CASES[case_name], OPTIMIZERS[optimizer_name]
+    saved = saved_by(saving, case, make)
+    assert saved["state"]
+
+    def load(rank: int) -> dict[str, Any]:
+        model = wrap(case)
+        optimizer = make(model.parameters())
+        fsdp.load_full_optim_state_dict(model, optimizer, saved)
+        for p in model.parameters():
+            assert p.numel() or p not in optimizer.state, "state was invented for a part without elements"
+            for kept in optimizer.state.get(p, {}).values():
+                assert kept.untyped_storage().nbytes() <= max(p.nbytes, 8), "a part keeps the full tensor alive"
+        return fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+
+    for found in fsdp.simulate(loading, load):
+        assert_same(found, saved)
+
+
+@STATEFUL
+def test_it_is_the_shards_put_together(case: Case) -> None:
+    def fn(rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        model, optimizer = trained(case, rank, OPTIMIZERS["SGD"])
+        names = dict(model.named_parameters())
+        mine = {name: optimizer.state[p]["momentum_buffer"] for name, p in names.items() if optimizer.state.get(p)}
+        return mine, fsdp.full_optim_state_dict(model, optimizer)["state"] if rank == 0 else fsdp.full_optim_state_dict(
+            model, optimizer
+        )
+
+    by_rank = fsdp.simulate(3, fn)
+    full = by_rank[0][1]
+    shapes = {name: p.shape for name, p in case.model().named_parameters()}
+    joined = {name: join([mine.get(name) for mine, _ in by_rank], shapes[name]) for name in shapes}
+    assert_same(
+        {name: kept["momentum_buffer"] for name, kept in full.items()}, {n: t for n, t in joined.items() if t is not None}
+    )
+    assert by_rank[1][1] == {}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_plain_torch_goes_on_with_it_and_gives_it_back(make: Make) -> None:
+    case = CASES["net"]
+
+    def fn(rank: int, given: dict[str, Any] | None = None) -> Any:
+        model, optimizer = trained(case, rank, make)
+        weights = fsdp.full_state_dict(model)
+        saved = fsdp.full_optim_state_dict(model, optimizer)
+        if given is not None:
+            fsdp.load_full_optim_state_dict(model, optimizer, given if rank == 0 else None)
+        loss_of(model(case.batch(0, 9))).backward()
+        optimizer.step()
+        return weights, saved, fsdp.full_state_dict(model)
+
+    weights, saved, after = fsdp.simulate(2, fn)[0]
+    plain = case.model()
+    plain.load_state_dict(weights)
+    optimizer = make(plain.parameters())
+    options = StateDictOptions(full_state_dict=True)
+    set_optimizer_state_dict(plain, optimizer, saved, options=options)
+    by_name, by_number = get_optimizer_state_dict(plain, optimizer, options=options), optimizer.state_dict()
+    assert_same(by_name["state"], saved["state"])
+    loss_of(plain(case.batch(0, 9))).backward()
+    # the sharded gradients held those of the last step as well
+    reference_gradients = {name: p.grad for name, p in plain.named_parameters()}
+    assert all(g is not None for g in reference_gradients.values())
+    for given in (by_name, by_number):
+        again = fsdp.simulate(2, lambda rank, given=given: fn(rank, given))[0]
+        assert_same(again[2], after)
+
+
+def test_a_sharded_run_resumed_from_full_state_equals_the_one_that_went_on() -> None:
+    case = CASES["net"]
+
+    def fn(rank: int) -> None:
+        batches = own_batches(case, rank, 6)
+        straight = wrap(case)
+        one = in_groups(straight.parameters())
+        train(straight, batches[:3], lambda _: one)
+        weights, state = fsdp.full_state_dict(straight), fsdp.full_optim_state_dict(straight, one)
+        wanted = train(straight, batches[3:], lambda _: one)
+        resumed = wrap(case)
+        other = in_groups(resumed.parameters())
+        fsdp.load_full_state_dict(resumed, weights if rank == 0 else None)
+        fsdp.load_full_optim_state_dict(resumed, other, state if rank == 0 else None)
+        found = train(resumed, batches[3:], lambda _: other)
+        assert all(torch.equal(found.weights[name], weight) for name, weight in wanted.weights.items())
+
+    fsdp.simulate(2, fn)
+
+
+def loaded(rank: int, make: Make, saved: dict[str, Any]) -> dict[str, Any]:
+    model = wrap(ROWS)
+    optimizer = make(model.parameters())
+    fsdp.load_full_optim_state_dict(model, optimizer, saved)
+    return fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+
+
+def test_a_number_a_row_is_cut_like_the_rows() -> None:
+    saved = saved_by(2, ROWS, RowStatistics)
+    assert {name: tuple(kept["square"].shape) for name, kept in saved["state"].items()} == {
+        "0.weight": (12, 1),
+        "1.weight": (24, 1),
+    }
+    assert {kept["count"] for kept in saved["state"].values()} == {2}
+    for size in (1, 2, 3):
+        for found in fsdp.simulate(size, lambda rank: loaded(rank, RowStatistics, saved)):
+            assert_same(found, saved)
+
+
+def test_a_statistic_over_one_ranks_rows_is_refused_by_name() -> None:
+    text = r"'col_var' of parameter '0.weight' has shape \(1, 6\)"
+
+    def save(rank: int) -> None:
+        model, optimizer = trained(ROWS, rank, torch.optim.Adafactor)
+        with pytest.raises(fsdp.ShardingError, match=f"{text} on each rank.*no full form; fsdp.save keeps it"):
+            fsdp.full_optim_state_dict(model, optimizer)
+
+    def load(rank: int) -> None:
+        model = wrap(ROWS)
+        optimizer = torch.optim.Adafactor(model.parameters())
+        with pytest.raises(fsdp.ShardingError, match=f"{text}, which cannot be cut like the parameter"):
+            fsdp.load_full_optim_state_dict(model, optimizer, one)
+        assert not optimizer.state
+
+    fsdp.simulate(2, save)
+    one = saved_by(1, ROWS, torch.optim.Adafactor)
+    fsdp.simulate(2, load)
+    assert_same(fsdp.simulate(1, lambda rank: loaded(rank, torch.optim.Adafactor, one))[0], one)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda state: state["state"].update(more={}), r"parameters \['more'\] are in one of"),
+        (lambda state: state["param_groups"][0]["params"].pop(), r"parameters \['\S+'\] are in one of"),
+        (lambda state: state.pop("state"), "give a dict with 'state' and 'param_groups'"),
+        (lambda state: state["state"]["leave.bias"].update(step=object()), "'step' of parameter 'leave.bias' is a object"),
+        (
+            lambda state: state["state"]["blocks.0.down.weight"].update(exp_avg=torch.ones(5, 8)),
+            r"'exp_avg' of parameter 'blocks.0.down.weight' has shape \(5, 8\)",
+        ),
+    ],
+    ids=["unexpected", "missing", "no state", "no tensor", "shape"],
+)
+def test_what_does_not_fit_is_named_on_every_rank_and_nothing_is_loaded(change: Callable[[Any], Any], text: str) -> None:
+    saved = saved_by(2, CASES["net"], in_groups)
+    change(saved)
+
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(make_net())
+        optimizer = in_groups(model.parameters())
+        with pytest.raises(fsdp.ShardingError, match=text):
+            fsdp.load_full_optim_state_dict(model, optimizer, saved if rank == 0 else None)
+        assert not optimizer.state
+
+    fsdp.simulate(4, fn)
+
+
+def test_groups_that_differ_are_named() -> None:
+    saved = saved_by(1, CASES["net"], in_groups)
+
+    def fn(rank: int) -> None:
+        model = wrap(CASES["net"])
+        with pytest.raises(fsdp.ShardingError, match="the state dict has groups of other parameters"):
+            fsdp.load_full_optim_state_dict(model, torch.optim.AdamW(model.parameters()), saved)
+
+    fsdp.simulate(2, fn)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    def fn(rank: int) -> None:
+        model, other = wrap(CASES["net"]), wrap(CASES["net"])
+        with pytest.raises(fsdp.ShardingError, match="not in this model; make it from"):
+            fsdp.full_optim_state_dict(model, torch.optim.SGD(other.parameters()))
+
+    fsdp.simulate(1, fn)
+
+
+def test_parameters_that_are_not_sharded_keep_their_state() -> None:
+    def fn(rank: int) -> None:
+        net = make_net()
+        model = fsdp.fully_shard(net, auto_wrap_policy={Block}, ignored_modules={net.leave})
+        optimizer = OPTIMIZERS["SGD"](model.parameters())
+        train(model, [[CASES["net"].batch(0, 0)]], lambda _: optimizer)
+        saved = fsdp.full_optim_state_dict(model, optimizer)
+        assert rank != 0 or torch.equal(saved["state"]["leave.weight"]["momentum_buffer"], net.leave.weight.grad)
+        other = OPTIMIZERS["SGD"](model.parameters())
+        fsdp.load_full_optim_state_dict(model, other, saved if rank == 0 else None)
+        assert torch.equal(other.state[net.leave.weight]["momentum_buffer"], net.leave.weight.grad)
+
+    fsdp.simulate(2, fn)
+
+
+def test_it_is_close_to_what_one_process_would_have() -> None:
+    case = CASES["net"]
+    saved = saved_by(2, case, OPTIMIZERS["SGD"])
+    plain = case.model()
+    optimizer = OPTIMIZERS["SGD"](plain.parameters())
+    batches = [[case.batch(rank, step) for rank in range(2)] for step in range(2)]
+    train(plain, batches, lambda _: optimizer)
+    wanted = {name: optimizer.state[p]["momentum_buffer"] for name, p in plain.named_parameters()}
+    assert_close({name: kept["momentum_buffer"] for name, kept in saved["state"].items()}, wanted, within=1e-5)
+    assert reference(case, 2, 2).weights.keys() == wanted.keys()

@@ -1,0 +1,19 @@
+"""How tests start programs of this repository as processes of their own."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+def command(module: str, *arguments: object) -> list[str]:
+    """The command line that runs a module with this interpreter."""
+    return [sys.executable, "-m", module, *map(str, arguments)]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The environment of such a process: it imports this repository and its examples, and computes in one thread."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}

@@ -1,0 +1,250 @@
+"""Random programs on simulated ranks, and random faults on four processes over gloo, for as long as asked.
+
+python -m tools.soak --seconds 1800 --programs 20000     both at the same time; `faults` or `programs` is one of the two
+python -m tools.soak programs --seed 1234                begins with the batch of that seed; `--seconds 0` ends after it
+python -m tools.soak faults --seed 7 --first 1234        begins with fault 1234 of that run
+python -m tools.soak RANK FOLDER SECONDS SEED FIRST      is one of the four processes
+
+It says what it did about once a minute, with the seeds, and ends with an error if a number is wrong, something is left behind, or
+somebody hangs.
+"""
+
+import argparse
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fsdp.debug import dump
+from tests.support.processes import command, environment
+from tools.failures import APART, LATE, NOT_REACHED, PAGE, PHASES, RECOVERED, STRATEGIES, TOO_LATE, cell, tight
+
+SIZE: Final = 4
+HANGS: Final = 180
+"""Seconds after which a fault, or a batch of programs, that is not over is a hang."""
+BATCH: Final = 50
+"""Programs that Hypothesis draws from one seed."""
+WARM: Final = 20
+"""Faults after which what is held is taken for what a run needs."""
+WARM_BATCHES: Final = 6
+"""The same in batches of programs: what Hypothesis keeps of strategies has stopped growing."""
+SLACK: Final = 16 * 2**20
+"""Bytes that a process may grow by after that. A small model and its engine hold 0.4 MiB: 40 of them are noticed."""
+STORED: Final = 24 * 2**10
+"""And for each fault: the addresses of new connections stay in the store, and a FileStore is held by every process."""
+SPOKEN: Final = 60.0
+"""Seconds between two lines of what was done."""
+
+
+class Mallinfo(ctypes.Structure):
+    """`struct mallinfo2` of the GNU C library, 2.33 or newer."""
+
+    NAMES: Final = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = tuple((name, ctypes.c_size_t) for name in NAMES)
+
+
+LIBC: Final = ctypes.CDLL(None)
+LIBC.mallinfo2.restype = Mallinfo
+
+
+class Held(NamedTuple):
+    """What a process has of the machine."""
+
+    bytes: int
+    """Allocated and not freed. The resident process may grow by far more: one program left 42 MiB of it, and held 0.03."""
+    threads: int
+    files: int
+
+    def __str__(self) -> str:
+        return f"{self.bytes / 2**20:.1f} MiB, {self.threads} threads, {self.files} files"
+
+
+def held_now() -> Held:
+    gc.collect()  # a model that failed is let go of with its exception, often in a cycle
+    found = LIBC.mallinfo2()
+    return Held(found.uordblks + found.hblkhd, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
+
+
+class Drawn(NamedTuple):
+    """One fault: its cell of the page, and whether rank 1 fails alone or every rank."""
+
+    name: str
+    strategy: str
+    phase: str
+    alone: bool
+
+
+def reached() -> dict[str, list[tuple[str, str]]]:
+    """By strategy, the cells of the page's first table in which something fails: what, and in which part of a step."""
+    found: dict[str, list[tuple[str, str]]] = {strategy: [] for strategy in STRATEGIES}
+    for line in PAGE.read_text(encoding="utf-8").partition("over gloo")[0].splitlines():
+        name, _, rest = line.strip("| ").partition(" | ")
+        strategy, *cells = rest.split(" | ")
+        # after some cells nobody can go on on a mesh, and groups of a new one would be left behind by each
+        phases = PHASES[:3] if strategy == "HYBRID_SHARD" else PHASES
+        if strategy in found and not (strategy == "HYBRID_SHARD" and name in LATE):
+            found[strategy] += [(name, phase) for phase, cell in zip(phases, cells, strict=False) if cell != NOT_REACHED]
+    return found
+
+
+def drawn(cells: dict[str, list[tuple[str, str]]], seed: int, number: int) -> Drawn:
+    """The same on every rank, and whatever came before."""
+    chance = random.Random(f"{seed}/{number}")
+    strategy = chance.choice(list(cells))
+    name, phase = chance.choice(cells[strategy])
+    return Drawn(name, strategy, phase, strategy == "HYBRID_SHARD" or chance.random() < 0.8)
+
+
+def faults_of_rank(rank: int, folder: Path, seconds: float, seed: int, first: int) -> None:
+    """One process of the four."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), SIZE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=HANGS))
+    found = dict[str, int]()
+    number, begin, spoken = first, time.monotonic(), time.monotonic()
+    cells, go_on, warm = reached(), torch.ones(1), held_now()
+    with tight():
+        while go_on:
+            faulthandler.dump_traceback_later(HANGS, exit=True)
+            fault = drawn(cells, seed, number)
+            try:
+                result = cell(*fault)
+                assert result in (RECOVERED, NOT_REACHED, TOO_LATE, APART), result
+            except BaseException:
+                print(f"rank {rank}: failed with --seed {seed} --first {number}: {fault}", flush=True)
+                raise
+            found[result] = found.get(result, 0) + 1
+            number += 1
+            if number == first + WARM:
+                warm = held_now()
+            if rank == 0 and time.monotonic() - spoken > SPOKEN:
+                spoken = time.monotonic()
+                print(f"faults up to {number} of seed {seed}: {json.dumps(found)}; {held_now()}", flush=True)
+            go_on.fill_(time.monotonic() - begin < seconds)
+            dist.broadcast(go_on, 0)
+    end = held_now()
+    line = f"rank {rank}: {number - first} faults, seed {seed}: {json.dumps(found)}; at first {warm}, at last {end}"
+    print(line, flush=True)
+    # a connection of a model before may still be closing
+    assert number - first <= WARM or (end.threads <= warm.threads + SIZE and end.files <= warm.files + 4 * SIZE), line
+    assert number - first <= WARM or end.bytes <= warm.bytes + SLACK + STORED * (number - first), line
+    faulthandler.cancel_dump_traceback_later()
+    dist.destroy_process_group()
+
+
+def programs(seconds: float, count: int, seed: int) -> None:
+    """Random programs on random trees, against plain torch, until the time is over and there were `count` of them."""
+    from tests.runtime.test_property_training import check
+
+    done, batch, begin, spoken, warm = 0, seed, time.monotonic(), time.monotonic(), held_now()
+    while batch == seed or time.monotonic() - begin < seconds or done < count:
+        faulthandler.dump_traceback_later(4 * HANGS, exit=True)
+        try:
+            done += batch_of(check, batch)
+        except BaseException:
+            print(f"programs: failed with --seed {batch}", flush=True)
+            raise
+        batch += 1
+        if batch - seed <= WARM_BATCHES:
+            warm = held_now()
+        grown = held_now().bytes - warm.bytes
+        assert grown <= SLACK, f"{grown:,} bytes more than after {WARM_BATCHES} batches, with {done} programs from --seed {seed}"
+        if time.monotonic() - spoken > SPOKEN:
+            spoken = time.monotonic()
+            print(f"{done} programs, seeds {seed} to {batch - 1}; {held_now()}", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    print(f"{done} programs on simulated ranks, seeds {seed} to {batch - 1}; at last {held_now()}", flush=True)
+
+
+def batch_of(check: Callable[..., None], number: int) -> int:
+    """Draw a batch from one seed; return how many programs were right."""
+    import hypothesis
+    from hypothesis import strategies as st
+
+    from tests.support.strategies import programs, trees, world_sizes
+
+    done = 0
+
+    @hypothesis.seed(number)
+    @hypothesis.settings(
+        max_examples=BATCH,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(st.data(), world_sizes, st.integers(0, 2**16))
+    def some(data: st.DataObject, world_size: int, order: int) -> None:
+        nonlocal done
+        tree = data.draw(trees(), label="tree")
+        check(tree, data.draw(programs(tree), label="program"), world_size, order)
+        done += 1
+
+    some()
+    gc.collect()
+    assert not len(dump._engines), f"{len(dump._engines)} engines are left of {done} programs"
+    return done
+
+
+def start_faults(seconds: float, seed: int, first: int, folder: str) -> "list[subprocess.Popen[bytes]]":
+    arguments = [folder, str(seconds), str(seed), str(first)]
+    return [subprocess.Popen(command("tools.soak", rank, *arguments), env=environment()) for rank in range(SIZE)]
+
+
+def end_of(ranks: "list[subprocess.Popen[bytes]]") -> None:
+    """Wait for them all; if one fails the others may wait for it for ever."""
+    codes: list[int | None] = [None] * SIZE
+    while None in codes:
+        time.sleep(0.5)
+        codes = [one.poll() for one in ranks]
+        if any(codes):
+            time.sleep(10.0)  # whoever has something to say says it
+            for one in ranks:
+                one.kill()
+            codes = [one.wait() for one in ranks]
+    assert codes == [0] * SIZE, f"a fault was not survived, or somebody hung: {codes}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("both", "faults", "programs"), default="both")
+    parser.add_argument("--seconds", type=float, default=60.0, help="go on for so long")
+    parser.add_argument("--programs", type=int, default=0, help="and until there were so many programs")
+    parser.add_argument("--seed", type=int, default=1, help="of the faults, and of the first batch of programs")
+    parser.add_argument("--first", type=int, default=0, help="begin with that fault")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = start_faults(asked.seconds, asked.seed, asked.first, folder) if asked.what != "programs" else []
+        try:
+            if asked.what != "faults":
+                programs(asked.seconds, asked.programs, asked.seed)
+            if ranks:
+                end_of(ranks)
+        finally:
+            for one in ranks:
+                one.kill()
+                one.wait()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if os.environ.get("PYTHONMALLOC") != "malloc":  # Python's own blocks shall be counted as well
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, "PYTHONMALLOC": "malloc"})
+    if len(sys.argv) == 6 and sys.argv[1].isdecimal():
+        faults_of_rank(int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
+    else:
+        main()
