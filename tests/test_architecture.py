@@ -92,8 +92,9 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "params": (
         "unit",
-        "flat_buffer",
+        "full_params",
         "external_use",
+        "flat_buffer",
         "use_after_free",
         "module_params",
         "layout",

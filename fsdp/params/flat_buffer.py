@@ -140,6 +140,16 @@ class FlatBuffer:
         """This rank's chunk of a whole flat tensor: (W * C,) -> (C,)."""
         return flat.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
 
+    def gather_copy(self, dtype: torch.dtype, comm: Communicator, unit: str) -> Tensor:
+        """A full copy (W * C,) of this buffer, in `dtype` and in memory of its own.
+
+        Traffic: this rank receives (W - 1) * C elements
+        """
+        full = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
+        self.local_chunk(full).copy_(self.shard)
+        comm.all_gather(full.view(torch.uint8), unit).wait()
+        return full
+
     @property
     def is_replaced(self) -> bool:
         """Whether a parameter was re-pointed from outside."""

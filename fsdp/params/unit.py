@@ -7,7 +7,7 @@ Rule 2: the modules show the whole face only between USE_UNSHARDED and USE_SHARD
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,9 @@ from fsdp.config import Config, MeshKind
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
-from fsdp.params.external_use import GatherParam, LocalShard
+from fsdp.params.external_use import ReadCopies, gather_param, local_param
 from fsdp.params.flat_buffer import Before, FlatBuffer, ParamInfo, in_pieces
+from fsdp.params.full_params import FullParams
 from fsdp.params.module_params import ModuleParams, own
 
 
@@ -43,9 +44,7 @@ class Unit:
         self._tracker: MemoryTracker
         self.gathered_in_pass = 0
         """The pass in which the copy in memory was gathered: one from an earlier pass may be stale."""
-        self.full_params: list[Tensor] = []
         self._works: list[Work] = []
-        self._set_aside: list[Tensor | None] = []
         self.versions_in_forward = 0
         """Of the shards, when the last forward began."""
         self.gathered_versions = 0
@@ -59,23 +58,23 @@ class Unit:
         """Set by the hooks: a gradient of one parameter is about to come from a use outside the unit."""
         self.unshard_for_backward: Callable[[], bool]
         """Set by the hooks: have the whole parameters until the end of the backward; return whether that will do."""
-        self._copies: dict[int, tuple[Tensor, int]] = {}
-        """Stand-ins for the copies that were read in forwards: their version counters, without their memory."""
         replicated = config.mesh_kind is MeshKind.REPLICATE
         self.flats = tuple(
             FlatBuffer(members, _compute_dtype(members[0].parameter.dtype, config), comm, replicated)
             for members in in_pieces(param_infos, config)
         )
+        self._full_params = FullParams(self.flats)
+        self._read_copies = ReadCopies(self.param_infos)
         self.unsharded_params = tuple(p for flat in self.flats for p in flat.unsharded_params)
         self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
         """Whether any parameter is trainable."""
         self.keys = frozenset(flat.key for flat in self.flats)
         by_module: dict[int, ModuleParams] = {}
-        self._numbers: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
         """Of each parameter, by the id of its shard and of its whole."""
         for flat in self.flats:
             for place, unsharded in zip(flat.param_infos, flat.unsharded_params, strict=True):
-                self._numbers[id(place.parameter)] = self._numbers[id(unsharded)] = len(self._numbers) // 2
+                self._indices[id(place.parameter)] = self._indices[id(unsharded)] = len(self._indices) // 2
                 own(place.parameter, self)
                 own(unsharded, self)
                 for owner, slot in place.slots:
@@ -188,7 +187,7 @@ class Unit:
         Raises:
             ShardingError: a shard was replaced by something that does not fit, or a copy was edited instead of it.
         """
-        self._check_copies()
+        self._read_copies.check(self.name)
         for shown in self._module_params:
             shown.check(self.name)
         return any([flat.check_shards(self.name) for flat in self.flats])
@@ -200,10 +199,10 @@ class Unit:
 
         A copy has the dtype the unit computes in.
         """
-        number = self._numbers[id(parameter)]
-        unsharded = self.unsharded_params[number]
+        index = self._indices[id(parameter)]
+        unsharded = self.unsharded_params[index]
         # a choice that leads to a gather must not hang on what this rank holds, such as whether an optimizer changed it here
-        if self.full_params or (parameter is unsharded and self._open):
+        if self.has_full_params or (parameter is unsharded and self._open):
             return parameter
         if in_backward():
             own = any(shown.module is reader for shown in self._module_params) or is_running(module)
@@ -212,69 +211,44 @@ class Unit:
             if (own and parameter is unsharded) or ((own or parameter is unsharded) and self.unshard_for_backward()):
                 self._read_by_recompute = True
                 return unsharded
-        copy = self._use_in_full(number, unsharded.dtype)
+        copy = self._gather_param(index, unsharded.dtype)
         if not copy.is_inference():
-            self._check_copies()
-            stand_in = copy.detach()
-            stand_in.data = copy.new_empty(0)
-            self._copies[number] = (stand_in, copy._version)
+            self._read_copies.check(self.name)
+            self._read_copies.add(index, copy)
         return copy
 
     def full_value(self, parameter: nn.Parameter) -> Tensor:
         """See `fsdp.full_tensor`."""
-        number = self._numbers[id(parameter)]
-        return parameter if self.full_params else self._use_in_full(number, self.sharded_params[number].dtype)
+        index = self._indices[id(parameter)]
+        return parameter if self.has_full_params else self._gather_param(index, self.sharded_params[index].dtype)
 
     def local_value(self, parameter: nn.Parameter) -> Tensor:
         """See `fsdp.to_local`."""
-        number = self._numbers[id(parameter)]
-        flat, i = self._find(number)
-        if self.full_params:
+        if self.has_full_params:
             raise ShardingError("to_local: lent parameters cannot be trained; leave summon_full_params first.")
         self.check_shards()
         self.sync_requires_grad()
-        shard, on_external_grad = flat.sharded_params[i].detach(), self._on_external_grad
-        value: Tensor = LocalShard.apply(flat.unsharded_params[i], shard, flat.parts[i], flat.num_shards, on_external_grad)  # type: ignore[no-untyped-call]
-        return value
+        return local_param(*self._locate(self._indices[id(parameter)]), self._on_external_grad)
 
-    def _use_in_full(self, number: int, dtype: torch.dtype) -> Tensor:
-        flat, i = self._find(number)
+    def _gather_param(self, index: int, dtype: torch.dtype) -> Tensor:
         self.check_shards()
         self.sync_requires_grad()
-
-        def gather() -> Tensor:
-            full = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
-            flat.local_chunk(full).copy_(flat.shard)
-            self.comm.all_gather(full.view(torch.uint8), self.name).wait()
-            slot = flat.layout.slots[i]
-            return full[slot.start : slot.end].view(slot.shape).clone()
-
-        value: Tensor = GatherParam.apply(flat.unsharded_params[i], gather, self._on_external_grad)  # type: ignore[no-untyped-call]
+        value = gather_param(*self._locate(index), dtype, self.comm, self.name, self._on_external_grad)
         if in_backward() and value.requires_grad:
-            # a replay; the gradient may come in a graph task of the checkpoint's own, and the backward is not over with that
+            # a recompute: the checkpoint may run the gradient in a graph task of its own, whose end does not end the backward
             self.on_external_grad()
         return value
 
     def _on_external_grad(self) -> None:
         self.on_external_grad()
 
-    def _find(self, number: int) -> tuple[FlatBuffer, int]:
-        """The buffer of a parameter of this unit, and its number there."""
+    def _locate(self, index: int) -> tuple[FlatBuffer, int]:
+        """The flat buffer of a parameter of this unit, and its index there."""
         for flat in self.flats:
-            if number < len(flat.param_infos):
-                return flat, number
-            number -= len(flat.param_infos)
-        raise IndexError(number)
-
-    def _check_copies(self) -> None:
-        copies, self._copies = self._copies, {}
-        for number, (stand_in, version) in copies.items():
-            if stand_in._version != version:
-                raise ShardingError(
-                    f"parameter {self.param_infos[number].names[0]!r} was read in a forward outside its unit {self.name!r} and "
-                    "changed there in place, which reaches a copy only; change it in the forward of its unit, or between "
-                    "forwards."
-                )
+            if index < len(flat.param_infos):
+                return flat, index
+            index -= len(flat.param_infos)
+        raise IndexError(index)
 
     # effects of the residency -------------------------------------------------------------
 
@@ -317,64 +291,28 @@ class Unit:
         if any([flat.memory.release(self._tracker) for flat in self.flats]):
             self._streams.released()
 
-    # the loan to the user -----------------------------------------------------------------
+    # full parameters, for summon_full_params -----------------------------------------------
 
-    @torch.no_grad()
+    @property
+    def has_full_params(self) -> bool:
+        """Whether the user's Parameter objects point at full parameters."""
+        return self._full_params.is_gathered
+
     def gather_full(self) -> None:
-        """Gather the parameters in their own precision and point the user's Parameter objects at them.
+        """Gather the full parameters and point the user's Parameter objects at them."""
+        self._full_params.gather(self.comm, self.name, self._tracker)
 
-        Memory: W * C elements of the shards' dtype, apart from the whole face, until `free_full`.
-        """
-        for flat in self.flats:
-            full = torch.empty(flat.layout.numel, dtype=flat.shard.dtype, device=flat.device)
-            self._tracker.add("lent", size_of(full))
-            flat.local_chunk(full).copy_(flat.shard)
-            self.comm.all_gather(full.view(torch.uint8), self.name).wait()
-            self.full_params.append(full)
-        for flat, full in zip(self.flats, self.full_params, strict=True):
-            for parameter, slot in zip(flat.sharded_params, flat.layout.slots, strict=True):
-                self._set_aside.append(parameter.grad)
-                parameter.grad = None
-                parameter.data = full[slot.start : slot.end].view(slot.shape).data
-
-    @torch.no_grad()
     def write_back(self) -> None:
-        """Copy this rank's part of the lent parameters into the shards.
+        """Copy this rank's part of the full parameters into the shards.
 
         Raises:
-            ShardingError: a parameter was pointed at a tensor of another shape or dtype. Nothing was copied.
+            ShardingError: a parameter points at a tensor of another shape or dtype. Nothing was copied.
         """
-        full_params = list(self.full_parameters())
-        for place, view in full_params:
-            given = place.parameter
-            if given.shape != view.shape or given.dtype != view.dtype:
-                raise ShardingError(
-                    f"parameter {place.names[0]!r} became {tuple(given.shape)}, {given.dtype} inside summon_full_params; "
-                    f"it is {tuple(view.shape)}, {view.dtype}. Copy into it instead."
-                )
-        for place, view in full_params:
-            if place.parameter.data_ptr() != view.data_ptr():
-                view.copy_(place.parameter.detach())
-        for flat, full in zip(self.flats, self.full_params, strict=True):
-            flat.shard.copy_(flat.local_chunk(full))
+        self._full_params.write_back()
 
-    @torch.no_grad()
     def free_full(self) -> None:
         """Point the user's Parameter objects at the shards again. Idempotent."""
-        aside = iter(self._set_aside)
-        for flat, full in zip(self.flats, self.full_params, strict=False):
-            self._tracker.add("lent", -size_of(full))
-            for parameter, part in zip(flat.sharded_params, flat.parts, strict=True):
-                parameter.grad = None
-                parameter.data = flat.shard_view(part).data
-                parameter.grad = next(aside, None)
-        self.full_params, self._set_aside = [], []
-
-    def full_parameters(self) -> Iterator[tuple[ParamInfo, Tensor]]:
-        """While lent: every parameter in full, in its own precision."""
-        for flat, full in zip(self.flats, self.full_params, strict=True):
-            for place, slot in zip(flat.param_infos, flat.layout.slots, strict=True):
-                yield place, full[slot.start : slot.end].view(slot.shape)
+        self._full_params.free(self._tracker)
 
 
 def _compute_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:

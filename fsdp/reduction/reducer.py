@@ -307,7 +307,7 @@ class Reducer:
 
     def _accumulating(self) -> list[Bucket]:
         # lent parameters show nothing: their gradients are set aside
-        return [bucket for bucket in self.buckets if bucket.accumulated and not self._units[bucket.unit].full_params]
+        return [bucket for bucket in self.buckets if bucket.accumulated and not self._units[bucket.unit].has_full_params]
 
     def _note(self, number: int) -> None:
         if not self._ready[number]:
