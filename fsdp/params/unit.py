@@ -1,9 +1,9 @@
-"""One unit: its two faces, gather and release.
+"""One unit: gathers its unsharded parameters, lets its modules show them, and frees them.
 
-Rule 1: the shard face is made of the user's original Parameter objects, the whole face of ours;
-        both live as long as the unit.
-Rule 2: the modules show the whole face only between USE_UNSHARDED and USE_SHARDED; whoever looks at any other
-        time sees living shards, never freed memory.
+Rule 1: the sharded parameters are the user's Parameter objects, the unsharded ones are made by the unit.
+        Both live as long as the unit.
+Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE_SHARDED. At any other time
+        they show shards, so that nothing reads freed memory.
 """
 
 import weakref
@@ -20,9 +20,9 @@ from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.external_use import ReadCopies, gather_param, local_param
-from fsdp.params.flat_buffer import Before, FlatBuffer, ParamInfo, in_pieces
+from fsdp.params.flat_buffer import FlatBuffer, ParamInfo, SavedShards, split_into_pieces
 from fsdp.params.full_params import FullParams
-from fsdp.params.module_params import ModuleParams, own
+from fsdp.params.module_params import ModuleParams, register_owner
 
 
 class Unit:
@@ -53,15 +53,15 @@ class Unit:
         self._open = False
         self._recompute_updates = 0
         self._read_by_recompute = False
-        """A replay that is not one of the unit's whole forward has read whole parameters, and may have changed them."""
+        """A recompute of a part of the unit's forward has read unsharded parameters, and may have changed them in place."""
         self.on_external_grad: Callable[[], None]
-        """Set by the hooks: a gradient of one parameter is about to come from a use outside the unit."""
+        """Called before a gradient arrives from a use outside the unit. Set by the unit hooks."""
         self.unshard_for_backward: Callable[[], bool]
-        """Set by the hooks: have the whole parameters until the end of the backward; return whether that will do."""
+        """Unshard until the end of the backward if possible; return whether the unit is unsharded. Set by the unit hooks."""
         replicated = config.mesh_kind is MeshKind.REPLICATE
         self.flats = tuple(
             FlatBuffer(members, _compute_dtype(members[0].parameter.dtype, config), comm, replicated)
-            for members in in_pieces(param_infos, config)
+            for members in split_into_pieces(param_infos, config)
         )
         self._full_params = FullParams(self.flats)
         self._read_copies = ReadCopies(self.param_infos)
@@ -69,26 +69,21 @@ class Unit:
         self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
         """Whether any parameter is trainable."""
         self.keys = frozenset(flat.key for flat in self.flats)
-        by_module: dict[int, ModuleParams] = {}
+        """The storage keys of the unsharded parameters."""
         self._indices: dict[int, int] = {}
-        """Of each parameter, by the id of its shard and of its whole."""
-        for flat in self.flats:
-            for place, unsharded in zip(flat.param_infos, flat.unsharded_params, strict=True):
-                self._indices[id(place.parameter)] = self._indices[id(unsharded)] = len(self._indices) // 2
-                own(place.parameter, self)
-                own(unsharded, self)
-                for owner, slot in place.slots:
-                    shown = by_module.get(id(owner)) or by_module.setdefault(id(owner), ModuleParams(owner))
-                    shown.shards[slot] = place.parameter
-                    shown.unsharded_params[slot] = unsharded
-        self._module_params = tuple(by_module.values())
+        """The index of each parameter in `unsharded_params`, by the id of its sharded and of its unsharded Parameter."""
+        for index, (info, unsharded) in enumerate(zip(self.param_infos, self.unsharded_params, strict=True)):
+            for parameter in (info.parameter, unsharded):
+                self._indices[id(parameter)] = index
+                register_owner(parameter, self)
+        self._module_params = _module_params_of(self.param_infos, self.unsharded_params)
 
     @property
     def module(self) -> nn.Module:
-        """The module that is the unit. Whoever asks runs in it, or has it.
+        """The module that is the unit. It is alive whenever code asks for it.
 
-        The unit refers to its modules weakly: a graph refers to the unit in ways that Python's collector does not see, and a
-        module may keep a graph (`self.aux = loss`).
+        The unit refers to its modules weakly. Autograd graphs refer to the unit in ways that Python's garbage collector does
+        not see, and a module may hold a graph (`self.aux = loss`).
         """
         module = self._module()
         assert module is not None
@@ -98,7 +93,7 @@ class Unit:
         return f"Unit({self.name!r}, {len(self.param_infos)} parameters)"
 
     def join(self, streams: Streams, tracker: MemoryTracker) -> None:
-        """Become part of a root: share its streams and its books."""
+        """Become part of a root: use its streams and its memory tracker."""
         self._streams = streams
         self._tracker = tracker
         tracker.add("shards", sum(size_of(flat.shard) for flat in self.flats))
@@ -109,7 +104,7 @@ class Unit:
 
     @property
     def param_infos(self) -> tuple[ParamInfo, ...]:
-        return tuple(place for flat in self.flats for place in flat.param_infos)
+        return tuple(info for flat in self.flats for info in flat.param_infos)
 
     @property
     def sharded_params(self) -> tuple[nn.Parameter, ...]:
@@ -138,77 +133,78 @@ class Unit:
             return torch.stack([flat.shard.view(torch.int32).sum(dtype=torch.int64) for flat in self.flats])
 
     def stop_intercepting(self) -> None:
-        """Its own forward, or a replay of it, runs on the whole parameters."""
+        """Let reads give the unsharded parameters directly: the unit's forward, or a recompute of it, runs."""
         self._open = True
-        for shown in self._module_params:
-            shown.stop_intercepting()
+        for module_params in self._module_params:
+            module_params.stop_intercepting()
 
     def intercept_reads(self) -> None:
-        """From now on, answer each read of the whole parameters with a fresh copy: an optimizer may step."""
+        """Answer each read of the unsharded parameters with a fresh copy, because an optimizer may step."""
         self._open = False
-        for shown in self._module_params:
-            shown.intercept_reads()
+        for module_params in self._module_params:
+            module_params.intercept_reads()
 
-    def write_back_inplace(self, before: Before = None) -> int:
-        """Keep what its forward changed in the whole parameters in place; return by how much `versions` grew.
+    def write_back_inplace(self, saved: SavedShards | None = None) -> int:
+        """Copy in-place updates of the unsharded parameters into the shards; return the number of parameters updated.
 
-        `before`: filled with what `roll_back_inplace` needs, if the forward goes on and may yet fail.
+        `saved`: receives what `roll_back_inplace` needs. Give it while the forward still runs and may fail.
 
         Raises:
-            ShardingError: they are in another precision than the shards.
+            ShardingError: the unsharded parameters have another dtype than the shards.
         """
-        return sum([flat.write_back_inplace(self.name, before) for flat in self.flats])
+        return sum([flat.write_back_inplace(self.name, saved) for flat in self.flats])
 
     def write_back_inplace_of_recompute(self) -> None:
-        """Keep what a replay changed in place: the same once more, which is no reason to refuse the backward it is for."""
+        """Copy in-place updates of a recompute into the shards. They repeat those of the forward, so the backward stays valid."""
         self._read_by_recompute = False
         self._recompute_updates += self.write_back_inplace()
 
-    def roll_back_inplace(self, taken: "list[tuple[Tensor, Tensor]]") -> None:
-        """A forward failed: what it changed will be gathered anew, and what was `taken` of that is put back.
+    def roll_back_inplace(self, saved: SavedShards) -> None:
+        """Undo the in-place updates of a failed forward: forget new ones, and restore the shards in `saved`.
 
-        Where the whole parameters are the shards, all of it stays.
+        Updates stay where the unsharded parameters share the memory of the shards.
         """
         for flat in self.flats:
-            flat.inplace_updates = flat.count_inplace_updates()
+            flat.ignore_inplace_updates()
         with torch.no_grad():
-            for shard, before in reversed(taken):
-                shard.copy_(before)
-        self._recompute_updates += len(taken)
+            for shard, value in reversed(saved):
+                shard.copy_(value)
+        self._recompute_updates += len(saved)
 
     def sync_requires_grad(self) -> None:
-        """Carry to the whole face what the user has frozen or thawed."""
+        """Apply changes of `requires_grad` on the sharded parameters to the unsharded ones."""
         if any([flat.sync_requires_grad() for flat in self.flats]):
             self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
 
     def check_shards(self) -> bool:
-        """Take over what the user did to the shards from outside, or refuse it; return whether anything was copied.
+        """Copy data that the user put into sharded parameters (`p.data = x`) into the shards; return whether any was copied.
 
         Raises:
-            ShardingError: a shard was replaced by something that does not fit, or a copy was edited instead of it.
+            ShardingError: the data does not fit, a module shows another parameter, or a copy was changed in place.
         """
         self._read_copies.check(self.name)
-        for shown in self._module_params:
-            shown.check(self.name)
+        for module_params in self._module_params:
+            module_params.check(self.name)
         return any([flat.check_shards(self.name) for flat in self.flats])
 
     # uses outside the unit ----------------------------------------------------------------
 
     def read(self, parameter: nn.Parameter, module: nn.Module, reader: object) -> Tensor:
-        """The full value of `parameter`, to compute with in a forward: the whole parameter while it may be used, or a copy.
+        """The full value of `parameter` for a forward: the unsharded parameter while that may be used, else a copy.
 
-        A copy has the dtype the unit computes in.
+        The copy has the dtype in which the unit computes.
         """
         index = self._indices[id(parameter)]
         unsharded = self.unsharded_params[index]
-        # a choice that leads to a gather must not hang on what this rank holds, such as whether an optimizer changed it here
+        # every rank must decide alike, because a copy is gathered: nothing here may depend on the values of this rank
         if self.has_full_params or (parameter is unsharded and self._open):
             return parameter
         if in_backward():
-            own = any(shown.module is reader for shown in self._module_params) or is_running(module)
-            # a replay around the unit computes with what the unit itself may be done with before; one of a part of it
-            # needs the rest of the unit soon, of which each rank may read something else
-            if (own and parameter is unsharded) or ((own or parameter is unsharded) and self.unshard_for_backward()):
+            read_inside = any(shown.module is reader for shown in self._module_params) or is_running(module)
+            # A recompute around the unit may read parameters after the unit's post-backward. A recompute of a part of the
+            # unit soon needs the other parameters too, and the ranks may read them in another order.
+            is_shown = parameter is unsharded
+            if (read_inside and is_shown) or ((read_inside or is_shown) and self.unshard_for_backward()):
                 self._read_by_recompute = True
                 return unsharded
         copy = self._gather_param(index, unsharded.dtype)
@@ -235,7 +231,8 @@ class Unit:
         self.sync_requires_grad()
         value = gather_param(*self._locate(index), dtype, self.comm, self.name, self._on_external_grad)
         if in_backward() and value.requires_grad:
-            # a recompute: the checkpoint may run the gradient in a graph task of its own, whose end does not end the backward
+            # In a recompute the gradient may arrive in a graph task of the checkpoint, whose end is not the end of the
+            # backward, so the event is sent now.
             self.on_external_grad()
         return value
 
@@ -252,10 +249,10 @@ class Unit:
 
     # effects of the residency -------------------------------------------------------------
 
-    def launch(self) -> None:
-        """Allocate the whole parameters and launch their gather.
+    def all_gather(self) -> None:
+        """Allocate the unsharded parameters and launch their all-gather.
 
-        Shapes:   shard (C,) on each of W ranks  ->  whole (W * C,), in rank order, cast on the way
+        Shapes:   shard (C,) on each of W ranks  ->  unsharded (W * C,), in rank order, cast before sending
         Traffic:  this rank receives (W - 1) * C elements
         """
         with self._streams.gathering():
@@ -267,27 +264,27 @@ class Unit:
                 self._works.append(self.comm.all_gather(flat.unsharded_bytes, self.name, flat.local_bytes))
             self._works += self._streams.gathered()
 
-    def wait_unshard(self) -> None:
-        """Wait until the whole parameters may be read."""
+    def wait_all_gather(self) -> None:
+        """Wait until the unsharded parameters may be read."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
 
-    def show(self) -> None:
-        """Let the modules show the whole parameters."""
-        for shown in self._module_params:
-            shown.use_unsharded()
+    def use_unsharded(self) -> None:
+        """Let the modules show the unsharded parameters."""
+        for module_params in self._module_params:
+            module_params.use_unsharded()
 
-    def hide(self) -> None:
-        """Let the modules show the shards again."""
+    def use_sharded(self) -> None:
+        """Let the modules show the shards."""
         if self._read_by_recompute:
             self.write_back_inplace_of_recompute()
         self._open = False
-        for shown in self._module_params:
-            shown.use_sharded()
+        for module_params in self._module_params:
+            module_params.use_sharded()
 
-    def release(self) -> None:
-        """Give the memory of the whole parameters back. Idempotent."""
+    def free_unsharded(self) -> None:
+        """Release the memory of the unsharded parameters. Idempotent."""
         if any([flat.memory.release(self._tracker) for flat in self.flats]):
             self._streams.released()
 
@@ -316,5 +313,15 @@ class Unit:
 
 
 def _compute_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
-    wanted = config.mp_policy.param_dtype
-    return wanted if wanted is not None and dtype.is_floating_point else dtype
+    param_dtype = config.mp_policy.param_dtype
+    return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
+
+
+def _module_params_of(param_infos: Sequence[ParamInfo], unsharded_params: Sequence[nn.Parameter]) -> tuple[ModuleParams, ...]:
+    """One `ModuleParams` for each module that has any of these parameters."""
+    found: dict[int, ModuleParams] = {}
+    for info, unsharded in zip(param_infos, unsharded_params, strict=True):
+        for module, slot in info.slots:
+            module_params = found.get(id(module)) or found.setdefault(id(module), ModuleParams(module))
+            module_params.add(slot, info.parameter, unsharded)
+    return tuple(found.values())

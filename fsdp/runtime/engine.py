@@ -127,10 +127,10 @@ class Engine:
         self._effects: tuple[dict[Effect, Callable[[], None]], ...] = tuple(
             {
                 Effect.ALL_GATHER: partial(self._launch, index),
-                Effect.WAIT_ALL_GATHER: unit.wait_unshard,
-                Effect.USE_UNSHARDED: unit.show,
-                Effect.USE_SHARDED: unit.hide,
-                Effect.FREE_UNSHARDED: unit.release,
+                Effect.WAIT_ALL_GATHER: unit.wait_all_gather,
+                Effect.USE_UNSHARDED: unit.use_unsharded,
+                Effect.USE_SHARDED: unit.use_sharded,
+                Effect.FREE_UNSHARDED: unit.free_unsharded,
             }
             for index, unit in enumerate(units)
         )
@@ -345,7 +345,7 @@ class Engine:
             unit.gathered_versions = unit.versions
         if index in self._never_resharded:
             unit.remember_sums()
-        unit.launch()
+        unit.all_gather()
 
     def _join_backward(self, index: int) -> None:
         # autograd.grad brings no gradient to a parameter, so there is nothing to reduce, on any rank
