@@ -94,9 +94,11 @@ ORDER: dict[str, tuple[str, ...]] = {
         "unit",
         "full_params",
         "external_use",
+        "pieces",
         "flat_buffer",
         "use_after_free",
         "module_params",
+        "param_info",
         "layout",
     ),
     "comm": (

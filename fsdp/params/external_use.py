@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from fsdp.comm.process_group import Communicator
 from fsdp.errors import ShardingError
-from fsdp.params.flat_buffer import FlatBuffer, ParamInfo
+from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.layout import ShardExtent
 from fsdp.params.module_params import Owner, owning_unit
+from fsdp.params.param_info import ParamInfo
 
 
 def full_tensor(parameter: nn.Parameter) -> Tensor:

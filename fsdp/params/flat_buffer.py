@@ -1,47 +1,17 @@
 """One flat buffer of a unit: parameters of one dtype, all trainable or all frozen, laid end to end and cut over the ranks."""
 
-import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp.comm.process_group import Communicator
-from fsdp.config import Config, MeshKind
-from fsdp.device.storage import ResizableStorage, SharedStorage, size_of, storage_key
+from fsdp.device.storage import ResizableStorage, SharedStorage, storage_key
 from fsdp.errors import ShardingError
-from fsdp.params.layout import Layout, ShardExtent, make_layout, next_bucket_limit
+from fsdp.params.layout import Layout, ShardExtent, make_layout
+from fsdp.params.param_info import ParamInfo
 from fsdp.params.use_after_free import refuse_freed_reads
-
-
-class ParamInfo:
-    """One parameter of a unit, its names, and every module attribute that holds it."""
-
-    __slots__ = ("_slots", "names", "parameter")
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self.parameter = parameter
-        self.names: list[str] = []
-        """Names below the outermost unit. The first is the one used in errors and state dicts."""
-        self._slots: list[tuple[weakref.ref[nn.Module], str]] = []
-
-    def add(self, name: str, module: nn.Module, slot: str) -> None:
-        """Record that the parameter is `module.slot` and has this name."""
-        self.names.append(name)
-        self._slots.append((weakref.ref(module), slot))
-
-    @property
-    def slots(self) -> list[tuple[nn.Module, str]]:
-        """Every living module that holds the parameter, with the attribute. Modules are held weakly, see `Unit.module`."""
-        return [(module, slot) for reference, slot in self._slots if (module := reference()) is not None]
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether a module declares that the gradients of the parameter are sparse."""
-        return any(isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module, _ in self.slots)
-
 
 SavedShards = list[tuple[Tensor, Tensor]]
 """Views into shards, each with its values from before an in-place update was written back."""
@@ -283,35 +253,3 @@ def _templates(layout: Layout, like: Tensor) -> tuple[list[Tensor], list[int]]:
             templates.append(element.expand(slot.shape))
         end = slot.end
     return templates, param_segments
-
-
-def split_into_pieces(param_infos: Sequence[ParamInfo], config: Config) -> Iterator[list[ParamInfo]]:
-    """The parameters of a unit, grouped by dtype and `requires_grad`, each group cut into pieces of one bucket.
-
-    Frozen parameters are cut in the same way, so that a frozen copy of a trained unit (a momentum encoder) has its layout.
-    A parameter whose gradients stay sparse is a piece by itself.
-    """
-    groups: dict[tuple[Any, ...], list[ParamInfo]] = {}
-    for info in param_infos:
-        alone = id(info) if info.is_sparse and config.mesh_kind is MeshKind.REPLICATE else None
-        groups.setdefault((info.parameter.dtype, info.parameter.requires_grad, alone), []).append(info)
-    for members in groups.values():
-        yield from _cut(members, config)
-
-
-def _cut(members: Sequence[ParamInfo], config: Config) -> Iterator[list[ParamInfo]]:
-    """Consecutive pieces. They are filled in the order of the backward, so that what is left over is reduced last."""
-    pieces: list[list[ParamInfo]] = []
-    limit, filled, remaining = 0, 0, sum(size_of(info.parameter) for info in members)
-    is_complete = True
-    for info in reversed(members):
-        size = size_of(info.parameter)
-        if is_complete or filled + size > limit:
-            pieces.append([])
-            limit, filled = next_bucket_limit(remaining, config.bucket_bytes or remaining, config.tapers), 0
-        pieces[-1].append(info)
-        filled += size
-        remaining -= size
-        is_complete = info.names[0] in config.reduction.triggers
-    for piece in reversed(pieces):
-        yield piece[::-1]

@@ -8,7 +8,8 @@ from torch import Tensor
 from fsdp.comm.process_group import Communicator
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.errors import ShardingError
-from fsdp.params.flat_buffer import FlatBuffer, ParamInfo
+from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.param_info import ParamInfo
 
 
 class FullParams:

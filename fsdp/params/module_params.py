@@ -10,7 +10,7 @@ shard. Listings such as `parameters()` do not pass through here and always give 
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_not
 from typing import Protocol, cast
 
@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp.autograd.frames import in_a_forward, in_backward
 from fsdp.errors import ShardingError
+from fsdp.params.param_info import ParamInfo
 
 
 class Owner(Protocol):
@@ -162,3 +163,13 @@ class ModuleParams:
             if module is not None:
                 setattr(module, name, parameter)
         self._param_dict.__class__ = InterceptingParamDict
+
+
+def module_params_of(param_infos: Sequence[ParamInfo], unsharded_params: Sequence[nn.Parameter]) -> tuple[ModuleParams, ...]:
+    """One `ModuleParams` for each module that has any of these parameters."""
+    found: dict[int, ModuleParams] = {}
+    for info, unsharded in zip(param_infos, unsharded_params, strict=True):
+        for module, slot in info.slots:
+            module_params = found.get(id(module)) or found.setdefault(id(module), ModuleParams(module))
+            module_params.add(slot, info.parameter, unsharded)
+    return tuple(found.values())

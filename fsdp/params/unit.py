@@ -15,26 +15,23 @@ from torch import Tensor, nn
 from fsdp.autograd.frames import in_backward, is_running
 from fsdp.comm.process_group import Communicator
 from fsdp.comm.work import Work
-from fsdp.config import Config, MeshKind
+from fsdp.config import Config
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.external_use import ReadCopies, gather_param, local_param
-from fsdp.params.flat_buffer import FlatBuffer, ParamInfo, SavedShards, split_into_pieces
+from fsdp.params.flat_buffer import FlatBuffer, SavedShards
 from fsdp.params.full_params import FullParams
-from fsdp.params.module_params import ModuleParams, register_owner
+from fsdp.params.module_params import module_params_of, register_owner
+from fsdp.params.param_info import ParamInfo
+from fsdp.params.pieces import make_flat_buffers
 
 
 class Unit:
     """The parameters that are gathered and released together, and the modules that show them."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        param_infos: Sequence[ParamInfo],
-        config: Config,
-        comm: Communicator,
+        self, module: nn.Module, name: str, param_infos: Sequence[ParamInfo], config: Config, comm: Communicator
     ) -> None:
         self._module = weakref.ref(module)
         self.name = name
@@ -58,11 +55,7 @@ class Unit:
         """Called before a gradient arrives from a use outside the unit. Set by the unit hooks."""
         self.unshard_for_backward: Callable[[], bool]
         """Unshard until the end of the backward if possible; return whether the unit is unsharded. Set by the unit hooks."""
-        replicated = config.mesh_kind is MeshKind.REPLICATE
-        self.flats = tuple(
-            FlatBuffer(members, _compute_dtype(members[0].parameter.dtype, config), comm, replicated)
-            for members in split_into_pieces(param_infos, config)
-        )
+        self.flats = make_flat_buffers(param_infos, config, comm)
         self._full_params = FullParams(self.flats)
         self._read_copies = ReadCopies(self.param_infos)
         self.unsharded_params = tuple(p for flat in self.flats for p in flat.unsharded_params)
@@ -76,7 +69,7 @@ class Unit:
             for parameter in (info.parameter, unsharded):
                 self._indices[id(parameter)] = index
                 register_owner(parameter, self)
-        self._module_params = _module_params_of(self.param_infos, self.unsharded_params)
+        self._module_params = module_params_of(self.param_infos, self.unsharded_params)
 
     @property
     def module(self) -> nn.Module:
@@ -310,18 +303,3 @@ class Unit:
     def free_full(self) -> None:
         """Point the user's Parameter objects at the shards again. Idempotent."""
         self._full_params.free(self._tracker)
-
-
-def _compute_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
-    param_dtype = config.mp_policy.param_dtype
-    return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
-
-
-def _module_params_of(param_infos: Sequence[ParamInfo], unsharded_params: Sequence[nn.Parameter]) -> tuple[ModuleParams, ...]:
-    """One `ModuleParams` for each module that has any of these parameters."""
-    found: dict[int, ModuleParams] = {}
-    for info, unsharded in zip(param_infos, unsharded_params, strict=True):
-        for module, slot in info.slots:
-            module_params = found.get(id(module)) or found.setdefault(id(module), ModuleParams(module))
-            module_params.add(slot, info.parameter, unsharded)
-    return tuple(found.values())
