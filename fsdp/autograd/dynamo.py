@@ -18,6 +18,6 @@ def uncompiled(function: Function) -> Function:
     nothing in programs that do not compile.
     """
     function.__dict__["_torchdynamo_disable"] = True
-    function.__dict__["_torchdynamo_disable_msg"] = "fsdp gathers and gives back parameters here"
+    function.__dict__["_torchdynamo_disable_msg"] = "fsdp gathers and releases parameters here"
     _FRAMES.set_code_exec_strategy(function.__code__, _SKIP)
     return function

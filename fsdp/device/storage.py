@@ -33,7 +33,7 @@ class MemoryTracker:
 
 
 _SHARED_WITH_NUMPY: Final = {
-    "whole": ("whole parameters", "weight.detach()"),
+    "whole": ("unsharded parameters", "weight.detach()"),
     "bucket": ("a bucket of gradients", "bucket.buffer()"),
 }
 """For each kind of memory, its name in errors and the tensor from which a user can make an array that shares it."""
@@ -75,8 +75,8 @@ class ResizableStorage:
         except RuntimeError as reason:
             owner, source = _SHARED_WITH_NUMPY[self._kind]
             raise ShardingError(
-                f"the memory of {owner} cannot be given back: something outside torch shares it, such as an array made by "
-                f"{source}.numpy(); make it of a copy, {source}.clone().numpy(), and the model anew."
+                f"the memory of {owner} cannot be released: something outside torch shares it, such as an array made by "
+                f"{source}.numpy(); make it of a copy, {source}.clone().numpy(), and build the model again."
             ) from reason
         self._held = False
         tracker.add(self._kind, -self._size)

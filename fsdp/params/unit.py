@@ -214,7 +214,7 @@ class Unit:
     def local_value(self, parameter: nn.Parameter) -> Tensor:
         """See `fsdp.to_local`."""
         if self.has_full_params:
-            raise ShardingError("to_local: lent parameters cannot be trained; leave summon_full_params first.")
+            raise ShardingError("to_local: full parameters cannot be trained; leave summon_full_params first.")
         self.check_shards()
         self.sync_requires_grad()
         return local_param(*self._locate(self._indices[id(parameter)]), self._on_external_grad)

@@ -40,10 +40,10 @@ def _read(reference: "weakref.ref[nn.Parameter]", name: str, *args: Any, **kwarg
         return getattr(Tensor, name)(unsharded, *args, **kwargs)
     if unsharded is not None and unsharded.numel() and not unsharded.untyped_storage().size():
         owner = owning_unit(unsharded)
-        unit = "a unit that is no more" if owner is None else f"unit {owner.name!r}"
+        unit = "a unit that no longer exists" if owner is None else f"unit {owner.name!r}"
         raise ShardingError(
-            f"{name}: this whole parameter of {unit}, of shape {tuple(unsharded.shape)}, was kept from inside a forward, "
-            "and its memory was given back when that ended: keep a copy (`weight.clone()`) there, or give the parameter "
+            f"{name}: this unsharded parameter of {unit}, of shape {tuple(unsharded.shape)}, was kept from inside a forward, "
+            "and its memory was released when that ended: keep a copy (`weight.clone()`) there, or give the parameter "
             "that the module shows to fsdp.full_tensor."
         )
     if unsharded is not None and name == "__reduce_ex__":
