@@ -1,4 +1,4 @@
-"""Questions that torch does not answer and the Python stack does: which forward or backward runs, who called it."""
+"""Reads the Python stack where torch has no function to ask: which forward or backward runs, and who called it."""
 
 import sys
 import threading
@@ -79,7 +79,7 @@ def in_autograd_grad() -> bool:
 def graph_is_made() -> bool:
     """Whether the running backward makes a graph (create_graph=True). True when in doubt.
 
-    Grad mode does not tell: in a recompute it is on in any backward.
+    Grad mode does not show it, because grad mode is on in every recompute.
     """
     for frame in _frames():
         if frame.f_code in (_BACKWARD, _GRAD):

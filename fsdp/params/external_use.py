@@ -1,8 +1,8 @@
 """Parameters used outside the forward of their unit: in full, or only this rank's part.
 
 The gradient of either value is accumulated in the unsharded parameter, so it is kept, reduced and committed like any other.
-A shard takes no gradient itself. Autograd's gradient of a shard is right for elementwise operations only, and fsdp cannot
-tell those from others.
+A shard takes no gradient itself. Autograd's gradient of a shard is right for elementwise operations only, and fsdp does not
+know which operations were used.
 """
 
 from collections.abc import Callable, Sequence

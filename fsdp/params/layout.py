@@ -140,22 +140,22 @@ def _fit(shapes: Sequence[Shape], uncut_rows: frozenset[int], step: int, num_sha
 
 def _place(shapes: Sequence[Shape], uncut_rows: frozenset[int], step: int, shard_numel: int) -> tuple[ParamExtent, ...]:
     slots = []
-    at = 0
+    start = 0
     for shape in shapes:
         numel = prod(shape)
         row = _row(shape) if len(shape) > 1 and numel else 1
-        at = _round_up(at, step)
-        boundary = _round_up(at + 1, shard_numel)
-        crosses = at + numel > boundary
+        start = _round_up(start, step)
+        boundary = _round_up(start + 1, shard_numel)
+        crosses = start + numel > boundary
         if crosses and row in uncut_rows:
-            at += (boundary - at) % lcm(row, step)
-            if at >= boundary:
-                boundary = _round_up(at + 1, shard_numel)
-            crosses = at + numel > boundary
-        crosses_twice = at + numel > boundary + shard_numel
-        cut = crosses and ((boundary - at) % row != 0 or (crosses_twice and shard_numel % row != 0))
-        slots.append(ParamExtent(shape, at, numel, cut))
-        at += numel
+            start += (boundary - start) % lcm(row, step)
+            if start >= boundary:
+                boundary = _round_up(start + 1, shard_numel)
+            crosses = start + numel > boundary
+        crosses_twice = start + numel > boundary + shard_numel
+        cut = crosses and ((boundary - start) % row != 0 or (crosses_twice and shard_numel % row != 0))
+        slots.append(ParamExtent(shape, start, numel, cut))
+        start += numel
     return tuple(slots)
 
 

@@ -2,7 +2,7 @@
 
 [Note: what is kept of an unsharded parameter]
 `kept = self.weight` in a forward keeps a tensor whose memory is released afterwards. On the CPU torch does not notice:
-reading the tensor ends the process, and copying it gives whatever lies in that memory. A subclass of nn.Parameter would see
+reading the tensor ends the process, and copying it gives arbitrary values. A subclass of nn.Parameter would see
 every use, but each use would cost more, and torch.compile would treat the parameter differently. So only the methods that
 people use to look at values are covered. They are stored on the parameter object, which Python searches before the class,
 and check for memory first; nothing else becomes slower. Not covered: functions and operators (`torch.sum(kept)`,
