@@ -96,11 +96,14 @@ ORDER: dict[str, tuple[str, ...]] = {
     "params": (
         "unit",
         "unit_observer",
+        "full_params",
         "versions",
-        "flat_buffer",
         "external_use",
+        "pieces",
+        "flat_buffer",
         "use_after_free",
         "module_params",
+        "param_info",
         "layout",
     ),
     "comm": (

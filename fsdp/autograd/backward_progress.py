@@ -1,109 +1,92 @@
-"""When a unit is done with its parameters in a backward, and what may be told of it. Hears from hooks.py, decides no move.
+"""How far a backward has come in one unit: whether gradients have arrived, and whether autograd has left all its calls.
 
 [Note: when a unit is done with its parameters]
-Its gradients having arrived does not say it: a frozen weight beside trainable ones, or a detached
-use, is read by backward nodes no gradient of ours depends on. So a unit waits until autograd leaves
-it, which is when it is about to enter the nodes that made the inputs of each call. A unit whose
-inputs need no gradient, or with inner units, through any of which it can be left, waits for the end
-of the backward.
+Arrived gradients do not prove it. A frozen weight beside trainable ones, or a detached use of a weight, is read by backward
+nodes on which no gradient of a parameter depends. So a unit waits until autograd leaves it: until autograd is about to run
+the nodes that made the inputs of each call. A unit waits for the end of the backward if its inputs need no gradient, or if
+it has inner units, because autograd can leave it through any of those.
 
 [Note: what other ranks know]
-A reduction may be launched early, and parameters may be given back that may be gathered again, only
-at a moment every rank comes to, or a rank that waits for the one starves a peer that waits for the
-other. Which gradients arrive differs between ranks (a parameter unused on one of them), so nobody
-counts them; the way autograd takes through the calls does not. When every call this backward goes
-through has been left through nodes inside the graph, all gradients have arrived, because autograd
-runs later nodes first and accumulates at once: then the unit is ready, with zeros for what did not
-come. The inputs of a reentrant replay are leaves, whose gradients are accumulated out of turn, so
-there the moment is the end of the checkpoint's own backward.
+Reductions may be launched early, and parameters that may be gathered again may be released early, only at a moment that
+every rank reaches. Otherwise one rank waits for a reduction while a peer waits for a gather. Ranks may get different
+gradients (a parameter may be unused on one of them), so gradients are not counted. The path of autograd through the calls is
+the same on all ranks. When every call on it has been left through nodes inside the graph, all gradients have arrived,
+because autograd runs later nodes first and accumulates at once. The unit is then ready, with zeros for missing gradients.
+The inputs of a reentrant recompute are leaves, whose gradients are accumulated at any time. There the unit is ready at the
+end of the graph task of the checkpoint.
 
 [Note: second backwards]
-A backward with create_graph=True makes nodes that read the unit's parameters again. Nobody can tell
-when the last of them has run, nor where they lead into the graph of the forward, so a unit that is
-reached through them waits for the end of the backward.
+A backward with create_graph=True makes nodes that read the unit's parameters again. It is unknown when the last of them
+runs, and where they lead in the graph of the forward. So a unit that is reached through them waits for the end of the
+backward.
 """
 
 import weakref
 from collections.abc import Callable
 
-import torch
-
 from fsdp.autograd.node_hooks import BackwardPath
 
 
 class BackwardProgress:
-    """Whether gradients have arrived at one unit in this backward, and which of its calls autograd is still inside."""
+    """What one backward has done in one unit: gradients that arrived, calls that autograd entered and has not left."""
 
     __slots__ = ("_entered_via_second_graph", "_open_calls", "_paths", "backward", "entered", "has_grad")
 
     def __init__(self) -> None:
         self.backward = 1
-        """Its number."""
+        """The number of this backward."""
         self._paths: list[weakref.ref[BackwardPath]] = []
-        """Of the calls whose graph, or that of a call inside, was alive at the last call."""
+        """The paths that were alive when the last call returned."""
         self.entered = False
-        """This backward has come to the unit."""
+        """Whether this backward has reached the unit."""
         self._entered_via_second_graph = False
-        """Reached through nodes that an earlier backward made."""
+        """Whether this backward has reached the unit through nodes that an earlier backward made."""
         self.has_grad = False
-        """A gradient came, and is not reduced or kept."""
+        """Whether a gradient has arrived that is neither reduced nor accumulated yet."""
         self._open_calls = 0
+        """Calls that this backward has entered and not left."""
 
     def reset(self) -> None:
-        """A backward is over: for the next one nothing has arrived and nothing is open."""
+        """Start counting for the next backward."""
         self.backward += 1
         self.entered = False
         self._entered_via_second_graph = False
         self.has_grad = False
         self._open_calls = 0
 
-    def watch(self, path: BackwardPath, gone: Callable[[weakref.ref[BackwardPath]], None]) -> None:
-        """A call has returned, and this is the way back through it; `gone` is called when its graph is."""
-        self._paths = [*(one for one in self._paths if one() is not None), weakref.ref(path, gone)]
+    def watch(self, path: BackwardPath, on_freed: Callable[[weakref.ref[BackwardPath]], None]) -> None:
+        """Follow the path through a call that has returned. `on_freed` is called when its graph is freed."""
+        self._paths = [*(reference for reference in self._paths if reference() is not None), weakref.ref(path, on_freed)]
 
     def reach(self, path: BackwardPath) -> None:
-        """Autograd is about to enter a call."""
+        """Record that autograd is about to enter a call."""
         self.entered = True
-        path.entered_in = self.backward
-        if path.inputs and path.backward != self.backward:
-            path.backward = self.backward
-            # autograd.grad does not say whether it comes to a leaf: wait for it, at worst until the backward ends
-            path.pending = sum(not node.next_functions or torch._C._will_engine_execute_node(node) for node in path.inputs)
-            if path.pending:
-                self._open_calls += 1
+        if path.enter(self.backward):
+            self._open_calls += 1
 
     def reach_again(self) -> None:
-        """Autograd is about to enter nodes that an earlier backward through the unit made, or that nothing leads to."""
+        """Record that autograd is about to run nodes that belong to no followed path, such as those of a second graph."""
         self.entered = True
         self._entered_via_second_graph = True
 
     def leave(self, path: BackwardPath) -> bool:
-        """Autograd is about to enter a node behind an input of a call; return whether it leaves it with that."""
-        if path.backward != self.backward or not path.pending:
-            return False
-        path.pending -= 1
-        if path.pending:
+        """Record that autograd is about to run a node behind an input of a call.
+
+        Returns whether autograd has left the call with that. Never true after `reach_again`.
+        """
+        if not path.leave(self.backward):
             return False
         self._open_calls -= 1
-        path.left_in = self.backward
         return not self._entered_via_second_graph
 
     def is_ready(self) -> bool:
-        """Whether every call this backward goes through is over."""
-        return not self._open_calls and all(map(self._is_over, self.living_paths()))
+        """Whether autograd has left every call that this backward enters."""
+        return not self._open_calls and all(path.is_over(self.backward) for path in self.living_paths())
 
     def is_ready_after_checkpoint(self) -> bool:
-        """The same, at the end of the backward of a reentrant checkpoint, in which calls are over that were entered."""
+        """Whether the unit is ready at the end of the graph task of a reentrant checkpoint, which ends all calls in it."""
         return not self._open_calls and not self._entered_via_second_graph
 
-    def _is_over(self, path: BackwardPath) -> bool:
-        """Whether this backward has come out of a call, or does not go through it."""
-        if not path.inputs_are_interior:
-            return False
-        if path.backward == self.backward:
-            return path.left_in == self.backward
-        return not any(map(torch._C._will_engine_execute_node, path.inputs))
-
     def living_paths(self) -> list[BackwardPath]:
-        """The ways through calls whose graph, or that of a call inside, is alive."""
+        """The paths whose graph, or that of a nested call, is alive."""
         return [path for reference in self._paths if (path := reference()) is not None]

@@ -1,4 +1,4 @@
-"""What torch.compile must leave alone."""
+"""Keeps torch.compile out of functions of the engine."""
 
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -12,12 +12,12 @@ _SKIP: Final = _FRAMES._FrameExecStrategy(_FRAMES._FrameAction.SKIP, _FRAMES._Fr
 
 
 def uncompiled(function: Function) -> Function:
-    """Run `function`, and whatever it calls, as written: a compiled model breaks its graph here.
+    """Never compile `function` and the functions it calls: a compiled model breaks its graph here.
 
-    What `torch.compiler.disable` does, at no cost for those who don't compile: that one imports the compiler, and adds
-    a layer to each call.
+    `torch.compiler.disable` does the same, but it imports the compiler and adds a layer to each call. This function costs
+    nothing in programs that do not compile.
     """
     function.__dict__["_torchdynamo_disable"] = True
-    function.__dict__["_torchdynamo_disable_msg"] = "fsdp gathers and gives back parameters here"
+    function.__dict__["_torchdynamo_disable_msg"] = "fsdp gathers and releases parameters here"
     _FRAMES.set_code_exec_strategy(function.__code__, _SKIP)
     return function

@@ -1,4 +1,4 @@
-"""What is on the Python stack. Asked where torch tells nobody."""
+"""Reads the Python stack where torch has no function to ask: which forward or backward runs, and who called it."""
 
 import sys
 import threading
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 graph_task: Final = torch._C._current_graph_task_id
-"""The backward the calling thread is inside, as autograd counts: a reentrant checkpoint runs one of its own; or -1."""
+"""The number of the graph task that the calling thread runs, or -1. A reentrant checkpoint runs a graph task of its own."""
 
 _CALL: Final = nn.Module._call_impl.__code__
 _GRAD: Final = torch.autograd.grad.__code__
@@ -32,18 +32,18 @@ def in_a_forward() -> bool:
 
 
 def is_running(module: nn.Module) -> bool:
-    """Whether a forward of `module` is running; Ctrl-C ends one without any hook being called."""
+    """Whether a forward of `module` is running. Ctrl-C ends a forward and no hook is called, so hooks cannot answer this."""
     return any(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in _frames())
 
 
 def times_running(module: nn.Module, method: CodeType, runner: object) -> int:
-    """How many calls of `module` are running, and of `method` of `runner`."""
-    calls = ((frame.f_code, frame.f_locals.get("self")) for frame in _frames() if frame.f_code in (_CALL, method))
-    return sum(called is module or called is runner for _, called in calls)
+    """How many calls of `module` and of `method` of `runner` are running, in sum."""
+    callees = (frame.f_locals.get("self") for frame in _frames() if frame.f_code in (_CALL, method))
+    return sum(callee is module or callee is runner for callee in callees)
 
 
 def loading_call() -> tuple[nn.Module, dict[str, Any], bool] | None:
-    """The module, the state dict and `strict` of the `load_state_dict` that runs; its hooks are not told of them."""
+    """The module, state dict and `strict` of the `load_state_dict` that runs, which its hooks do not receive."""
     for frame in _frames():
         if frame.f_code is _LOAD:
             return frame.f_locals["self"], frame.f_locals["state_dict"], frame.f_locals["strict"]
@@ -51,58 +51,58 @@ def loading_call() -> tuple[nn.Module, dict[str, Any], bool] | None:
 
 
 def modules_being_saved() -> Iterator[nn.Module]:
-    """Those whose `state_dict` runs, inner ones first."""
+    """The modules whose `state_dict` runs, inner ones first."""
     return (frame.f_locals["self"] for frame in _frames() if frame.f_code is _SAVE)
 
 
 def gets_gradient(leaf: Tensor) -> bool:
-    """Whether the graph task that runs brings a gradient to `leaf`. A reentrant checkpoint has a task of its own."""
-    # the engine has walked the graph already
+    """Whether the running graph task computes a gradient for `leaf`. A reentrant checkpoint has a graph task of its own."""
+    # the engine already knows, because it walks the graph before the first node runs
     return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
 
 
 def in_autograd_grad() -> bool:
-    """Whether the backward that runs is `torch.autograd.grad`, which brings no gradient to any parameter of ours.
+    """Whether `torch.autograd.grad` runs the backward, so that no parameter gets a gradient. False when in doubt.
 
-    A thread of autograd's own (CUDA) does not show who began the backward, so there every thread is asked; when in doubt, no.
+    A thread of autograd's own (CUDA) does not show its caller. There the stacks of all threads are searched.
     """
-    asks = False
+    is_grad = False
     for frame in _frames():
         if frame.f_code is _BACKWARD:
             return False
-        asks = asks or frame.f_code is _GRAD
+        is_grad = is_grad or frame.f_code is _GRAD
     if not isinstance(threading.current_thread(), threading._DummyThread):
-        return asks
-    found = {frame.f_code for innermost in sys._current_frames().values() for frame in _outwards(innermost)} & {_GRAD, _BACKWARD}
-    return found == {_GRAD}
+        return is_grad
+    return {frame.f_code for frame in _backward_calls()} == {_GRAD}
 
 
 def graph_is_made() -> bool:
-    """Whether the backward that runs makes a graph of its own (create_graph=True); when in doubt, yes.
+    """Whether the running backward makes a graph (create_graph=True). True when in doubt.
 
-    Grad mode does not tell inside a replay, where it is on.
+    Grad mode does not show it, because grad mode is on in every recompute.
     """
     for frame in _frames():
         if frame.f_code in (_BACKWARD, _GRAD):
             return bool(frame.f_locals["create_graph"])
-    # a thread of autograd's own (CUDA) does not show who began the backward
-    found = [
-        frame.f_locals["create_graph"]
-        for innermost in sys._current_frames().values()
-        for frame in _outwards(innermost)
-        if frame.f_code in (_BACKWARD, _GRAD)
-    ]
-    return any(found) or not found
+    # a thread of autograd's own (CUDA) does not show its caller
+    flags = [frame.f_locals["create_graph"] for frame in _backward_calls()]
+    return any(flags) or not flags
 
 
 def running_backward() -> FrameType | None:
-    """The frame that has called autograd's engine, on the calling thread, if there is one."""
+    """The frame on the calling thread that has called autograd's engine, if there is one."""
     return next((frame for frame in _frames() if frame.f_code is _RUN), None)
 
 
 def _frames() -> Iterator[FrameType]:
-    """From the innermost to the outermost, of the calling thread."""
+    """The frames of the calling thread, innermost first."""
     return _outwards(sys._getframe(1))
+
+
+def _backward_calls() -> Iterator[FrameType]:
+    """The running calls of `torch.autograd.backward` and `torch.autograd.grad` on all threads."""
+    frames = (frame for innermost in sys._current_frames().values() for frame in _outwards(innermost))
+    return (frame for frame in frames if frame.f_code in (_BACKWARD, _GRAD))
 
 
 def _outwards(innermost: FrameType) -> Iterator[FrameType]:

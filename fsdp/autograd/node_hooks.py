@@ -1,8 +1,8 @@
-"""Where autograd enters and leaves the calls of units: nodes, and the one hook each of them carries.
+"""The autograd nodes where a backward enters and leaves the calls of units, and the one hook on each of them.
 
 [Note: views]
-A pre-backward hook is put on the node of the *base* of a returned view: an in-place edit of the
-view outside gives the view a new node, and a hook on the old one would never fire.
+If a call returns a view, the pre-backward hook is on the node of the view's *base*. An in-place update of the view gives the
+view a new node, and a hook on the old node would never run.
 """
 
 import sys
@@ -22,89 +22,122 @@ Endpoints = Sequence[weakref.ref[Tensor]]
 class ForwardCall:
     """One forward of one unit, while it runs."""
 
-    __slots__ = ("carried", "exits", "guard", "handled", "nested", "outputs", "path", "records", "refused", "taken")
+    __slots__ = ("carried", "guard", "handled", "input_nodes", "nested", "outputs", "path", "records", "refused", "taken")
 
     def __init__(self, recompute: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
-        self.exits = nodes_of(inputs)
-        """The distinct nodes behind the inputs: of a leaf, the one that accumulates its gradient."""
-        # one with inner units can be left through any of them
-        self.path = BackwardPath(recompute, versions, inputs, self.exits if innermost else ())
+        self.input_nodes = nodes_of(inputs)
+        """The distinct nodes behind the inputs. For a leaf it is the node that accumulates its gradient."""
+        # autograd can leave a unit with inner units through any of those, so its inputs say nothing
+        self.path = BackwardPath(recompute, versions, inputs, self.input_nodes if innermost else ())
         self.outputs: list[Tensor] = []
-        # an exception that was being handled before the call is not one that passes through it
         self.handled = sys.exc_info()[1]
+        """The exception that was being handled when the call began. The call did not raise it."""
         self.guard: Any = None
-        """What watches it, in guard mode."""
+        """The guard of this call, in guard mode."""
         self.records = torch.is_grad_enabled()
-        """Whether it makes a graph; not so in a reentrant checkpoint, whose outputs get one when it is over."""
+        """Whether the call makes a graph. It does not in a reentrant checkpoint, which gives its outputs a graph at its end."""
         self.carried: list[weakref.ref[Tensor]] = []
-        """What the user's hooks had carried off when it began, in a call around it."""
+        """Tensors that the user's hooks had captured in an enclosing call before this one began."""
         self.taken: list[tuple[Tensor, Tensor]] = []
-        """Parts of shards, and their values before an edit of this call was taken."""
+        """Views into shards, each with its values from before an in-place update of this call was written back."""
         self.refused = False
+        """Whether the pre-forward hook raised, so that the post-forward hook has nothing to do."""
         self.nested = False
-        """Called from inside its own forward: by a recursion, or by a method that is registered as a forward."""
+        """Whether it is called inside the unit's own forward, by recursion or by a method registered as a forward."""
 
     def nest_in(self, outer: "ForwardCall") -> None:
-        """It is a part of `outer`, and a gradient may be asked of its inputs as well."""
+        """Become a part of `outer`: both have one path, and gradients of the inputs of either may be computed."""
         self.nested = True
         outer.path.endpoints += self.path.endpoints
         self.path = outer.path
 
-    def abandon_step(self) -> None:
-        """It will not end: end its guard, and keep nothing of its graph."""
+    def discard(self) -> None:
+        """End the guard and drop all references to the graph, because the call will not end."""
         if self.guard is not None:
             self.guard.end()
-        self.exits, self.outputs, self.path = (), [], BackwardPath(self.path.recompute, self.path.versions, (), ())
+        self.input_nodes, self.outputs, self.path = (), [], BackwardPath(self.path.recompute, self.path.versions, (), ())
 
 
 class BackwardPath:
-    """A backward's way through one call of one unit. Lives as long as the graph of the call, or of one inside it."""
+    """The path of a backward through one call of one unit: the nodes behind the call's inputs, and how many are still ahead.
+
+    It lives as long as the autograd graph of the call or of a nested call.
+    """
 
     __slots__ = (
         "__weakref__",
-        "backward",
+        "_backward",
+        "_left_in",
+        "_nodes_left",
         "enclosing",
         "endpoints",
         "entered_in",
         "has_grad_inputs",
-        "inputs",
+        "input_nodes",
         "inputs_are_interior",
-        "left_in",
-        "pending",
         "recompute",
         "versions",
     )
 
-    def __init__(self, recompute: bool, versions: int, inputs: Sequence[Tensor], exits: Sequence[Node]) -> None:
+    def __init__(self, recompute: bool, versions: int, inputs: Sequence[Tensor], input_nodes: Sequence[Node]) -> None:
         self.recompute = recompute
         self.versions = versions
         """Of the shards it computes with, and what it changes in them."""
         self.endpoints = [weakref.ref(tensor) for tensor in inputs]
-        """The inputs, and the outputs of a call that has ended: a gradient may be asked of them while somebody still has them."""
+        """The inputs of the call and, once it has returned, its outputs. `autograd.grad` may compute gradients of these."""
         self.enclosing: Sequence[tuple[Any, BackwardPath]] = ()
-        """The listeners of the units in whose calls this one was made, and the ways through these."""
+        """For each call around this one: the hooks of its unit, and its path."""
         self.has_grad_inputs = bool(inputs)
-        """An input requires grad, so that a backward may go on where it came from."""
-        self.inputs = exits
-        """The nodes by which autograd leaves it, if any input requires grad."""
-        self.inputs_are_interior = bool(exits) and all(node.next_functions for node in exits)
-        """It is left, and every input was made by a node; the gradient of a leaf is accumulated out of turn."""
+        """Whether an input requires grad, so that a backward may continue beyond the call."""
+        self.input_nodes = input_nodes
+        """The nodes through which autograd leaves the call. Empty if no input requires grad or the unit has inner units."""
+        self.inputs_are_interior = bool(input_nodes) and all(node.next_functions for node in input_nodes)
+        """Whether a node inside the graph made each input. The gradient of a leaf may be accumulated at any time."""
         self.entered_in = 0
-        """The backward that reached it last."""
-        self.left_in = 0
-        """The backward that left last."""
-        self.backward = 0
-        """The backward in which `pending` counts."""
-        self.pending = 0
-        """Nodes behind the inputs that this backward has not come to yet."""
+        """The number of the last backward that entered the call."""
+        self._left_in = 0
+        """The number of the last backward that left the call."""
+        self._backward = 0
+        """The number of the backward for which `_nodes_left` counts."""
+        self._nodes_left = 0
+        """Input nodes that the backward has not reached yet."""
+
+    def enter(self, backward: int) -> bool:
+        """Record that `backward` enters the call; return True the first time, if it will reach any input node."""
+        self.entered_in = backward
+        if not self.input_nodes or self._backward == backward:
+            return False
+        self._backward = backward
+        # under autograd.grad the engine does not say whether it runs the node of a leaf; then wait for it, at worst until
+        # the end of the backward
+        self._nodes_left = sum(not node.next_functions or torch._C._will_engine_execute_node(node) for node in self.input_nodes)
+        return self._nodes_left > 0
+
+    def leave(self, backward: int) -> bool:
+        """Record that `backward` reaches one of the input nodes; return whether that was the last one."""
+        if self._backward != backward or not self._nodes_left:
+            return False
+        self._nodes_left -= 1
+        if self._nodes_left:
+            return False
+        self._left_in = backward
+        return True
+
+    def is_over(self, backward: int) -> bool:
+        """Whether `backward` has left the call or does not enter it. False if that cannot be known."""
+        if not self.inputs_are_interior:
+            return False
+        if self._backward == backward:
+            return self._left_in == backward
+        return not any(map(torch._C._will_engine_execute_node, self.input_nodes))
 
 
 class NodePrehook:
-    """Autograd is about to enter one node: calls it leaves that way, and calls it reaches.
+    """The pre-hook of one autograd node: reports the calls that autograd leaves and those that it reaches by running it.
 
-    One hook a node, because the unit that is left gives its memory back before the next one takes
-    some. It lives as long as the node, and refers only to nodes further on in the backward: a cycle
-    through the graph would keep every activation alive.
+    Each node has one hook, so that a unit that is left releases its memory before the next one allocates. The hook lives as
+    long as the node and refers only to nodes that the backward runs later. A reference cycle through the graph would keep
+    all activations alive.
     """
 
     KEY: ClassVar = "fsdp"
@@ -113,7 +146,7 @@ class NodePrehook:
 
     def __init__(self) -> None:
         self.watched_by: set[int] = set()
-        """The ids of the listeners whose units are reached this way."""
+        """The ids of the unit hooks whose units are reached through this node."""
         self.leaves: list[tuple[weakref.ref[BackwardPath], Callable[[BackwardPath, Sequence[Tensor | None]], None]]] = []
         self.reaches: list[Callable[[Sequence[Tensor | None]], None]] = []
 
@@ -125,30 +158,34 @@ class NodePrehook:
         for reach in tuple(self.reaches):
             reach(gradients)
 
-    def leave(self, path: BackwardPath, tell: Callable[[BackwardPath, Sequence[Tensor | None]], None]) -> None:
-        """This is the way out of a call. A leaf outlives the graphs it is in, so ways are forgotten when they are dead."""
-        self.leaves = [one for one in self.leaves if one[0]() is not None]
-        self.leaves.append((weakref.ref(path), tell))
+    def leave(self, path: BackwardPath, on_leave: Callable[[BackwardPath, Sequence[Tensor | None]], None]) -> None:
+        """Call `on_leave` when this node runs, as long as the path lives.
+
+        Dead paths are removed here, because the node of a leaf outlives the graphs it is in.
+        """
+        self.leaves = [entry for entry in self.leaves if entry[0]() is not None]
+        self.leaves.append((weakref.ref(path), on_leave))
 
     @classmethod
     def of(cls, node: Node) -> "NodePrehook":
-        """The crossing of `node`, put there if it has none."""
+        """The hook of `node`, registered now if there is none."""
         metadata = cast(dict[str, Any], node.metadata)
-        found: NodePrehook | None = metadata.get(cls.KEY)
-        if found is None:
-            found = metadata[cls.KEY] = cls()
-            node.register_prehook(found)
-        return found
+        prehook: NodePrehook | None = metadata.get(cls.KEY)
+        if prehook is None:
+            prehook = metadata[cls.KEY] = cls()
+            node.register_prehook(prehook)
+        return prehook
 
 
 def node_behind(tensor: Tensor) -> Node | None:
+    """The node that made `tensor` or, for a view, its base. None for a leaf."""
     if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
         return tensor._base.grad_fn
     return tensor.grad_fn
 
 
-def input_nodes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
-    """The inputs that require grad."""
+def grad_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+    """The tensors among the arguments that require grad."""
     if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
         return args if args[0].requires_grad else ()
     return [tensor for tensor in (*tensors_in(args), *tensors_in(kwargs)) if tensor.requires_grad]
@@ -160,6 +197,6 @@ def nodes_of(tensors: Sequence[Tensor]) -> Sequence[Node]:
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether it stands for several, under `is_grads_batched=True`."""
+    """Whether `tensor` is a batch of gradients under `is_grads_batched=True`."""
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)

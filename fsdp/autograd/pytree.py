@@ -1,4 +1,4 @@
-"""Tensors inside whatever a forward takes and returns, and modules inside modules."""
+"""Finds the tensors in the inputs and outputs of a forward, and the modules below a module."""
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 DEPTH: Final = 8
-"""How deep containers in containers are searched."""
+"""How many levels of nested containers are searched."""
 
 
 def tensors_in(thing: Any, depth: int = DEPTH) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, mappings, sets, dataclasses and plain objects (a cache class, for example)."""
+    """All tensors in nested tuples, lists, mappings, sets, dataclasses and plain objects (for example a cache class)."""
     if isinstance(thing, Tensor):
         yield thing
     elif depth == 0 or thing is None or isinstance(thing, str | bytes | int | float | complex | type | nn.Module):
@@ -23,7 +23,7 @@ def tensors_in(thing: Any, depth: int = DEPTH) -> Iterator[Tensor]:
     elif isinstance(thing, Mapping):
         for value in thing.values():
             yield from tensors_in(value, depth - 1)
-        if hasattr(thing, "__dict__") or is_dataclass(thing):  # a model output that is a mapping and has fields
+        if hasattr(thing, "__dict__") or is_dataclass(thing):  # for example a model output, which is a mapping with fields
             yield from _in_attributes(thing, depth)
     elif isinstance(thing, tuple | list | set | frozenset):
         for value in thing:
@@ -33,7 +33,7 @@ def tensors_in(thing: Any, depth: int = DEPTH) -> Iterator[Tensor]:
 
 
 def modules_within(module: nn.Module, others: Collection[int]) -> Iterator[nn.Module]:
-    """`module` and the modules below it, but for those whose ids are in `others` and what is below them."""
+    """`module` and the modules below it, without those whose ids are in `others` and without what is below those."""
     yield module
     for child in module.children():
         if id(child) not in others:
@@ -41,7 +41,7 @@ def modules_within(module: nn.Module, others: Collection[int]) -> Iterator[nn.Mo
 
 
 class Attributes:
-    """What a module's author or user keeps on it, beside parameters, buffers, modules and torch's own."""
+    """The attributes of a module that torch does not manage: all but parameters, buffers, modules and torch's own."""
 
     __slots__ = ("_count", "_module", "_names")
 
@@ -51,15 +51,15 @@ class Attributes:
         self._names: list[str] = []
 
     def values(self) -> list[Any]:
-        """The values now. As fast as can be: it is asked in every forward."""
-        now = vars(self._module())
-        if len(now) != self._count:
-            self._count = len(now)
-            self._names = [name for name in now if name not in _OWN_TO_TORCH]
-        return list(map(now.get, self._names))
+        """The current values. Every forward calls this, so the names are searched again only if their number has changed."""
+        attributes = vars(self._module())
+        if len(attributes) != self._count:
+            self._count = len(attributes)
+            self._names = [name for name in attributes if name not in _OF_TORCH]
+        return list(map(attributes.get, self._names))
 
 
-_OWN_TO_TORCH: Final = frozenset(vars(nn.Module()))
+_OF_TORCH: Final = frozenset(vars(nn.Module()))
 
 
 def _in_attributes(thing: Any, depth: int) -> Iterator[Tensor]:
@@ -72,7 +72,7 @@ def _in_attributes(thing: Any, depth: int) -> Iterator[Tensor]:
 
 
 def cast_floating(thing: Any, dtype: torch.dtype) -> Any:
-    """The same structure with its floating-point tensors in `dtype`; plain objects are left as they are."""
+    """`thing` with its floating-point tensors in `dtype`. Plain objects in it stay as they are."""
     return tree_map(partial(_cast_leaf, dtype), thing, is_leaf=_is_dataclass_object)
 
 
@@ -80,10 +80,11 @@ def _cast_leaf(dtype: torch.dtype, leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype != dtype else leaf
     if _is_dataclass_object(leaf):
-        return replace(leaf, **{one.name: cast_floating(getattr(leaf, one.name), dtype) for one in fields(leaf) if one.init})
+        values = {field.name: cast_floating(getattr(leaf, field.name), dtype) for field in fields(leaf) if field.init}
+        return replace(leaf, **values)
     return leaf
 
 
 def _is_dataclass_object(thing: Any) -> bool:
-    # one that is a mapping too (a model output, for example) has its own way of being rebuilt
+    # a dataclass that is also a mapping (for example a model output) is rebuilt as it is registered with pytree
     return is_dataclass(thing) and not isinstance(thing, type | Mapping)

@@ -12,8 +12,8 @@ from torch import nn
 
 from fsdp.autograd.pytree import modules_within
 from fsdp.errors import ShardingError
-from fsdp.params.flat_buffer import ParamInfo
 from fsdp.params.module_params import owning_unit
+from fsdp.params.param_info import ParamInfo
 from fsdp.params.unit import Unit
 from fsdp.state_dict.fqns import TRANSPARENT
 

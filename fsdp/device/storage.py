@@ -1,8 +1,7 @@
-"""Allocate and release the memory of a buffer, and know how much is held. The only file that does either.
+"""Allocates and releases the memory of buffers, and counts the bytes held. The only file that resizes storages.
 
-Releasing resizes the storage to nothing and keeps every tensor: autograd's saved tensors, also
-derived ones such as `weight.t()`, share the storage and come alive again when it is filled in the
-backward.
+Releasing resizes the storage to zero and keeps every tensor. Autograd's saved tensors, also derived ones such as
+`weight.t()`, share the storage, and are valid again when the backward has filled it again.
 """
 
 from dataclasses import dataclass, field
@@ -16,9 +15,9 @@ from fsdp.errors import ShardingError
 
 @dataclass(slots=True)
 class MemoryTracker:
-    """Bytes the engine holds on this rank, by kind: shards, whole, bucket, scratch, reduced, kept, lent.
+    """Bytes that the engine holds on this rank, by kind: shards, whole, bucket, scratch, reduced, kept, lent.
 
-    `.grad` is the user's, and its memory, which replicas on the host keep for the next backward, is not in the books.
+    Not counted: `.grad`, which belongs to the user, and the memory that replicas on the host reuse for it.
     """
 
     held: dict[str, int] = field(default_factory=dict)
@@ -26,24 +25,24 @@ class MemoryTracker:
     now: int = 0
 
     def add(self, kind: str, count: int) -> None:
-        """Note `count` bytes taken (or, when negative, given back)."""
+        """Count `count` bytes as allocated or, if it is negative, as released."""
         self.held[kind] = self.held.get(kind, 0) + count
         self.now += count
         if self.now > self.peak:
             self.peak = self.now
 
 
-_SHARED: Final = {
-    "whole": ("whole parameters", "weight.detach()"),
+_SHARED_WITH_NUMPY: Final = {
+    "whole": ("unsharded parameters", "weight.detach()"),
     "bucket": ("a bucket of gradients", "bucket.buffer()"),
 }
-"""By kind of memory: what it is, and what a user has of it."""
+"""For each kind of memory, its name in errors and the tensor from which a user can make an array that shares it."""
 
 
 class ResizableStorage:
-    """The memory of one permanent buffer, which comes and goes while the buffer and every view of it stay.
+    """The memory of one permanent buffer: allocated and released while the buffer and all its views live on.
 
-    Released from the beginning. With `stays`, it comes once and does not go.
+    It is released at first. With `stays`, it is never released once it has been allocated.
     """
 
     __slots__ = ("_held", "_kind", "_size", "_stays", "_storage")
@@ -57,27 +56,27 @@ class ResizableStorage:
         self._held = False
 
     def allocate(self, tracker: MemoryTracker) -> None:
-        """Have memory; its content is undefined. Idempotent."""
+        """Allocate the memory. Its content is undefined. Idempotent."""
         if not self._held:
             self._storage.resize_(self._size)
             self._held = True
             tracker.add(self._kind, self._size)
 
     def release(self, tracker: MemoryTracker) -> bool:
-        """Give the memory back, unless it stays; return whether there was any. Idempotent.
+        """Release the memory unless it stays; return whether any was released. Idempotent.
 
         Raises:
-            ShardingError: it is shared with something that torch does not know.
+            ShardingError: something outside torch shares the memory.
         """
         if not self._held or self._stays:
             return False
         try:
             self._storage.resize_(0)
         except RuntimeError as reason:
-            whose, made = _SHARED[self._kind]
+            owner, source = _SHARED_WITH_NUMPY[self._kind]
             raise ShardingError(
-                f"the memory of {whose} cannot be given back: something outside torch shares it, such as an array made by "
-                f"{made}.numpy(); make it of a copy, {made}.clone().numpy(), and the model anew."
+                f"the memory of {owner} cannot be released: something outside torch shares it, such as an array made by "
+                f"{source}.numpy(); make it of a copy, {source}.clone().numpy(), and build the model again."
             ) from reason
         self._held = False
         tracker.add(self._kind, -self._size)
@@ -85,9 +84,9 @@ class ResizableStorage:
 
 
 class ReusableBuffer:
-    """Memory of one size that is given out again as soon as nobody has any of it.
+    """Memory of one size that is used again as soon as no tensor uses it.
 
-    For what would else be asked of the system, and cleared by it page by page, in every step.
+    It serves buffers that would otherwise be allocated in every step, each time with pages cleared by the system.
     """
 
     __slots__ = ("_memory",)
@@ -96,38 +95,38 @@ class ReusableBuffer:
         self._memory: Tensor | None = None
 
     def take(self, count: int, like: Tensor) -> Tensor:
-        """(count,), always the same number, undefined, of the dtype and on the device of `like`."""
+        """A tensor (count,) with undefined content, with the dtype and device of `like`. `count` is the same in each call."""
         if self._memory is None:
             self._memory = like.new_empty(count)
-        elif torch._C._storage_Use_Count(self._memory.untyped_storage()._cdata) > _OURS:
+        elif torch._C._storage_Use_Count(self._memory.untyped_storage()._cdata) > _OWN_REFERENCES:
             return like.new_empty(count)
         return self._memory.view(count)
 
 
-_OURS: Final = 2
-"""The tensor that is kept, and the storage that is asked."""
+_OWN_REFERENCES: Final = 2
+"""The references to the storage from `_memory` and from the storage object that is made for the question."""
 
 
 class SharedStorage:
-    """The memory of a buffer that is somebody else's, and always there."""
+    """The memory of a buffer that is also that of a shard, which always has memory."""
 
     __slots__ = ()
 
     def allocate(self, tracker: MemoryTracker) -> None:
-        """It has memory."""
+        """Do nothing: the memory exists."""
 
     def release(self, tracker: MemoryTracker) -> bool:
-        """It is not ours to give back."""
+        """Do nothing: the shard needs the memory."""
         return False
 
 
 def size_of(tensor: Tensor) -> int:
-    """Bytes of the elements of `tensor`; of a sparse one, of what it has."""
+    """Bytes of the elements of `tensor`; for a sparse tensor, of its indices and values."""
     if tensor.is_sparse:
         return size_of(tensor._indices()) + size_of(tensor._values())
     return tensor.numel() * tensor.element_size()
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The same for two tensors exactly when they share their memory, allocated or not."""
+    """A number that is equal for two tensors exactly if they share a storage, with or without memory."""
     return int(tensor.untyped_storage()._cdata)

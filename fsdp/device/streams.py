@@ -1,14 +1,13 @@
-"""What may overlap what. The only file that names a device stream.
+"""What may run at the same time on a device. The only file that uses device streams.
 
 [Note: who waits for whom on CUDA]
-Whole buffers are allocated on the gather stream and read by the compute stream. Releasing one
-records an event on the compute stream; the next allocation makes the gather stream wait for it,
-so memory is reused only after its last reader. Shards are written by the compute stream (the
-optimizer): a pass, forward or backward, begins by making the gather stream wait for it once, which
-leaves prefetch free to run ahead for the rest of the pass. Buckets are allocated and filled on the compute stream and
-released only after it has waited for their reduction. Reduced gradients are allocated on the
-reduction stream, which waits for the compute stream before each of them. So nothing needs
-`record_stream`, and memory is reused in a fixed pattern.
+Unsharded buffers are allocated on the gather stream and read by the compute stream. Releasing one records an event on the
+compute stream, and the next allocation makes the gather stream wait for that event. So memory is reused only after its last
+reader. Shards are written by the compute stream (the optimizer). Each pass, forward or backward, begins by making the gather
+stream wait for the compute stream once; prefetch can then run ahead for the rest of the pass. Buckets are allocated and
+filled on the compute stream, and released only after that stream has waited for their reduction. Reduced gradients are
+allocated on a reduction stream, which waits for the compute stream before each of them. So `record_stream` is not needed,
+and memory is reused in a fixed pattern.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,38 +18,38 @@ import torch
 
 
 class Streams(Protocol):
-    """The order between computing, gathering and reducing on one device."""
+    """The order of computing, gathering and reducing on one device."""
 
     on_host: bool
-    """Whether there are none, but the host's own order."""
+    """Whether this is a CPU, where everything runs in the order of the program."""
 
     def pass_begins(self) -> None:
-        """Gathers launched from now on see what the compute stream has written so far."""
+        """Let later gathers see all that the compute stream has written so far."""
 
     def gathering(self) -> AbstractContextManager[Any]:
-        """Work inside runs on the gather stream, after the last reader of released memory."""
+        """A context whose work runs on the gather stream, after the last reader of released memory."""
 
     def gathered(self) -> Sequence[Any]:
-        """Work to wait for: what has run in `gathering` so far, beside the collectives, which are waited for themselves."""
+        """Events to wait for: the end of all copies made in `gathering` so far. Collectives have works of their own."""
 
     def released(self) -> None:
-        """The compute stream has made its last use of a whole buffer."""
+        """Record that the compute stream has used an unsharded buffer for the last time."""
 
     def reducing(self, lane: int = 0) -> AbstractContextManager[Any]:
-        """Work inside runs on a reduction stream, after what the compute stream has done so far."""
+        """A context whose work runs on a reduction stream, after all that the compute stream has done so far."""
 
     def landing(self, lane: int = 0) -> AbstractContextManager[Any]:
-        """Work inside runs on a reduction stream, without waiting for the compute stream."""
+        """A context whose work runs on a reduction stream, without waiting for the compute stream."""
 
     def await_reductions(self) -> None:
-        """The compute stream waits for the reduction streams."""
+        """Make the compute stream wait for the reduction streams."""
 
 
 _NOTHING: Final = nullcontext()
 
 
 class HostStreams:
-    """On CPU the `Work` handles alone give the order."""
+    """The streams of a CPU: none. The order follows from waiting for collectives."""
 
     on_host = True
 
@@ -77,7 +76,7 @@ class HostStreams:
 
 
 class Queues(Protocol):
-    """Where `CudaStreams` gets streams and events from. Tests give virtual ones, which record who touches what."""
+    """Makes the streams and events of `CudaStreams`. Tests give virtual ones, which record each access to memory."""
 
     def stream(self) -> Any:
         """A stream, with `wait_stream` and `wait_event`."""
@@ -86,14 +85,14 @@ class Queues(Protocol):
         """An event, with `record(stream)` and `wait`."""
 
     def current(self) -> Any:
-        """The stream that computes now."""
+        """The current stream, which computes."""
 
     def entered(self, stream: Any) -> AbstractContextManager[Any]:
-        """Work inside runs on `stream`."""
+        """A context whose work runs on `stream`."""
 
 
 class CudaQueues:
-    """Those of a CUDA device."""
+    """Makes the streams and events of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -112,7 +111,7 @@ class CudaQueues:
 
 
 class CudaStreams:
-    """One stream for gathers and one for each lane of reductions beside the compute stream, with events between."""
+    """A gather stream and one reduction stream for each lane, in addition to the compute stream."""
 
     on_host = False
 
@@ -130,7 +129,7 @@ class CudaStreams:
         return self._queues.entered(self._gather)
 
     def gathered(self) -> Sequence[Any]:
-        # one rank alone communicates with nobody, and its copy is all there is to wait for
+        # a single rank launches no collective, so there is only its copy to wait for
         event = self._queues.event()
         event.record(self._gather)
         return (event,)
@@ -151,16 +150,16 @@ class CudaStreams:
 
 
 def default_device(supports_device: Callable[[torch.device], bool]) -> torch.device:
-    """Where a rank's new parameters go: its current CUDA device if the group can communicate there, else the host."""
+    """The device for new parameters: the current CUDA device if the group can communicate there, else the CPU."""
     cuda = torch.cuda.is_available() and supports_device(torch.device("cuda"))
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def stall(seconds: float) -> None:
-    """The current stream of the current device does nothing for about as long."""
+    """Keep the current CUDA stream busy for about `seconds`."""
     torch.cuda._sleep(int(seconds * 2e9))  # type: ignore[no-untyped-call]
 
 
 def make_streams(device: torch.device, lanes: int) -> Streams:
-    """The streams of a device, with so many for reductions."""
+    """The streams of a device, with `lanes` reduction streams."""
     return CudaStreams(CudaQueues(device), lanes) if device.type == "cuda" else HostStreams()

@@ -1,19 +1,22 @@
-"""A parameter used outside the forward of its unit: in full, or this rank's part.
+"""Parameters used outside the forward of their unit: in full, or only this rank's part.
 
-The gradient of either goes to the whole parameter, like any other, so it is kept, reduced and
-committed like any other. A shard itself takes no gradient: what autograd would give it is right for
-elementwise operations alone, and nobody can tell those from others.
+The gradient of either value is accumulated in the unsharded parameter, so it is kept, reduced and committed like any other.
+A shard takes no gradient itself. Autograd's gradient of a shard is right for elementwise operations only, and fsdp does not
+know which operations were used.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from fsdp.comm.process_group import Communicator
 from fsdp.errors import ShardingError
+from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.layout import ShardExtent
 from fsdp.params.module_params import Owner, owning_unit
+from fsdp.params.param_info import ParamInfo
 
 
 def full_tensor(parameter: nn.Parameter) -> Tensor:
@@ -32,9 +35,9 @@ def full_tensor(parameter: nn.Parameter) -> Tensor:
 def to_local(parameter: nn.Parameter) -> Tensor:
     """This rank's part of a parameter, for loss terms that are sums over its elements: sum(p ** 2), sum(|p|). Differentiable.
 
-    Sum such terms over the parameters and add them to each rank's loss: every element is penalised once,
-    by the rank that holds it. The value is this rank's share of the penalty. Anything that is not a sum
-    over elements (a norm, a product of rows) needs `full_tensor`. Does not communicate.
+    Sum such terms over the parameters and add them to each rank's loss. Each element is then penalised once, by the rank
+    that holds it, and the value is this rank's share of the penalty. A term that is not a sum over elements (a norm, a
+    product of rows) needs `full_tensor`. Does not communicate.
 
     Raises:
         ShardingError: `parameter` is not sharded.
@@ -49,13 +52,39 @@ def _known_owner(parameter: Tensor, caller: str) -> Owner:
     return owner
 
 
+def gather_param(
+    flat: FlatBuffer, index: int, dtype: torch.dtype, comm: Communicator, unit: str, on_external_grad: Callable[[], None]
+) -> Tensor:
+    """A differentiable copy of one parameter in full, in `dtype`.
+
+    Traffic: this rank receives (W - 1) * C elements, the whole flat buffer.
+    """
+
+    def gather() -> Tensor:
+        slot = flat.layout.slots[index]
+        return flat.gather_copy(dtype, comm, unit)[slot.start : slot.end].view(slot.shape).clone()
+
+    value: Tensor = GatherParam.apply(flat.unsharded_params[index], gather, on_external_grad)  # type: ignore[no-untyped-call]
+    return value
+
+
+def local_param(flat: FlatBuffer, index: int, on_external_grad: Callable[[], None]) -> Tensor:
+    """This rank's part of one parameter, differentiable. Shares the memory of the shard."""
+    unsharded, shard, part = flat.unsharded_params[index], flat.sharded_params[index].detach(), flat.parts[index]
+    value: Tensor = LocalShard.apply(unsharded, shard, part, flat.num_shards, on_external_grad)  # type: ignore[no-untyped-call]
+    return value
+
+
 class GatherParam(torch.autograd.Function):
-    """`value()`, as a function of the whole parameter."""
+    """Returns `gather()`, as a function of the unsharded parameter, which may have no memory now.
+
+    The backward calls `on_external_grad` before it returns the gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, unsharded: nn.Parameter, value: Callable[[], Tensor], on_external_grad: Callable[[], None]) -> Tensor:
+    def forward(ctx: Any, unsharded: nn.Parameter, gather: Callable[[], Tensor], on_external_grad: Callable[[], None]) -> Tensor:
         ctx.on_external_grad = on_external_grad
-        return value()
+        return gather()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -64,17 +93,17 @@ class GatherParam(torch.autograd.Function):
 
 
 class LocalShard(torch.autograd.Function):
-    """This rank's part of the whole parameter.
+    """Returns this rank's part of the unsharded parameter.
 
-    Shapes:   gradient of the part  ->  zeros of the whole shape with the part filled in, times W
-    Why W:    gradients are averaged over the ranks, and this part has a gradient on this rank alone
+    Shapes:   gradient of the part  ->  zeros of the unsharded shape with the part filled in, times W
+    Why W:    gradients are averaged over the ranks, and this part has a gradient on this rank only
     """
 
     @staticmethod
     def forward(
-        ctx: Any, unsharded: nn.Parameter, shard: Tensor, part: ShardExtent, world_size: int, on_external_grad: Callable[[], None]
+        ctx: Any, unsharded: nn.Parameter, shard: Tensor, part: ShardExtent, num_shards: int, on_external_grad: Callable[[], None]
     ) -> Tensor:
-        ctx.on_external_grad, ctx.part, ctx.world_size, ctx.shape = on_external_grad, part, world_size, unsharded.shape
+        ctx.on_external_grad, ctx.part, ctx.num_shards, ctx.shape = on_external_grad, part, num_shards, unsharded.shape
         return shard.view_as(shard)
 
     @staticmethod
@@ -82,12 +111,44 @@ class LocalShard(torch.autograd.Function):
         ctx.on_external_grad()
         part = ctx.part
         full = gradient.new_zeros(ctx.shape)
-        full.view(-1)[part.first : part.first + part.numel] = gradient.reshape(-1) * ctx.world_size
+        full.view(-1)[part.first : part.first + part.numel] = gradient.reshape(-1) * ctx.num_shards
         return full, None, None, None, None
 
 
+class ReadCopies:
+    """The copies that reads in forwards returned, watched for in-place updates, which would never reach the parameter."""
+
+    __slots__ = ("_param_infos", "_versions")
+
+    def __init__(self, param_infos: Sequence[ParamInfo]) -> None:
+        self._param_infos = param_infos
+        self._versions: dict[int, tuple[Tensor, int]] = {}
+        """By index of the parameter: a tensor without memory that has the version counter of the copy, and its count then."""
+
+    def add(self, index: int, copy: Tensor) -> None:
+        """Watch the copy of the parameter at `index`, in place of an earlier one."""
+        stand_in = copy.detach()
+        stand_in.data = copy.new_empty(0)
+        self._versions[index] = (stand_in, copy._version)
+
+    def check(self, unit: str) -> None:
+        """Stop watching all copies.
+
+        Raises:
+            ShardingError: a copy was changed in place.
+        """
+        versions, self._versions = self._versions, {}
+        for index, (stand_in, version) in versions.items():
+            if stand_in._version != version:
+                raise ShardingError(
+                    f"parameter {self._param_infos[index].names[0]!r} was read in a forward outside its unit {unit!r} and "
+                    "changed there in place, which reaches a copy only; change it in the forward of its unit, or between "
+                    "forwards."
+                )
+
+
 class RefuseShardGrad:
-    """The hook of a shard: refuses by name what autograd would accumulate into it."""
+    """The hook of a sharded parameter: raises when autograd would accumulate a gradient into the shard."""
 
     __slots__ = ("_name", "_unit")
 

@@ -1,7 +1,7 @@
-"""Where each parameter lives in the flat buffer of its unit. Pure arithmetic, no torch.
+"""Where each parameter lies in the flat buffer of its unit. Pure arithmetic, no torch.
 
-Rule 1: a pure function of (shapes, itemsize, world size); any process can compute any rank's part.
-Rule 2: costs O(parameters), whatever the world size.
+Rule 1: a layout is a pure function of (shapes, itemsize, number of shards). Any process can compute any rank's part.
+Rule 2: it costs O(parameters), independent of the number of shards.
 """
 
 from collections.abc import Sequence
@@ -11,22 +11,22 @@ from math import lcm, prod
 from typing import Final
 
 ALIGNMENT: Final = 16
-"""Bytes. NCCL falls back to element-sized packets for chunks that are not multiples of this."""
+"""Bytes. NCCL sends packets of one element each if a chunk is not a multiple of this."""
 PADDING_BUDGET: Final = 0.03
-"""How much larger a chunk may become so that rows stay whole."""
+"""The fraction by which a chunk may grow so that no row is cut."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ParamExtent:
-    """One parameter in the whole flat buffer, in elements."""
+    """Where one parameter lies in the unsharded flat buffer, in elements."""
 
     shape: Shape
     start: int
     numel: int
     cut_by_element: bool
-    """Some chunk boundary falls inside a row of this parameter."""
+    """Whether a chunk boundary falls inside a row of this parameter."""
 
     @property
     def end(self) -> int:
@@ -35,24 +35,24 @@ class ParamExtent:
 
 @dataclass(frozen=True, slots=True)
 class ShardExtent:
-    """What one rank holds of one parameter, in elements."""
+    """Where one rank's part of one parameter lies, in elements."""
 
     shape: Shape
     offset: int
-    """From the beginning of the rank's chunk."""
+    """Counted from the start of the rank's chunk."""
     first: int
-    """From the beginning of the flattened parameter."""
+    """The first element of the part, counted from the start of the flattened parameter."""
     numel: int
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Parameters laid end to end and cut into equal chunks, one a rank.
+    """Parameters laid end to end and cut into equal chunks, one for each rank.
 
-    Example: shapes (3, 2) and (1,) of 8-byte elements over 2 ranks. Chunks are multiples of 16
-    bytes, so of 2 elements; 7 elements are padded to 8; the boundary falls between rows:
+    Example: shapes (3, 2) and (1,) of 8-byte elements over 2 ranks. Chunks are multiples of 16 bytes, which is 2 elements.
+    7 elements are padded to 8. The boundary falls between rows:
 
-        whole     a a a a a a b .
+        unsharded a a a a a a b .
         rank 0    a a a a            shape (2, 2), and (0,) of b
         rank 1            a a b .    shape (1, 2), and (1,) of b
     """
@@ -63,14 +63,15 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole flat buffer, padding included."""
+        """Elements of the unsharded flat buffer, padding included."""
         return self.shard_numel * self.num_shards
 
     def part(self, index: int, rank: int) -> ShardExtent:
-        """What `rank` holds of parameter `index`.
+        """The part of parameter `index` on `rank`.
 
-        Rows: shape (k, *rest), k may be 0. Cut by element: (1, ..., 1, n). Without dimensions:
-        () on the rank that holds it, (0,) on the others.
+        Shapes:   cut between rows: (k, *rest), where k may be 0
+                  cut by element: (1, ..., 1, n)
+                  no dimensions: () on the rank that holds it, (0,) on the others
         """
         slot = self.slots[index]
         begin = rank * self.shard_numel
@@ -92,21 +93,21 @@ def _part_shape(slot: ParamExtent, numel: int) -> Shape:
 
 @lru_cache(maxsize=4096)
 def make_layout(shapes: tuple[Shape, ...], itemsize: int, num_shards: int) -> Layout:
-    """Lay parameters of `shapes` (elements of `itemsize` bytes) over `num_shards` chunks.
+    """Lay parameters of `shapes` (elements of `itemsize` bytes) into `num_shards` chunks.
 
-    Boundaries fall between rows (dim 0) wherever that keeps the chunk within `PADDING_BUDGET` of
-    the smallest possible one; the parameters with the longest rows are cut by element first.
+    Boundaries fall between rows (dim 0) as long as the chunk stays within `PADDING_BUDGET` of the smallest possible one.
+    If it does not, the parameters with the longest rows are cut by element first.
     """
     step = max(ALIGNMENT // itemsize, 1)
-    # candidates for whole rows, shortest rows first
+    # row lengths that may stay uncut, shortest first
     rows = sorted({_row(shape) for shape in shapes if len(shape) > 1 and prod(shape) > 0})
     smallest = _fit(shapes, frozenset(), step, num_shards, limit=None)
     assert smallest is not None, "an unlimited chunk always fits"
     limit = max(smallest.shard_numel, int(smallest.shard_numel * (1 + PADDING_BUDGET)))
-    for kept in range(len(rows), 0, -1):
-        found = _fit(shapes, frozenset(rows[:kept]), step, num_shards, limit)
-        if found is not None:
-            return found
+    for count in range(len(rows), 0, -1):
+        layout = _fit(shapes, frozenset(rows[:count]), step, num_shards, limit)
+        if layout is not None:
+            return layout
     return smallest
 
 
@@ -119,17 +120,17 @@ def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def _fit(shapes: Sequence[Shape], whole_rows: frozenset[int], step: int, num_shards: int, limit: int | None) -> Layout | None:
-    """The layout with the smallest chunk found that keeps these row lengths whole, or None beyond `limit`."""
+def _fit(shapes: Sequence[Shape], uncut_rows: frozenset[int], step: int, num_shards: int, limit: int | None) -> Layout | None:
+    """The layout with the smallest chunk found that cuts no row of these lengths, or None if that exceeds `limit`."""
     total = sum(_round_up(prod(shape), step) for shape in shapes)
     shard_numel = _round_up(max(-(-total // num_shards), 1), step)
     for _ in range(8):
-        # a parameter longer than a chunk crosses several boundaries: the chunk itself must be whole rows
-        crossing = [_row(s) for s in shapes if len(s) > 1 and _row(s) in whole_rows and prod(s) > shard_numel]
+        # a parameter longer than a chunk crosses several boundaries, so the chunk must be a multiple of its row
+        crossing = [_row(s) for s in shapes if len(s) > 1 and _row(s) in uncut_rows and prod(s) > shard_numel]
         shard_numel = _round_up(shard_numel, lcm(step, *crossing))
         if limit is not None and shard_numel > limit:
             return None
-        slots = _place(shapes, whole_rows, step, shard_numel)
+        slots = _place(shapes, uncut_rows, step, shard_numel)
         end = slots[-1].end if slots else 0
         if end <= shard_numel * num_shards:
             return Layout(slots, shard_numel, num_shards)
@@ -137,28 +138,31 @@ def _fit(shapes: Sequence[Shape], whole_rows: frozenset[int], step: int, num_sha
     return None
 
 
-def _place(shapes: Sequence[Shape], whole_rows: frozenset[int], step: int, shard_numel: int) -> tuple[ParamExtent, ...]:
+def _place(shapes: Sequence[Shape], uncut_rows: frozenset[int], step: int, shard_numel: int) -> tuple[ParamExtent, ...]:
     slots = []
-    at = 0
+    start = 0
     for shape in shapes:
         numel = prod(shape)
         row = _row(shape) if len(shape) > 1 and numel else 1
-        at = _round_up(at, step)
-        boundary = _round_up(at + 1, shard_numel)
-        crosses = at + numel > boundary
-        if crosses and row in whole_rows:
-            at += (boundary - at) % lcm(row, step)
-            if at >= boundary:
-                boundary = _round_up(at + 1, shard_numel)
-            crosses = at + numel > boundary
-        crosses_twice = at + numel > boundary + shard_numel
-        cut = crosses and ((boundary - at) % row != 0 or (crosses_twice and shard_numel % row != 0))
-        slots.append(ParamExtent(shape, at, numel, cut))
-        at += numel
+        start = _round_up(start, step)
+        boundary = _round_up(start + 1, shard_numel)
+        crosses = start + numel > boundary
+        if crosses and row in uncut_rows:
+            start += (boundary - start) % lcm(row, step)
+            if start >= boundary:
+                boundary = _round_up(start + 1, shard_numel)
+            crosses = start + numel > boundary
+        crosses_twice = start + numel > boundary + shard_numel
+        cut = crosses and ((boundary - start) % row != 0 or (crosses_twice and shard_numel % row != 0))
+        slots.append(ParamExtent(shape, start, numel, cut))
+        start += numel
     return tuple(slots)
 
 
 def next_bucket_limit(left: int, cap: int, tapers: bool) -> int:
-    """Bytes of the next bucket or parcel, of `left` that have none. If it `tapers` at most half of them, so that little is on
-    its way when nothing is left to compute; but an eighth of the cap is little enough."""
+    """The size limit in bytes of the next bucket or bucket group, when `left` bytes are in none yet.
+
+    With `tapers` it takes at most half of `left`, or an eighth of the cap if that is more. The last bucket is then small,
+    so that little is in flight when no computation is left to hide it.
+    """
     return min(cap, max(left // 2, cap // 8)) if tapers else cap

@@ -1,17 +1,16 @@
-"""What a module shows of its unit: the shards or the whole parameters, and who owns each of them.
+"""What a module shows of its unit: sharded or unsharded parameters; and the unit that owns a parameter.
 
 [Note: reads in a forward]
-A parent that computes with `self.child.weight`, a layer called without its unit, a forward hook, a
-function that a checkpoint replays: each reads an attribute of a module while the shards are what it
-shows. Any module's forward being on the Python stack, or a backward running, says that a value to
-compute with is wanted; then the read answers with the full value (external_use.py). Otherwise (an
-optimizer, a print, a clamp between steps) it is the shard. Listings such as `parameters()` do not
-come by here and always give what is shown.
+While a module shows shards, code may still read its parameters in a forward: a parent that computes with
+`self.child.weight`, a layer called without its unit, a forward hook, a function that activation checkpointing recomputes.
+Such a read needs the full value. It is recognised by the Python stack: the forward of some module runs, or a backward does.
+Then the unit answers the read (external_use.py). Any other read (an optimizer, a print, a clamp between steps) gets the
+shard. Listings such as `parameters()` do not pass through here and always give what the module shows.
 """
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_not
 from typing import Protocol, cast
 
@@ -20,15 +19,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp.autograd.frames import in_a_forward, in_backward
 from fsdp.errors import ShardingError
+from fsdp.params.param_info import ParamInfo
 
 
 class Owner(Protocol):
-    """The unit behind a parameter, as far as those who only hold the parameter need to know it."""
+    """A unit, as seen by code that has only one of its parameters."""
 
     name: str
 
     def read(self, parameter: nn.Parameter, module: nn.Module, reader: object) -> Tensor:
-        """The full value of `parameter` of `module`, to compute with in a forward. `reader`: the object whose method reads it."""
+        """The full value of `parameter` of `module`, for a forward. `reader`: the object whose method reads it."""
 
     def full_value(self, parameter: nn.Parameter) -> Tensor:
         """The full value of `parameter`, in its own dtype, differentiable. Communicates."""
@@ -37,116 +37,139 @@ class Owner(Protocol):
         """This rank's part of `parameter`, differentiable."""
 
 
-# which unit each parameter belongs to, shard or whole; a unit refers to its parameters, so only weakly
+# the unit of each sharded and unsharded parameter; weakly, because the unit refers to its parameters
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def own(parameter: nn.Parameter, owner: Owner) -> None:
-    """Note that `parameter`, a shard or a whole one, belongs to `owner`."""
+def register_owner(parameter: nn.Parameter, owner: Owner) -> None:
+    """Record that `parameter`, sharded or unsharded, belongs to `owner`."""
     _owners[parameter] = weakref.ref(owner)
 
 
 def owning_unit(parameter: Tensor) -> Owner | None:
-    """The unit that owns `parameter`, if it is sharded already."""
+    """The unit that owns `parameter`, or None if the parameter belongs to no unit."""
     owner: weakref.ref[Owner] | None = _owners.get(parameter)  # type: ignore[no-untyped-call]
     return None if owner is None else owner()
 
 
 class ParamDict(dict[str, nn.Parameter | None]):
-    """The `_parameters` of a module of some unit."""
+    """The `_parameters` of a module that has parameters of a unit."""
 
     __slots__ = ("shared",)
 
     def __init__(self, slots: dict[str, nn.Parameter | None]) -> None:
         super().__init__(slots)
         self.shared = False
-        """Several units have parameters here, so that some may be shards while others are whole."""
+        """Whether parameters of several units are in this dict, so that some may be sharded and others unsharded."""
+
+    def share(self) -> None:
+        """Record that another unit has parameters here."""
+        self.shared = True
 
 
 class PlainParamDict(ParamDict):
-    """All of them whole: a read costs what it does on a plain module."""
+    """Gives what it holds. A read costs as much as on a module that is not sharded."""
 
     __slots__ = ()
 
 
 class InterceptingParamDict(ParamDict):
-    """Some may be shards, whole ones from before an optimizer step, or whole for a backward that frees them soon: a read in a
-    forward is answered by the unit."""
+    """Asks the unit for the value of a parameter that is read in a forward.
+
+    The dict may hold shards, unsharded parameters from before an optimizer step, or unsharded parameters that a backward
+    is about to free.
+    """
 
     __slots__ = ()
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
-        found = super().__getitem__(name)
-        owner = None if found is None else owning_unit(found)
-        if found is None or owner is None or not (in_backward() or in_a_forward()):
-            return found
+        parameter = super().__getitem__(name)
+        owner = None if parameter is None else owning_unit(parameter)
+        if parameter is None or owner is None or not (in_backward() or in_a_forward()):
+            return parameter
         # frames: this one, nn.Module.__getattr__, the reader
         module, reader = sys._getframe(1).f_locals["self"], sys._getframe(2).f_locals.get("self")
-        return cast(nn.Parameter, owner.read(found, module, reader))
+        return cast(nn.Parameter, owner.read(parameter, module, reader))
 
 
 class ModuleParams:
-    """What one module shows of one unit, in either face."""
+    """The parameters of one unit in one module, and which of them the module shows: the sharded or the unsharded ones."""
 
-    __slots__ = ("_module", "_slots", "_teller", "shards", "unsharded_params")
+    __slots__ = ("_module", "_param_dict", "_set_params", "_sharded_params", "_unsharded_params")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)  # see `Unit.module`
-        self.shards: dict[str, nn.Parameter] = {}
-        self.unsharded_params: dict[str, nn.Parameter] = {}
+        self._sharded_params: dict[str, nn.Parameter] = {}
+        self._unsharded_params: dict[str, nn.Parameter] = {}
         if isinstance(module._parameters, ParamDict):
-            module._parameters.shared = True
+            module._parameters.share()
         else:
             module.__dict__["_parameters"] = InterceptingParamDict(module._parameters)
-        self._slots = cast(ParamDict, module._parameters)
-        # modules that keep a second book of their parameters (nn.LSTM) are told through their own __setattr__
-        plain = type(module).__setattr__ is nn.Module.__setattr__
-        self._teller: Callable[[dict[str, nn.Parameter]], None] = self._slots.update if plain else self._tell
+        self._param_dict = cast(ParamDict, module._parameters)
+        # a module with a second record of its parameters (nn.LSTM) updates it in its own __setattr__
+        is_plain = type(module).__setattr__ is nn.Module.__setattr__
+        self._set_params: Callable[[dict[str, nn.Parameter]], None] = (
+            self._param_dict.update if is_plain else self._set_attributes
+        )
 
     @property
     def module(self) -> nn.Module | None:
-        """The module, as long as it is there."""
+        """The module, or None once it is gone."""
         return self._module()
 
+    def add(self, name: str, sharded: nn.Parameter, unsharded: nn.Parameter) -> None:
+        """Manage the parameter `name` of the module."""
+        self._sharded_params[name], self._unsharded_params[name] = sharded, unsharded
+
     def use_unsharded(self) -> None:
-        """Let the module show the whole parameters. The unit still answers reads, until it opens."""
-        self._teller(self.unsharded_params)
+        """Let the module show the unsharded parameters. The unit answers reads until `stop_intercepting`."""
+        self._set_params(self._unsharded_params)
 
     def use_sharded(self) -> None:
-        """Let the module show the shards."""
-        self._teller(self.shards)
-        self._slots.__class__ = InterceptingParamDict
+        """Let the module show the shards, and the unit answer reads."""
+        self._set_params(self._sharded_params)
+        self._param_dict.__class__ = InterceptingParamDict
 
     def stop_intercepting(self) -> None:
-        """The unit's own forward or a replay of it begins: reads need no answer from now on."""
-        if not self._slots.shared:
-            self._slots.__class__ = PlainParamDict
+        """Let reads give what the module shows: the unit's forward, or a recompute of it, begins."""
+        if not self._param_dict.shared:
+            self._param_dict.__class__ = PlainParamDict
 
     def intercept_reads(self) -> None:
-        """Let the unit answer reads of the whole parameters from now on."""
-        self._slots.__class__ = InterceptingParamDict
+        """Let the unit answer reads."""
+        self._param_dict.__class__ = InterceptingParamDict
 
     def check(self, unit: str) -> None:
-        """Outside a forward the module must show the shards.
+        """Check that the module shows parameters of the unit.
 
         Raises:
-            ShardingError: the user has put another parameter in a slot.
+            ShardingError: the user has put another parameter into the module.
         """
-        shown = list(map(self._slots.get, self.shards))
-        if not any(map(is_not, shown, self.shards.values())):
+        shown = list(map(self._param_dict.get, self._sharded_params))
+        if not any(map(is_not, shown, self._sharded_params.values())):
             return
-        for slot, there, shard in zip(self.shards, shown, self.shards.values(), strict=True):
-            if there is not shard and there is not self.unsharded_params[slot]:
+        for name, current, sharded in zip(self._sharded_params, shown, self._sharded_params.values(), strict=True):
+            if current is not sharded and current is not self._unsharded_params[name]:
                 raise ShardingError(
-                    f"{type(self.module).__name__}.{slot} in unit {unit!r} was replaced by another parameter after wrapping; "
+                    f"{type(self.module).__name__}.{name} in unit {unit!r} was replaced by another parameter after wrapping; "
                     "copy into the one that is there, or replace it before wrapping."
                 )
 
-    def _tell(self, module_params: dict[str, nn.Parameter]) -> None:
-        # a module's __setattr__ looks at what is there, which is no read to answer
-        self._slots.__class__ = PlainParamDict
+    def _set_attributes(self, parameters: dict[str, nn.Parameter]) -> None:
+        # the module's __setattr__ reads the current parameter, and that read must not be intercepted
+        self._param_dict.__class__ = PlainParamDict
         module = self.module
-        for name, parameter in module_params.items():
+        for name, parameter in parameters.items():
             if module is not None:
                 setattr(module, name, parameter)
-        self._slots.__class__ = InterceptingParamDict
+        self._param_dict.__class__ = InterceptingParamDict
+
+
+def module_params_of(param_infos: Sequence[ParamInfo], unsharded_params: Sequence[nn.Parameter]) -> tuple[ModuleParams, ...]:
+    """One `ModuleParams` for each module that has any of these parameters."""
+    found: dict[int, ModuleParams] = {}
+    for info, unsharded in zip(param_infos, unsharded_params, strict=True):
+        for module, slot in info.slots:
+            module_params = found.get(id(module)) or found.setdefault(id(module), ModuleParams(module))
+            module_params.add(slot, info.parameter, unsharded)
+    return tuple(found.values())

@@ -1,13 +1,13 @@
-"""One unit: its two faces, gather and release.
+"""One unit: gathers its unsharded parameters, lets its modules show them, and frees them.
 
-Rule 1: the shard face is made of the user's original Parameter objects, the whole face of ours;
-        both live as long as the unit.
-Rule 2: the modules show the whole face only between USE_UNSHARDED and USE_SHARDED; whoever looks at any other
-        time sees living shards, never freed memory.
+Rule 1: the sharded parameters are the user's Parameter objects, the unsharded ones are made by the unit.
+        Both live as long as the unit.
+Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE_SHARDED. At any other time
+        they show shards, so that nothing reads freed memory.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from fsdp.autograd.frames import in_backward, is_running
 from fsdp.comm.process_group import Communicator
 from fsdp.comm.work import Work
-from fsdp.config import Config, MeshKind
+from fsdp.config import Config
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
-from fsdp.params.external_use import GatherParam, LocalShard
-from fsdp.params.flat_buffer import Before, FlatBuffer, ParamInfo, in_pieces
-from fsdp.params.module_params import ModuleParams, own
+from fsdp.params.external_use import ReadCopies, gather_param, local_param
+from fsdp.params.flat_buffer import FlatBuffer, SavedShards
+from fsdp.params.full_params import FullParams
+from fsdp.params.module_params import module_params_of, register_owner
+from fsdp.params.param_info import ParamInfo
+from fsdp.params.pieces import make_flat_buffers
 from fsdp.params.unit_observer import UnitObserver
 from fsdp.params.versions import Versions
 
@@ -30,12 +33,7 @@ class Unit:
     """The parameters that are gathered and released together, and the modules that show them."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        param_infos: Sequence[ParamInfo],
-        config: Config,
-        comm: Communicator,
+        self, module: nn.Module, name: str, param_infos: Sequence[ParamInfo], config: Config, comm: Communicator
     ) -> None:
         self._module = weakref.ref(module)
         self.name = name
@@ -43,45 +41,34 @@ class Unit:
         self.comm = comm
         self._streams: Streams
         self._tracker: MemoryTracker
-        self.full_params: list[Tensor] = []
         self._works: list[Work] = []
-        self._set_aside: list[Tensor | None] = []
         self._open = False
         self._read_by_recompute = False
-        """A replay that is not one of the unit's whole forward has read whole parameters, and may have changed them."""
+        """A recompute of a part of the unit's forward has read unsharded parameters, and may have changed them in place."""
         self.observer: UnitObserver
-        self._copies: dict[int, tuple[Tensor, int]] = {}
-        """Stand-ins for the copies that were read in forwards: their version counters, without their memory."""
-        replicated = config.mesh_kind is MeshKind.REPLICATE
-        self.flats = tuple(
-            FlatBuffer(members, _compute_dtype(members[0].parameter.dtype, config), comm, replicated)
-            for members in in_pieces(param_infos, config)
-        )
+        self.flats = make_flat_buffers(param_infos, config, comm)
         self.versions = Versions(self.flats)
+        self._full_params = FullParams(self.flats)
+        self._read_copies = ReadCopies(self.param_infos)
         self.unsharded_params = tuple(p for flat in self.flats for p in flat.unsharded_params)
         self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
         """Whether any parameter is trainable."""
         self.keys = frozenset(flat.key for flat in self.flats)
-        by_module: dict[int, ModuleParams] = {}
-        self._numbers: dict[int, int] = {}
-        """Of each parameter, by the id of its shard and of its whole."""
-        for flat in self.flats:
-            for place, unsharded in zip(flat.param_infos, flat.unsharded_params, strict=True):
-                self._numbers[id(place.parameter)] = self._numbers[id(unsharded)] = len(self._numbers) // 2
-                own(place.parameter, self)
-                own(unsharded, self)
-                for owner, slot in place.slots:
-                    shown = by_module.get(id(owner)) or by_module.setdefault(id(owner), ModuleParams(owner))
-                    shown.shards[slot] = place.parameter
-                    shown.unsharded_params[slot] = unsharded
-        self._module_params = tuple(by_module.values())
+        """The storage keys of the unsharded parameters."""
+        self._indices: dict[int, int] = {}
+        """The index of each parameter in `unsharded_params`, by the id of its sharded and of its unsharded Parameter."""
+        for index, (info, unsharded) in enumerate(zip(self.param_infos, self.unsharded_params, strict=True)):
+            for parameter in (info.parameter, unsharded):
+                self._indices[id(parameter)] = index
+                register_owner(parameter, self)
+        self._module_params = module_params_of(self.param_infos, self.unsharded_params)
 
     @property
     def module(self) -> nn.Module:
-        """The module that is the unit. Whoever asks runs in it, or has it.
+        """The module that is the unit. It is alive whenever code asks for it.
 
-        The unit refers to its modules weakly: a graph refers to the unit in ways that Python's collector does not see, and a
-        module may keep a graph (`self.aux = loss`).
+        The unit refers to its modules weakly. Autograd graphs refer to the unit in ways that Python's garbage collector does
+        not see, and a module may hold a graph (`self.aux = loss`).
         """
         module = self._module()
         assert module is not None
@@ -91,7 +78,7 @@ class Unit:
         return f"Unit({self.name!r}, {len(self.param_infos)} parameters)"
 
     def join(self, streams: Streams, tracker: MemoryTracker) -> None:
-        """Become part of a root: share its streams and its books."""
+        """Become part of a root: use its streams and its memory tracker."""
         self._streams = streams
         self._tracker = tracker
         tracker.add("shards", sum(size_of(flat.shard) for flat in self.flats))
@@ -102,156 +89,133 @@ class Unit:
 
     @property
     def param_infos(self) -> tuple[ParamInfo, ...]:
-        return tuple(place for flat in self.flats for place in flat.param_infos)
+        return tuple(info for flat in self.flats for info in flat.param_infos)
 
     @property
     def sharded_params(self) -> tuple[nn.Parameter, ...]:
         return tuple(p for flat in self.flats for p in flat.sharded_params)
 
     def stop_intercepting(self) -> None:
-        """Its own forward, or a replay of it, runs on the whole parameters."""
+        """Let reads give the unsharded parameters directly: the unit's forward, or a recompute of it, runs."""
         self._open = True
-        for shown in self._module_params:
-            shown.stop_intercepting()
+        for module_params in self._module_params:
+            module_params.stop_intercepting()
 
     def intercept_reads(self) -> None:
-        """From now on, answer each read of the whole parameters with a fresh copy: an optimizer may step."""
+        """Answer each read of the unsharded parameters with a fresh copy, because an optimizer may step."""
         self._open = False
-        for shown in self._module_params:
-            shown.intercept_reads()
+        for module_params in self._module_params:
+            module_params.intercept_reads()
 
-    def write_back_inplace(self, before: Before = None) -> int:
-        """Keep what its forward changed in the whole parameters in place; return how many parameters it changed.
+    def write_back_inplace(self, saved: SavedShards | None = None) -> int:
+        """Copy in-place updates of the unsharded parameters into the shards; return the number of parameters updated.
 
-        `before`: filled with what `roll_back_inplace` needs, if the forward goes on and may yet fail.
+        `saved`: receives what `roll_back_inplace` needs. Give it while the forward still runs and may fail.
 
         Raises:
-            ShardingError: they are in another precision than the shards.
+            ShardingError: the unsharded parameters have another dtype than the shards.
         """
-        return sum([flat.write_back_inplace(self.name, before) for flat in self.flats])
+        return sum([flat.write_back_inplace(self.name, saved) for flat in self.flats])
 
     def write_back_inplace_of_recompute(self) -> None:
-        """Keep what a replay changed in place: the same once more, which is no reason to refuse the backward it is for."""
+        """Copy in-place updates of a recompute into the shards. They repeat those of the forward, so the backward stays valid."""
         self._read_by_recompute = False
         self.versions.repeat(self.write_back_inplace())
 
-    def roll_back_inplace(self, taken: "list[tuple[Tensor, Tensor]]") -> None:
-        """A forward failed: what it changed will be gathered anew, and what was `taken` of that is put back.
+    def roll_back_inplace(self, saved: SavedShards) -> None:
+        """Undo the in-place updates of a failed forward: forget new ones, and restore the shards in `saved`.
 
-        Where the whole parameters are the shards, all of it stays.
+        Updates stay where the unsharded parameters share the memory of the shards.
         """
         for flat in self.flats:
-            flat.inplace_updates = flat.count_inplace_updates()
+            flat.ignore_inplace_updates()
         with torch.no_grad():
-            for shard, before in reversed(taken):
-                shard.copy_(before)
-        self.versions.repeat(len(taken))
+            for shard, value in reversed(saved):
+                shard.copy_(value)
+        self.versions.repeat(len(saved))
 
     def sync_requires_grad(self) -> None:
-        """Carry to the whole face what the user has frozen or thawed."""
+        """Apply changes of `requires_grad` on the sharded parameters to the unsharded ones."""
         if any([flat.sync_requires_grad() for flat in self.flats]):
             self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
 
     def check_shards(self) -> bool:
-        """Take over what the user did to the shards from outside, or refuse it; return whether anything was copied.
+        """Copy data that the user put into sharded parameters (`p.data = x`) into the shards; return whether any was copied.
 
         Raises:
-            ShardingError: a shard was replaced by something that does not fit, or a copy was edited instead of it.
+            ShardingError: the data does not fit, a module shows another parameter, or a copy was changed in place.
         """
-        self._check_copies()
-        for shown in self._module_params:
-            shown.check(self.name)
+        self._read_copies.check(self.name)
+        for module_params in self._module_params:
+            module_params.check(self.name)
         return any([flat.check_shards(self.name) for flat in self.flats])
 
     # uses outside the unit ----------------------------------------------------------------
 
     def read(self, parameter: nn.Parameter, module: nn.Module, reader: object) -> Tensor:
-        """The full value of `parameter`, to compute with in a forward: the whole parameter while it may be used, or a copy.
+        """The full value of `parameter` for a forward: the unsharded parameter while that may be used, else a copy.
 
-        A copy has the dtype the unit computes in.
+        The copy has the dtype in which the unit computes.
         """
-        number = self._numbers[id(parameter)]
-        unsharded = self.unsharded_params[number]
-        # a choice that leads to a gather must not hang on what this rank holds, such as whether an optimizer changed it here
-        if self.full_params or (parameter is unsharded and self._open):
+        index = self._indices[id(parameter)]
+        unsharded = self.unsharded_params[index]
+        # every rank must decide alike, because a copy is gathered: nothing here may depend on the values of this rank
+        if self.has_full_params or (parameter is unsharded and self._open):
             return parameter
         if in_backward():
-            own = any(shown.module is reader for shown in self._module_params) or is_running(module)
-            # a replay around the unit computes with what the unit itself may be done with before; one of a part of it
-            # needs the rest of the unit soon, of which each rank may read something else
-            if (own and parameter is unsharded) or ((own or parameter is unsharded) and self.observer.unshard_for_backward()):
+            read_inside = any(shown.module is reader for shown in self._module_params) or is_running(module)
+            # A recompute around the unit may read parameters after the unit's post-backward. A recompute of a part of the
+            # unit soon needs the other parameters too, and the ranks may read them in another order.
+            is_shown = parameter is unsharded
+            if (read_inside and is_shown) or ((read_inside or is_shown) and self.observer.unshard_for_backward()):
                 self._read_by_recompute = True
                 return unsharded
-        copy = self._use_in_full(number, unsharded.dtype)
+        copy = self._gather_param(index, unsharded.dtype)
         if not copy.is_inference():
-            self._check_copies()
-            stand_in = copy.detach()
-            stand_in.data = copy.new_empty(0)
-            self._copies[number] = (stand_in, copy._version)
+            self._read_copies.check(self.name)
+            self._read_copies.add(index, copy)
         return copy
 
     def full_value(self, parameter: nn.Parameter) -> Tensor:
         """See `fsdp.full_tensor`."""
-        number = self._numbers[id(parameter)]
-        return parameter if self.full_params else self._use_in_full(number, self.sharded_params[number].dtype)
+        index = self._indices[id(parameter)]
+        return parameter if self.has_full_params else self._gather_param(index, self.sharded_params[index].dtype)
 
     def local_value(self, parameter: nn.Parameter) -> Tensor:
         """See `fsdp.to_local`."""
-        number = self._numbers[id(parameter)]
-        flat, i = self._find(number)
-        if self.full_params:
-            raise ShardingError("to_local: lent parameters cannot be trained; leave summon_full_params first.")
+        if self.has_full_params:
+            raise ShardingError("to_local: full parameters cannot be trained; leave summon_full_params first.")
         self.check_shards()
         self.sync_requires_grad()
-        shard, on_external_grad = flat.sharded_params[i].detach(), self._on_external_grad
-        value: Tensor = LocalShard.apply(flat.unsharded_params[i], shard, flat.parts[i], flat.num_shards, on_external_grad)  # type: ignore[no-untyped-call]
-        return value
+        return local_param(*self._locate(self._indices[id(parameter)]), self._on_external_grad)
 
-    def _use_in_full(self, number: int, dtype: torch.dtype) -> Tensor:
-        flat, i = self._find(number)
+    def _gather_param(self, index: int, dtype: torch.dtype) -> Tensor:
         self.check_shards()
         self.sync_requires_grad()
-
-        def gather() -> Tensor:
-            full = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
-            flat.local_chunk(full).copy_(flat.shard)
-            self.comm.all_gather(full.view(torch.uint8), self.name).wait()
-            slot = flat.layout.slots[i]
-            return full[slot.start : slot.end].view(slot.shape).clone()
-
-        value: Tensor = GatherParam.apply(flat.unsharded_params[i], gather, self._on_external_grad)  # type: ignore[no-untyped-call]
+        value = gather_param(*self._locate(index), dtype, self.comm, self.name, self._on_external_grad)
         if in_backward() and value.requires_grad:
-            # a replay; the gradient may come in a graph task of the checkpoint's own, and the backward is not over with that
+            # In a recompute the gradient may arrive in a graph task of the checkpoint, whose end is not the end of the
+            # backward, so the event is sent now.
             self._on_external_grad()
         return value
 
     def _on_external_grad(self) -> None:
         self.observer.gradient_comes_from_outside()
 
-    def _find(self, number: int) -> tuple[FlatBuffer, int]:
-        """The buffer of a parameter of this unit, and its number there."""
+    def _locate(self, index: int) -> tuple[FlatBuffer, int]:
+        """The flat buffer of a parameter of this unit, and its index there."""
         for flat in self.flats:
-            if number < len(flat.param_infos):
-                return flat, number
-            number -= len(flat.param_infos)
-        raise IndexError(number)
-
-    def _check_copies(self) -> None:
-        copies, self._copies = self._copies, {}
-        for number, (stand_in, version) in copies.items():
-            if stand_in._version != version:
-                raise ShardingError(
-                    f"parameter {self.param_infos[number].names[0]!r} was read in a forward outside its unit {self.name!r} and "
-                    "changed there in place, which reaches a copy only; change it in the forward of its unit, or between "
-                    "forwards."
-                )
+            if index < len(flat.param_infos):
+                return flat, index
+            index -= len(flat.param_infos)
+        raise IndexError(index)
 
     # effects of the residency -------------------------------------------------------------
 
-    def launch(self) -> None:
-        """Allocate the whole parameters and launch their gather.
+    def all_gather(self) -> None:
+        """Allocate the unsharded parameters and launch their all-gather.
 
-        Shapes:   shard (C,) on each of W ranks  ->  whole (W * C,), in rank order, cast on the way
+        Shapes:   shard (C,) on each of W ranks  ->  unsharded (W * C,), in rank order, cast before sending
         Traffic:  this rank receives (W - 1) * C elements
         """
         with self._streams.gathering():
@@ -263,90 +227,49 @@ class Unit:
                 self._works.append(self.comm.all_gather(flat.unsharded_bytes, self.name, flat.local_bytes))
             self._works += self._streams.gathered()
 
-    def wait_unshard(self) -> None:
-        """Wait until the whole parameters may be read."""
+    def wait_all_gather(self) -> None:
+        """Wait until the unsharded parameters may be read."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
 
-    def show(self) -> None:
-        """Let the modules show the whole parameters."""
-        for shown in self._module_params:
-            shown.use_unsharded()
+    def use_unsharded(self) -> None:
+        """Let the modules show the unsharded parameters."""
+        for module_params in self._module_params:
+            module_params.use_unsharded()
 
-    def hide(self) -> None:
-        """Let the modules show the shards again."""
+    def use_sharded(self) -> None:
+        """Let the modules show the shards."""
         if self._read_by_recompute:
             self.write_back_inplace_of_recompute()
         self._open = False
-        for shown in self._module_params:
-            shown.use_sharded()
+        for module_params in self._module_params:
+            module_params.use_sharded()
 
-    def release(self) -> None:
-        """Give the memory of the whole parameters back. Idempotent."""
+    def free_unsharded(self) -> None:
+        """Release the memory of the unsharded parameters. Idempotent."""
         if any([flat.memory.release(self._tracker) for flat in self.flats]):
             self._streams.released()
 
-    # the loan to the user -----------------------------------------------------------------
+    # full parameters, for summon_full_params -----------------------------------------------
 
-    @torch.no_grad()
+    @property
+    def has_full_params(self) -> bool:
+        """Whether the user's Parameter objects point at full parameters."""
+        return self._full_params.is_gathered
+
     def gather_full(self) -> None:
-        """Gather the parameters in their own precision and point the user's Parameter objects at them.
+        """Gather the full parameters and point the user's Parameter objects at them."""
+        self._full_params.gather(self.comm, self.name, self._tracker)
 
-        Memory: W * C elements of the shards' dtype, apart from the whole face, until `free_full`.
-        """
-        for flat in self.flats:
-            full = torch.empty(flat.layout.numel, dtype=flat.shard.dtype, device=flat.device)
-            self._tracker.add("lent", size_of(full))
-            flat.local_chunk(full).copy_(flat.shard)
-            self.comm.all_gather(full.view(torch.uint8), self.name).wait()
-            self.full_params.append(full)
-        for flat, full in zip(self.flats, self.full_params, strict=True):
-            for parameter, slot in zip(flat.sharded_params, flat.layout.slots, strict=True):
-                self._set_aside.append(parameter.grad)
-                parameter.grad = None
-                parameter.data = full[slot.start : slot.end].view(slot.shape).data
-
-    @torch.no_grad()
     def write_back(self) -> None:
-        """Copy this rank's part of the lent parameters into the shards.
+        """Copy this rank's part of the full parameters into the shards.
 
         Raises:
-            ShardingError: a parameter was pointed at a tensor of another shape or dtype. Nothing was copied.
+            ShardingError: a parameter points at a tensor of another shape or dtype. Nothing was copied.
         """
-        full_params = list(self.full_parameters())
-        for place, view in full_params:
-            given = place.parameter
-            if given.shape != view.shape or given.dtype != view.dtype:
-                raise ShardingError(
-                    f"parameter {place.names[0]!r} became {tuple(given.shape)}, {given.dtype} inside summon_full_params; "
-                    f"it is {tuple(view.shape)}, {view.dtype}. Copy into it instead."
-                )
-        for place, view in full_params:
-            if place.parameter.data_ptr() != view.data_ptr():
-                view.copy_(place.parameter.detach())
-        for flat, full in zip(self.flats, self.full_params, strict=True):
-            flat.shard.copy_(flat.local_chunk(full))
+        self._full_params.write_back()
 
-    @torch.no_grad()
     def free_full(self) -> None:
         """Point the user's Parameter objects at the shards again. Idempotent."""
-        aside = iter(self._set_aside)
-        for flat, full in zip(self.flats, self.full_params, strict=False):
-            self._tracker.add("lent", -size_of(full))
-            for parameter, part in zip(flat.sharded_params, flat.parts, strict=True):
-                parameter.grad = None
-                parameter.data = flat.shard_view(part).data
-                parameter.grad = next(aside, None)
-        self.full_params, self._set_aside = [], []
-
-    def full_parameters(self) -> Iterator[tuple[ParamInfo, Tensor]]:
-        """While lent: every parameter in full, in its own precision."""
-        for flat, full in zip(self.flats, self.full_params, strict=True):
-            for place, slot in zip(flat.param_infos, flat.layout.slots, strict=True):
-                yield place, full[slot.start : slot.end].view(slot.shape)
-
-
-def _compute_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
-    wanted = config.mp_policy.param_dtype
-    return wanted if wanted is not None and dtype.is_floating_point else dtype
+        self._full_params.free(self._tracker)

@@ -1,12 +1,12 @@
-"""A whole parameter that was kept beyond its memory: looking at it is refused by name, as far as Python can be asked.
+"""Refuses reads of an unsharded parameter that a user kept after its memory was released.
 
-[Note: what is kept of a whole parameter]
-`kept = self.weight` in a forward keeps a tensor whose memory is given back afterwards. torch does not notice on the CPU:
-reading it ends the process, and copying it brings what lies there by chance. A subclass of nn.Parameter would see every use, at
-a cost for every use; and torch.compile treats it as another thing. So only the methods by which people look at a value
-are covered: they are found on the parameter itself before its class, and look for memory first. Nothing else pays for them. What
-does not come by: functions and operators (`torch.sum(kept)`, `kept + 1`), `kept.data`, and views made in the forward
-(`kept = self.weight.t()`).
+[Note: what is kept of an unsharded parameter]
+`kept = self.weight` in a forward keeps a tensor whose memory is released afterwards. On the CPU torch does not notice:
+reading the tensor ends the process, and copying it gives arbitrary values. A subclass of nn.Parameter would see
+every use, but each use would cost more, and torch.compile would treat the parameter differently. So only the methods that
+people use to look at values are covered. They are stored on the parameter object, which Python searches before the class,
+and check for memory first; nothing else becomes slower. Not covered: functions and operators (`torch.sum(kept)`,
+`kept + 1`), `kept.data`, and views made in the forward (`kept = self.weight.t()`).
 """
 
 import weakref
@@ -21,33 +21,33 @@ from fsdp.params.module_params import owning_unit
 
 READERS: Final = (
     *("abs", "clone", "cpu", "cuda", "detach", "double", "float", "item", "max", "mean", "min", "norm", "numpy"),
-    # printing flattens what it prints
+    # printing a tensor reshapes it
     *("reshape", "std", "sum", "to", "tolist"),
     *("__deepcopy__", "__reduce_ex__"),
 )
-"""Methods that read a whole value."""
+"""Methods that read all values of a tensor."""
 
 
 def refuse_freed_reads(unsharded: nn.Parameter) -> None:
-    """From now on, looking at `unsharded` while it has no memory is refused."""
+    """Make the methods in READERS raise when `unsharded` has no memory."""
     reference = weakref.ref(unsharded)
-    unsharded.__dict__.update({name: partial(_look, reference, name) for name in READERS})
+    unsharded.__dict__.update({name: partial(_read, reference, name) for name in READERS})
 
 
-def _look(reference: "weakref.ref[nn.Parameter]", name: str, *args: Any, **kwargs: Any) -> Any:
+def _read(reference: "weakref.ref[nn.Parameter]", name: str, *args: Any, **kwargs: Any) -> Any:
     unsharded = reference()
     if torch.compiler.is_compiling():
         return getattr(Tensor, name)(unsharded, *args, **kwargs)
     if unsharded is not None and unsharded.numel() and not unsharded.untyped_storage().size():
         owner = owning_unit(unsharded)
-        unit = "a unit that is no more" if owner is None else f"unit {owner.name!r}"
+        unit = "a unit that no longer exists" if owner is None else f"unit {owner.name!r}"
         raise ShardingError(
-            f"{name}: this whole parameter of {unit}, of shape {tuple(unsharded.shape)}, was kept from inside a forward, "
-            "and its memory was given back when that ended: keep a copy (`weight.clone()`) there, or give the parameter "
+            f"{name}: this unsharded parameter of {unit}, of shape {tuple(unsharded.shape)}, was kept from inside a forward, "
+            "and its memory was released when that ended: keep a copy (`weight.clone()`) there, or give the parameter "
             "that the module shows to fsdp.full_tensor."
         )
     if unsharded is not None and name == "__reduce_ex__":
-        # what is saved is a parameter like any other
+        # pickle a plain parameter, without these methods
         plain = nn.Parameter(unsharded.data, unsharded.requires_grad)
         plain.__dict__.update({key: value for key, value in unsharded.__dict__.items() if key not in READERS})
         return plain.__reduce_ex__(*args, **kwargs)  # type: ignore[no-untyped-call]

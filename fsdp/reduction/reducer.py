@@ -290,7 +290,7 @@ class Reducer:
 
     def _accumulating(self) -> list[Bucket]:
         # lent parameters show nothing: their gradients are set aside
-        return [bucket for bucket in self.buckets if bucket.accumulated and not self._units[bucket.unit].full_params]
+        return [bucket for bucket in self.buckets if bucket.accumulated and not self._units[bucket.unit].has_full_params]
 
     def _kind(self, number: int) -> BucketKind:
         if self.policy.at_end:

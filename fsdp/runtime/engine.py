@@ -109,9 +109,9 @@ class Engine:
         self._effect_handlers: tuple[dict[Effect, Callable[[], None]], ...] = tuple(
             {
                 Effect.ALL_GATHER: partial(self._all_gather, index),
-                Effect.WAIT_ALL_GATHER: unit.wait_unshard,
-                Effect.USE_UNSHARDED: unit.show,
-                Effect.USE_SHARDED: unit.hide,
+                Effect.WAIT_ALL_GATHER: unit.wait_all_gather,
+                Effect.USE_UNSHARDED: unit.use_unsharded,
+                Effect.USE_SHARDED: unit.use_sharded,
                 Effect.FREE_UNSHARDED: partial(self._free_unsharded, index),
             }
             for index, unit in enumerate(units)
@@ -329,12 +329,12 @@ class Engine:
         return wanted
 
     def _free_unsharded(self, index: int) -> None:
-        self.units[index].release()
+        self.units[index].free_unsharded()
         self._stale_params.freed(index)
 
     def _all_gather(self, index: int) -> None:
         self._stale_params.prepare_gather(index)
-        self.units[index].launch()
+        self.units[index].all_gather()
 
     def _commit(self, index: int) -> None:
         self.reducer.commit(index)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp.autograd.backward_progress import BackwardProgress
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import graph_is_made, graph_task, in_backward, times_running
-from fsdp.autograd.node_hooks import BackwardPath, Endpoints, ForwardCall, NodePrehook, input_nodes_of, is_batched, node_behind
+from fsdp.autograd.node_hooks import BackwardPath, Endpoints, ForwardCall, NodePrehook, grad_inputs, is_batched, node_behind
 from fsdp.autograd.pytree import cast_floating, modules_within, tensors_in
 from fsdp.debug.guard import Guard
 from fsdp.device.storage import storage_key
@@ -150,7 +150,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
 
     @uncompiled
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = input_nodes_of(args, kwargs) if torch.is_grad_enabled() else ()
+        inputs = grad_inputs(args, kwargs) if torch.is_grad_enabled() else ()
         call = ForwardCall(in_backward(), inputs, self._innermost, self._unit.versions.forward_begins())
         if self._calls and not call.path.recompute and self._is_nested():
             call.nest_in(self._calls[-1])
@@ -225,7 +225,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
     def abandon_calls(self) -> None:
         """The calls that run may never be heard to end."""
         for call in self._calls:
-            call.abandon_step()
+            call.discard()
 
     def write_back_inplace_of_forward(self) -> None:
         """A backward begins inside a call that runs, and what that changed in place so far may be gathered anew."""
@@ -268,7 +268,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
         call = self._calls[-1]
         path = call.path
         # an input that is returned as it is has nothing of the unit behind it
-        nodes = {node: None for tensor in call.outputs if (node := node_behind(tensor)) is not None and node not in path.inputs}
+        nodes = {node: None for node in map(node_behind, call.outputs) if node is not None and node not in path.input_nodes}
         path.endpoints += map(weakref.ref, call.outputs)
         path.enclosing = [(listener, listener._calls[-1].path) for listener in self._enclosing if listener._calls]
         call.outputs = []
@@ -278,7 +278,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
             crossing = NodePrehook.of(node)
             crossing.watched_by.add(id(self))
             crossing.reaches.append(partial(self._backward_reaches, path))
-        for node in call.exits:
+        for node in call.input_nodes:
             NodePrehook.of(node).leave(path, self._input_left)
 
     # backward -----------------------------------------------------------------------------

@@ -1,0 +1,59 @@
+"""How the parameters of a unit are cut into flat buffers."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fsdp.comm.process_group import Communicator
+from fsdp.config import Config, MeshKind
+from fsdp.device.storage import size_of
+from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.layout import next_bucket_limit
+from fsdp.params.param_info import ParamInfo
+
+
+def make_flat_buffers(param_infos: Sequence[ParamInfo], config: Config, comm: Communicator) -> tuple[FlatBuffer, ...]:
+    """The flat buffers of a unit, one for each piece of its parameters."""
+    replicated = config.mesh_kind is MeshKind.REPLICATE
+    return tuple(
+        FlatBuffer(piece, _compute_dtype(piece[0].parameter.dtype, config), comm, replicated)
+        for piece in _split_into_pieces(param_infos, config)
+    )
+
+
+def _compute_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
+    param_dtype = config.mp_policy.param_dtype
+    return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
+
+
+def _split_into_pieces(param_infos: Sequence[ParamInfo], config: Config) -> Iterator[list[ParamInfo]]:
+    """The parameters of a unit, grouped by dtype and `requires_grad`, each group cut into pieces of one bucket.
+
+    Frozen parameters are cut in the same way, so that a frozen copy of a trained unit (a momentum encoder) has its layout.
+    A parameter whose gradients stay sparse is a piece by itself.
+    """
+    groups: dict[tuple[Any, ...], list[ParamInfo]] = {}
+    for info in param_infos:
+        alone = id(info) if info.is_sparse and config.mesh_kind is MeshKind.REPLICATE else None
+        groups.setdefault((info.parameter.dtype, info.parameter.requires_grad, alone), []).append(info)
+    for members in groups.values():
+        yield from _cut(members, config)
+
+
+def _cut(members: Sequence[ParamInfo], config: Config) -> Iterator[list[ParamInfo]]:
+    """Consecutive pieces. They are filled in the order of the backward, so that what is left over is reduced last."""
+    pieces: list[list[ParamInfo]] = []
+    limit, filled, remaining = 0, 0, sum(size_of(info.parameter) for info in members)
+    is_complete = True
+    for info in reversed(members):
+        size = size_of(info.parameter)
+        if is_complete or filled + size > limit:
+            pieces.append([])
+            limit, filled = next_bucket_limit(remaining, config.bucket_bytes or remaining, config.tapers), 0
+        pieces[-1].append(info)
+        filled += size
+        remaining -= size
+        is_complete = info.names[0] in config.reduction.triggers
+    for piece in reversed(pieces):
+        yield piece[::-1]
