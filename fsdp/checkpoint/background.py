@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.comm.simulated import current_rank
 from fsdp.errors import ShardingError
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.config import Config, MeshKind
 from fsdp.device.storage import ResizableStorage, SharedStorage, size_of, storage_key
 from fsdp.errors import ShardingError

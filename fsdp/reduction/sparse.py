@@ -6,8 +6,8 @@ Rule 1: they are summed without ever being dense; what travels is as long as the
 import torch
 from torch import Tensor
 
+from fsdp.comm.communicator import Communicator
 from fsdp.comm.pairwise_sum import pairwise_sum
-from fsdp.comm.process_group import Communicator
 from fsdp.comm.work import TwoPhaseWork
 
 

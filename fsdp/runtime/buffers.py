@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 
 
 @torch.no_grad()

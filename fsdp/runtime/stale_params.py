@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.params.unit import Unit
 
 

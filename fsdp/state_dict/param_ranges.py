@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.state_dict.param_shard import ParamShard
