@@ -37,7 +37,7 @@ from engines import CONTENDERS, turns
 from simulated_link import Link, joined
 from torch import Tensor, nn
 
-from fsdp.failure.desync import CallSequence, DesyncDetector
+from fsdp.failure.desync import DesyncDetector
 
 NAMES = ("bare", "fsdp1", "fsdp1_orig", "fsdp2", "ours")
 PHASES = ("forward", "backward", "clip", "step")
@@ -186,7 +186,7 @@ class _OneRank(dict[str, Any]):
 
 def agreement(units: int = 48, repeats: int = 200) -> Sample:
     """Microseconds in which a rank sees that a collective is the agreed one, in a steady loop over so many units (gloo only)."""
-    sequence = CallSequence(DesyncDetector(_OneRank(), 0, 1, _NoPeers()), "shard")  # type: ignore[arg-type]
+    sequence = DesyncDetector(_OneRank(), 0, 1, _NoPeers()).open("shard")  # type: ignore[arg-type]
     names = [f"blocks.{number}" for number in range(units)]
 
     def loop() -> None:

@@ -97,13 +97,22 @@ class DesyncDetector:
         self.store = store
         self.rank = rank
         self.size = size
-        self.launched: dict[str, int] = {}
-        """The number of calls on each communicator."""
+        self.sequences: dict[str, CallSequence] = {}
+        """The calls on each communicator."""
         self.fatal: str | None = None
         """Why no rank of this group can go on."""
         self.host_waits = False
         """True while the pending call in the store is one that the host waits for."""
         self._peers = peers
+
+    def open(self, comm: str) -> "CallSequence":
+        """Begin the sequence of calls on a communicator."""
+        sequence = self.sequences[comm] = CallSequence(self, comm)
+        return sequence
+
+    def launched(self) -> dict[str, int]:
+        """The number of calls on each communicator."""
+        return {comm: sequence.launched for comm, sequence in list(self.sequences.items())}
 
     def diagnose_stall(self, pending: PendingCall) -> None:
         """Publish the call that this rank has waited for, and find out whether it waits in vain.
@@ -220,7 +229,8 @@ class CallSequence:
         self._known = {self._here.recent: self._here}
         self._counted: list[str] = []
         """Keys of counts that are still in the store, oldest first."""
-        detector.launched[comm] = 0
+        self.launched = 0
+        """The number of calls that have been checked."""
 
     def check_call(self, kind: str, label: str, size: int) -> Callable[[], PendingCall]:
         """Check a call that is about to be made. Returns a function that describes it, for a rank that waits for it long.
@@ -237,7 +247,7 @@ class CallSequence:
 
         def describe() -> PendingCall:
             agreed = _text(here.agreed) if here.agreed else ""
-            return PendingCall(self._comm, number, _text(call), "", dict(detector.launched), agreed)
+            return PendingCall(self._comm, number, _text(call), "", detector.launched(), agreed)
 
         # one comparison and no hash for each call of a steady loop
         if here.agreed != call:
@@ -245,7 +255,7 @@ class CallSequence:
             recent = (*here.recent, call)[-MEMORY:]
             here.learn(call, self._known.setdefault(recent, History(recent)))
         self._here = here.then
-        detector.launched[self._comm] = number
+        self.launched = number
         return describe
 
     def _agree(self, pending: PendingCall) -> None:

@@ -20,7 +20,7 @@ from threading import Thread
 from typing import Any, Final, NamedTuple, NoReturn
 
 from fsdp.errors import PeerFailed, ShardingError, WorldError
-from fsdp.failure.desync import RESTART_CALL, CallSequence, DesyncDetector, PendingCall, Store
+from fsdp.failure.desync import RESTART_CALL, DesyncDetector, PendingCall, Store
 from fsdp.failure.liveness import is_dead, this_process
 
 SECONDS: Final = "FSDP_PEER_SECONDS"
@@ -89,7 +89,7 @@ class PeerMonitor:
     def _start(self) -> None:
         """Begin an epoch: a new detector and new connections."""
         self.detector = DesyncDetector(self._scope(f"{self._epoch}"), self._rank, len(self._ranks), self)
-        self.sequences: dict[str, CallSequence] = {}
+        self.sequences = self.detector.sequences
         for name in self._comms:
             self._connect_comm(name)
         self.down = False
@@ -101,7 +101,7 @@ class PeerMonitor:
             self._connect_comm(name)
 
     def _connect_comm(self, name: str) -> None:
-        self.sequences[name] = CallSequence(self.detector, name)
+        self.detector.open(name)
         if self._connect is not None:
             self.connections[name] = self._connect(f"{self._epoch}/{name}")
 

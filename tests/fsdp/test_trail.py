@@ -120,7 +120,7 @@ def test_a_steady_loop_asks_nobody(size: int) -> None:
     sequences: dict[int, tuple[CallSequence, CallSequence]] = {}
 
     def train(detector: DesyncDetector) -> None:
-        comms = sequences.setdefault(detector.rank, (CallSequence(detector, "shard"), CallSequence(detector, "reduce")))
+        comms = sequences.setdefault(detector.rank, (detector.open("shard"), detector.open("reduce")))
         for _ in range(3):
             step(*comms, ["a", "b", "c"])
 
@@ -135,7 +135,7 @@ def test_a_new_order_that_all_take_is_agreed_on_and_forgotten_later() -> None:
     ranks = Ranks(2)
 
     def wander(detector: DesyncDetector) -> None:
-        gathers = CallSequence(detector, "shard")
+        gathers = detector.open("shard")
         for number in range(3 * desync.LAG):
             gathers.check_call("all_gather", f"unit {number}", 64)
 
@@ -148,7 +148,7 @@ def test_two_new_calls_in_one_place() -> None:
     ranks = Ranks(2)
 
     def call(unit: str) -> Callable[[DesyncDetector], None]:
-        return lambda detector: CallSequence(detector, "shard").check_call("all_gather", unit, 64) and None
+        return lambda detector: detector.open("shard").check_call("all_gather", unit, 64) and None
 
     ranks.run(call("a"), call("b"))
     for said in (ranks.said[0], ranks.said[1]):
@@ -161,7 +161,7 @@ def test_ranks_that_wait_on_different_channels_for_ever() -> None:
 
     def train(last: str) -> Callable[[DesyncDetector], None]:
         def program(detector: DesyncDetector) -> None:
-            comms = {name: CallSequence(detector, name) for name in ("shard", "reduce")}
+            comms = {name: detector.open(name) for name in ("shard", "reduce")}
             for _ in range(4):
                 for channel in comms.values():
                     channel.check_call("call", "a", 64)
@@ -185,7 +185,7 @@ def test_all_waiting_for_one_slow_call_is_no_deadlock() -> None:
 
 def test_after_a_disagreement_every_call_says_so() -> None:
     detector = DesyncDetector(MemoryStore(), 0, 2, NoPeers())
-    gathers = CallSequence(detector, "shard")
+    gathers = detector.open("shard")
     detector.declare_fatal("The ranks disagree.")
     with pytest.raises(fsdp.WorldError, match="The ranks disagree"):
         gathers.check_call("all_gather", "a", 64)
@@ -200,7 +200,7 @@ def test_who_leaves_the_agreed_schedule_is_told_what_it_is_and_who_follows_it(si
 
     def train(then: str) -> Callable[[DesyncDetector], None]:
         def program(detector: DesyncDetector) -> None:
-            gathers = CallSequence(detector, "shard")
+            gathers = detector.open("shard")
             for _ in range(4):
                 for unit in ("a", "b"):
                     gathers.check_call("all_gather", unit, 64)
@@ -222,7 +222,7 @@ def test_a_rank_that_begins_again_is_named_and_nobody_is_in_trouble(others: str)
 
     def train(channel: str, kind: str, unit: str) -> Callable[[DesyncDetector], None]:
         def program(detector: DesyncDetector) -> None:
-            comms = {name: CallSequence(detector, name) for name in ("shard", "reduce")}
+            comms = {name: detector.open(name) for name in ("shard", "reduce")}
             for _ in range(4):
                 for one in comms.values():
                     one.check_call("call", "a", 64)
@@ -241,7 +241,7 @@ def test_backwards_that_all_ranks_leave_out_are_agreed_on_once() -> None:
     sequences: dict[int, CallSequence] = {}
 
     def evaluate(detector: DesyncDetector) -> None:
-        gathers = sequences.setdefault(detector.rank, CallSequence(detector, "shard"))
+        gathers = sequences.setdefault(detector.rank, detector.open("shard"))
         for _ in range(6):
             gathers.check_call(desync.RESTART_CALL, "root", 0)
             for unit in ("a", "b"):
