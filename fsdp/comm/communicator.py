@@ -30,11 +30,12 @@ class Communicator(Protocol):
         """Whether tensors on `device` can be communicated."""
 
     def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
-        """Fill `unsharded` (W * B bytes, uint8) with the chunks of all ranks. This rank's chunk is in its place already.
+        """Fill `unsharded` (W * C,) with the chunks of all ranks. This rank's chunk is in its place already.
 
-        `own` is a view of this rank's chunk, for callers that have one: it saves making another.
+        The chunks travel as bytes. Callers that gather often keep two views as bytes (uint8) and give both: `unsharded`, and
+        `own`, which is this rank's chunk.
 
-        Traffic: this rank receives (W - 1) * B bytes.
+        Traffic: this rank receives (W - 1) * C elements.
         """
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
@@ -68,7 +69,7 @@ class Communicator(Protocol):
         """
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
-        """Overwrite `tensor` (any shape) with the one of rank `source` of the group."""
+        """Overwrite `tensor` (any shape, contiguous) with the one of rank `source` of the group. It travels as bytes."""
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         """Return the picklable `thing` of every rank, by rank. Slow: for construction and errors."""
@@ -93,6 +94,11 @@ class Communicator(Protocol):
 
     def reconnect(self) -> None:
         """After an abandoned step: wait for the other ranks, and connect to them for the next step."""
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as bytes. No backend knows every dtype, and all know bytes."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 class SingleRankCommunicator:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp.comm.communicator import ReduceOp
+from fsdp.comm.communicator import ReduceOp, as_bytes
 from fsdp.comm.work import AllToAllReduceScatter, DeterministicAllReduce, Work, WorkBatch
 from fsdp.errors import PeerFailed, ShardingError
 from fsdp.failure.desync import RECENT, WatchedWork
@@ -87,8 +87,9 @@ class ProcessGroupCommunicator:
         return any(device.type == known.type for known in self.group._device_types)
 
     def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
-        chunk = unsharded.numel() // self._size
         if own is None:
+            unsharded = as_bytes(unsharded)
+            chunk = unsharded.numel() // self._size
             own = unsharded.narrow(0, self._rank * chunk, chunk)
         if unsharded.device.type == "cpu":
             return self._all_gather_on_host(unsharded, label, own)
@@ -138,7 +139,8 @@ class ProcessGroupCommunicator:
         return self._launch("all_reduce", label, tensor, lambda group: group.allreduce([tensor], options))
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
-        return self._launch("broadcast", label, tensor, lambda group: group.broadcast([tensor], _from(source)))
+        data = as_bytes(tensor)
+        return self._launch("broadcast", label, tensor, lambda group: group.broadcast([data], _from(source)))
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         if dist.get_backend(self.group) == "fake":

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fsdp.comm.communicator import ReduceOp
+from fsdp.comm.communicator import ReduceOp, as_bytes
 from fsdp.comm.simulated_ops import (
     Buffer,
     Operation,
@@ -134,9 +134,10 @@ class SimulatedCommunicator:
         return device.type == "cpu"
 
     def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> "_InFlight":
-        """Fill `unsharded` (W * B bytes, uint8) with the chunks of all ranks, B bytes each."""
-        if unsharded.dtype is not torch.uint8 or unsharded.numel() % self.size:
-            raise ShardingError(f"all_gather({label!r}) takes {self.size} equal chunks of uint8, not {describe(unsharded)}.")
+        """Fill `unsharded` (W * C,) with the chunks of all ranks, as bytes."""
+        if unsharded.numel() % self.size:
+            raise ShardingError(f"all_gather({label!r}) takes {self.size} equal chunks, not {describe(unsharded)}.")
+        unsharded = as_bytes(unsharded)
         buffer = Buffer(unsharded, label)
         chunk = unsharded.numel() // self.size
         buffer.poison(0, self.rank * chunk)

@@ -245,7 +245,7 @@ class Unit:
         def gather() -> Tensor:
             full = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
             flat.local_chunk(full).copy_(flat.shard)
-            self.comm.all_gather(full.view(torch.uint8), self.name).wait()
+            self.comm.all_gather(full, self.name).wait()
             slot = flat.layout.slots[i]
             return full[slot.start : slot.end].view(slot.shape).clone()
 
@@ -329,7 +329,7 @@ class Unit:
             full = torch.empty(flat.layout.numel, dtype=flat.shard.dtype, device=flat.device)
             self._tracker.add("lent", size_of(full))
             flat.local_chunk(full).copy_(flat.shard)
-            self.comm.all_gather(full.view(torch.uint8), self.name).wait()
+            self.comm.all_gather(full, self.name).wait()
             self.full_params.append(full)
         for flat, full in zip(self.flats, self.full_params, strict=True):
             for parameter, slot in zip(flat.sharded_params, flat.layout.slots, strict=True):

@@ -171,7 +171,7 @@ class TestEachCollective:
     @pytest.mark.parametrize(
         ("call", "text"),
         [
-            (lambda c: c.all_gather(torch.zeros(4), "a"), "2 equal chunks of uint8, not 4 x float32"),
+            (lambda c: c.all_gather(torch.zeros(3), "a"), "2 equal chunks, not 3 x float32"),
             (lambda c: c.all_gather(torch.zeros(3, dtype=torch.uint8), "a"), "not 3 x uint8"),
             (lambda c: c.reduce_scatter(torch.zeros(4), torch.zeros(3), "a"), "4 x float32 into 3 x float32"),
             (lambda c: c.reduce_scatter(torch.zeros(4), torch.zeros(2).half(), "a"), "into 2 x float16"),
