@@ -26,7 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from engines import CONTENDERS, turns
 from simulated_link import Link, joined
 from torch import Tensor, nn
 
-from fsdp.failure.desync import CallSequence, DesyncDetector
+from fsdp.failure.desync import DesyncDetector
 
 NAMES = ("bare", "fsdp1", "fsdp1_orig", "fsdp2", "ours")
 PHASES = ("forward", "backward", "clip", "step")
@@ -160,6 +160,19 @@ def count(name: str, settings: Settings) -> dict[str, Any]:
     return report
 
 
+class _NoPeers:
+    """The peers of a rank that is alone."""
+
+    def check_peers(self, broken: bool) -> None:
+        return
+
+    def disconnect(self) -> None:
+        return
+
+    def report_restart(self, rank: int) -> NoReturn:
+        raise AssertionError
+
+
 class _OneRank(dict[str, Any]):
     """A store of one rank, which agrees with itself."""
 
@@ -173,7 +186,7 @@ class _OneRank(dict[str, Any]):
 
 def agreement(units: int = 48, repeats: int = 200) -> Sample:
     """Microseconds in which a rank sees that a collective is the agreed one, in a steady loop over so many units (gloo only)."""
-    sequence = CallSequence(DesyncDetector(_OneRank(), 0, 1), "gathers")  # type: ignore[arg-type]
+    sequence = DesyncDetector(_OneRank(), 0, 1, _NoPeers()).open("shard")  # type: ignore[arg-type]
     names = [f"blocks.{number}" for number in range(units)]
 
     def loop() -> None:

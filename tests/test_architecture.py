@@ -107,11 +107,13 @@ ORDER: dict[str, tuple[str, ...]] = {
         "layout",
     ),
     "comm": (
+        "connect",
         "context",
         "agreement",
         "process_group",
         "simulated",
         "simulated_ops",
+        "communicator",
         "work",
         "pairwise_sum",
     ),
@@ -243,9 +245,9 @@ def test_only_engine_and_its_neighbours_import_state_machine() -> None:
     )
 
 
-def test_only_process_group_and_context_import_torch_distributed() -> None:
+def test_only_process_group_and_connect_import_torch_distributed() -> None:
     only_in(
-        {"comm.process_group", "comm.context"},
+        {"comm.process_group", "comm.connect"},
         {name: [one for one in imports_of(path_of(name)) if is_distributed(one) and not is_dcp(one)] for name in FILES},
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call, engines_in, refusal, refuse_unless_resting
 

@@ -12,7 +12,8 @@ from fsdp.api import clipping
 from fsdp.build.builder import build, check_initialisation
 from fsdp.build.consistency import agree
 from fsdp.build.plan import Planned, make_plan
-from fsdp.comm.context import CommContext, open_comms
+from fsdp.comm.connect import open_comms
+from fsdp.comm.context import CommContext
 from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit

@@ -173,7 +173,6 @@ def _broadcast(states: Iterator[tuple[str, Tensor]], comms: CommContext) -> None
     with torch.no_grad():
         for name, state in states:
             carrier = state.contiguous()
-            # as bytes: not every backend knows every dtype
-            comms.world_comm.broadcast(carrier.view(-1).view(torch.uint8), 0, name).wait()
+            comms.world_comm.broadcast(carrier, 0, name).wait()
             if carrier is not state:
                 state.copy_(carrier)

@@ -6,7 +6,7 @@ from hashlib import sha256
 from typing import Any
 
 from fsdp.build.plan import Planned
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.config import Config
 from fsdp.errors import ShardingError
 

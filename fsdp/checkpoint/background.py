@@ -1,6 +1,6 @@
 """Work that goes on while training does: one piece at a time for the ranks of a group, and nobody loses its failure.
 
-Rule: a thread here never touches a channel of training; what it has to agree on goes over one of its own (context.py).
+Rule: a thread here never touches a channel of training; what it has to agree on goes over one of its own (connect.py).
 """
 
 import warnings
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.comm.simulated import current_rank
 from fsdp.errors import ShardingError
 

@@ -30,7 +30,7 @@ from fsdp.checkpoint.hf_safetensors import (
 from fsdp.checkpoint.manifest import NAME, read_manifest
 from fsdp.checkpoint.progress import Progress
 from fsdp.checkpoint.save import RANDOM, CheckpointWriter, pack, unpack
-from fsdp.comm.process_group import SingleRankCommunicator
+from fsdp.comm.communicator import SingleRankCommunicator
 from fsdp.errors import ShardingError
 
 if TYPE_CHECKING:

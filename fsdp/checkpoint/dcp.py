@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp.checkpoint.manifest import record
 from fsdp.comm.agreement import agree_on_refusals
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 
 METADATA: Final = ".metadata"

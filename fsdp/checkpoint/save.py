@@ -24,8 +24,8 @@ from fsdp.checkpoint.manifest import NAME, Manifest, read_manifest
 from fsdp.checkpoint.progress import Asked, Progress
 from fsdp.checkpoint.rng import random_states
 from fsdp.comm.agreement import agree_on_refusals
-from fsdp.comm.context import channel_beside
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
+from fsdp.comm.connect import background_comm
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import resting_units_in, world_comm_in
 from fsdp.state_dict.fqns import entries
@@ -103,7 +103,7 @@ def save(
         state[saved_grads.PART] = saved_grads.gradient_state(model, named, world_comm)
     if optimizer is not None:
         state["optimizer"] = _optimizer_state(OptimizerView(model, optimizer, "save"))
-    beside = channel_beside(world_comm) if async_ else world_comm
+    beside = background_comm(world_comm) if async_ else world_comm
     draft = CheckpointWriter(folder, state, _layout(model), world_comm, keep_last, shown[0])
     if not async_:
         draft.finish(world_comm)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.reduction.sparse import as_rows, dense
 from fsdp.runtime.registry import engines_in, refusal

@@ -1,24 +1,24 @@
-"""Preparing on every rank: if one rank cannot go on, every rank is told."""
+"""Prepare on every rank, so that a rank that cannot go on stops all ranks."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 
 Answer = TypeVar("Answer")
 
 
 def agree_on_refusals(comm: Communicator, prepare: Callable[[], Answer]) -> list[Answer]:
-    """Prepare on every rank; the picklable answers of all, by rank. A failure on one rank is raised on every rank.
+    """Call `prepare` on every rank and return all answers, by rank. They must be picklable.
 
     Raises:
-        ShardingError: the preparation failed on another rank, which is named.
-        Exception: what `prepare` raised here.
+        ShardingError: `prepare` failed on another rank, which is named.
+        Exception: the one that `prepare` raised on this rank.
     """
     try:
         mine = prepare()
-    except Exception as refusal:  # a full disk, for example: the peers must hear of it, whatever it is
+    except Exception as refusal:  # any failure, a full disk for example, must reach the other ranks
         reason = str(refusal) if isinstance(refusal, ShardingError) else repr(refusal)
         comm.gather_objects((reason, None), "agreement")
         raise

@@ -1,4 +1,4 @@
-"""The one sum over ranks that both worlds use where the sum is ours: same input, same bits."""
+"""The sum over ranks that process groups and the simulated world share: the same input gives the same bits."""
 
 from typing import Final
 
@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 BLOCK: Final = 2**15
-"""Elements of each rank that are summed together on the host, so that what is added again is still in the cache."""
+"""Elements of each rank that are summed together on the host. A block stays in the cache until it is summed."""
 
 
 def pairwise_sum(parts: Tensor, into: Tensor) -> None:
-    """Sum `parts` (W, C), which is used up, over the ranks into `into` (C,).
+    """Sum `parts` (W, C) over the ranks into `into` (C,). Overwrites `parts`.
 
-    Neighbours are added in pairs until one is left: every element is summed in the same order wherever
-    it lies (`torch.sum` chooses by position), in log2(W) operations. Sums of blocks of 2, 4, 8 ...
-    neighbours, summed again, give the same bits as one sum over all of them. Half precision is summed in
-    fp32 and rounded once.
+    Neighbours are added in pairs until one is left, in log2(W) operations. Every element is summed in the same order wherever
+    it lies, while the order of `torch.sum` depends on the position. Sums of blocks of 2, 4, 8 ... neighbours, summed again,
+    have the same bits as one sum over all of them. Half precision is summed in fp32 and rounded once.
     """
     count, chunk = parts.shape
     if count > 2 and chunk > BLOCK and parts.device.type == "cpu":
@@ -41,7 +40,7 @@ def pairwise_sum(parts: Tensor, into: Tensor) -> None:
 
 
 def sum_of_two(one: Tensor, other: Tensor, into: Tensor) -> None:
-    """Those of two ranks, in either order, (C,) each: the bits of `pairwise_sum`."""
+    """Sum the chunks of two ranks, (C,) each, in either order. Has the bits of `pairwise_sum`."""
     if one.is_floating_point() and one.dtype.itemsize < 4:
         one, other = one.float(), other.float()
     if one.dtype == into.dtype:

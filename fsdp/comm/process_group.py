@@ -1,218 +1,67 @@
-"""What ranks say to each other. Only this file and context.py import torch.distributed.
+"""Collectives over torch's process groups. Only this file and connect.py import torch.distributed.
 
-Rule 1: only methods of `Communicator` communicate, and each of them always does.
-Rule 2: every rank of a channel calls the same methods in the same order.
-Rule 3: one rank alone has a channel too (`SingleRankCommunicator`): nobody else asks how many there are.
+On a device a collective is the backend's. On the host gloo's collectives cost more than they must: its reduce-scatter is an
+all-reduce that moves twice the bytes, and its all-gather copies through a second buffer. There a reduction is an exchange of
+chunks and a local sum, and `GlooCommunicator` has an all-gather of its own.
 """
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, Literal, Protocol, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp.comm.work import DONE, AllToAllReduceScatter, DeterministicAllReduce, Work, WorkBatch
+from fsdp.comm.communicator import ReduceOp, as_bytes
+from fsdp.comm.work import AllToAllReduceScatter, DeterministicAllReduce, Work, WorkBatch
 from fsdp.errors import PeerFailed, ShardingError
 from fsdp.failure.desync import RECENT, WatchedWork
 from fsdp.failure.peers import PeerMonitor
 
-ReduceOp = Literal["sum", "max"]
-
-
-class Communicator(Protocol):
-    """One channel between the ranks of a group. `label` names the unit in errors and traces."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def supports_device(self, device: torch.device) -> bool:
-        """Whether tensors on `device` can be communicated."""
-
-    def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
-        """Fill `unsharded` (W * B bytes, uint8) from every rank's chunk; this rank's own lies in its place already.
-
-        `own` is that place, if the caller has it at hand.
-
-        Traffic: this rank receives (W - 1) * B bytes.
-        """
-
-    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
-        """Sum chunk `rank` of every rank's `bucket` (W * C,) into `into` (C,), which is filled when `wait` returns.
-
-        `bucket` must not be touched before. With `fixed_order`, the bits are those of `pairwise_sum` on every backend.
-        Traffic: this rank receives (W - 1) * C elements.
-        """
-
-    def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
-        """Whether `reduce_scatter_coalesced` can be called for tensors on `device`."""
-
-    def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
-        """`reduce_scatter` of each bucket, together, as one operation of the backend."""
-
-    def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
-        """What a `reduce_scatter` of `bucket` holds besides its arguments, until `wait`."""
-
-    def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
-        """The same of the sum of an `all_reduce`; `wait` takes half as much again."""
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
-        """Combine `tensor` (any shape) over all ranks, in place.
-
-        A sum with `fixed_order` has the bits of `pairwise_sum`; it communicates a second time in `wait`, so every rank must
-        wait for its collectives of this kind in the same order, and call nothing else on the channel in between.
-        Traffic: this rank receives 2 (W - 1) / W of the tensor.
-        """
-
-    def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
-        """Overwrite `tensor` (any shape) with that of rank `source` of the group."""
-
-    def gather_objects(self, thing: Any, label: str) -> list[Any]:
-        """Every rank's picklable `thing`, by rank. Slow: for construction and errors."""
-
-    def recent(self) -> Sequence[str]:
-        """The last calls on this rank, oldest first: what, and for which unit."""
-
-    def epoch(self) -> int:
-        """Grows with every step that is abandoned, by whichever model on the channel."""
-
-    def announce_restart(self, unit: str) -> PeerFailed | None:
-        """A forward begins, though no backward came to the one before: go on when that is so on every rank.
-
-        If the others are in that backward, they give it up, and what they are told is returned.
-        """
-
-    def abandon(self, unit: str, failure: BaseException | None) -> None:
-        """This rank gives up a step: let the others know, who may wait for it. Does not wait for them."""
-
-    def completed(self) -> None:
-        """A backward has ended well."""
-
-    def reconnect(self) -> None:
-        """After an abandoned step: meet the others and be ready for the next one."""
-
-
-# The three collectives of every step go to the group itself: torch's functions around them cost 3 to 5 µs a call, and
-# 2.13 renamed two of them, while the group's methods have the same names since 2.11.
+# The three collectives of every step are methods of the group itself: torch's functions around them cost 3 to 5 µs a call, and
+# 2.13 renamed two of them, while the group's methods have had the same names since 2.11.
 _GATHER: Final = c10d.AllgatherOptions()  # type: ignore[attr-defined]
 _REDUCE: Final = c10d.ReduceScatterOptions()
 _EXCHANGE: Final = c10d.AllToAllOptions()
 for _options in (_GATHER, _REDUCE, _EXCHANGE):
     _options.asyncOp = True
 _LARGE: Final = 2**16
-"""Bytes of a chunk from which on W broadcasts over gloo take less time than its gather."""
-
-
-def _broadcasts(group: dist.ProcessGroup, chunks: Sequence[Tensor]) -> Iterator[Callable[[], Any]]:
-    """Launches of one from each rank, of its chunk."""
-    for source, chunk in enumerate(chunks):
-        yield partial(group.broadcast, [chunk], _from(source))
-
-
-def _from(source: int) -> Any:
-    options = c10d.BroadcastOptions()
-    options.rootRank, options.asyncOp = source, True
-    return options
-
-
-class SingleRankCommunicator:
-    """A channel of one rank, over nothing."""
-
-    rank: Final = 0
-    size: Final = 1
-
-    def supports_device(self, device: torch.device) -> bool:
-        return True
-
-    def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
-        return DONE
-
-    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
-        into.copy_(bucket)
-        return DONE
-
-    def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
-        return False
-
-    def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
-        raise NotImplementedError
-
-    def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
-        return 0
-
-    def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
-        return 0
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
-        return DONE
-
-    def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
-        return DONE
-
-    def gather_objects(self, thing: Any, label: str) -> list[Any]:
-        return [thing]
-
-    def recent(self) -> Sequence[str]:
-        return ()
-
-    def epoch(self) -> int:
-        return 0
-
-    def announce_restart(self, unit: str) -> PeerFailed | None:
-        return None
-
-    def abandon(self, unit: str, failure: BaseException | None) -> None:
-        return
-
-    def completed(self) -> None:
-        return
-
-    def reconnect(self) -> None:
-        return
+"""Chunks of at least this many bytes are gathered over gloo by W broadcasts, which then take less time than its all-gather."""
 
 
 class ProcessGroupCommunicator:
-    """A channel over one torch process group, of two ranks at least.
+    """A communicator over a torch process group of at least two ranks."""
 
-    On CPU a reduction is an exchange of chunks and a local sum: gloo's own reduce-scatter is an
-    all-reduce in disguise, which moves twice the bytes.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, channel: str, peers: PeerMonitor | None) -> None:
-        # torch owns the group: a strong reference would keep its threads alive beyond destroy_process_group()
+    def __init__(self, group: dist.ProcessGroup, name: str, peers: PeerMonitor | None) -> None:
+        # torch owns the group: a strong reference would keep its threads alive after destroy_process_group()
         self._reference = weakref.ref(group)
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
-        self._channel = channel
+        self._name = name
         self._peers = peers
-        self._over_gloo = peers is not None and bool(peers.connections)
-        """For what is on the host. gloo's own gather goes through a second buffer, which costs as much again."""
         self._recent: deque[tuple[str, str]] = deque(maxlen=RECENT)
 
     def _launch(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any], nbytes: int = 0) -> Work:
-        """Launch a collective that every rank is about to call. On a device `wait` makes a stream wait, not the host.
+        """Launch a collective, which every rank must call. On a device, its `wait` makes a stream wait and not the host.
 
-        `nbytes`: what it is about, if that is more than `tensor`.
+        `nbytes`: the size of the collective, if it is about more than `tensor`.
         """
         self._recent.append((kind, label))
         group, peers = self.group, self._peers
         if peers is None:
             return cast(Work, launch(group))
-        if peers.down or peers.refusal is not None:
+        if peers.down or peers.pending_error is not None:
             peers.reconnect()
-        channel = self._channel
-        note = peers.sequences[channel].check_call(kind, label, nbytes or tensor.nbytes)
+        name = self._name
+        describe = peers.sequences[name].check_call(kind, label, nbytes or tensor.nbytes)
         if tensor.device.type != "cpu":
-            return cast(Work, peers.launch_on_device(channel, note, partial(launch, group)))
+            return cast(Work, peers.launch_on_device(name, describe, partial(launch, group)))
         try:
-            return WatchedWork(launch(peers.connections.get(channel, group)), peers.detector, note)
+            return WatchedWork(launch(peers.connections.get(name, group)), peers.detector, describe)
         except RuntimeError as failure:
             peers.detector.explain_failure(failure)
             raise
@@ -238,43 +87,20 @@ class ProcessGroupCommunicator:
         return any(device.type == known.type for known in self.group._device_types)
 
     def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
-        chunk = unsharded.numel() // self._size
         if own is None:
+            unsharded = as_bytes(unsharded)
+            chunk = unsharded.numel() // self._size
             own = unsharded.narrow(0, self._rank * chunk, chunk)
-        if self._swaps(unsharded):
-            return self._launch("all_gather", label, unsharded, partial(self._exchange, own, self._of_peer(unsharded)))
-        if self._over_gloo and unsharded.device.type == "cpu" and chunk >= _LARGE:
-            chunks = torch.split(unsharded, chunk)
-            return self._launch("all_gather", label, unsharded, lambda group: WorkBatch(_broadcasts(group, chunks)))
+        if unsharded.device.type == "cpu":
+            return self._all_gather_on_host(unsharded, label, own)
         return self._launch("all_gather", label, unsharded, lambda group: group._allgather_base(unsharded, own, _GATHER))
 
-    def _swaps(self, tensor: Tensor) -> bool:
-        """Whether a gather or a reduction is an exchange of one chunk for another."""
-        return self._over_gloo and self._size == 2 and tensor.device.type == "cpu"
-
-    def _of_peer(self, both: Tensor) -> Tensor:
-        """Of two ranks: the chunk of the other one."""
-        chunk = both.numel() // 2
-        return both.narrow(0, (1 - self._rank) * chunk, chunk)
-
-    def _exchange(self, mine: Tensor, theirs: Tensor, group: dist.ProcessGroup) -> Any:
-        """Of two ranks: send `mine`, receive `theirs`."""
-        count = mine.numel()
-        lengths = [count * self._rank, count * (1 - self._rank)]
-        return group.alltoall_base(theirs, mine, lengths, lengths, _EXCHANGE)
-
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
-        if bucket.device.type != "cpu" and not fixed_order:
-            return self._launch("reduce_scatter", label, bucket, lambda group: group._reduce_scatter_base(into, bucket, _REDUCE))
-        if self._swaps(bucket):
-            received = torch.empty_like(into)
-            work = self._launch("reduce_scatter", label, bucket, partial(self._exchange, self._of_peer(bucket), received))
-            return AllToAllReduceScatter(work, received, into, bucket.narrow(0, self._rank * into.numel(), into.numel()))
-        received = torch.empty_like(bucket)
-        work = self._launch(
-            "reduce_scatter", label, bucket, lambda group: group.alltoall_base(received, bucket, [], [], _EXCHANGE)
-        )
-        return AllToAllReduceScatter(work, received, into)
+        if bucket.device.type == "cpu":
+            return self._reduce_scatter_on_host(bucket, into, label)
+        if fixed_order:
+            return self._exchange_and_sum(bucket, into, label)
+        return self._launch("reduce_scatter", label, bucket, lambda group: group._reduce_scatter_base(into, bucket, _REDUCE))
 
     def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
         # on the host a reduction is an exchange, which gloo cannot coalesce
@@ -296,9 +122,9 @@ class ProcessGroupCommunicator:
         return self._launch("reduce_scatter", label, buckets[0], launch, sum(bucket.nbytes for bucket in buckets))
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
-        if bucket.device.type != "cpu":
-            return bucket.nbytes if fixed_order else 0
-        return bucket.nbytes // (2 if self._swaps(bucket) else 1)
+        if bucket.device.type == "cpu":
+            return self._scratch_bytes_on_host(bucket)
+        return bucket.nbytes if fixed_order else 0
 
     def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
         chunk = -(-tensor.numel() // self._size)
@@ -306,25 +132,15 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         if fixed_order and op == "sum":
-            return self._exchange_all(tensor, label)
-        how = c10d.AllreduceOptions()
-        how.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
-        how.asyncOp = True
-        return self._launch("all_reduce", label, tensor, lambda group: group.allreduce([tensor], how))
-
-    def _exchange_all(self, tensor: Tensor, label: str) -> Work:
-        """A sum over all ranks, in chunks of a tensor padded to the number of ranks."""
-        chunk = -(-tensor.numel() // self._size)
-        padded = tensor.new_zeros(self._size, chunk)
-        padded.view(-1)[: tensor.numel()].copy_(tensor.view(-1))
-        received = torch.empty_like(padded)
-        work = self._launch(
-            "reduce_scatter", label, padded, lambda group: group.alltoall_base(received, padded, [], [], _EXCHANGE)
-        )
-        return DeterministicAllReduce(work, padded, received, tensor, lambda sums: self.all_gather(sums, label), self._rank)
+            return self._exchange_sum_and_gather(tensor, label)
+        options = c10d.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        options.asyncOp = True
+        return self._launch("all_reduce", label, tensor, lambda group: group.allreduce([tensor], options))
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
-        return self._launch("broadcast", label, tensor, lambda group: group.broadcast([tensor], _from(source)))
+        data = as_bytes(tensor)
+        return self._launch("broadcast", label, tensor, lambda group: group.broadcast([data], _from(source)))
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         if dist.get_backend(self.group) == "fake":
@@ -333,6 +149,40 @@ class ProcessGroupCommunicator:
         dist.all_gather_object(things, thing, group=self.group)
         return things
 
+    # on the host, and in a fixed order ----------------------------------------------------
+
+    def _all_gather_on_host(self, unsharded: Tensor, label: str, own: Tensor) -> Work:
+        return self._launch("all_gather", label, unsharded, lambda group: group._allgather_base(unsharded, own, _GATHER))
+
+    def _reduce_scatter_on_host(self, bucket: Tensor, into: Tensor, label: str) -> Work:
+        return self._exchange_and_sum(bucket, into, label)
+
+    def _scratch_bytes_on_host(self, bucket: Tensor) -> int:
+        return bucket.nbytes
+
+    def _exchange_and_sum(self, bucket: Tensor, into: Tensor, label: str) -> Work:
+        """Reduce-scatter by an exchange of chunks, which `wait` sums in a fixed order."""
+        received = torch.empty_like(bucket)
+        return AllToAllReduceScatter(self._exchange(received, bucket, label), received, into)
+
+    def _exchange_sum_and_gather(self, tensor: Tensor, label: str) -> Work:
+        """All-reduce by an exchange of chunks, which `wait` sums in a fixed order and gathers.
+
+        The tensor is padded to a multiple of the number of ranks.
+        """
+        chunk = -(-tensor.numel() // self._size)
+        padded = tensor.new_zeros(self._size, chunk)
+        padded.view(-1)[: tensor.numel()].copy_(tensor.view(-1))
+        received = torch.empty_like(padded)
+        work = self._exchange(received, padded, label)
+        return DeterministicAllReduce(work, padded, received, tensor, lambda sums: self.all_gather(sums, label), self._rank)
+
+    def _exchange(self, received: Tensor, sent: Tensor, label: str) -> Work:
+        """Send chunk r of `sent` to rank r. Chunk r of `received` comes from rank r."""
+        return self._launch("reduce_scatter", label, sent, lambda group: group.alltoall_base(received, sent, [], [], _EXCHANGE))
+
+    # failures: see PeerMonitor ------------------------------------------------------------
+
     def recent(self) -> Sequence[str]:
         return [f"{kind} {label}" for kind, label in self._recent]
 
@@ -340,7 +190,7 @@ class ProcessGroupCommunicator:
         return 0 if self._peers is None else self._peers.epoch
 
     def announce_restart(self, unit: str) -> PeerFailed | None:
-        return None if self._peers is None else self._peers.announce_restart(self._channel, unit)
+        return None if self._peers is None else self._peers.announce_restart(self._name, unit)
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         if self._peers is not None:
@@ -348,8 +198,57 @@ class ProcessGroupCommunicator:
 
     def completed(self) -> None:
         if self._peers is not None:
-            self._peers.completed += 1
+            self._peers.backward_completed()
 
     def reconnect(self) -> None:
         if self._peers is not None and self._peers.down:
             self._peers.reconnect()
+
+
+class GlooCommunicator(ProcessGroupCommunicator):
+    """A communicator whose collectives on the host are gloo's, each replaced by a cheaper one of gloo where there is one.
+
+    Two ranks exchange one chunk for another. More ranks gather large chunks by broadcasts.
+    """
+
+    def _all_gather_on_host(self, unsharded: Tensor, label: str, own: Tensor) -> Work:
+        if self._size == 2:
+            return self._launch("all_gather", label, unsharded, partial(self._swap, own, self._of_peer(unsharded)))
+        chunk = own.numel()
+        if chunk >= _LARGE:
+            chunks = torch.split(unsharded, chunk)
+            return self._launch("all_gather", label, unsharded, lambda group: WorkBatch(_broadcasts(group, chunks)))
+        return self._launch("all_gather", label, unsharded, lambda group: group._allgather_base(unsharded, own, _GATHER))
+
+    def _reduce_scatter_on_host(self, bucket: Tensor, into: Tensor, label: str) -> Work:
+        if self._size > 2:
+            return self._exchange_and_sum(bucket, into, label)
+        received = torch.empty_like(into)
+        work = self._launch("reduce_scatter", label, bucket, partial(self._swap, self._of_peer(bucket), received))
+        return AllToAllReduceScatter(work, received, into, bucket.narrow(0, self._rank * into.numel(), into.numel()))
+
+    def _scratch_bytes_on_host(self, bucket: Tensor) -> int:
+        return bucket.nbytes // (2 if self._size == 2 else 1)
+
+    def _of_peer(self, both: Tensor) -> Tensor:
+        """The other rank's chunk in a tensor of two."""
+        chunk = both.numel() // 2
+        return both.narrow(0, (1 - self._rank) * chunk, chunk)
+
+    def _swap(self, mine: Tensor, theirs: Tensor, group: dist.ProcessGroup) -> Any:
+        """Send `mine` to the other of two ranks, and receive `theirs` from it."""
+        count = mine.numel()
+        lengths = [count * self._rank, count * (1 - self._rank)]
+        return group.alltoall_base(theirs, mine, lengths, lengths, _EXCHANGE)
+
+
+def _broadcasts(group: dist.ProcessGroup, chunks: Sequence[Tensor]) -> Iterator[Callable[[], Any]]:
+    """Launches of one broadcast from each rank, of its chunk."""
+    for source, chunk in enumerate(chunks):
+        yield partial(group.broadcast, [chunk], _from(source))
+
+
+def _from(source: int) -> Any:
+    options = c10d.BroadcastOptions()
+    options.rootRank, options.asyncOp = source, True
+    return options

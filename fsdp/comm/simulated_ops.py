@@ -1,49 +1,78 @@
-"""What data moves between simulated ranks, and when it may not: the buffers of one collective."""
+"""The data movement of simulated collectives: one operation, what each rank brings to it, and the buffers it reads and writes."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fsdp.comm.communicator import ReduceOp
 from fsdp.comm.pairwise_sum import pairwise_sum
 from fsdp.errors import ShardingError, WorldError, name_ranks
 
-ReduceOp = Literal["sum", "max"]
-
 
 class Operation:
-    """What `ranks` do together at one number of one channel, in its `epoch`. `fault`: why its data could not move."""
+    """The collective that `ranks` run together at one position of one communicator, in one epoch."""
 
-    __slots__ = ("channel", "complete", "epoch", "fault", "moved", "number", "pickled", "ranks", "sides", "told")
+    __slots__ = ("comm", "complete", "epoch", "fault", "moved", "number", "pickled", "ranks", "reported", "sides")
 
-    def __init__(self, channel: str, ranks: tuple[int, ...], epoch: int, number: int) -> None:
-        self.channel = channel
+    def __init__(self, comm: str, ranks: tuple[int, ...], epoch: int, number: int) -> None:
+        self.comm = comm
         self.ranks = ranks
         self.epoch = epoch
         self.number = number
         self.sides: dict[int, Side] = {}
+        """The calls so far, by rank."""
         self.complete = False
+        """True once every rank has made the same call."""
         self.moved = False
         self.fault: str | None = None
-        self.told = False
+        """Why the data could not move."""
+        self.reported = False
+        """True once a rank has raised an error about this operation."""
         self.pickled: list[bytes] = []
 
     @property
-    def turn(self) -> tuple[int, int]:
-        """What comes later on a channel has a greater one."""
+    def order(self) -> tuple[int, int]:
+        """Sorts the operations of a communicator."""
         return self.epoch, self.number
 
     @property
     def place(self) -> str:
-        return f"operation {self.number} of channel {self.channel!r}"
+        return f"operation {self.number} of communicator {self.comm!r}"
 
     @property
     def name(self) -> str:
         return f"{next(iter(self.sides.values())).call}, {self.place}"
 
+    def join(self, rank: int, side: "Side") -> None:
+        """Add the call of one more rank."""
+        self.sides[rank] = side
+        self.complete = len(self.sides) == len(self.ranks) and not self.is_mismatch
+
+    @property
+    def is_mismatch(self) -> bool:
+        """Whether two ranks have made different calls."""
+        first, *others = (side.call for side in self.sides.values())
+        return any(call != first for call in others)
+
+    def report_mismatch(self) -> str:
+        """Name the ranks and their different calls. The operation counts as reported."""
+        self.reported = True
+        callers: dict[str, list[int]] = {}
+        for rank in sorted(self.sides):
+            callers.setdefault(self.sides[rank].call, []).append(rank)
+        first, *others = (f"{name_ranks(ranks)} called {call}" for call, ranks in callers.items())
+        return f"The ranks disagree on {self.place}: {first} where {' and '.join(others)}. Call the same in the same order."
+
+    def raise_fault(self) -> None:
+        """Raise WorldError if the data could not move. The operation counts as reported."""
+        if self.fault is not None:
+            self.reported = True
+            raise WorldError(self.fault)
+
     def move(self) -> None:
-        """Read every rank's input and write every rank's output, unless a buffer is gone."""
+        """Read every rank's input and write every rank's output, unless a buffer was released."""
         sides = [self.sides[rank] for rank in sorted(self.sides)]
         gone = [rank for rank in sorted(self.sides) if any(buffer.released for buffer in self.sides[rank].buffers)]
         if gone:
@@ -60,7 +89,7 @@ class Operation:
 
 
 class Side(NamedTuple):
-    """What one rank brought to an operation. Every rank's `call` must be the same text."""
+    """The part of one rank in an operation. The text `call` must be the same on every rank."""
 
     call: str
     label: str
@@ -70,7 +99,7 @@ class Side(NamedTuple):
 
 
 class Buffer:
-    """Memory lent to a collective, from the call until the data moves. `flat`: its elements, in the order of memory."""
+    """The memory of a tensor that a collective uses, from the call until the data moves."""
 
     __slots__ = ("_address", "_copy", "_end", "_storage", "flat")
 
@@ -85,9 +114,10 @@ class Buffer:
         self._copy: Tensor | None = None
         if self.released:
             raise WorldError(f"buffer of {label!r} was released before the collective was called.")
-        # `.data` has a version counter of its own: as with torch.distributed, most collectives go unseen by autograd
+        # `.data` has a version counter of its own: as with torch.distributed, autograd does not see most collectives
         with torch.inference_mode():
             self.flat = tensor.data.as_strided((tensor.numel(),), (1,))
+            """The elements in the order of memory."""
 
     @property
     def released(self) -> bool:
@@ -98,18 +128,18 @@ class Buffer:
         return start < others + other.flat.nbytes and others < start + self.flat.nbytes
 
     def poison(self, start: int = 0, end: int | None = None) -> None:
-        """Nobody may read these elements before the data moved."""
+        """Overwrite elements that must not be read before the data moves."""
         with torch.inference_mode():
             self.flat[start:end].view(torch.uint8).fill_(0xFF)
 
     def keep_a_copy(self) -> None:
-        """Before poisoning what is both sent and received."""
+        """Save the input of a collective in place, whose buffer is poisoned next."""
         with torch.inference_mode():
             self._copy = self.flat.clone()
 
     @property
     def sent(self) -> Tensor:
-        """What was given, or what the rank has wrongly written over it since."""
+        """The input, or what the rank has wrongly written over it since the call."""
         if self._copy is not None and bool((self.flat.view(torch.uint8) == 0xFF).all()):
             return self._copy
         return self.flat
@@ -129,7 +159,7 @@ def move_sums(sides: Sequence[Side]) -> None:
         sums.append(torch.empty_like(into))
         chunk = into.numel()
         pairwise_sum(torch.stack([other.buffers[0].sent.narrow(0, rank * chunk, chunk) for other in sides]), sums[-1])
-    # only when all are read: one rank's input may be another's output
+    # written after all are read: one rank's input may be another's output
     for side, total in zip(sides, sums, strict=True):
         side.buffers[1].flat.copy_(total)
 
@@ -155,7 +185,7 @@ def _combine(sides: Sequence[Side], op: ReduceOp) -> Tensor:
 
 
 def mark_written(tensor: Tensor) -> None:
-    """As after a call of torch.distributed, autograd refuses a backward that saved the old values."""
+    """Increase the version counter, as torch.distributed does: a backward that saved the old values will raise."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 

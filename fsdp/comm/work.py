@@ -1,4 +1,4 @@
-"""Collectives in flight, and what is made of several: a work is awaited once, where its result is needed."""
+"""Collectives in flight, and works that consist of several. A work is awaited once, where its result is needed."""
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -18,7 +18,7 @@ class Work(Protocol):
 
 
 class _Done:
-    """Nothing is in flight."""
+    """The work of a collective that had nothing to do."""
 
     def wait(self) -> None:
         return
@@ -28,7 +28,7 @@ DONE: Final = _Done()
 
 
 class AllToAllReduceScatter:
-    """An exchange of chunks, summed at `wait`: the same bits on every run."""
+    """A reduce-scatter by an exchange of chunks. `wait` sums them: the same bits on every run."""
 
     __slots__ = ("_into", "_own", "_received", "_work")
 
@@ -37,7 +37,7 @@ class AllToAllReduceScatter:
         self._received = received
         self._into = into
         self._own = own
-        """This rank's, if it is not among what was received."""
+        """This rank's chunk, if `received` does not contain it."""
 
     def wait(self) -> None:
         self._work.wait()
@@ -48,16 +48,16 @@ class AllToAllReduceScatter:
 
 
 class WorkBatch:
-    """Several works that are one."""
+    """Several works of a process group that are awaited as one."""
 
     __slots__ = ("_failure", "_works")
 
-    def __init__(self, stats: Iterable[Callable[[], Any]]) -> None:
+    def __init__(self, launches: Iterable[Callable[[], Any]]) -> None:
         self._works: list[Any] = []
         self._failure: RuntimeError | None = None
-        """What kept some of them from being launched: the others are in flight, and are awaited first."""
+        """The error of the first launch that failed. The works launched before it are in flight, and `wait` awaits them first."""
         try:
-            for launch in stats:
+            for launch in launches:
                 self._works.append(launch())
         except RuntimeError as failure:
             self._failure = failure
@@ -69,7 +69,7 @@ class WorkBatch:
                 work.wait(timeout)
             except RuntimeError as reason:
                 if not work.is_completed():
-                    raise  # it can be awaited again
+                    raise  # it timed out and can be awaited again
                 failure = failure or reason
         if failure is not None:
             raise failure
@@ -79,17 +79,17 @@ class WorkBatch:
 
 
 class TwoPhaseWork:
-    """A work that communicates again in `wait`. A rank that gives up waits for what has begun, and begins nothing more."""
+    """A work that launches a second collective in `wait`. A rank that abandons the step awaits `begun` and launches nothing."""
 
     __slots__ = ("begun",)
 
     def __init__(self, begun: Work) -> None:
         self.begun = begun
-        """The stage in flight."""
+        """The collective in flight."""
 
 
 class DeterministicAllReduce(TwoPhaseWork):
-    """An exchange of chunks, summed at `wait`, where the sums are gathered again."""
+    """An all-reduce by an exchange of chunks. `wait` sums them and gathers the sums."""
 
     __slots__ = ("_gather", "_own", "_received", "_sent", "_tensor")
 
@@ -98,12 +98,12 @@ class DeterministicAllReduce(TwoPhaseWork):
     ) -> None:
         super().__init__(work)
         self._sent = sent
-        """Kept until it has arrived."""
+        """The padded input, kept in memory while it is sent."""
         self._received = received
         self._tensor = tensor
         self._gather = gather
         self._own = own
-        """The rank of this process, whose chunk is summed here."""
+        """The rank of this process, which sums the chunk of that number."""
 
     def wait(self) -> None:
         self.begun.wait()

@@ -1,17 +1,17 @@
-"""Whether the ranks of a real group call the same collectives in the same order: asked before a wrong one is launched.
+"""Detects ranks of a process group that call different collectives, before a wrong collective is launched.
 
-[Note: who asks whom]
-So far all ranks have made the same calls, so all of them predict the same next one. A rank that makes the predicted
-call asks nobody: a steady training loop costs nothing. A rank about to make any other call says so in the group's
-store, and goes on when every rank has said the same. If a peer made the predicted call meanwhile, it waits for a rank
-that will not come; whoever has waited for PATIENCE writes down what for, reads what the others have written, and both
-know who disagrees with whom. A collective that does not match is never launched: over gloo it would mix the
-parameters of two units of one size, and end the process at two of different size.
+[Note: agreeing on calls]
+As long as all ranks have made the same calls, each predicts the next one from the last ones. A rank that makes the predicted
+call does not communicate about it: a steady training loop costs nothing. A rank that is about to make any other call counts
+itself in the group's store and launches the call when all ranks are counted. If another rank made the predicted call meanwhile,
+that rank waits for a collective that this one will not launch. A rank that has waited for STALL_SECONDS publishes its pending
+call and reads those of the other ranks, so both find out which ranks disagree. A collective that does not match is never
+launched: over gloo it would mix the parameters of two units of the same size, and end the process if their sizes differ.
 
-[Note: a step that fails where nothing hears it]
-An exception in the loss, on one rank, is seen by no hook. Its next forward begins though no backward came to the last
-one, and says so first, as if it were a collective (`RESTART_CALL`). Where all ranks leave backwards out, all of them say it, and
-predict it the next time. If the others have gone on into that backward, they are told that the rank gave it up.
+[Note: a step that fails where no hook fires]
+No hook sees an exception in the loss. That rank's next forward begins although the previous one had no backward, and the rank
+first announces this as if it were a collective (`RESTART_CALL`). If all ranks leave backwards out, all make this call and
+predict it from then on. If the other ranks are already in that backward, they raise an error: this rank abandoned it.
 """
 
 import json
@@ -20,29 +20,28 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 from fsdp.errors import WorldError, name_ranks
 
 STALL_SECONDS: Final = 2.0
-"""Seconds a rank waits before it looks for the reason."""
+"""Seconds that a rank waits before it looks for the reason."""
 RECENT: Final = 8
-"""How many calls a channel remembers to tell of."""
+"""The number of calls that a communicator remembers for stories."""
 MEMORY: Final = 4
-"""Calls a prediction is made from."""
+"""The number of calls from which the next one is predicted."""
 REMEDY: Final = "Call the same in the same order."
 RESTART_CALL: Final = "forward before the backward of its last one"
-"""Not a collective, see the note above."""
+"""A call that is not a collective: see the note on steps that fail where no hook fires."""
 LAG: Final = 64
-"""Agreements that stay in the store; a rank that has launched the call after one may be sure that all have read it."""
+"""The number of counts that stay in the store. When all ranks are counted for a call, all have read the counts before it."""
 
-
-Made = tuple[str, str, int]
-"""What, for which unit, bytes."""
+Signature = tuple[str, str, int]
+"""A call: the collective, the label and the bytes."""
 
 
 class Store(Protocol):
-    """What is used of a store of torch.distributed."""
+    """The methods of torch.distributed's stores that this package uses."""
 
     def add(self, key: str, amount: int) -> int: ...
     def set(self, key: str, value: str) -> None: ...
@@ -51,259 +50,294 @@ class Store(Protocol):
     def delete_key(self, key: str) -> bool: ...
 
 
+class Peers(Protocol):
+    """What a detector needs of the monitor of its group."""
+
+    def check_peers(self, broken: bool) -> None:
+        """Raise PeerFailed if a peer is why this rank waits, or, if `broken`, why its connections broke."""
+
+    def report_restart(self, rank: int) -> NoReturn:
+        """Raise PeerFailed: `rank` has started another forward while this rank waited for it."""
+
+    def disconnect(self) -> None:
+        """Close the connections."""
+
+
 class PendingCall(NamedTuple):
-    """What one rank waits for."""
+    """The call that one rank waits for."""
 
-    channel: str
+    comm: str
+    """The name of the communicator."""
     number: int
-    """Of the call, on its channel."""
+    """The position of the call on that communicator."""
     call: str
-    asks: str
-    """Not empty: it has not made the call yet, and counts here who else wants to."""
+    key: str
+    """The key under which ranks that are about to make the call are counted. Empty if this rank has launched it."""
     launched: dict[str, int]
-    """How many calls it has made on each channel."""
+    """The number of calls this rank has made on each communicator."""
     agreed: str = ""
-    """The call that all ranks have made here so far, if they were here."""
+    """The call that all ranks have made in this place so far, if they were here before."""
     on_device: bool = False
-    """It was launched last. Whether the host waits for it is not known."""
+    """True if this is the last call launched on a device. The host may not be waiting for it."""
 
-    def made_on(self, channel: str) -> int:
-        """How many calls it has made on a channel, which it may have opened since."""
-        return self.launched.get(channel, 0)
+    def launched_on(self, comm: str) -> int:
+        """The number of calls this rank has made on a communicator, which it may not have opened yet."""
+        return self.launched.get(comm, 0)
 
     @property
     def is_restart(self) -> bool:
-        """See the note on steps that fail where nothing hears it."""
+        """See the note on steps that fail where no hook fires."""
         return self.call.startswith(RESTART_CALL)
 
 
 class DesyncDetector:
-    """What the channels of one group share: the store, and who waits for what."""
+    """The pending calls of all ranks of one group, in its store, during one epoch."""
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int, peers: Peers) -> None:
         self.store = store
         self.rank = rank
         self.size = size
-        self.launched: dict[str, int] = {}
-        self.trouble: str | None = None
-        """Why the group is of no use any more."""
+        self.sequences: dict[str, CallSequence] = {}
+        """The calls on each communicator."""
+        self.fatal: str | None = None
+        """Why no rank of this group can go on."""
         self.host_waits = False
-        """It has said so in the store."""
-        self.check_peers: Callable[[bool], None] = _nothing
-        """Raises PeerFailed if a peer is why this rank waits, or (if True) why its connections broke."""
-        self.disconnect: Callable[[], None] = _nothing
-        """Closes the connections."""
-        self.report_restart: Callable[[int], None] = _nothing
-        """Raises PeerFailed: a rank has begun again, while this one waited for it."""
+        """True while the pending call in the store is one that the host waits for."""
+        self._peers = peers
 
-    def diagnose_stall(self, note: PendingCall) -> None:
-        """This rank has waited long: say what for, and find out whether it waits in vain.
+    def open(self, comm: str) -> "CallSequence":
+        """Begin the sequence of calls on a communicator."""
+        sequence = self.sequences[comm] = CallSequence(self, comm)
+        return sequence
+
+    def launched(self) -> dict[str, int]:
+        """The number of calls on each communicator."""
+        return {comm: sequence.launched for comm, sequence in list(self.sequences.items())}
+
+    def diagnose_stall(self, pending: PendingCall) -> None:
+        """Publish the call that this rank has waited for, and find out whether it waits in vain.
 
         Raises:
-            PeerFailed: it does, because a rank is gone or has abandoned the step.
+            PeerFailed: it does, because a rank has ended or has abandoned the step.
             WorldError: it does, because the ranks disagree.
         """
-        self.check_peers(False)
+        self._peers.check_peers(False)
         self.host_waits = True
-        self.publish(note)
-        if self.trouble is None:
-            notes = self._read()
-            self.trouble = self._disagreement(notes)
-            if self.trouble is None and _nobody_can_go_on(notes, self.size):
+        self.publish(pending)
+        if self.fatal is None:
+            found = self._read()
+            self.fatal = self._find_desync(found)
+            if self.fatal is None and _is_deadlock(found, self.size):
                 time.sleep(STALL_SECONDS / 4)
-                if self._read() == notes:  # what was read one after the other was true at one time
-                    for rank, one in notes.items():
+                if self._read() == found:  # all were read at different times, and are now known to hold at one time
+                    for rank, one in found.items():
                         if one.is_restart:
-                            self.report_restart(rank)
-                    self.trouble = _describe_deadlock(notes)
-            if self.trouble is not None:
-                self.store.set("trouble", self.trouble)
-        if self.trouble is not None:
-            self.disconnect()  # whoever waits for this rank looks for the reason at once
-            raise WorldError(self.trouble)
+                            self._peers.report_restart(rank)
+                    self.fatal = _describe_deadlock(found)
+            if self.fatal is not None:
+                self.store.set("fatal", self.fatal)
+        if self.fatal is not None:
+            self._peers.disconnect()  # so that ranks that wait for this one read the reason at once
+            raise WorldError(self.fatal)
 
-    def publish(self, note: PendingCall) -> None:
-        """Say what this rank waits for, and hear whether somebody knows that nobody can go on."""
-        self.store.set(f"waits/{self.rank}", json.dumps(note))
-        if self.trouble is None and self.store.check(["trouble"]):
-            self.trouble = self.store.get("trouble").decode()
+    def publish(self, pending: PendingCall) -> None:
+        """Write this rank's pending call into the store, and read whether another rank has found a desync or a deadlock."""
+        self.store.set(f"waits/{self.rank}", json.dumps(pending))
+        self._read_fatal()
+
+    def declare_fatal(self, why: str) -> None:
+        """No rank of this group can go on: every further call raises a WorldError that says why."""
+        self.fatal = why
 
     def explain_failure(self, failure: RuntimeError) -> None:
-        """A collective failed: if a peer is the reason, say so instead; or where everyone is, as far as they have said.
+        """A collective failed: raise the reason if a peer is the reason, else add to `failure` which calls ranks wait for.
 
         Raises:
-            PeerFailed: a rank is gone or has abandoned the step.
+            PeerFailed: a rank has ended or has abandoned the step.
             WorldError: the ranks disagree.
         """
-        with suppress(RuntimeError):  # the store may be gone as well
-            if self.trouble is None and self.store.check(["trouble"]):
-                self.trouble = self.store.get("trouble").decode()
-        if self.trouble is not None:
-            raise WorldError(self.trouble) from failure
-        late = "imed out" in str(failure)
+        with suppress(RuntimeError):  # the store may have gone as well
+            self._read_fatal()
+        if self.fatal is not None:
+            raise WorldError(self.fatal) from failure
+        timed_out = "imed out" in str(failure)
         try:
-            self.check_peers(not late)
+            self._peers.check_peers(not timed_out)
         except WorldError as reason:
             raise reason from failure
         except RuntimeError:
             failure.add_note("fsdp: the store of the group does not answer; the process that holds it may have ended.")
             return
-        waits = [f"rank {rank} waits for {note.call}" for rank, note in self._read().items()]
+        waits = [f"rank {rank} waits for {pending.call}" for rank, pending in self._read().items()]
         failure.add_note(f"fsdp: {'; '.join(waits) or 'no rank has waited long'}. Ranks that are not named compute, or hang.")
 
+    def disconnect(self) -> None:
+        """Close the connections of the group."""
+        self._peers.disconnect()
+
     def clear(self) -> None:
-        """It did not wait in vain."""
+        """The call that the host waited for has ended: remove it from the store."""
         self.host_waits = False
         self.store.set(f"waits/{self.rank}", "null")
 
-    def _disagreement(self, notes: dict[int, PendingCall]) -> str | None:
-        """The ranks that want different calls in one place, if there are any.
+    def _read_fatal(self) -> None:
+        if self.fatal is None and self.store.check(["fatal"]):
+            self.fatal = self.store.get("fatal").decode()
+
+    def _find_desync(self, found: dict[int, PendingCall]) -> str | None:
+        """Name the ranks that wait for different calls in one place; None if there are none.
 
         Raises:
-            PeerFailed: one of them has begun again.
+            PeerFailed: one of them has started another forward.
         """
-        apart = None
-        for rank, note in notes.items():
-            here: dict[str, list[int]] = {note.call: []}
-            for other, theirs in notes.items():
-                if theirs.channel == note.channel and theirs.number == note.number:
-                    here.setdefault(theirs.call, []).append(other)
-            gone_on = [other for other, theirs in notes.items() if note.asks and theirs.made_on(note.channel) >= note.number]
-            if gone_on and self.store.add(note.asks, 0) >= self.size:
-                gone_on = []  # with the same call, since they wrote
-            if note.is_restart and (gone_on or len(here) > 1):
-                self.report_restart(rank)
-            if gone_on or len(here) > 1:
-                followers = sorted({*here.pop(note.agreed, ()), *gone_on})
-                calls = [f"{name_ranks(ranks)} called {call}" for call, ranks in here.items()]
+        desync = None
+        for rank, pending in found.items():
+            calls: dict[str, list[int]] = {pending.call: []}
+            for other, theirs in found.items():
+                if theirs.comm == pending.comm and theirs.number == pending.number:
+                    calls.setdefault(theirs.call, []).append(other)
+            ahead = [other for other, one in found.items() if pending.key and one.launched_on(pending.comm) >= pending.number]
+            if ahead and self.store.add(pending.key, 0) >= self.size:
+                ahead = []  # all ranks are counted by now: the others have launched the same call
+            if pending.is_restart and (ahead or len(calls) > 1):
+                self._peers.report_restart(rank)
+            if ahead or len(calls) > 1:
+                followers = sorted({*calls.pop(pending.agreed, ()), *ahead})
+                parts = [f"{name_ranks(ranks)} called {call}" for call, ranks in calls.items()]
                 if followers:
-                    agreed = f"the agreed schedule has {note.agreed}, which {name_ranks(followers)} followed"
-                    apart = apart or f"{_place(note)}: {' and '.join(calls)} where {agreed}. {REMEDY}"
+                    agreed = f"the agreed schedule has {pending.agreed}, which {name_ranks(followers)} followed"
+                    desync = desync or f"{_place(pending)}: {' and '.join(parts)} where {agreed}. {REMEDY}"
                 else:
-                    apart = apart or f"{_place(note)}: {calls[0]} where {' and '.join(calls[1:])}. {REMEDY}"
-        return apart
+                    desync = desync or f"{_place(pending)}: {parts[0]} where {' and '.join(parts[1:])}. {REMEDY}"
+        return desync
 
     def _read(self) -> dict[int, PendingCall]:
+        """The pending calls of the ranks that have published one."""
         keys = {rank: f"waits/{rank}" for rank in range(self.size)}
         found = {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
         return {rank: PendingCall(*fields) for rank, fields in found.items() if fields is not None}
 
 
 class CallSequence:
-    """The calls of one channel."""
+    """The calls of one communicator, and the prediction of the next one."""
 
-    def __init__(self, detector: DesyncDetector, channel: str) -> None:
+    def __init__(self, detector: DesyncDetector, comm: str) -> None:
         self._detector = detector
-        self._channel = channel
+        self._comm = comm
         self._number = 0
         self._here = History(())
         self._known = {self._here.recent: self._here}
-        self._agreed: list[str] = []
-        detector.launched[channel] = 0
+        self._counted: list[str] = []
+        """Keys of counts that are still in the store, oldest first."""
+        self.launched = 0
+        """The number of calls that have been checked."""
 
     def check_call(self, kind: str, label: str, size: int) -> Callable[[], PendingCall]:
-        """A call is about to be made; return what to say if it takes long.
+        """Check a call that is about to be made. Returns a function that describes it, for a rank that waits for it long.
 
         Raises:
             WorldError: other ranks make another call.
         """
         detector = self._detector
-        if detector.trouble is not None:
-            raise WorldError(detector.trouble)
+        if detector.fatal is not None:
+            raise WorldError(detector.fatal)
         call = (kind, label, size)
         here = self._here
         number = self._number = self._number + 1
 
-        def note() -> PendingCall:
-            return PendingCall(
-                self._channel, number, _text(call), "", dict(detector.launched), _text(here.agreed) if here.agreed else ""
-            )
+        def describe() -> PendingCall:
+            agreed = _text(here.agreed) if here.agreed else ""
+            return PendingCall(self._comm, number, _text(call), "", detector.launched(), agreed)
 
-        # one comparison, and no hash, for each call of a steady loop
+        # one comparison and no hash for each call of a steady loop
         if here.agreed != call:
-            self._agree(note())
+            self._agree(describe())
             recent = (*here.recent, call)[-MEMORY:]
-            here.agreed, here.then = call, self._known.setdefault(recent, History(recent))
+            here.learn(call, self._known.setdefault(recent, History(recent)))
         self._here = here.then
-        detector.launched[self._channel] = number
-        return note
+        self.launched = number
+        return describe
 
-    def _agree(self, note: PendingCall) -> None:
-        """Go on when every rank is about to make this call."""
+    def _agree(self, pending: PendingCall) -> None:
+        """Return when every rank is about to make this call."""
         store, size = self._detector.store, self._detector.size
-        key = f"{note.channel}/{note.number}/{sha256(note.call.encode()).hexdigest()[:16]}"
-        note = note._replace(asks=key)
-        said = store.add(key, 1)
-        begin, pause, told = time.monotonic(), 0.0002, False
-        while said < size:
+        key = f"{pending.comm}/{pending.number}/{sha256(pending.call.encode()).hexdigest()[:16]}"
+        pending = pending._replace(key=key)
+        count = store.add(key, 1)
+        begin, pause, stalled = time.monotonic(), 0.0002, False
+        while count < size:
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
-            said = store.add(key, 0)
-            if said < size and time.monotonic() - begin > STALL_SECONDS:
-                self._detector.diagnose_stall(note)
-                begin, told = time.monotonic() - STALL_SECONDS / 2, True
-        if told:
+            count = store.add(key, 0)
+            if count < size and time.monotonic() - begin > STALL_SECONDS:
+                self._detector.diagnose_stall(pending)
+                begin, stalled = time.monotonic() - STALL_SECONDS / 2, True
+        if stalled:
             self._detector.clear()
-        self._agreed.append(key)
-        if len(self._agreed) > LAG:
-            oldest = self._agreed.pop(0)
+        self._counted.append(key)
+        if len(self._counted) > LAG:
+            oldest = self._counted.pop(0)
             if self._detector.rank == 0:
                 store.delete_key(oldest)
 
 
 class History:
-    """Where a channel is: after these calls. And the call that all ranks have made from here so far."""
+    """The last calls of a communicator, and the call that all ranks have made after them."""
 
     __slots__ = ("agreed", "recent", "then")
 
-    def __init__(self, recent: tuple[Made, ...]) -> None:
+    def __init__(self, recent: tuple[Signature, ...]) -> None:
         self.recent = recent
-        self.agreed: Made | None = None
+        self.agreed: Signature | None = None
         self.then: History
-        """Where that leads."""
+        """The history after `agreed`."""
+
+    def learn(self, call: Signature, then: "History") -> None:
+        """Predict `call` from now on; `then` is the history after it."""
+        self.agreed, self.then = call, then
 
 
 class WatchedWork:
     """A collective in flight on the host. Its `wait` looks for the reason if it takes long."""
 
-    __slots__ = ("_detector", "_note", "_work")
+    __slots__ = ("_describe", "_detector", "_work")
 
-    def __init__(self, work: Any, detector: DesyncDetector, note: Callable[[], PendingCall]) -> None:
+    def __init__(self, work: Any, detector: DesyncDetector, describe: Callable[[], PendingCall]) -> None:
         self._work = work
         self._detector = detector
-        self._note = note
+        self._describe = describe
 
     def wait(self) -> None:
         """Return when the result may be used.
 
         Raises:
-            PeerFailed: it will never be, because a rank is gone or has abandoned the step.
+            PeerFailed: it will never be, because a rank has ended or has abandoned the step.
             WorldError: it will never be, because the ranks disagree.
         """
-        told = False
+        stalled = False
         try:
             while True:
-                if self._detector.trouble is not None and not self._work.is_completed():
-                    raise WorldError(self._detector.trouble)
+                if self._detector.fatal is not None and not self._work.is_completed():
+                    raise WorldError(self._detector.fatal)
                 try:
                     self._work.wait(_STALL_SECONDS)
                 except RuntimeError as failure:
                     if self._work.is_completed():
-                        # a peer that was told of a disagreement may have gone already
+                        # a peer that has read of a desync may have disconnected already
                         self._detector.explain_failure(failure)
                         raise
-                    self._detector.diagnose_stall(self._note())
-                    told = True
+                    self._detector.diagnose_stall(self._describe())
+                    stalled = True
                 else:
-                    if told:
+                    if stalled:
                         self._detector.clear()
                     return
         except WorldError:
-            self._end()
+            self._wait_until_over()
             raise
 
-    def _end(self) -> None:
-        """What it may yet write is given back now: it must be over before."""
+    def _wait_until_over(self) -> None:
+        """Disconnect and wait for the end of the collective: the caller releases the memory that it writes to."""
         self._detector.disconnect()
         begin = time.monotonic()
         while not self._work.is_completed() and time.monotonic() - begin < STALL_SECONDS:
@@ -313,37 +347,33 @@ class WatchedWork:
 _STALL_SECONDS: Final = timedelta(seconds=STALL_SECONDS)
 
 
-def _nothing(*_: Any) -> None:
-    return
-
-
-def _text(call: Made) -> str:
+def _text(call: Signature) -> str:
     kind, label, size = call
     return f"{kind}({label!r}, {size} bytes)"
 
 
-def _place(note: PendingCall) -> str:
-    return f"The ranks disagree on operation {note.number} of channel {note.channel!r}"
+def _place(pending: PendingCall) -> str:
+    return f"The ranks disagree on operation {pending.number} of communicator {pending.comm!r}"
 
 
-def _nobody_can_go_on(notes: dict[int, PendingCall], size: int) -> bool:
-    """Every rank waits for a call that some rank has not made."""
-    return len(notes) == size and all(_absent(note, notes) and not note.on_device for note in notes.values())
+def _is_deadlock(found: dict[int, PendingCall], size: int) -> bool:
+    """Whether every rank waits for a call that some rank has not made."""
+    return len(found) == size and all(_absent(pending, found) and not pending.on_device for pending in found.values())
 
 
-def _absent(note: PendingCall, notes: dict[int, PendingCall]) -> list[int]:
-    """The ranks that have not made the call that `note` waits for, nor ask for it."""
+def _absent(pending: PendingCall, found: dict[int, PendingCall]) -> list[int]:
+    """The ranks that have neither made the call `pending` nor are about to make it."""
     return [
         rank
-        for rank, theirs in notes.items()
-        if theirs.made_on(note.channel) < note.number and not (theirs.asks and theirs.asks == note.asks)
+        for rank, theirs in found.items()
+        if theirs.launched_on(pending.comm) < pending.number and not (theirs.key and theirs.key == pending.key)
     ]
 
 
-def _describe_deadlock(notes: dict[int, PendingCall]) -> str:
-    stories = [
-        f"Rank {rank} waits for {note.call}, operation {note.number} of channel {note.channel!r}, which "
-        f"{' and '.join(f'rank {other}' for other in _absent(note, notes))} did not call."
-        for rank, note in sorted(notes.items())
+def _describe_deadlock(found: dict[int, PendingCall]) -> str:
+    parts = [
+        f"Rank {rank} waits for {pending.call}, operation {pending.number} of communicator {pending.comm!r}, which "
+        f"{' and '.join(f'rank {other}' for other in _absent(pending, found))} did not call."
+        for rank, pending in sorted(found.items())
     ]
-    return " ".join(["Deadlock: nobody can go on.", *stories])
+    return " ".join(["Deadlock: nobody can go on.", *parts])

@@ -1,11 +1,12 @@
-"""The connections of a group's channels, which a rank hangs up when it abandons a step, so that the others hear of it.
+"""Monitors the peers of a group: who abandoned a step, who ended, and how ranks connect again.
 
 [Note: how a failure travels]
-Over gloo the channels have connections of their own. A rank that abandons a step writes who, where and why to the group's store
-and closes them: whatever waits for it breaks at once, on every rank, and nothing is in flight any more that could write memory
-that was given back. On whom it breaks, reads the store. A rank that died has written nothing: it is looked for among the
-processes of this host, and then the others call the roll. When every rank has hung up and wants to go on, they meet in the store
-and connect anew. While all goes well nobody asks anything. Over NCCL there are no connections to break: see watchdog.py.
+Over gloo each communicator has connections of its own. A rank that abandons a step writes its rank, the unit and the reason to
+the group's store and closes the connections. Every collective that waits for it then fails at once, on every rank, and nothing
+is in flight that could write to released memory. A rank whose collective failed reads the store. A rank that died has written
+nothing: its peers look for its process if it was on the same host, and otherwise every rank signs in, and the missing one is
+named. When every rank has disconnected and wants to go on, they meet in the store and reconnect. As long as nothing fails, no
+rank reads the store. NCCL has no connections that could be closed: see watchdog.py.
 """
 
 import atexit
@@ -16,23 +17,31 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Thread
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from fsdp.errors import PeerFailed, ShardingError, WorldError
-from fsdp.failure.desync import RESTART_CALL, CallSequence, DesyncDetector, PendingCall, Store
+from fsdp.failure.desync import RESTART_CALL, DesyncDetector, PendingCall, Store
 from fsdp.failure.liveness import is_dead, this_process
 
 SECONDS: Final = "FSDP_PEER_SECONDS"
-"""The environment variable for how long a rank whose connections broke looks for the reason; 2 if it is not set."""
+"""The environment variable for the time in which a rank whose connections broke looks for the reason. 2 by default."""
 RETURN_SECONDS: Final = "FSDP_RETURN_SECONDS"
-"""The one for how long a rank that wants to go on waits for the others; 60 if it is not set."""
+"""The environment variable for the time in which a rank that wants to go on waits for the others. 60 by default."""
 CLOSING: Final = 2.0
-"""Seconds that are spent on closing connections at an end."""
+"""Seconds that are spent on closing connections when a group is destroyed or the process ends."""
 RESTART: Final = "Start the job again from a checkpoint."
 
 
+class PendingError(NamedTuple):
+    """An error that the next call on a group raises."""
+
+    epoch: int | None
+    """The epoch in which it is raised, and no later one. None: in every epoch."""
+    error: WorldError
+
+
 class PeerMonitor:
-    """The channels of one group: their connections, and what is known of the peers."""
+    """The connections of the communicators over one group, and the state of its other ranks."""
 
     def __init__(
         self,
@@ -42,32 +51,35 @@ class PeerMonitor:
         rank: int,
         connect: Callable[[str], Any] | None,
     ) -> None:
-        self.completed = 0
-        """Backwards that ended well."""
+        self._completed = 0
+        """The number of backwards that ended without an error."""
         self._store = store
         self._scope = scope
         self._ranks = tuple(ranks)
-        """As the user counts them."""
+        """The ranks as the user counts them: in the default group."""
         self._rank = rank
+        """This rank in this group."""
         self._comms: list[str] = []
+        """The names of the communicators."""
         self._connect = connect
         self._publishes = connect is not None
-        """Whether the others hear of a failure."""
+        """Whether failures of this rank are written to the store."""
         self._patience = seconds(SECONDS, 2.0)
         self._return_patience = seconds(RETURN_SECONDS, 60.0)
         self._epoch = 0
         self._neighbours: list[Any] = []
-        """The processes of this host, each with its rank, in the order in which they said so."""
+        """The rank and the process of every member on this host, in the order in which they signed in."""
         self._process, self._exit_published = os.getpid(), False
         self.connections: dict[str, Any] = {}
-        """What carries the collectives of a channel on the host, unless that is the group itself."""
+        """For each communicator with connections of its own: the process group for its collectives on the host."""
         self._device_may_hang = True
-        """Whether something may wait on a device for ever, if nobody can go on."""
+        """True if collectives launched on a device may never finish once this group is declared dead. The watchdog then aborts
+        the communicators."""
         self._closing: Thread | None = None
         self.down = False
-        """Hung up; the next call connects anew."""
-        self.refusal: Any = None
-        """If not None, the next call asks `reconnect` whether it may be made."""
+        """True if this rank has disconnected. The next call reconnects."""
+        self.pending_error: PendingError | None = None
+        """If not None, the next call must ask `reconnect` whether it may be made."""
         self._host = f"on/{this_process()[0]}"
         number = store.add(self._host, 1)
         store.set(f"{self._host}/{number}", json.dumps((rank, this_process())))
@@ -75,85 +87,87 @@ class PeerMonitor:
         self._start()
 
     def _start(self) -> None:
-        epoch = self._epoch
-        self.detector = DesyncDetector(self._scope(f"{epoch}"), self._rank, len(self._ranks))
-        self.detector.check_peers, self.detector.disconnect, self.detector.report_restart = (
-            self._check_peers,
-            self.disconnect,
-            self._report_restart,
-        )
-        self.sequences: dict[str, CallSequence] = {}
-        for channel in self._comms:
-            self._connect_channel(channel)
+        """Begin an epoch: a new detector and new connections."""
+        self.detector = DesyncDetector(self._scope(f"{self._epoch}"), self._rank, len(self._ranks), self)
+        self.sequences = self.detector.sequences
+        for name in self._comms:
+            self._connect_comm(name)
         self.down = False
 
-    def open(self, channel: str) -> None:
-        """One more channel. Every rank opens the same ones in the same order."""
-        self._comms.append(channel)
+    def open(self, name: str) -> None:
+        """Add a communicator. Every rank adds the same ones in the same order."""
+        self._comms.append(name)
         if not self.down:
-            self._connect_channel(channel)
+            self._connect_comm(name)
 
-    def _connect_channel(self, channel: str) -> None:
-        self.sequences[channel] = CallSequence(self.detector, channel)
+    def _connect_comm(self, name: str) -> None:
+        self.detector.open(name)
         if self._connect is not None:
-            self.connections[channel] = self._connect(f"{self._epoch}/{channel}")
+            self.connections[name] = self._connect(f"{self._epoch}/{name}")
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
-        """This rank gives up a step: say why, and hang up."""
+        """Write to the store why this rank abandons the step, and disconnect."""
         if not self._publishes:
             return
         if isinstance(failure, WorldError) and not isinstance(failure, PeerFailed):
             self._publish_fatal(str(failure))
         if self.down:
             return
-        # on a mesh, who hears of a failure in one group tells those of the others
+        # on a mesh a rank passes the failure of a peer in one group on to its peers in another
         why: tuple[int, str | None, str]
         if isinstance(failure, PeerFailed):
             why = failure.rank, failure.unit, failure.reason
         else:
             why = self._ranks[self._rank], unit, "an error" if failure is None else f"{type(failure).__name__}: {failure}"
-        with suppress(RuntimeError):  # the store may be gone
+        with suppress(RuntimeError):  # the store may have gone
             number = self._store.add(f"abandoned/{self._epoch}", 1)
             self._store.set(f"abandoned/{self._epoch}/{number}", json.dumps((*why, self._rank, self.launched())))
         self.disconnect()
 
+    def backward_completed(self) -> None:
+        """Count a backward that ended without an error."""
+        self._completed += 1
+
     def launched(self) -> dict[str, int]:
-        """How many collectives on a device, by channel, as far as anybody looks after them."""
+        """The number of collectives launched on a device, by communicator. Empty if no watchdog watches this group."""
         return {}
 
-    def launch_on_device(self, channel: str, note: Callable[[], PendingCall], launch: Callable[[], Any]) -> Any:
-        """Call `launch`. The host does not wait for what it launches."""
+    def launch_on_device(self, name: str, describe: Callable[[], PendingCall], launch: Callable[[], Any]) -> Any:
+        """Call `launch`. The host will not wait for the collective that it launches."""
         return launch()
 
     def _publish_fatal(self, why: str) -> None:
-        """Nobody can go on, in any group of this model: those who want to, and wait for this rank, are told."""
-        self.detector.trouble = self.detector.trouble or why
+        """Declare that no rank can go on, in any group of this model, and write it for the ranks that wait for this one."""
+        fatal = self.detector.fatal or why
+        self.detector.declare_fatal(fatal)
         with suppress(RuntimeError):
-            if not self._store.check(["hopeless"]):
-                self._store.set("hopeless", json.dumps((self.detector.trouble, self._device_may_hang)))
+            if not self._store.check(["fatal"]):
+                self._store.set("fatal", json.dumps((fatal, self._device_may_hang)))
 
-    def _refuse_fatal(self) -> None:
-        if self._store.check(["hopeless"]):
-            self.detector.trouble, self._device_may_hang = json.loads(self._store.get("hopeless"))
-            raise WorldError(self.detector.trouble)
+    def _raise_fatal(self) -> None:
+        """Raise WorldError if a rank has written that no rank can go on."""
+        if self._store.check(["fatal"]):
+            fatal, self._device_may_hang = json.loads(self._store.get("fatal"))
+            self._fail_for_good(fatal)
 
-    def announce_restart(self, channel: str, unit: str) -> PeerFailed | None:
-        """A forward begins, though no backward came to the one before: go on when that is so on every rank.
+    def _fail_for_good(self, why: str) -> NoReturn:
+        self.detector.declare_fatal(why)
+        raise WorldError(why)
 
-        If the others are in that backward, they give it up, and what they are told is returned.
-        """
+    def announce_restart(self, name: str, unit: str) -> PeerFailed | None:
+        """See `Communicator.announce_restart`; `name`: the communicator on which it is announced."""
         if not self._publishes or self.down:
             return None
         try:
-            self.sequences[channel].check_call(RESTART_CALL, unit, 0)
-        except PeerFailed as told:
-            return told  # whoever is gone for good is missed when this rank connects anew
+            self.sequences[name].check_call(RESTART_CALL, unit, 0)
+        except PeerFailed as failure:
+            return failure  # if it is about a rank that has ended, reconnecting will raise
         return None
 
     @property
     def epoch(self) -> int:
-        """Grows with every step that is abandoned, by whichever model on the group."""
-        return self._epoch + self.down  # connecting anew makes no difference
+        """A number that increases with every abandoned step of any model on this group."""
+        return self._epoch + self.down  # the same before and after reconnecting
 
     def disconnect(self) -> None:
         """Close the connections. Idempotent."""
@@ -161,60 +175,46 @@ class PeerMonitor:
             return
         self.down = self._publishes
         connections, self.connections = self.connections, {}
-        # closing waits for collectives in flight, which may wait for the peers to hang up as well
-        self._closing = Thread(target=connections.clear, name="fsdp hangs up", daemon=True)
+        # closing waits for collectives in flight, which may wait for peers that have not disconnected yet
+        self._closing = Thread(target=connections.clear, name="fsdp disconnects", daemon=True)
         self._closing.start()
 
     def close(self) -> None:
-        """The group is destroyed, or the process ends: a thread that still closes something then would abort it."""
+        """Disconnect for good, at the end of the group or process. Waits, because an end would abort a closing thread."""
         self.disconnect()
         self._connect, self._publishes = None, False
         if self._closing is not None:
             self._closing.join(CLOSING)
 
     def reconnect(self) -> None:
-        """Meet the others, who have all abandoned the step, and connect.
+        """Wait until every rank has abandoned the step, and connect to all.
 
         Raises:
-            PeerFailed: a rank is gone, or does not come back.
-            WorldError: some ranks have completed a backward that others abandoned, or launched more on a device, or they
-                disagreed before.
+            PeerFailed: a rank has ended, or does not come back.
+            WorldError: some ranks have completed a backward that others abandoned, or launched more on a device, or the ranks
+                have disagreed before.
         """
-        if self.detector.trouble is not None:
-            raise WorldError(self.detector.trouble)
+        if self.detector.fatal is not None:
+            raise WorldError(self.detector.fatal)
         epoch = self._epoch + 1
         keys = [f"back/{epoch}/{rank}" for rank in range(len(self._ranks))]
-        self._store.set(keys[self._rank], json.dumps((self.completed, self.launched())))
-        begin, pause = time.monotonic(), 0.001
-        while not self._store.check(keys):
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-            gone = self._ended_ranks()
-            # who has ended since has said before that it came back, or that nobody can go on
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if missing:
-                self._refuse_fatal()
-            if ended := [rank for rank in gone if rank in missing]:
-                self._fail(ended, "has ended, while this rank waited for it to go on after an abandoned step")
-            if missing and time.monotonic() - begin > self._return_patience:
-                self._fail(missing, f"has not come back within {self._return_patience:g} s after a step was abandoned")
-        said = [json.loads(self._store.get(key)) for key in keys]
-        more = next((rank for rank, (_, launched) in enumerate(said) if launched != said[0][1]), None)
-        counts = [completed for completed, _ in said]
+        self._store.set(keys[self._rank], json.dumps((self._completed, self.launched())))
+        self._wait_for_all(keys)
+        states = [json.loads(self._store.get(key)) for key in keys]
+        other = next((rank for rank, (_, launched) in enumerate(states) if launched != states[0][1]), None)
+        counts = [completed for completed, _ in states]
         if len(set(counts)) > 1:
-            self._device_may_hang = more is not None
+            self._device_may_hang = other is not None
             ahead, behind = counts.index(max(counts)), counts.index(min(counts))
-            self.detector.trouble = (
+            self._fail_for_good(
                 f"rank {self._ranks[ahead]} has completed a backward that rank {self._ranks[behind]} has abandoned, so their "
                 "parameters may be a step apart: load a checkpoint, on all ranks."
             )
-            raise WorldError(self.detector.trouble)
-        if more is not None:
-            self.detector.trouble = (
-                f"rank {self._ranks[more]} and rank {self._ranks[0]} have launched different collectives on their devices in the "
-                f"step they abandoned, and what waits for them there cannot be taken back. {RESTART}"
+        if other is not None:
+            self._fail_for_good(
+                f"rank {self._ranks[other]} and rank {self._ranks[0]} have launched different collectives on their devices in "
+                f"the step they abandoned, and what waits for them there cannot be taken back. {RESTART}"
             )
-            raise WorldError(self.detector.trouble)
         self._epoch = epoch
         try:
             self._start()
@@ -223,21 +223,42 @@ class PeerMonitor:
             self.detector.explain_failure(failure)
             raise
 
-    def _check_peers(self, broken: bool) -> None:
-        """This rank waits, or its connections broke: is a peer the reason?
+    def _wait_for_all(self, keys: Sequence[str]) -> None:
+        """Wait until every rank has set its key in the store.
+
+        Raises:
+            PeerFailed: a rank has ended, or does not come back.
+            WorldError: a rank has written that no rank can go on.
+        """
+        begin, pause = time.monotonic(), 0.001
+        while not self._store.check(list(keys)):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            gone = self._ended_ranks()
+            # read after `gone`: a rank that has ended since set its key before, or wrote that no rank can go on
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if missing:
+                self._raise_fatal()
+            if ended := [rank for rank in gone if rank in missing]:
+                self._fail(ended, "has ended, while this rank waited for it to go on after an abandoned step")
+            if missing and time.monotonic() - begin > self._return_patience:
+                self._fail(missing, f"has not come back within {self._return_patience:g} s after a step was abandoned")
+
+    def check_peers(self, broken: bool) -> None:
+        """Find out whether a peer is the reason why this rank waits, or, if `broken`, why its connections broke.
 
         Raises:
             PeerFailed: it is.
-            WorldError: it has given up because nobody can go on.
+            WorldError: a rank has written that no rank can go on.
         """
         begin = time.monotonic()
         if broken:
             self._store.set(f"here/{self._epoch}/{self._rank}", "")
         while True:
-            gone = self._ended_ranks()  # asked first: who has ended since may have abandoned the step before
+            gone = self._ended_ranks()  # read first: a rank that has ended since may have abandoned the step before
             if self._store.add(f"abandoned/{self._epoch}", 0):
-                self._refuse_fatal()
-                self._refuse_abandoned()
+                self._raise_fatal()
+                self._raise_abandoned()
             if gone:
                 self._fail(gone, "has ended, while this rank waited for it")
             if not broken:
@@ -249,38 +270,39 @@ class PeerMonitor:
                 return
             time.sleep(0.02)
 
-    def _refuse_abandoned(self) -> None:
+    def _raise_abandoned(self) -> None:
         key = f"abandoned/{self._epoch}/1"
-        if self._store.check([key]):  # or it is being written
+        if self._store.check([key]):  # the number is counted before the text is written
             raise abandoned_by(*json.loads(self._store.get(key))[:3])
 
-    def _report_restart(self, rank: int) -> NoReturn:
+    def report_restart(self, rank: int) -> NoReturn:
+        """Raise PeerFailed: `rank` has started another forward while this rank waited for it."""
         name, reason = self._ranks[rank], f"a {RESTART_CALL}, which failed outside the model or was left out there"
         raise abandoned_by(name, None, reason)
 
     def _ended_ranks(self) -> list[int]:
-        """The others that have ended."""
+        """The other ranks that have ended."""
         some = self._store.check(["ended"])
         others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
         dead = self._dead()
         return [rank for rank in others if rank in dead or (some and self._store.check([f"gone/{rank}"]))]
 
     def _dead(self) -> set[int]:
-        """The ranks whose processes were on this host and are no more."""
+        """The ranks whose processes were on this host and have ended."""
         while self._store.check([key := f"{self._host}/{len(self._neighbours) + 1}"]):
             self._neighbours.append(json.loads(self._store.get(key)))
         return {rank for rank, process in self._neighbours if is_dead(process)}
 
     def _publish_exit(self) -> None:
         if self._exit_published or os.getpid() != self._process:
-            return  # a child of this process ends
+            return  # the process that ends is a child of the one that made this monitor
         self._exit_published = True
         with suppress(RuntimeError):
             self._store.set(f"gone/{self._rank}", json.dumps(self.launched()))
             self._store.set("ended", "")
 
     def on_exit(self) -> None:
-        """This process ends."""
+        """Write to the store that this process ends, and close."""
         self._publish_exit()
         self.close()
 
@@ -302,15 +324,15 @@ _living: "weakref.WeakSet[PeerMonitor]" = weakref.WeakSet()
 
 @atexit.register
 def _on_exit() -> None:
-    for lines in list(_living):
-        lines.on_exit()
+    for monitor in list(_living):
+        monitor.on_exit()
 
 
 def seconds(variable: str, otherwise: float) -> float:
-    """A time from the environment.
+    """Read a time from the environment.
 
     Raises:
-        ShardingError: it is no number of seconds.
+        ShardingError: the variable is not a positive number of seconds.
     """
     text = os.environ.get(variable, "")
     try:

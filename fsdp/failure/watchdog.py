@@ -1,13 +1,13 @@
-"""Collectives on a device: a thread looks after them, because the host that launched them has gone on.
+"""Watches collectives on a device in a thread, because the host that launched them does not wait for them.
 
 [Note: waiting on a device]
-A wait on a device makes a stream wait. The host goes on until it wants a number, and waits in CUDA, where nobody can look for a
-reason. So a thread does: when nothing was launched for PATIENCE seconds, it says in the store what came last, and reads what
-the others have said, as a host that waits does (desync.py). While calls are launched it asks nobody.
+A wait on a device makes a stream wait. The host goes on until it needs a number, and then waits inside CUDA, where no code of
+ours can look for a reason. So a thread does: when nothing was launched for STALL_SECONDS, it publishes the last call and reads
+those of the other ranks, as a waiting host does (desync.py). While calls are launched it does not use the store.
 
 A rank that has launched more than a peer that abandoned the step or ended waits for ever. The thread aborts the communicators,
-which frees the streams, and the next call of the engine raises. There is no going on from there: the host may have been a step
-ahead, and computed with what the aborted collectives left. Ranks that failed alike have launched the same, and go on.
+which frees the streams, and the next call of the engine raises. The job cannot go on after that: the host may have been a step
+ahead, and computed with what the aborted collectives left. Ranks that failed after the same launches do go on.
 """
 
 import json
@@ -17,40 +17,40 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import Event, Thread, current_thread
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from fsdp.errors import PeerFailed, WorldError
 from fsdp.failure.desync import STALL_SECONDS, PendingCall, Store
-from fsdp.failure.peers import CLOSING, RESTART, PeerMonitor, abandoned_by
+from fsdp.failure.peers import CLOSING, RESTART, PeerMonitor, PendingError, abandoned_by
 
 POLL: Final = 0.5
-"""Seconds between two looks at what was launched last."""
+"""Seconds between two checks of a group."""
 ABORTING: Final = 10.0
-"""Seconds after which an abort is left to itself."""
+"""Seconds that the thread waits for an abort."""
 FAILURES: Final = 5
-"""Looks at a store that fail, one after the other, until it is taken to be gone."""
+"""The number of consecutive checks that the store must fail before it is taken to be gone."""
 ABORTED: Final = "What was in flight on the device of rank"
 
 
 class DeviceWatchdog:
-    """The device of this process: one thread looks after all groups that communicate there."""
+    """The thread that watches all groups of this process that communicate on a device."""
 
     def __init__(self) -> None:
         self._groups: list[weakref.ref[DevicePeerMonitor]] = []
         self._ended = Event()
         self._thread: Thread | None = None
 
-    def add(self, lines: "DevicePeerMonitor") -> None:
-        """Look after one more group."""
-        self._groups.append(weakref.ref(lines))
+    def add(self, monitor: "DevicePeerMonitor") -> None:
+        """Watch one more group."""
+        self._groups.append(weakref.ref(monitor))
         if self._thread is None:
             self._ended = Event()
-            self._thread = Thread(target=self._run, args=(self._ended,), name="fsdp looks after a device", daemon=True)
+            self._thread = Thread(target=self._run, args=(self._ended,), name="fsdp device watchdog", daemon=True)
             self._thread.start()
 
-    def remove(self, lines: "DevicePeerMonitor") -> None:
-        """Look after it no more."""
-        self._groups = [group for group in self._groups if group() not in (None, lines)]
+    def remove(self, monitor: "DevicePeerMonitor") -> None:
+        """Watch a group no longer."""
+        self._groups = [group for group in self._groups if group() not in (None, monitor)]
         if not self._groups and self._thread is not None:
             self._ended.set()
             thread, self._thread = self._thread, None
@@ -59,19 +59,19 @@ class DeviceWatchdog:
 
     def _run(self, ended: Event) -> None:
         while not ended.wait(POLL):
-            for group in self._living():
-                group.diagnose_stall()
+            for monitor in self._monitors():
+                monitor.poll()
 
-    def _living(self) -> "list[DevicePeerMonitor]":
-        return [lines for group in self._groups if (lines := group()) is not None]
+    def _monitors(self) -> "list[DevicePeerMonitor]":
+        return [monitor for group in self._groups if (monitor := group()) is not None]
 
     def abort_all(self, failure: WorldError) -> None:
-        """This rank waits for ever: end whatever is in flight, in all groups, which may wait for each other on the device."""
-        groups = self._living()
-        for lines in groups:
-            lines.is_aborted(failure)
-        # communicators may wait for each other in an abort as well, so none waits for another's turn
-        aborts = [abort for lines in groups for abort in lines.aborts]
+        """Abort the collectives in flight in all groups, because those of one group may wait for those of another."""
+        monitors = self._monitors()
+        for monitor in monitors:
+            monitor.prepare_abort(failure)
+        # an abort may wait for the abort of another communicator, so all run at the same time
+        aborts = [abort for monitor in monitors for abort in monitor.aborts]
         threads = [Thread(target=_quietly, args=(abort,), name="fsdp aborts", daemon=True) for abort in aborts]
         for thread in threads:
             thread.start()
@@ -79,16 +79,8 @@ class DeviceWatchdog:
             thread.join(ABORTING)
 
 
-class PendingError(NamedTuple):
-    """What the next call raises."""
-
-    epoch: int | None
-    """Unless this one is over by then; None: in any case."""
-    error: WorldError
-
-
 class DevicePeerMonitor(PeerMonitor):
-    """The channels of a group whose collectives are on a device, those on the host as they are elsewhere."""
+    """The monitor of a group with collectives on a device. Its collectives on the host are watched as `PeerMonitor` does."""
 
     def __init__(
         self,
@@ -97,136 +89,144 @@ class DevicePeerMonitor(PeerMonitor):
         ranks: Sequence[int],
         rank: int,
         connect: Callable[[str], Any] | None,
-        device: DeviceWatchdog,
+        watchdog: DeviceWatchdog,
     ) -> None:
         self.aborts: list[Callable[[], None]] = []
-        """For each communicator: ends what it has in flight."""
+        """For each communicator, the function that aborts its collectives in flight."""
         self._launched = Counter[str]()
-        """By channel, since the group was opened."""
+        """The number of launches of each communicator since the group was opened."""
         self._last: Callable[[], PendingCall] | None = None
-        """What to say of the last call."""
-        self._looked: tuple[Callable[[], PendingCall] | None, float] = None, 0.0
-        """What was the last call, and when that was seen to be so, or asked about."""
+        """Describes the last call."""
+        self._checked: tuple[Callable[[], PendingCall] | None, float] = None, 0.0
+        """The last call when it was first seen, or last checked, and the time of that."""
         self._failures = 0
         self._aborted: str | None = None
-        """Why everything here has been aborted."""
-        self._over = False
-        """Nobody looks any more."""
-        self._device = device
+        """Why the collectives of this group have been aborted."""
+        self._unwatched = False
+        """True once the watchdog leaves this group alone."""
+        self._watchdog = watchdog
         super().__init__(store, scope, ranks, rank, connect)
         self._publishes = True
-        device.add(self)
+        watchdog.add(self)
+
+    def add_abort(self, abort: Callable[[], None]) -> None:
+        """Add the function that aborts the collectives of one more communicator."""
+        self.aborts.append(abort)
 
     def _start(self) -> None:
-        self._last = None  # before the new watch, which must not hear of it
+        self._last = None  # before there is a new detector, which must not publish a call of the old epoch
         super()._start()
 
     def launched(self) -> dict[str, int]:
-        # one whose first call failed has launched nothing
-        return {channel: count for channel, count in dict(self._launched).items() if count}
+        # a communicator whose first call failed has launched nothing
+        return {name: count for name, count in dict(self._launched).items() if count}
 
-    def launch_on_device(self, channel: str, note: Callable[[], PendingCall], launch: Callable[[], Any]) -> Any:
-        # counted before, because the first call of a communicator waits for all ranks
-        self._launched[channel] += 1
-        self._last = note
+    def launch_on_device(self, name: str, describe: Callable[[], PendingCall], launch: Callable[[], Any]) -> Any:
+        # counted before the launch, because the first call of a communicator waits for all ranks
+        self._launched[name] += 1
+        self._last = describe
         try:
             return launch()
         except RuntimeError as failure:
-            self._launched[channel] -= 1
-            refusal, self.refusal = self.refusal, None
-            if refusal is not None:
-                raise refusal.error from failure
+            self._launched[name] -= 1
+            pending, self.pending_error = self.pending_error, None
+            if pending is not None:
+                raise pending.error from failure
             raise
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         super().abandon(unit, failure)
         if self._aborted is None:
-            self.refusal = None  # this is the step it is about
+            self.pending_error = None  # it was about the step that is abandoned here
 
     def reconnect(self) -> None:
-        refusal, self.refusal = self.refusal, None
-        if refusal is not None and (refusal.epoch is None or (refusal.epoch == self._epoch and not self.down)):
-            raise refusal.error
+        pending, self.pending_error = self.pending_error, None
+        if pending is not None and (pending.epoch is None or (pending.epoch == self._epoch and not self.down)):
+            raise pending.error
         if self._aborted is not None:
             raise WorldError(self._aborted)
         if self.down:
             super().reconnect()
 
     def close(self) -> None:
-        self._over = True
+        self._unwatched = True
         self._publish_exit()
         super().close()
-        self._device.remove(self)
+        self._watchdog.remove(self)
 
-    def diagnose_stall(self) -> None:
-        """Called by a thread again and again: does this rank wait in vain?"""
-        if self._over:
+    def poll(self) -> None:
+        """Check whether this rank waits in vain. The watchdog's thread calls it every POLL seconds."""
+        if self._unwatched:
             return
-        # read before anything that others have said: they may go on with this rank meanwhile, and it launches more
+        # read before anything from the store: the other ranks may go on with this one meanwhile, and then it launches more
         launched, epoch, detector, last = self.launched(), self._epoch, self.detector, self._last
         now = time.monotonic()
-        if last is not self._looked[0]:
-            self._looked = last, now
+        if last is not self._checked[0]:
+            self._checked = last, now
         try:
-            if last is not None and now - self._looked[1] >= STALL_SECONDS:
-                self._looked = last, now
-                self._ask(launched, epoch)
+            if last is not None and now - self._checked[1] >= STALL_SECONDS:
+                self._checked = last, now
+                self._check_launches(launched, epoch)
                 self._failures = 0
                 if last is self._last and not self.down and not detector.host_waits:
                     detector.publish(last()._replace(on_device=True))
-            if detector.trouble is not None:
-                raise WorldError(detector.trouble)
+            if detector.fatal is not None:
+                raise WorldError(detector.fatal)
         except WorldError as failure:
-            self._over = True
+            self._unwatched = True
             if self._device_may_hang:
-                self._device.abort_all(failure)
+                self._watchdog.abort_all(failure)
         except RuntimeError:
             self._failures += 1
-            self._over = self._failures >= FAILURES
+            self._unwatched = self._failures >= FAILURES
 
-    def _ask(self, launched: Mapping[str, int], epoch: int) -> None:
-        """Has a peer abandoned the step, or ended? If this rank has launched nothing more than it, its next call is refused.
+    def _check_launches(self, launched: Mapping[str, int], epoch: int) -> None:
+        """Compare the launches of this rank with those of peers that abandoned the step or ended.
+
+        If this rank has launched nothing more than a peer that abandoned the step, its next call raises.
 
         Raises:
-            PeerFailed: it has launched more.
-            WorldError: a peer has given up because nobody can go on.
+            PeerFailed: this rank has launched more, and waits for ever.
+            WorldError: a rank has written that no rank can go on.
         """
-        gone = self._ended_ranks()  # asked first: who has ended since may have abandoned the step before
+        gone = self._ended_ranks()  # read first: a rank that has ended since may have abandoned the step before
         keys = [f"abandoned/{epoch}/{number + 1}" for number in range(self._store.add(f"abandoned/{epoch}", 0))]
-        notes = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]  # or it is being written
-        for rank, unit, reason, _, theirs in notes:
+        # the number is counted before the text is written
+        failures = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+        for rank, unit, reason, _, theirs in failures:
             if _is_more(launched, theirs):
                 raise abandoned_by(rank, unit, reason, remedy="")
-        writers = {writer for *_, writer, _ in notes}
-        # what was launched by one that failed and ended may not have run to its end
+        writers = {writer for *_, writer, _ in failures}
+        # the launches of a rank that failed and then ended may not have run to their end
         if lost := [rank for rank in gone if rank in writers or _is_more(launched, self._launched_by(rank))]:
             self._fail(lost, "has ended, while this rank waited for it", remedy="")
-        self._refuse_fatal()
-        if notes and self._rank not in writers and self._epoch == epoch and not self.down:
-            self.refusal = PendingError(epoch, abandoned_by(*notes[0][:3]))
+        self._raise_fatal()
+        if failures and self._rank not in writers and self._epoch == epoch and not self.down:
+            self.pending_error = PendingError(epoch, abandoned_by(*failures[0][:3]))
 
     def _launched_by(self, rank: int) -> dict[str, int]:
-        """All that a rank which has ended had launched; nothing if it did not say so."""
+        """The launches of a rank that has ended. Empty if it has not written them."""
         key = f"gone/{rank}"
         found: dict[str, int] = json.loads(self._store.get(key)) if self._store.check([key]) else {}
         return found
 
-    def is_aborted(self, failure: WorldError) -> None:
-        """What is in flight here is about to be aborted."""
+    def prepare_abort(self, failure: WorldError) -> None:
+        """From now on every call raises, because the collectives in flight are about to be aborted."""
         text, where = str(failure), self._ranks[self._rank]
         if ABORTED not in text:
             text = f"{text} {ABORTED} {where} has been aborted, and its parameters may hold what that left. {RESTART}"
         error = WorldError(text)
         if isinstance(failure, PeerFailed):
             error = PeerFailed(text, failure.rank, failure.unit, failure.reason)
-        self._over, self._aborted, self.refusal = True, text, PendingError(None, error)
-        self.detector.trouble, self._device_may_hang = text, True
+        self._unwatched, self._aborted, self.pending_error = True, text, PendingError(None, error)
+        self.detector.declare_fatal(text)
+        self._device_may_hang = True
         self._publish_fatal(text)
 
 
 def _is_more(mine: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
-    """Whether something was launched here and not there."""
-    return any(count > theirs.get(channel, 0) for channel, count in mine.items())
+    """Whether some communicator has more launches in `mine` than in `theirs`."""
+    return any(count > theirs.get(name, 0) for name, count in mine.items())
 
 
 def _quietly(abort: Callable[[], None]) -> None:

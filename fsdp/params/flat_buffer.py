@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.device.storage import ResizableStorage, SharedStorage, storage_key
 from fsdp.errors import ShardingError
 from fsdp.params.layout import Layout, ShardExtent, make_layout
@@ -120,7 +120,7 @@ class FlatBuffer:
         """
         full = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         self.local_chunk(full).copy_(self.shard)
-        comm.all_gather(full.view(torch.uint8), unit).wait()
+        comm.all_gather(full, unit).wait()
         return full
 
     @property

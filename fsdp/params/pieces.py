@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.config import Config, MeshKind
 from fsdp.device.storage import size_of
 from fsdp.params.flat_buffer import FlatBuffer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.autograd.frames import in_backward, is_running
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.comm.work import Work
 from fsdp.config import Config
 from fsdp.device.storage import MemoryTracker, size_of

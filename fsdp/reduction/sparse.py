@@ -6,8 +6,8 @@ Rule 1: they are summed without ever being dense; what travels is as long as the
 import torch
 from torch import Tensor
 
+from fsdp.comm.communicator import Communicator
 from fsdp.comm.pairwise_sum import pairwise_sum
-from fsdp.comm.process_group import Communicator
 from fsdp.comm.work import TwoPhaseWork
 
 
@@ -49,7 +49,7 @@ class SparseTotal(TwoPhaseWork):
         self._label = label
         self._counts = torch.zeros(channel.size, dtype=torch.int64, device=rows.device)
         self._counts[channel.rank] = rows._nnz()
-        super().__init__(channel.all_gather(self._counts.view(torch.uint8), label))
+        super().__init__(channel.all_gather(self._counts, label))
         self.result: Tensor
         """The sum, a sparse tensor (V, *rest), when `wait` has returned."""
 
@@ -67,7 +67,7 @@ class SparseTotal(TwoPhaseWork):
         mine[:own] = self._given.indices().view(-1)
         mine[most:].view(values.dtype)[: own * elements] = values.reshape(-1)
         if most:
-            self.begun = self._channel.all_gather(chunk.view(-1).view(torch.uint8), self._label)
+            self.begun = self._channel.all_gather(chunk.view(-1), self._label)
             self.begun.wait()
         indices = torch.cat([of[:count] for of, count in zip(chunk, counts, strict=True)])
         found, param_infos = torch.unique(indices, return_inverse=True)

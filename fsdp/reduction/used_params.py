@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.comm.work import Work
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError

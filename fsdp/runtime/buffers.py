@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 
 
 @torch.no_grad()
@@ -18,8 +18,7 @@ def broadcast_buffers(module: nn.Module, world_comm: Communicator) -> None:
     for buffers in kinds.values():
         mine = torch.cat([buffer.reshape(-1) for buffer in buffers])
         together = mine.clone()
-        # as bytes: not every backend knows every dtype
-        world_comm.broadcast(together.view(torch.uint8), 0, "buffers").wait()
+        world_comm.broadcast(together, 0, "buffers").wait()
         # what is the same is left alone: a graph may have saved it
         if not torch.equal(together, mine):
             _give_out(together, buffers)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.debug.error_notes import add_note
 from fsdp.errors import ShardingError, WorldError
 from fsdp.params.unit import Unit

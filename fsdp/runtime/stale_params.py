@@ -5,7 +5,7 @@ Rule 1: `state_machine/staleness.py` decides which unsharded copy is dropped. Th
 
 from collections.abc import Iterable, Sequence
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.device.streams import Streams
 from fsdp.params.unit import Unit
 from fsdp.params.versions import any_changed

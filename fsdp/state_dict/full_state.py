@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.comm.agreement import agree_on_refusals
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call, resting_units_in, world_comm_in
 from fsdp.state_dict.fqns import check_names, check_values, entries, extra_states

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.state_dict.param_shard import ParamShard
@@ -82,7 +82,6 @@ def gather_range(one: ParamRange, comm: Communicator, label: str, memory: Tensor
 
 def broadcast_all(parts: Sequence[tuple[int, Tensor]], comm: Communicator, label: str) -> None:
     """Overwrite each contiguous tensor with that of the rank named beside it, and wait."""
-    # as bytes: not every backend knows every dtype
-    works = [comm.broadcast(t.view(-1).view(torch.uint8), source, label) for source, t in parts if t.numel()]
+    works = [comm.broadcast(t, source, label) for source, t in parts if t.numel()]
     for work in works:
         work.wait()

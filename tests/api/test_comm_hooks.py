@@ -33,7 +33,7 @@ def average(shards: int, bucket: GradBucket) -> Future[Tensor]:
     rank = current_rank()
     assert rank is not None
     total = bucket.buffer().clone()
-    rank.channel("hook").all_reduce(total, "sum", str(bucket.index())).wait()
+    rank.comm("hook").all_reduce(total, "sum", str(bucket.index())).wait()
     return promised((total / rank.size).view(shards, -1)[rank.rank % shards])
 
 
@@ -128,7 +128,7 @@ def in_place(shards: int, bucket: GradBucket) -> Future[Tensor]:
     """As torch's hooks do: what it comes to is the bucket itself."""
     rank = current_rank()
     assert rank is not None
-    rank.channel("hook").all_reduce(bucket.buffer(), "sum", str(bucket.index())).wait()
+    rank.comm("hook").all_reduce(bucket.buffer(), "sum", str(bucket.index())).wait()
     return promised(bucket.buffer().div_(rank.size).view(shards, -1)[rank.rank % shards])
 
 

@@ -23,10 +23,10 @@ def test_a_step_can_be_read() -> None:
     assert before.splitlines()[0].startswith("root 'Net', rank 1 of 2, backward RESTING; bytes held: ")
     held = int(before.splitlines()[0].rpartition("held: ")[2].split()[0].replace(",", ""))
     assert shards <= held <= 1.1 * shards
-    assert "  gathers: gather_objects agreement\n  reductions: nothing called yet" in before and before.endswith("nothing yet")
+    assert "  shard: gather_objects agreement\n  reduce: nothing called yet" in before and before.endswith("nothing yet")
 
     calls = "gather_objects agreement, all_gather Net, all_gather blocks.0, all_gather blocks.1"
-    assert f"  gathers: {calls}" in inside.splitlines()
+    assert f"  shard: {calls}" in inside.splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in inside.splitlines()[3:]}
     assert rows["Net"] == ["FORWARD", "UNSHARDED", "PRE_FORWARD"]
     assert rows["blocks.0"] == ["IDLE", "SHARDED", "PRE_FORWARD", "POST_FORWARD"]
@@ -47,7 +47,7 @@ def test_every_channel_of_a_mesh_is_told_of_once() -> None:
             told.append(" ".join(line.split(":")[0].strip() for line in fsdp.story(model).splitlines()[1:-1]))
         return told
 
-    assert fsdp.simulate(4, one_rank)[0] == ["gathers reductions", "replicas everyone", "gathers reductions replicas everyone"]
+    assert fsdp.simulate(4, one_rank)[0] == ["shard reduce", "replica world", "shard reduce replica world"]
 
 
 def test_who_has_no_story_is_told_so() -> None:

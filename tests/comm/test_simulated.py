@@ -26,13 +26,13 @@ def here() -> SimulatedRank:
     return rank
 
 
-def channel(name: str = "gathers") -> SimulatedCommunicator:
-    return here().channel(name)
+def channel(name: str = "shard") -> SimulatedCommunicator:
+    return here().comm(name)
 
 
 def gate() -> None:
     """Every rank must have come here before any goes on."""
-    here().channel("gate").gather_objects(None, "gate")
+    here().comm("gate").gather_objects(None, "gate")
 
 
 def message(size: int, fn: Callable[[int], object], seed: int = 0) -> str:
@@ -59,7 +59,7 @@ class TestEachCollective:
             unsharded = torch.zeros(size * 3, dtype=torch.uint8)
             unsharded[rank * 3 : rank * 3 + 3] = rank + 1
             channel().all_gather(unsharded, "a").wait()
-            assert here().log == [Call("gathers", "all_gather", "a", (size - 1) * 3)]
+            assert here().log == [Call("shard", "all_gather", "a", (size - 1) * 3)]
             return unsharded.tolist()
 
         assert simulate(size, fn) == [[rank + 1 for rank in range(size) for _ in range(3)]] * size
@@ -171,7 +171,7 @@ class TestEachCollective:
     @pytest.mark.parametrize(
         ("call", "text"),
         [
-            (lambda c: c.all_gather(torch.zeros(4), "a"), "2 equal chunks of uint8, not 4 x float32"),
+            (lambda c: c.all_gather(torch.zeros(3), "a"), "2 equal chunks, not 3 x float32"),
             (lambda c: c.all_gather(torch.zeros(3, dtype=torch.uint8), "a"), "not 3 x uint8"),
             (lambda c: c.reduce_scatter(torch.zeros(4), torch.zeros(3), "a"), "4 x float32 into 3 x float32"),
             (lambda c: c.reduce_scatter(torch.zeros(4), torch.zeros(2).half(), "a"), "into 2 x float16"),
@@ -309,7 +309,7 @@ class TestTooEarly:
 
         text = (
             "buffer of 'layers.0' was released while the collective was in flight: rank 0 let go of it before "
-            "reduce_scatter('layers.0', 64 x float32), operation 0 of channel 'gathers' was over."
+            "reduce_scatter('layers.0', 64 x float32), operation 0 of communicator 'shard' was over."
         )
         for seed in SEEDS:
             assert simulate(2, fn, seed) == [text] * 2
@@ -347,7 +347,7 @@ class TestDisagreement:
                 c.reduce_scatter(torch.zeros(6), torch.zeros(3), "layers.0").wait()
 
         text = (
-            "The ranks disagree on operation 1 of channel 'gathers': rank 0 called all_gather('layers.1', 4096 bytes) "
+            "The ranks disagree on operation 1 of communicator 'shard': rank 0 called all_gather('layers.1', 4096 bytes) "
             "where rank 1 called reduce_scatter('layers.0', 6 x float32). Call the same in the same order."
         )
         for seed in SEEDS:
@@ -414,27 +414,27 @@ class TestDeadlock:
             if rank != 1:
                 channel().all_gather(torch.zeros(6, dtype=torch.uint8), "layers.1").wait()
 
-        waits = "waits for all_gather('layers.1', 6 bytes), operation 0 of channel 'gathers', which rank 1 did not call."
+        waits = "waits for all_gather('layers.1', 6 bytes), operation 0 of communicator 'shard', which rank 1 did not call."
         for seed in SEEDS:
             text = message(3, fn, seed)
             assert text == f"Deadlock: nobody can go on. Rank 0 {waits} Rank 1 finished. Rank 2 {waits}"
 
     def test_two_channels_in_two_orders(self) -> None:
         def fn(rank: int) -> None:
-            for name in ("gathers", "reductions") if rank == 0 else ("reductions", "gathers"):
+            for name in ("shard", "reduce") if rank == 0 else ("reduce", "shard"):
                 channel(name).all_reduce(torch.zeros(1), "sum", name[0]).wait()
 
         text = (
             "Deadlock: nobody can go on. "
-            "Rank 0 waits for all_reduce('g', 1 x float32, sum), operation 0 of channel 'gathers', which rank 1 did not call. "
-            "Rank 1 waits for all_reduce('r', 1 x float32, sum), operation 0 of channel 'reductions', which rank 0 did not call."
+            "Rank 0 waits for all_reduce('s', 1 x float32, sum), operation 0 of communicator 'shard', which rank 1 did not call. "
+            "Rank 1 waits for all_reduce('r', 1 x float32, sum), operation 0 of communicator 'reduce', which rank 0 did not call."
         )
         for seed in SEEDS:
             assert heard(2, fn, seed) == [text] * 2
 
     def test_two_orders_of_launching_are_fine_if_nobody_waits_in_between(self) -> None:
         def fn(rank: int) -> None:
-            names = ("gathers", "reductions") if rank == 0 else ("reductions", "gathers")
+            names = ("shard", "reduce") if rank == 0 else ("reduce", "shard")
             for work in [channel(name).all_reduce(torch.zeros(1), "sum", "a") for name in names]:
                 work.wait()
 
@@ -485,7 +485,7 @@ class TestFailure:
             assert total.tolist() == [2.0, 2.0]
             return told
 
-        call = "broadcast('layers.0', 2 x float32, from rank 0), operation 1 of channel 'gathers'"
+        call = "broadcast('layers.0', 2 x float32, from rank 0), operation 1 of communicator 'shard'"
         for seed in SEEDS:
             told = simulate(2, fn, seed)[0]
             assert told == f"Rank 1 has abandoned the step in unit 'layers.0': ValueError: no such row. It never called {call}."
@@ -516,7 +516,7 @@ class TestFailure:
 
         with pytest.raises(ValueError, match="boom"):
             simulate(3, fn)
-        text = "Rank 1 failed with ValueError: boom, and never called gather_objects('a'), operation 0 of channel 'gathers'."
+        text = "Rank 1 failed with ValueError: boom, and never called gather_objects('a'), operation 0 of communicator 'shard'."
         assert texts == {0: text, 2: text}
 
     def test_what_it_called_before_it_failed_still_ends(self) -> None:
@@ -711,7 +711,7 @@ def test_data_parallel_training_equals_one_process(size: int, seed: int) -> None
 
     def fn(rank: int) -> list[Tensor]:
         def average(grad: Tensor) -> None:
-            channel("reductions").all_reduce(grad, "sum", "grad").wait()
+            channel("reduce").all_reduce(grad, "sum", "grad").wait()
             grad /= size
 
         return train(build(), [batch[rank * 4 : rank * 4 + 4] for batch in batches], average)

@@ -183,7 +183,7 @@ def test_a_refusal_has_the_story() -> None:
 
     lines = fsdp.simulate(2, one_rank)[1].splitlines()
     assert lines[0] == f"{MARK} 'Summons', FORWARD, whole parameters UNSHARDED, on rank 1 of 2"
-    assert "  gathers: gather_objects agreement, all_gather Summons" in lines
+    assert "  shard: gather_objects agreement, all_gather Summons" in lines
     assert lines[-1].split() == ["Summons", "FORWARD", "UNSHARDED", "PRE_FORWARD"]
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp
-from fsdp.comm import context
+from fsdp.comm import connect
 from fsdp.comm.process_group import ProcessGroupCommunicator
 from fsdp.failure.watchdog import DevicePeerMonitor
 from tests.equivalence import peer_programs
@@ -51,10 +51,10 @@ def launch(self: ProcessGroupCommunicator, kind: str, label: str, tensor: torch.
     """Instead of `_launch`, whose tensors are on the host here."""
     peers = self._peers
     assert isinstance(peers, DevicePeerMonitor)
-    if peers.down or peers.refusal is not None:
+    if peers.down or peers.pending_error is not None:
         peers.reconnect()
-    note = peers.sequences[self._channel].check_call(kind, label, nbytes or tensor.nbytes)
-    return peers.launch_on_device(self._channel, note, lambda: OnDevice(launch(self.group)))
+    note = peers.sequences[self._name].check_call(kind, label, nbytes or tensor.nbytes)
+    return peers.launch_on_device(self._name, note, lambda: OnDevice(launch(self.group)))
 
 
 def abort(reference: "ref[dist.ProcessGroup]") -> None:
@@ -63,9 +63,9 @@ def abort(reference: "ref[dist.ProcessGroup]") -> None:
 
 def stand_in() -> None:
     """For devices."""
-    context._gloo = lambda group: None
-    context._carries_on_device = lambda group: True
-    context._abort = abort
+    connect._gloo = lambda group: None
+    connect._carries_on_device = lambda group: True
+    connect._abort = abort
     ProcessGroupCommunicator._launch = launch  # type: ignore[method-assign]
 
 

@@ -60,7 +60,7 @@ def round_of_training() -> None:
 def held() -> dict[str, int]:
     gc.collect()
     for one in threading.enumerate():
-        if one.name == "fsdp hangs up":
+        if one.name == "fsdp disconnects":
             one.join()  # it closes the connections of the last failure
             while os.path.exists(f"/proc/self/task/{one.native_id}"):
                 time.sleep(0.01)  # it is over, and still listed

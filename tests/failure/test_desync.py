@@ -4,6 +4,7 @@ import re
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import NoReturn
 
 import pytest
 
@@ -13,12 +14,30 @@ from fsdp.failure.desync import CallSequence, DesyncDetector, PendingCall, Watch
 from tests.support.stores import MemoryStore
 
 
+class NoPeers:
+    """Peers that never fail, or that start another forward, which is then named."""
+
+    def check_peers(self, broken: bool) -> None:
+        return
+
+    def disconnect(self) -> None:
+        return
+
+    def report_restart(self, rank: int) -> NoReturn:
+        raise Restarted(rank)
+
+
+class Restarted(fsdp.PeerFailed):
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} has begun again", rank, None, "")
+
+
 class Ranks:
     """Threads with one store."""
 
     def __init__(self, size: int) -> None:
         self.store = MemoryStore()
-        self.watches = [DesyncDetector(self.store, rank, size) for rank in range(size)]
+        self.watches = [DesyncDetector(self.store, rank, size, NoPeers()) for rank in range(size)]
         self.said: dict[int, str] = {}
 
     def run(self, *programs: Callable[[DesyncDetector], None]) -> None:
@@ -64,7 +83,7 @@ def test_a_steady_loop_asks_nobody(size: int) -> None:
     sequences: dict[int, tuple[CallSequence, CallSequence]] = {}
 
     def train(detector: DesyncDetector) -> None:
-        comms = sequences.setdefault(detector.rank, (CallSequence(detector, "gathers"), CallSequence(detector, "reductions")))
+        comms = sequences.setdefault(detector.rank, (detector.open("shard"), detector.open("reduce")))
         for _ in range(3):
             step(*comms, ["a", "b", "c"])
 
@@ -79,7 +98,7 @@ def test_a_new_order_that_all_take_is_agreed_on_and_forgotten_later() -> None:
     ranks = Ranks(2)
 
     def wander(detector: DesyncDetector) -> None:
-        gathers = CallSequence(detector, "gathers")
+        gathers = detector.open("shard")
         for number in range(3 * desync.LAG):
             gathers.check_call("all_gather", f"unit {number}", 64)
 
@@ -92,11 +111,11 @@ def test_two_new_calls_in_one_place() -> None:
     ranks = Ranks(2)
 
     def call(unit: str) -> Callable[[DesyncDetector], None]:
-        return lambda detector: CallSequence(detector, "gathers").check_call("all_gather", unit, 64) and None
+        return lambda detector: detector.open("shard").check_call("all_gather", unit, 64) and None
 
     ranks.run(call("a"), call("b"))
     for said in (ranks.said[0], ranks.said[1]):
-        assert "The ranks disagree on operation 1 of channel 'gathers'" in said
+        assert "The ranks disagree on operation 1 of communicator 'shard'" in said
         assert "all_gather('a', 64 bytes)" in said and "all_gather('b', 64 bytes)" in said
 
 
@@ -105,7 +124,7 @@ def test_ranks_that_wait_on_different_channels_for_ever() -> None:
 
     def train(last: str) -> Callable[[DesyncDetector], None]:
         def program(detector: DesyncDetector) -> None:
-            comms = {name: CallSequence(detector, name) for name in ("gathers", "reductions")}
+            comms = {name: detector.open(name) for name in ("shard", "reduce")}
             for _ in range(4):
                 for channel in comms.values():
                     channel.check_call("call", "a", 64)
@@ -114,29 +133,27 @@ def test_ranks_that_wait_on_different_channels_for_ever() -> None:
 
         return program
 
-    ranks.run(train("gathers"), train("reductions"), train("gathers"))
+    ranks.run(train("shard"), train("reduce"), train("shard"))
     for rank in range(3):
         assert ranks.said[rank].startswith("Deadlock: nobody can go on. Rank 0 waits for call('a', 64 bytes)")
         assert "which rank 1 did not call" in ranks.said[rank]
 
 
 def test_all_waiting_for_one_slow_call_is_no_deadlock() -> None:
-    notes = {
-        rank: PendingCall("gathers", 5, "all_gather('a', 64 bytes)", "", {"gathers": 5, "reductions": 3}) for rank in range(2)
-    }
-    assert not desync._nobody_can_go_on(notes, 2)
-    behind = {**notes, 1: PendingCall("gathers", 4, "all_gather('b', 64 bytes)", "", {"gathers": 4, "reductions": 3})}
-    assert not desync._nobody_can_go_on(behind, 2), "the one behind will come"
+    notes = {rank: PendingCall("shard", 5, "all_gather('a', 64 bytes)", "", {"shard": 5, "reduce": 3}) for rank in range(2)}
+    assert not desync._is_deadlock(notes, 2)
+    behind = {**notes, 1: PendingCall("shard", 4, "all_gather('b', 64 bytes)", "", {"shard": 4, "reduce": 3})}
+    assert not desync._is_deadlock(behind, 2), "the one behind will come"
 
 
 def test_after_a_disagreement_every_call_says_so() -> None:
-    detector = DesyncDetector(MemoryStore(), 0, 2)
-    gathers = CallSequence(detector, "gathers")
-    detector.trouble = "The ranks disagree."
+    detector = DesyncDetector(MemoryStore(), 0, 2, NoPeers())
+    gathers = detector.open("shard")
+    detector.declare_fatal("The ranks disagree.")
     with pytest.raises(fsdp.WorldError, match="The ranks disagree"):
         gathers.check_call("all_gather", "a", 64)
     with pytest.raises(fsdp.WorldError, match="The ranks disagree"):
-        WatchedWork(NeverDone(), detector, lambda: PendingCall("gathers", 1, "a", "", {})).wait()
+        WatchedWork(NeverDone(), detector, lambda: PendingCall("shard", 1, "a", "", {})).wait()
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -146,7 +163,7 @@ def test_who_leaves_the_agreed_schedule_is_told_what_it_is_and_who_follows_it(si
 
     def train(then: str) -> Callable[[DesyncDetector], None]:
         def program(detector: DesyncDetector) -> None:
-            gathers = CallSequence(detector, "gathers")
+            gathers = detector.open("shard")
             for _ in range(4):
                 for unit in ("a", "b"):
                     gathers.check_call("all_gather", unit, 64)
@@ -155,30 +172,20 @@ def test_who_leaves_the_agreed_schedule_is_told_what_it_is_and_who_follows_it(si
         return program
 
     ranks.run(*(train("b" if rank == 1 else "a") for rank in range(size)))
-    assert all("The ranks disagree on operation 9 of channel 'gathers'" in ranks.said[rank] for rank in range(size)), ranks.said
+    place = "The ranks disagree on operation 9 of communicator 'shard'"
+    assert all(place in ranks.said[rank] for rank in range(size)), ranks.said
     text = "rank 1 called all_gather('b', 64 bytes) where the agreed schedule has all_gather('a', 64 bytes), which rank"
     # those that have not looked yet when somebody says it are not named
     assert all(re.search(re.escape(text) + "s? [0-9, ]+ followed", ranks.said[rank]) for rank in range(size)), ranks.said
 
 
-class Blamed(fsdp.PeerFailed):
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} has begun again", rank, None, "")
-
-
-def report_restart(rank: int) -> None:
-    raise Blamed(rank)
-
-
 @pytest.mark.parametrize("others", ["wait in that backward", "are about to call something new"])
 def test_a_rank_that_begins_again_is_named_and_nobody_is_in_trouble(others: str) -> None:
     ranks = Ranks(3)
-    for detector in ranks.watches:
-        detector.report_restart = report_restart
 
     def train(channel: str, kind: str, unit: str) -> Callable[[DesyncDetector], None]:
         def program(detector: DesyncDetector) -> None:
-            comms = {name: CallSequence(detector, name) for name in ("gathers", "reductions")}
+            comms = {name: detector.open(name) for name in ("shard", "reduce")}
             for _ in range(4):
                 for one in comms.values():
                     one.check_call("call", "a", 64)
@@ -186,10 +193,10 @@ def test_a_rank_that_begins_again_is_named_and_nobody_is_in_trouble(others: str)
 
         return program
 
-    waits = {"wait in that backward": ("gathers", "call", "a"), "are about to call something new": ("reductions", "call", "b")}
-    ranks.run(train(*waits[others]), train("gathers", desync.RESTART_CALL, "root"), train(*waits[others]))
+    waits = {"wait in that backward": ("shard", "call", "a"), "are about to call something new": ("reduce", "call", "b")}
+    ranks.run(train(*waits[others]), train("shard", desync.RESTART_CALL, "root"), train(*waits[others]))
     assert ranks.said == dict.fromkeys(range(3), "rank 1 has begun again")
-    assert all(detector.trouble is None for detector in ranks.watches)
+    assert all(detector.fatal is None for detector in ranks.watches)
 
 
 def test_backwards_that_all_ranks_leave_out_are_agreed_on_once() -> None:
@@ -197,7 +204,7 @@ def test_backwards_that_all_ranks_leave_out_are_agreed_on_once() -> None:
     sequences: dict[int, CallSequence] = {}
 
     def evaluate(detector: DesyncDetector) -> None:
-        gathers = sequences.setdefault(detector.rank, CallSequence(detector, "gathers"))
+        gathers = sequences.setdefault(detector.rank, detector.open("shard"))
         for _ in range(6):
             gathers.check_call(desync.RESTART_CALL, "root", 0)
             for unit in ("a", "b"):

@@ -21,7 +21,7 @@ def make(size: int, connect: Callable[[str], Any] | None = str) -> list[PeerMoni
     ranks = [10 + r for r in range(size)]
     lines = [PeerMonitor(store, lambda name: Scope(store, name), ranks, rank, connect) for rank in range(size)]
     for one in lines:
-        one.open("gathers")
+        one.open("shard")
     return lines
 
 
@@ -37,7 +37,7 @@ def test_who_abandons_says_why_to_those_who_wait() -> None:
     assert failing.down
     for one in (waiting, other):
         for broken in (False, True):
-            error = said(lambda one=one, broken=broken: one.detector.check_peers(broken))
+            error = said(lambda one=one, broken=broken: one.check_peers(broken))
             assert isinstance(error, PeerFailed)
             assert (error.rank, error.unit, error.reason) == (10, "blocks.1", "ValueError: no")
             assert "rank 10 has abandoned the step, in unit 'blocks.1', with ValueError: no." in str(error)
@@ -47,7 +47,7 @@ def test_who_hears_of_a_failure_passes_it_on_as_it_is() -> None:
     """On a mesh the groups of a rank are different ones."""
     messenger, waiting = make(2)
     messenger.abandon("blocks.7", PeerFailed("text", 3, "blocks.1", "ValueError: no"))
-    error = said(lambda: waiting.detector.check_peers(False))
+    error = said(lambda: waiting.check_peers(False))
     assert isinstance(error, PeerFailed)
     assert (error.rank, error.unit, error.reason) == (3, "blocks.1", "ValueError: no")
 
@@ -55,14 +55,14 @@ def test_who_hears_of_a_failure_passes_it_on_as_it_is() -> None:
 def test_ranks_that_all_abandoned_connect_anew_and_start_from_nothing() -> None:
     connected: list[str] = []
     ranks = make(2, lambda name: connected.append(name) or object())
-    assert connected == ["0/gathers"] * 2
+    assert connected == ["0/shard"] * 2
     for one in ranks:
         one.abandon("Net", None)
     assert together(*(lambda one=one: one.reconnect() for one in ranks)) == [None, None]
-    assert connected == ["0/gathers"] * 2 + ["1/gathers"] * 2
+    assert connected == ["0/shard"] * 2 + ["1/shard"] * 2
     for one in ranks:
         assert not one.down
-        one.detector.check_peers(False)  # what is over is forgotten
+        one.check_peers(False)  # what is over is forgotten
 
 
 def test_who_does_not_come_back_is_named() -> None:
@@ -76,7 +76,7 @@ def test_who_does_not_come_back_is_named() -> None:
 
 def test_ranks_that_completed_different_backwards_do_not_go_on() -> None:
     ranks = make(2)
-    ranks[1].completed += 1
+    ranks[1].backward_completed()
     for one in ranks:
         one.disconnect()
     errors = together(*(lambda one=one: one.reconnect() for one in ranks))
@@ -94,7 +94,7 @@ def test_who_waits_for_one_that_cannot_go_on_is_told_so(ends: bool) -> None:
     knows.abandon("Net", fsdp.WorldError("The ranks disagree."))
     if ends:
         knows.on_exit()
-    for error in (said(lambda: asks.detector.check_peers(False)), said(comes_back.reconnect), said(knows.reconnect)):
+    for error in (said(lambda: asks.check_peers(False)), said(comes_back.reconnect), said(knows.reconnect)):
         assert type(error) is fsdp.WorldError and str(error) == "The ranks disagree."
 
 
@@ -110,7 +110,7 @@ def test_the_count_of_abandoned_steps_is_the_same_however_far_a_rank_is() -> Non
 
 def test_who_does_not_answer_the_roll_is_named() -> None:
     ranks = make(4)
-    errors = together(*(lambda one=one: one.detector.check_peers(True) for one in ranks[:3]))
+    errors = together(*(lambda one=one: one.check_peers(True) for one in ranks[:3]))
     for error in errors:
         assert isinstance(error, PeerFailed) and error.rank == 13
         assert "rank 13 does not answer: its connections broke 0.1 s ago" in str(error)
@@ -118,13 +118,13 @@ def test_who_does_not_answer_the_roll_is_named() -> None:
 
 def test_when_all_answer_nobody_is_named() -> None:
     ranks = make(2)
-    assert together(*(lambda one=one: one.detector.check_peers(True) for one in ranks)) == [None, None]
+    assert together(*(lambda one=one: one.check_peers(True) for one in ranks)) == [None, None]
 
 
 def test_who_ended_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = make(2)
     ranks[1].on_exit()
-    assert "rank 11 has ended" in str(said(lambda: ranks[0].detector.check_peers(False)))
+    assert "rank 11 has ended" in str(said(lambda: ranks[0].check_peers(False)))
 
 
 def test_a_process_is_known_by_when_it_began() -> None:
@@ -150,7 +150,7 @@ def test_a_group_without_connections_of_its_own_has_none_of_this() -> None:
     one, other = make(2, None)
     one.abandon("Net", ValueError("no"))
     assert not one.down and not one.connections
-    other.detector.check_peers(False)
+    other.check_peers(False)
 
 
 def test_what_is_told_can_be_sent_to_another_process() -> None:

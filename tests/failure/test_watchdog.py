@@ -15,7 +15,8 @@ from fsdp.errors import PeerFailed
 from fsdp.failure import desync, watchdog
 from fsdp.failure import peers as lines_module
 from fsdp.failure.desync import PendingCall
-from fsdp.failure.watchdog import DevicePeerMonitor, DeviceWatchdog, PendingError
+from fsdp.failure.peers import PendingError
+from fsdp.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 from tests.support.stores import MemoryStore, Scope, said, together
 
 STEADY = "ababababa"
@@ -44,25 +45,25 @@ class Rank:
     def open_group(self, store: MemoryStore, rank: int, size: int) -> DevicePeerMonitor:
         ranks = [10 + r for r in range(size)]
         lines = DevicePeerMonitor(store, lambda name: Scope(store, name), ranks, rank, None, self.device)
-        lines.aborts.append(self.aborted.set)
-        lines.open("gathers")
+        lines.add_abort(self.aborted.set)
+        lines.open("shard")
         opened.append(lines)
         return lines
 
     def launch(self, *labels: str) -> None:
         """As `ProcessGroupCommunicator` does."""
         for label in labels:
-            if self.lines.down or self.lines.refusal is not None:
+            if self.lines.down or self.lines.pending_error is not None:
                 self.lines.reconnect()
             self.launch_at_once(label)
 
     def launch_at_once(self, label: str, launch: Callable[[], object] = lambda: DONE) -> None:
-        note = self.lines.sequences["gathers"].check_call("all_gather", label, 8)
-        self.lines.launch_on_device("gathers", note, launch)
+        note = self.lines.sequences["shard"].check_call("all_gather", label, 8)
+        self.lines.launch_on_device("shard", note, launch)
 
     def refused(self) -> fsdp.WorldError:
         """What the next call raises, at last."""
-        comes_true(lambda: self.lines.refusal is not None)
+        comes_true(lambda: self.lines.pending_error is not None)
         return said(lambda: self.launch("next"))
 
 
@@ -98,7 +99,7 @@ def asks_on(channel: str, one: Rank) -> None:
 def has_time(ranks: list[Rank]) -> None:
     """For every thread to look several times, and to see that nobody waits in vain."""
     time.sleep(0.4)
-    assert not any(one.aborted.is_set() or one.lines.down or one.lines.refusal for one in ranks)
+    assert not any(one.aborted.is_set() or one.lines.down or one.lines.pending_error for one in ranks)
 
 
 def test_who_waits_for_one_that_abandoned_the_step_is_freed_and_told() -> None:
@@ -140,14 +141,14 @@ def test_ranks_that_failed_alike_go_on() -> None:
 def test_a_first_call_that_could_not_be_launched_was_not() -> None:
     ranks = ranks_that_launched(*STEADY)
     for one in ranks:
-        one.lines.open("reductions")
+        one.lines.open("reduce")
 
     def fails() -> None:
         raise RuntimeError("out of memory")
 
-    note = lambda: PendingCall("reductions", 1, "reduce", "", {})  # noqa: E731
+    note = lambda: PendingCall("reduce", 1, "reduce", "", {})  # noqa: E731
     with pytest.raises(RuntimeError, match="out of memory"):
-        ranks[0].lines.launch_on_device("reductions", note, fails)
+        ranks[0].lines.launch_on_device("reduce", note, fails)
     for one in ranks:
         one.lines.abandon("Net", MemoryError("no"))
     assert not any(together(*(lambda one=one: one.launch("a") for one in ranks)))
@@ -179,7 +180,7 @@ def test_who_is_refused_its_next_call_says_how_far_it_came() -> None:
 def test_a_call_that_was_on_its_way_when_a_peer_failed_is_not_forgotten() -> None:
     waiting, failing = ranks_that_launched(*STEADY)
     failing.lines.abandon("blocks.1", ValueError("no"))
-    comes_true(lambda: waiting.lines.refusal is not None)
+    comes_true(lambda: waiting.lines.pending_error is not None)
     waiting.launch_at_once("b")
     assert waiting.aborted.wait(5)
 
@@ -197,7 +198,7 @@ def test_a_refusal_of_a_step_that_is_over_refuses_nothing() -> None:
     for one in ranks:
         one.lines.abandon("Net", MemoryError("no"))
     assert not any(together(*(lambda one=one: one.launch("a") for one in ranks)))
-    ranks[0].lines.refusal = PendingError(0, fsdp.WorldError("of the step before"))
+    ranks[0].lines.pending_error = PendingError(0, fsdp.WorldError("of the step before"))
     assert not any(together(*(lambda one=one: one.launch("b") for one in ranks)))
     has_time(ranks)
 
@@ -321,7 +322,7 @@ def test_a_child_of_a_process_says_no_goodbye_for_it(monkeypatch: pytest.MonkeyP
 
 def test_who_is_a_step_apart_waits_for_nobody_and_is_not_aborted() -> None:
     ranks = ranks_that_launched(*STEADY)
-    ranks[0].lines.completed += 1
+    ranks[0].lines.backward_completed()
     for one in ranks:
         one.lines.abandon("Net", MemoryError("no"))
 
@@ -382,30 +383,30 @@ def test_a_channel_that_was_opened_since_a_rank_said_what_it_launched_is_asked_o
     one, other = ranks_that_launched(*STEADY)
     comes_true(lambda: "0/waits/1" in held_by(other))
     for rank in (one, other):
-        rank.lines.open("reductions 1")
+        rank.lines.open("reduce 1")
 
     def comes_late() -> None:
         for _ in range(40):
             time.sleep(0.01)
             other.launch("b", "a")
-        asks_on("reductions 1", other)
+        asks_on("reduce 1", other)
 
-    assert not any(together(lambda: asks_on("reductions 1", one), comes_late))
+    assert not any(together(lambda: asks_on("reduce 1", one), comes_late))
 
 
 def test_who_has_launched_more_on_one_channel_may_come_to_another_late() -> None:
     """If it waited for what it launched, nobody could go on; but it computes on its host."""
     one, other = ranks_that_launched(*STEADY)
     for rank in (one, other):
-        rank.lines.open("reductions")
+        rank.lines.open("reduce")
     other.launch("b")
     comes_true(lambda: b", 10, " in held_by(other).get("0/waits/1", b""))
 
     def comes_late() -> None:
         time.sleep(0.6)  # several times as long as the other one waits before it asks who is to blame
-        asks_on("reductions", other)
+        asks_on("reduce", other)
 
-    assert not any(together(lambda: asks_on("reductions", one), comes_late))
+    assert not any(together(lambda: asks_on("reduce", one), comes_late))
     one.launch("b")
     has_time([one, other])
 
@@ -426,7 +427,7 @@ def test_a_slow_rank_is_waited_for() -> None:
     one, other = ranks_that_launched(*STEADY)
     one.launch("b")
     time.sleep(0.4)
-    assert not one.aborted.is_set() and one.lines.refusal is None
+    assert not one.aborted.is_set() and one.lines.pending_error is None
     other.launch("b")
     has_time([one, other])
 
@@ -454,11 +455,11 @@ def test_nobody_looks_after_a_group_that_was_closed() -> None:
 def test_what_is_on_a_device_is_counted_and_what_is_on_the_host_is_not() -> None:
     (one,) = ranks_that_launched(size=1)
     channel = ProcessGroupCommunicator.__new__(ProcessGroupCommunicator)
-    channel._recent, channel._peers, channel._channel = [], one.lines, "gathers"  # type: ignore[assignment]
+    channel._recent, channel._peers, channel._name = [], one.lines, "shard"  # type: ignore[assignment]
     channel._reference = lambda: one  # type: ignore[assignment, return-value]
     launch: Callable[[object], object] = lambda group: DONE  # noqa: E731
     channel._launch("all_gather", "a", torch.empty(2), launch)
     assert not one.lines.launched() and one.lines._last is None
     assert channel._launch("all_gather", "a", torch.empty(2, device="meta"), launch) is DONE
-    assert one.lines.launched() == {"gathers": 1}
+    assert one.lines.launched() == {"shard": 1}
     assert one.lines._last is not None and one.lines._last().call == "all_gather('a', 8 bytes)"

@@ -392,12 +392,12 @@ def test_reductions_take_turns_on_several_streams(way: str) -> None:
             before = len(world_log())
             loss_of(model(X)).backward()
         kinds = ("all_reduce",) if way == "NO_SHARD" else ("reduce_scatter",)
-        found = [call.channel for call in world_log()[before:] if call.kind in kinds and call.label.startswith("blocks")]
+        found = [call.comm for call in world_log()[before:] if call.kind in kinds and call.label.startswith("blocks")]
         return [channel.split(" of ")[0] for channel in found]
 
     for found in fsdp.simulate(SIZE, fn):
         assert len(found) >= BLOCKS
-        assert all({one, other} == {"reductions", "reductions 1"} for one, other in pairwise(found))
+        assert all({one, other} == {"reduce", "reduce 1"} for one, other in pairwise(found))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -50,7 +50,7 @@ def calls(work: Callable[[nn.Module], None], size: int = 2, width: int = 8, **op
 
 
 def _names(rounds: list[Any]) -> list[Any]:
-    return [[(call.channel, call.kind, call.label) for call in of_step] for of_step in rounds]
+    return [[(call.comm, call.kind, call.label) for call in of_step] for of_step in rounds]
 
 
 OPTIONS = [
@@ -132,7 +132,7 @@ def test_frozen_units_are_not_reduced() -> None:
 
 def test_gathers_and_reductions_have_channels_of_their_own() -> None:
     for call in calls(step)[1]:
-        assert call.channel == ("reductions" if call.kind == "reduce_scatter" else "gathers")
+        assert call.comm == ("reduce" if call.kind == "reduce_scatter" else "shard")
 
 
 def test_prefetch_gathers_ahead_of_the_need() -> None:

@@ -68,8 +68,8 @@ def check(tree: TreeSpec, program: Program, world_size: int, seed: int) -> None:
         here = current_rank()
         assert here is not None
         seen = ShardedRun(tree, rank).run(program)
-        # "replicas of ranks 0, 2" are those of other ranks elsewhere
-        return seen, [(call.channel.partition(" of ")[0], call.kind, call.label) for call in here.log]
+        # "replica of ranks 0, 2" are those of other ranks elsewhere
+        return seen, [(call.comm.partition(" of ")[0], call.kind, call.label) for call in here.log]
 
     ranks = simulate(world_size, one_rank, seed)
     # the world sees to it that each channel's are the same; a rank whose gradients are complete later may reduce later

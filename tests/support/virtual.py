@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp.api import wrap
 from fsdp.build import builder
-from fsdp.comm.context import CommContext, Lane, open_comms
-from fsdp.comm.process_group import Communicator, ReduceOp, SingleRankCommunicator
+from fsdp.comm.communicator import Communicator, ReduceOp, SingleRankCommunicator
+from fsdp.comm.connect import open_comms
+from fsdp.comm.context import CommContext, Lane
 from fsdp.comm.work import Work
 from fsdp.device import storage, streams
 from fsdp.device.storage import storage_key

@@ -1,0 +1,157 @@
+"""The one interface for collectives, and its implementation for a rank that is alone.
+
+Rule 1: only methods of `Communicator` communicate, and each of them always does.
+Rule 2: every rank of a communicator calls the same methods in the same order.
+Rule 3: a rank that is alone has a communicator too (`SingleRankCommunicator`), so callers need not ask for the number of ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from fsdp.comm.work import DONE, Work
+from fsdp.errors import PeerFailed
+
+ReduceOp = Literal["sum", "max"]
+
+
+class Communicator(Protocol):
+    """Collectives among the ranks of one group, one after the other. `label` names the unit in errors and traces."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def supports_device(self, device: torch.device) -> bool:
+        """Whether tensors on `device` can be communicated."""
+
+    def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
+        """Fill `unsharded` (W * C,) with the chunks of all ranks. This rank's chunk is in its place already.
+
+        The chunks travel as bytes. Callers that gather often keep two views as bytes (uint8) and give both: `unsharded`, and
+        `own`, which is this rank's chunk.
+
+        Traffic: this rank receives (W - 1) * C elements.
+        """
+
+    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
+        """Sum chunk `rank` of every rank's `bucket` (W * C,) into `into` (C,). The sum is there after `wait`.
+
+        `bucket` must not be changed before `wait` returns. With `fixed_order`, the bits are those of `pairwise_sum` on every
+        backend.
+
+        Traffic: this rank receives (W - 1) * C elements.
+        """
+
+    def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
+        """Whether `reduce_scatter_coalesced` can be called for tensors on `device`."""
+
+    def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
+        """`reduce_scatter` each bucket, all as one operation of the backend."""
+
+    def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
+        """Bytes that a `reduce_scatter` of `bucket` allocates until its `wait` returns."""
+
+    def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
+        """Bytes that a summing `all_reduce` of `tensor` allocates; `wait` needs half as much again."""
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
+        """Combine `tensor` (any shape) over all ranks, in place.
+
+        A sum with `fixed_order` has the bits of `pairwise_sum`. It communicates a second time in `wait`, so every rank must
+        wait for such collectives in the same order, and call nothing else on this communicator in between.
+
+        Traffic: this rank receives 2 (W - 1) / W of the tensor.
+        """
+
+    def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
+        """Overwrite `tensor` (any shape, contiguous) with the one of rank `source` of the group. It travels as bytes."""
+
+    def gather_objects(self, thing: Any, label: str) -> list[Any]:
+        """Return the picklable `thing` of every rank, by rank. Slow: for construction and errors."""
+
+    def recent(self) -> Sequence[str]:
+        """Return the last calls on this rank, oldest first: the collective and the label."""
+
+    def epoch(self) -> int:
+        """Return a number that increases with every abandoned step of any model on this communicator."""
+
+    def announce_restart(self, unit: str) -> PeerFailed | None:
+        """Announce a forward that begins although the previous one had no backward. Returns when all ranks have done so.
+
+        If the other ranks are in the backward of the previous forward, they abandon it with an error, which is returned here.
+        """
+
+    def abandon(self, unit: str, failure: BaseException | None) -> None:
+        """Notify the other ranks, which may wait for this one, that it abandons a step. Does not wait for them."""
+
+    def completed(self) -> None:
+        """Count a backward that ended without an error."""
+
+    def reconnect(self) -> None:
+        """After an abandoned step: wait for the other ranks, and connect to them for the next step."""
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as bytes. No backend knows every dtype, and all know bytes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+class SingleRankCommunicator:
+    """A communicator of one rank. It sends nothing."""
+
+    rank: Final = 0
+    size: Final = 1
+
+    def supports_device(self, device: torch.device) -> bool:
+        return True
+
+    def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
+        return DONE
+
+    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
+        into.copy_(bucket)
+        return DONE
+
+    def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
+        return False
+
+    def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
+        raise NotImplementedError
+
+    def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
+        return 0
+
+    def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
+        return 0
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
+        return DONE
+
+    def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
+        return DONE
+
+    def gather_objects(self, thing: Any, label: str) -> list[Any]:
+        return [thing]
+
+    def recent(self) -> Sequence[str]:
+        return ()
+
+    def epoch(self) -> int:
+        return 0
+
+    def announce_restart(self, unit: str) -> PeerFailed | None:
+        return None
+
+    def abandon(self, unit: str, failure: BaseException | None) -> None:
+        return
+
+    def completed(self) -> None:
+        return
+
+    def reconnect(self) -> None:
+        return

@@ -1,0 +1,242 @@
+"""Opens communicators: over process groups, over device meshes, or in a simulated world.
+
+Each process group has a `PeerMonitor`, which all communicators over its ranks share.
+"""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp.comm import simulated
+from fsdp.comm.communicator import Communicator, SingleRankCommunicator
+from fsdp.comm.context import REDUCE, REPLICA, SHARD, WORLD, CommContext, Lane, lane_name
+from fsdp.comm.process_group import GlooCommunicator, ProcessGroupCommunicator
+from fsdp.config import MeshKind
+from fsdp.errors import ShardingError
+from fsdp.failure.peers import PeerMonitor
+from fsdp.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
+
+# torch owns the groups, and forgets them in destroy_process_group()
+_alone = SingleRankCommunicator()
+_CUDA: Final = torch.device("cuda")
+_watchdog: Final = DeviceWatchdog()
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] = weakref.WeakKeyDictionary()
+_peers_of: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerMonitor | None] = weakref.WeakKeyDictionary()
+_background: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+_Flattened = weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
+_flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Flattened] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+
+
+def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 1) -> CommContext:
+    """Open the communicators over a group: the given one, a mesh's, the default one, or that of the simulated world.
+
+    Communicates the first time it gets a group or a mesh, because it makes process groups of it.
+
+    Raises:
+        ShardingError: there is no group, both a group and a mesh are given, or the mesh does not fit.
+    """
+    if process_group is not None and mesh is not None:
+        raise ShardingError("process_group and mesh contradict each other; give one of them.")
+    shape = isinstance(mesh, tuple | list)
+    if mesh is not None and not (shape and mesh_kind is MeshKind.HYBRID) and not hasattr(mesh, "get_group"):
+        raise ShardingError(
+            f"mesh must be a DeviceMesh, or for HYBRID_SHARD the shape (replicas, shards), not {mesh!r}; for other strategies "
+            "leave it out to use all ranks."
+        )
+    if mesh_kind is MeshKind.HYBRID:
+        if mesh is None:
+            raise ShardingError(
+                "HYBRID_SHARD needs a mesh: a two-dimensional DeviceMesh or the shape (replicas, shards), whose rows shard a "
+                "unit and whose columns hold the same shards."
+            )
+    elif mesh is not None and mesh.ndim > 1:
+        raise ShardingError(
+            f"mesh has {mesh.ndim} dimensions; give a one-dimensional one, such as mesh['shard'], or ask for "
+            "sharding_strategy='HYBRID_SHARD'."
+        )
+    here = simulated.current_rank()
+    if here is not None:
+        return _simulated_comms(here, process_group, mesh, mesh_kind, lanes)
+    if mesh_kind is MeshKind.HYBRID:
+        return _hybrid_comms(mesh, lanes)
+    if mesh is not None:
+        process_group = mesh.get_group()
+    if process_group is None:
+        process_group = _default_group()
+    comm = _shard_comm(process_group)
+    reduce_comms = [_reduce_comm(process_group, number) for number in range(lanes)]
+    if mesh_kind is MeshKind.REPLICATE:
+        return CommContext(_alone, comm, tuple(Lane(_alone, one) for one in reduce_comms))
+    return CommContext(comm, comm, tuple(Lane(one, _alone) for one in reduce_comms))
+
+
+def background_comm(world_comm: Communicator) -> Communicator:
+    """Return a communicator among the same ranks, for a thread whose collectives must not come between those of training.
+
+    It is over gloo, for tensors on the host. Communicates the first time.
+    """
+    if not isinstance(world_comm, ProcessGroupCommunicator) or dist.get_backend(world_comm.group) == "fake":
+        return world_comm
+    if world_comm.group not in _background:
+        ranks = dist.get_process_group_ranks(world_comm.group)
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _background[world_comm.group] = ProcessGroupCommunicator(group, "background", None)
+    return _background[world_comm.group]
+
+
+def _check_shape(shape: tuple[int, ...], ranks: int) -> None:
+    """Refuse a shape that is not (replicas, shards) over `ranks` ranks."""
+    if len(shape) != 2 or not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) != ranks:
+        raise ShardingError(f"mesh {shape} does not fit: give (replicas, shards) with a product of {ranks}, the number of ranks.")
+
+
+def _simulated_comms(
+    here: simulated.SimulatedRank, process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int
+) -> CommContext:
+    if process_group is not None or (mesh is not None and mesh_kind is not MeshKind.HYBRID):
+        raise ShardingError("process_group and mesh have no meaning inside fsdp.simulate; leave them out.")
+    shard_comm, names = here.comm(SHARD), [lane_name(REDUCE, number) for number in range(lanes)]
+    if mesh_kind is MeshKind.SHARD:
+        return CommContext(shard_comm, shard_comm, tuple(Lane(here.comm(name), _alone) for name in names))
+    if mesh_kind is MeshKind.REPLICATE:
+        return CommContext(_alone, shard_comm, tuple(Lane(_alone, here.comm(name)) for name in names))
+    if not isinstance(mesh, tuple | list):
+        raise ShardingError("inside fsdp.simulate there are no meshes; give the shape (replicas, shards) as mesh.")
+    _check_shape(tuple(mesh), here.size)
+    row, column = divmod(here.rank, mesh[1])
+    shards = tuple(range(row * mesh[1], (row + 1) * mesh[1]))
+    replicas = tuple(range(column, here.size, mesh[1]))
+
+    def comm(name: str, ranks: tuple[int, ...]) -> Communicator:
+        return here.comm(name, ranks) if len(ranks) > 1 else _alone
+
+    columns = [lane_name(REPLICA, number) for number in range(lanes)]
+    opened = (Lane(comm(name, shards), comm(column, replicas)) for name, column in zip(names, columns, strict=True))
+    # not the row's, even if there is only one row: questions to all ranks must not come between its reductions
+    return CommContext(comm(SHARD, shards), here.comm(WORLD), tuple(opened))
+
+
+def _hybrid_comms(mesh: Any, lanes: int) -> CommContext:
+    if isinstance(mesh, tuple | list):
+        mesh = _mesh(tuple(mesh))
+    if mesh.ndim != 2:
+        raise ShardingError(f"mesh has {mesh.ndim} dimension; HYBRID_SHARD needs two: replicas, shards.")
+    columns, rows = mesh.get_group(0), mesh.get_group(1)
+    # Every mesh has groups of its own, even if another mesh has the same ranks: the other one's groups may be unusable after
+    # a failure. The key is the row and all ranks, because meshes over different ranks may have a row in common.
+    known, ranks = _flattened.setdefault(rows, weakref.WeakValueDictionary()), tuple(mesh.mesh.flatten().tolist())
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    opened = tuple(Lane(_reduce_comm(rows, number), _reduce_comm(columns, number)) for number in range(lanes))
+    return CommContext(_shard_comm(rows), _reduce_comm(known[ranks], 0), opened)
+
+
+def _mesh(shape: tuple[int, ...]) -> Any:
+    """The mesh of this shape over all ranks. The first call makes it."""
+    world = _default_group()
+    _check_shape(shape, dist.get_world_size(world))
+    known = _meshes.setdefault(world, {})
+    if shape not in known:
+        known[shape] = init_device_mesh(world._device_types[0].type, shape)
+    return known[shape]
+
+
+def _default_group() -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ShardingError(
+            "No process group and no mesh: call torch.distributed.init_process_group() first and start the "
+            "script with torchrun, "
+            "or run it inside fsdp.simulate(world_size, fn)."
+        )
+    return c10d._get_default_group()
+
+
+def _shard_comm(group: dist.ProcessGroup) -> Communicator:
+    """The communicator for all-gathers over the ranks of a group."""
+    return _comm(group, SHARD, lambda peers: group)
+
+
+def _reduce_comm(group: dist.ProcessGroup, number: int) -> Communicator:
+    """The communicator for reductions of lane `number` over the ranks of a group."""
+
+    def carrier(peers: PeerMonitor | None) -> Any:
+        # with gloo alone, communicators have connections of their own and need no group of their own
+        if peers is not None and _gloo(group) is not None and not torch.accelerator.is_available():
+            return group
+        return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+
+    return _comm(group, lane_name(REDUCE, number), carrier)
+
+
+def _comm(group: dist.ProcessGroup, name: str, carrier: Callable[[PeerMonitor | None], Any]) -> Communicator:
+    """The communicator of that name over the ranks of a group. The first call opens it, over the group that `carrier` returns."""
+    if dist.get_world_size(group) == 1:
+        return _alone
+    if group not in _peers_of:
+        _peers_of[group] = _peers(group)
+    known, peers = _opened.setdefault(group, {}), _peers_of[group]
+    if name not in known:
+        if peers is not None:
+            peers.open(name)
+        carries = carrier(peers)
+        if isinstance(peers, DevicePeerMonitor):
+            peers.add_abort(partial(_abort, weakref.ref(carries)))
+        cls = ProcessGroupCommunicator if peers is None or _gloo(group) is None else GlooCommunicator
+        known[name] = cls(carries, name, peers)
+    return known[name]
+
+
+def _abort(reference: "weakref.ref[dist.ProcessGroup]") -> None:
+    """Abort the collectives that a group has in flight on its device."""
+    group = reference()
+    if group is not None:
+        group._get_backend(_CUDA).abort()
+
+
+def _carries_on_device(group: dist.ProcessGroup) -> bool:
+    """Whether the group's collectives on CUDA can be aborted, as NCCL's can."""
+    if not torch.accelerator.is_available() or not any(device.type == "cuda" for device in group._device_types):
+        return False
+    return isinstance(group._get_backend(_CUDA), getattr(dist, "ProcessGroupNCCL", ()))
+
+
+def _gloo(group: dist.ProcessGroup) -> Any:
+    """The group's backend for the host if it is gloo, else None."""
+    if not any(device.type == "cpu" for device in group._device_types):
+        return None
+    found = group._get_backend(torch.device("cpu"))
+    return found if isinstance(found, getattr(dist, "ProcessGroupGloo", ())) else None
+
+
+def _peers(group: dist.ProcessGroup) -> PeerMonitor | None:
+    """Make the monitor that all communicators over the ranks of a group share."""
+    if dist.get_backend(group) == "fake":
+        return None
+    store, on_device = c10d._get_default_store(), _carries_on_device(group)
+    if on_device:
+        # the watchdog's thread uses the store while torch may wait in its own connection to it
+        store = store.clone()  # type: ignore[attr-defined]
+    rank, size, gloo = dist.get_rank(group), dist.get_world_size(group), _gloo(group)
+    # a group may have the name of one that was destroyed
+    name = f"fsdp/{group.group_name}/{store.add(f'fsdp/{group.group_name}/made by {rank}', 1)}"
+
+    def scope(more: str) -> Any:
+        return c10d.PrefixStore(f"{name}/{more}", store)
+
+    def connect(more: str) -> Any:
+        return dist.ProcessGroupGloo(scope(f"connections/{more}"), rank, size, gloo.options._timeout)
+
+    ranks = dist.get_process_group_ranks(group)
+    args = c10d.PrefixStore(name, store), scope, ranks, rank, None if gloo is None else connect
+    peers = DevicePeerMonitor(*args, _watchdog) if on_device else PeerMonitor(*args)
+    # torch owns the group: its threads and the monitor's end with destroy_process_group()
+    weakref.finalize(group, peers.close).atexit = False
+    return peers
