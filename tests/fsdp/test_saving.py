@@ -182,7 +182,7 @@ def test_property_what_is_copied_is_all_that_is_saved(
 
     late: dict[int, Callable[[], None]] = {}
 
-    def go_on(world_comm: Any, folder: Path, work: Callable[[], None]) -> fsdp.Saving:
+    def run_in_background(world_comm: Any, folder: Path, work: Callable[[], None]) -> fsdp.Saving:
         late[world_comm.rank] = work
         return background.finished(folder)
 
@@ -197,7 +197,7 @@ def test_property_what_is_copied_is_all_that_is_saved(
         return wanted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "go_on", go_on)
+        patch.setattr(save, "run_in_background", run_in_background)
         wanted = fsdp.simulate(size, fn)[0]
     assert_same(contents(path, CASES[case]), wanted)
 
