@@ -190,24 +190,24 @@ class _SavePlanner(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__()
-        self._staged: dict[MetadataIndex, Tensor | io.BytesIO] = {}
+        self.staged: dict[MetadataIndex, Tensor | io.BytesIO] = {}
         self._on_progress: Callable[[int], None] = lambda count: None
 
     def stage(self, items: Sequence[WriteItem]) -> None:
         """Copy the values of `items` to the host, and forget the state dict."""
-        self._staged = {item.index: _copy(self.resolve_data(item)) for item in items}
+        self.staged = {item.index: _copy(self.resolve_data(item)) for item in items}
         self.state_dict = {}
 
     def report_to(self, on_progress: Callable[[int], None]) -> None:
         self._on_progress = on_progress
 
     def drop_staged(self) -> None:
-        self._staged = {}
+        self.staged = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         self._on_progress(size_of(write_item))
-        if write_item.index in self._staged:
-            return self._staged.pop(write_item.index)  # each item is written once
+        if write_item.index in self.staged:
+            return self.staged.pop(write_item.index)  # each item is written once
         value = self.state_dict[write_item.index.fqn]
         return value.read() if isinstance(value, LazyTensor) else super().resolve_data(write_item)
 

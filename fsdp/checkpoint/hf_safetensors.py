@@ -1,6 +1,6 @@
 """Weights in the layout of Hugging Face: safetensors files of a limited size, and an index of them.
 
-Rule 1: no rank holds more than one file. Rank n modulo the world size writes file n, and each rank reads only its own rows.
+Rule 1: no rank holds more than one file. The ranks write the files in turn, and each rank reads only its own rows.
 Rule 2: files hold full tensors. torch's Distributed Checkpoint has a writer for this format, but if a rank has several chunks
         of a tensor, it keeps only the last one, without an error (2.13). It is not used.
 """

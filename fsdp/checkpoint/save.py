@@ -100,7 +100,7 @@ def save(
         names = agree_and_gather(world_comm, lambda: saved_grads.names_of_gradients(model_view))
         state[saved_grads.PART] = saved_grads.gradient_state(model_view, names)
     if optimizer is not None:
-        state["optimizer"] = _optimizer_state(OptimizerView(model_view, optimizer, "save"))
+        state["optimizer"] = _optimizer_state(OptimizerView(model_view, optimizer))
     background_comm = channel_beside(world_comm) if async_ else world_comm
     writer = CheckpointWriter(folder, state, _layout(model_view), world_comm, keep_last, meter)
     if not async_:

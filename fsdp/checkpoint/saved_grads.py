@@ -25,8 +25,8 @@ def refuse_kept_gradients(model_view: ModelView) -> None:
     for engine in model_view.engines:
         if engine.reducer.keeps_gradients:
             raise refusal(
-                "save: gradients are kept under no_sync, whole on each rank, and no checkpoint has a place for them; save after "
-                "a backward that synchronises, or zero them first.",
+                "save: gradients are kept under no_sync, unsharded on each rank, and no checkpoint has a place for them; save "
+                "after a backward that synchronises, or zero them first.",
                 engine,
             )
 

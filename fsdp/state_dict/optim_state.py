@@ -34,8 +34,8 @@ class TensorMeta(NamedTuple):
 class OptimizerView:
     """The parameters of an optimizer by name, and this rank's state of them."""
 
-    def __init__(self, model_view: ModelView, optimizer: torch.optim.Optimizer, operation: str) -> None:
-        """Look up the optimizer's parameters. Errors begin with `operation`.
+    def __init__(self, model_view: ModelView, optimizer: torch.optim.Optimizer, operation: str = "") -> None:
+        """Look up the optimizer's parameters. Errors begin with `operation`, or with the name of the public function.
 
         Raises:
             ShardingError: a parameter is not in the model.
@@ -44,7 +44,7 @@ class OptimizerView:
         """The communicator of the ranks that share the shards. Together these ranks have the full state."""
         self.world_comm = model_view.world_comm
         self.optimizer = optimizer
-        self.operation = operation
+        self.operation = operation or model_view.function_name
         self.param_shards: dict[str, ParamShard] = {}
         """The sharded parameters."""
         self.parameters: dict[str, Tensor] = {}
@@ -57,8 +57,8 @@ class OptimizerView:
                 name = model_view.fqns.get(id(parameter), "")
                 if not name:
                     raise ShardingError(
-                        f"{operation}: the optimizer steps a parameter of shape {tuple(parameter.shape)} that is not in this "
-                        "model; make it from model.parameters()."
+                        f"{self.operation}: the optimizer steps a parameter of shape {tuple(parameter.shape)} that is not in "
+                        "this model; make it from model.parameters()."
                     )
                 self.groups[-1].append(name)
                 self.parameters[name] = parameter
@@ -182,7 +182,7 @@ def full_optim_state_dict(
         ShardingError: inside a forward, a backward or a summon; the optimizer is another model's; or some state is a statistic
             over this rank's part alone, which has no full form (`fsdp.save` keeps it for the same number of ranks).
     """
-    optimizer_view = OptimizerView(ModelView(model, "full_optim_state_dict"), optimizer, "full_optim_state_dict")
+    optimizer_view = OptimizerView(ModelView(model, "full_optim_state_dict"), optimizer)
     placements, state = optimizer_view.placements()
     for (name, key), placement in placements.items():
         if placement.kind is PlacementKind.PER_RANK:
@@ -213,7 +213,7 @@ def load_full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimize
         ShardingError: on every rank, if on any of them names or groups differ, or some state cannot be cut like its parameter.
             Nothing was loaded.
     """
-    optimizer_view = OptimizerView(ModelView(model, "load_full_optim_state_dict"), optimizer, "load_full_optim_state_dict")
+    optimizer_view = OptimizerView(ModelView(model, "load_full_optim_state_dict"), optimizer)
 
     def check() -> tuple[State, list[dict[str, Any]]] | None:
         if state_dict is None:
