@@ -1,4 +1,4 @@
-"""Look into checkpoints and convert them: python -m fsdp inspect|convert."""
+"""The command line, python -m fsdp inspect|convert: examine and convert checkpoints."""
 
 import argparse
 import sys
@@ -11,20 +11,20 @@ from fsdp.errors import ShardingError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0; 1 for a checkpoint that is damaged or a command that failed."""
-    parser = argparse.ArgumentParser(prog="python -m fsdp", description="Look into checkpoints and convert them.")
+    """Run one command; return the exit status: 0, or 1 if a checkpoint is damaged or the command failed."""
+    parser = argparse.ArgumentParser(prog="python -m fsdp", description="Examine and convert checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help="what is in a checkpoint, and whether every byte is as it was written")
+    inspect = commands.add_parser("inspect", help="describe a checkpoint, and check every byte against its checksums")
     inspect.add_argument("path", type=Path)
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
-    converting = commands.add_parser("convert", help="the same in another form, without a GPU and without other ranks")
+    converting = commands.add_parser("convert", help="write a checkpoint in another form, without a GPU and without other ranks")
     converting.add_argument("path", type=Path, help="a checkpoint, a file of torch.save, a safetensors file or folder")
     converting.add_argument("out", type=Path, help="must not exist")
     converting.add_argument("--to", choices=["safetensors", "torch", "dcp"], required=True)
     converting.add_argument(
         "--max-shard-size",
         default="5GB",
-        help="of a file, which is held while it is made; no matter for torch (default: %(default)s)",
+        help="limit for one output file, which is held in memory while it is made; unused with --to torch (default: %(default)s)",
     )
     given = parser.parse_args(arguments)
     try:

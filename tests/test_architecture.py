@@ -53,6 +53,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "state_dict": (
         "optim_state",
         "full_state",
+        "model_view",
         "state_dict_hooks",
         "fqns",
         "param_ranges",

@@ -1,67 +1,110 @@
-"""Folders that are complete or not there. Standard library only.
+"""Folders that are complete or absent.
 
-Rule: work goes on in a hidden folder beside the one that is wanted, and one rename makes it visible.
+Rule: files are written in a hidden folder beside the final one, and one rename makes them visible.
 """
 
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
+from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 
 INCOMPLETE = ".incomplete-"
-"""In the name of a folder that somebody is at work in, or was when it was killed."""
+"""Part of the name of every hidden folder: its writer is still running, or was killed."""
 
 
-def begin(caller: str, folder: Path) -> str:
-    """Make a folder to work in, beside `folder`; its name.
+@contextmanager
+def writing(function_name: str, folder: Path, comm: Communicator) -> Iterator[Path]:
+    """Yield a hidden folder for the files of all ranks; it becomes `folder` at the end, and is removed if the block raises.
+
+    Communicates at both ends.
 
     Raises:
-        ShardingError: there is something at `folder`, or nothing can be written there.
+        ShardingError: on every rank; `folder` exists, or nothing can be written beside it.
     """
-    if folder.exists():
-        raise ShardingError(f"{caller}: {folder} exists already; give each one a name of its own (its step), or remove it first.")
-    name = f".{folder.name}{INCOMPLETE}{uuid.uuid4().hex[:8]}"
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        (folder.parent / name).mkdir()
-    except OSError as error:
-        raise ShardingError(f"{caller}: cannot write in {folder.parent}: {error.strerror}.") from error
-    return name
+    working = begin(function_name, folder, comm)
+    with removed_on_failure(working, comm):
+        yield working
+        agree_on_refusals(comm, lambda: publish(function_name, working, folder) if comm.rank == 0 else None)
 
 
-def publish(caller: str, working: Path, folder: Path) -> None:
-    """Give the finished folder `working` its name, down to the disk.
+def begin(function_name: str, folder: Path, comm: Communicator) -> Path:
+    """Let rank 0 make the hidden folder from which `folder` is to be published. Communicates.
 
     Raises:
-        ShardingError: somebody else has made `folder` meanwhile.
+        ShardingError: on every rank; `folder` exists, or nothing can be written beside it.
+    """
+    names = agree_and_gather(comm, lambda: _make_hidden(function_name, folder) if comm.rank == 0 else "")
+    return folder.parent / names[0]
+
+
+def publish(function_name: str, working: Path, folder: Path) -> None:
+    """Rename the finished folder `working` to `folder`, and sync both names to disk.
+
+    Raises:
+        ShardingError: another job has made `folder` in the meantime.
     """
     sync(working)
     try:
         working.rename(folder)
     except OSError as error:
         raise ShardingError(
-            f"{caller}: {folder} has come into being meanwhile ({error.strerror}); one job at a time writes there."
+            f"{function_name}: {folder} has come into being meanwhile ({error.strerror}); one job at a time writes there."
         ) from error
     sync(folder.parent)
 
 
+@contextmanager
+def removed_on_failure(working: Path, comm: Communicator) -> Iterator[None]:
+    """Let rank 0 remove the hidden file or folder `working` if the block raises on it."""
+    try:
+        yield
+    except BaseException:
+        if comm.rank == 0 and working.is_dir():
+            shutil.rmtree(working, ignore_errors=True)
+        elif comm.rank == 0:
+            working.unlink(missing_ok=True)
+        raise
+
+
 def hide(folder: Path) -> None:
-    """Take a folder out of sight, so that a crash while it is removed leaves no half of it under its name."""
-    folder.rename(folder.with_name(f".{folder.name}{INCOMPLETE}{uuid.uuid4().hex[:8]}"))
+    """Rename a folder to a hidden one, so that a crash during its removal leaves no damaged folder under the old name."""
+    folder.rename(folder.with_name(_hidden_name(folder)))
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what is hidden in `folder`."""
+    """Remove the hidden folders in `folder`."""
     for path in folder.glob(f".*{INCOMPLETE}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:
-    """Names in `folder`, down to the disk."""
+    """Sync the names in `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _make_hidden(function_name: str, folder: Path) -> str:
+    if folder.exists():
+        raise ShardingError(
+            f"{function_name}: {folder} exists already; give each one a name of its own (its step), or remove it first."
+        )
+    name = _hidden_name(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        (folder.parent / name).mkdir()
+    except OSError as error:
+        raise ShardingError(f"{function_name}: cannot write in {folder.parent}: {error.strerror}.") from error
+    return name
+
+
+def _hidden_name(folder: Path) -> str:
+    return f".{folder.name}{INCOMPLETE}{uuid.uuid4().hex[:8]}"

@@ -1,6 +1,6 @@
-"""Work that goes on while training does: one piece at a time for the ranks of a group, and nobody loses its failure.
+"""Saves that run on a thread while training continues: one at a time for each group of ranks, and no failure is lost.
 
-Rule: a thread here never touches a channel of training; what it has to agree on goes over one of its own (connect.py).
+Rule: the thread never uses a communicator of training. Its agreements use a communicator of their own (comm/connect.py).
 """
 
 import warnings
@@ -15,61 +15,61 @@ from fsdp.errors import ShardingError
 
 
 class Saving:
-    """A save, done or under way. What `fsdp.save` returns."""
+    """A save, finished or running. `fsdp.save` returns it."""
 
     def __init__(self, path: Path, future: "Future[None]") -> None:
         self.path = path
         self._future = future
-        self._heard = False
+        self._reported = False
 
     def __repr__(self) -> str:
         return f"Saving({str(self.path)!r}, {'done' if self.done() else 'under way'})"
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """True once the save has succeeded or failed."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> Path:
-        """Return the path when the checkpoint is there.
+        """Wait until the checkpoint is complete; return its path.
 
         Raises:
-            Exception: why there is none, as `fsdp.save` would have raised it.
-            TimeoutError: it is still under way after `timeout` seconds.
+            Exception: the error that made the save fail, as `fsdp.save` would have raised it.
+            TimeoutError: the save is still running after `timeout` seconds.
         """
         if self._future.exception(timeout) is not None:
-            self._heard = True
+            self._reported = True
         self._future.result()
         return self.path
 
     result = wait
-    """As futures name it."""
+    """The name that futures use."""
 
-    def settle(self) -> None:
-        """Return when it is over.
+    def wait_unreported(self) -> None:
+        """Wait until the save is over.
 
         Raises:
-            ShardingError: it failed, and nobody has heard of that.
+            ShardingError: it failed, and neither `wait` nor this method has raised that failure before.
         """
         failure = self._future.exception()
-        if failure is not None and not self._heard:
-            self._heard = True
+        if failure is not None and not self._reported:
+            self._reported = True
             raise ShardingError(f"save: the save of {self.path} before this one failed in the background: {failure}") from failure
 
 
 def finished(path: Path) -> Saving:
-    """One that is done."""
+    """A save that has succeeded."""
     future: Future[None] = Future()
     future.set_result(None)
     return Saving(path, future)
 
 
-def go_on(world_comm: Communicator, path: Path, work: Callable[[], None]) -> Saving:
-    """Do `work` on a thread; in a simulated world at once, so that every run can be repeated."""
+def run_in_background(world_comm: Communicator, path: Path, work: Callable[[], None]) -> Saving:
+    """Run `work` on a thread. In a simulated world it runs before this returns, so that every run can be repeated."""
     if current_rank() is not None:
         future: Future[None] = Future()
         _run(path, work, future)
     else:
-        # a thread of an executor is joined when the interpreter ends, so nothing is cut short then
+        # the interpreter joins the threads of an executor when it ends, so no save is cut short
         threads = ThreadPoolExecutor(1, thread_name_prefix="fsdp.save")
         future = Future()
         threads.submit(_run, path, work, future)
@@ -78,14 +78,14 @@ def go_on(world_comm: Communicator, path: Path, work: Callable[[], None]) -> Sav
     return saving
 
 
-def settle(world_comm: Communicator) -> None:
-    """Return when nothing goes on in the background for these ranks. Does not communicate.
+def wait_for_last(world_comm: Communicator) -> None:
+    """Wait until no save of these ranks is running. Does not communicate.
 
     Raises:
-        ShardingError: what went on has failed, and nobody has heard of that.
+        ShardingError: the last save failed, and that failure has not been raised before.
     """
     if (last := _last.get(world_comm)) is not None:
-        last.settle()
+        last.wait_unreported()
 
 
 def _run(path: Path, work: Callable[[], None], future: "Future[None]") -> None:

@@ -1,11 +1,10 @@
-"""Checkpoints without a model, a GPU or other ranks: what is in one, and the same in another form.
+"""Describing, checking and converting checkpoints without a model, a GPU or other ranks.
 
-Rule: a conversion holds one tensor at a time, or one file of the output where that has several: `max_shard_size`. (What it
-reads from a file of torch.save is mapped, and the system's to keep or to drop.)
+Rule: a conversion holds one tensor at a time, or one file of up to `max_shard_size` if the output has several files. (A file of
+torch.save is mapped, so the operating system decides how much of it is in memory.)
 """
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from math import prod
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdp.checkpoint.atomic_folder import begin, publish
+from fsdp.checkpoint.atomic_folder import removed_on_failure, writing
 from fsdp.checkpoint.hf_safetensors import (
     dtype_of,
     file_name,
@@ -36,15 +35,16 @@ from fsdp.errors import ShardingError
 if TYPE_CHECKING:
     from fsdp.checkpoint.dcp import LazyTensor, StoredCheckpoint
 
+ALONE: Final = SingleRankCommunicator()
 PACKED: Final = ("extra", RANDOM)
-"""Parts that hold each rank's own, packed."""
+"""The parts with one packed value for each rank."""
 
 
 def describe(path: Path, tensors: bool = False) -> Iterator[str]:
-    """What a checkpoint holds, a line at a time; with `tensors`, each of them.
+    """Yield lines that describe a checkpoint; with `tensors`, one line for each tensor as well.
 
     Raises:
-        ShardingError: it is no checkpoint, or its metadata cannot be read.
+        ShardingError: `path` is no checkpoint, or its metadata cannot be read.
     """
     from fsdp.checkpoint import dcp
 
@@ -57,31 +57,31 @@ def describe(path: Path, tensors: bool = False) -> Iterator[str]:
     if not (path / NAME).exists():
         yield "written by torch's Distributed Checkpoint: no manifest, no checksums"
     parts: dict[str, list[Any]] = {}
-    for key, where in stored.paths.items():
+    for key, keys in stored.paths.items():
         if (found := stored.tensor(key)) is not None:
-            parts.setdefault(str(where[0]), []).append((key, found))
-    for part, there in parts.items():
-        size = sum(prod(one.size) * one.properties.dtype.itemsize for _, one in there)
-        yield f"{part}: {len(there)} tensors, {sum(prod(one.size) for _, one in there):,} elements, {size / 1e6:,.1f} MB"
+            parts.setdefault(str(keys[0]), []).append((key, found))
+    for part, metas in parts.items():
+        size = sum(prod(meta.size) * meta.properties.dtype.itemsize for _, meta in metas)
+        yield f"{part}: {len(metas)} tensors, {sum(prod(meta.size) for _, meta in metas):,} elements, {size / 1e6:,.1f} MB"
         if tensors:
-            yield from (f"  {key} {tuple(one.size)} {one.properties.dtype} in {len(one.chunks)} boxes" for key, one in there)
+            yield from (f"  {key} {tuple(meta.size)} {meta.properties.dtype} in {len(meta.chunks)} chunks" for key, meta in metas)
     for part in PACKED:
-        if ranks := sum(where[0] == part for where in stored.paths.values()):
+        if ranks := sum(keys[0] == part for keys in stored.paths.values()):
             yield f"{part}: of {ranks} {'rank' if ranks == 1 else 'ranks'}"
 
 
 def damage_in(path: Path) -> list[str]:
-    """What is not as it was written, every byte read; nothing where there is no manifest to tell."""
+    """One sentence for each missing or changed file or item. Reads every byte. Empty if there is no manifest."""
     return list(read_manifest(path).damage(path)) if (path / NAME).exists() else []
 
 
 def convert(path: Path, out: Path, to: str, max_shard_size: int) -> None:
-    """Write what is at `path` (a checkpoint, a file of torch.save, safetensors) as `out`, in the form `to`.
+    """Convert `path` (a checkpoint, a file of torch.save, safetensors) to the form `to`, as `out`.
 
-    "safetensors" holds the model, "torch" and "dcp" everything there is.
+    "safetensors" holds the model only, "torch" and "dcp" hold all parts.
 
     Raises:
-        ShardingError: it cannot be read, or something is at `out` already.
+        ShardingError: `path` cannot be read, or `out` exists.
     """
     if damage := (damage_in(path) if path.is_dir() else []):
         raise ShardingError(f"convert: {path} is damaged: {'; '.join(damage[:3])}.")
@@ -98,78 +98,77 @@ def convert(path: Path, out: Path, to: str, max_shard_size: int) -> None:
                 f"convert: the optimizer state in {path} is by number, and only its optimizer knows the names; load it with "
                 "fsdp.load_full_optim_state_dict, then fsdp.save."
             )
-        alone = SingleRankCommunicator()
-        CheckpointWriter(out, _each_rank(source, pack), {}, alone, None, Progress("convert", False, 0), max_shard_size).finish(
-            alone
-        )
+        meter = Progress("convert", False, 0)
+        CheckpointWriter(out, _each_rank(source, pack), {}, ALONE, None, meter, max_shard_size).finish(ALONE)
 
 
 def _each_rank(state: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The same, with what each rank packed changed into another form."""
+    """`state` with `change` applied to each rank's packed values."""
     parts: dict[str, Any] = {
-        part: {str(rank): change(one) for rank, one in state[part].items()} for part in PACKED if part in state
+        part: {str(rank): change(value) for rank, value in state[part].items()} for part in PACKED if part in state
     }
     return {**state, **parts}
 
 
 def _open(path: Path) -> dict[str, Any]:
-    """All there is as one nested dict, in which tensors are unread, or mapped."""
+    """The content of `path` as one nested dict, in which tensors are lazy or mapped."""
     from fsdp.checkpoint import dcp
 
     if (path / dcp.METADATA).exists():
         stored = dcp.StoredCheckpoint(path)
-        tensors = {key: _stored(stored, key, found) for key in stored.paths if (found := stored.tensor(key)) is not None}
+        tensors = {key: _lazy(stored, key, found) for key in stored.paths if (found := stored.tensor(key)) is not None}
         values = stored.plan({key: None for key in stored.paths if key not in tensors}).read()
         return stored.nested({key: tensors[key] if key in tensors else values[key] for key in stored.paths})
     if path.is_dir() or path.suffix == ".safetensors":
         require_safetensors("convert")
-        return {"model": dict(tensor for file in files_in(path, "convert") for tensor in _unread_in(file))}
+        return {"model": dict(tensor for file in files_in(path, "convert") for tensor in _lazy_in(file))}
     try:
         state = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    except Exception as error:  # anything at all may be in a file
+    except Exception as error:  # a foreign file may raise anything
         raise ShardingError(
             f"convert: {path} is no checkpoint, and no file of torch.save with plain data: {type(error).__name__}."
         ) from error
     return dict(state) if "model" in state and isinstance(state["model"], Mapping) else {"model": state}
 
 
-def _stored(stored: "StoredCheckpoint", key: str, found: Any) -> "LazyTensor":
+def _lazy(stored: "StoredCheckpoint", key: str, found: Any) -> "LazyTensor":
     from fsdp.checkpoint import dcp
 
     return dcp.LazyTensor(tuple(found.size), found.properties.dtype, lambda: stored.plan({key: stored.empty(key)}).read()[key])
 
 
-def _unread_in(file: Path) -> Iterator[tuple[str, "LazyTensor"]]:
+def _lazy_in(file: Path) -> Iterator[tuple[str, "LazyTensor"]]:
+    """The tensors of a safetensors file by name."""
     from fsdp.checkpoint import dcp
 
     def reader(name: str) -> Callable[[], Tensor]:
         def read() -> Tensor:
-            with opened_file(file, "convert") as there:  # what is mapped goes when it is closed
-                found: Tensor = there.get_tensor(name)
+            with opened_file(file, "convert") as opened:  # closing it unmaps the file
+                found: Tensor = opened.get_tensor(name)
                 return found
 
         return read
 
     with opened_file(file, "convert") as opened:
         for name in opened.keys():  # noqa: SIM118  # not a mapping
-            there = opened.get_slice(name)
-            yield name, dcp.LazyTensor(tuple(there.get_shape()), dtype_of(there.get_dtype()), reader(name))
+            unread = opened.get_slice(name)
+            yield name, dcp.LazyTensor(tuple(unread.get_shape()), dtype_of(unread.get_dtype()), reader(name))
 
 
 def _read(value: Any) -> Any:
-    """A tensor, in memory or mapped there."""
+    """The values of a tensor or lazy tensor."""
     return value if isinstance(value, Tensor) else value.read()
 
 
 def _to_torch(state: dict[str, Any], out: Path) -> None:
-    """A file of torch.save. torch writes it with holes for the tensors, and says where they are; they follow one by one.
+    """Write a file of torch.save: first with a hole for each tensor, then the tensors, one by one, into the holes.
 
-    The archive therefore has no checksums of them. torch never looks at these.
+    torch tells where the holes are. The archive has no checksums of the tensors, which torch never reads.
     """
     with FakeTensorMode():
         outline = tree_map(lambda value: torch.empty(value.shape, dtype=value.dtype) if _is_tensor(value) else value, state)
     working = out.with_name(f".{out.name}.incomplete")
-    try:
+    with removed_on_failure(working, ALONE):
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(outline, working)
         with FakeTensorMode():
@@ -182,9 +181,6 @@ def _to_torch(state: dict[str, Any], out: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         working.rename(out)
-    except BaseException:
-        working.unlink(missing_ok=True)
-        raise
 
 
 def _is_tensor(value: Any) -> bool:
@@ -197,14 +193,9 @@ def _to_safetensors(source: dict[str, Any], out: Path, limit: int) -> None:
 
     tensors = {name: value for name, value in source["model"].items() if _is_tensor(value)}
     files = plan_files([(name, value.nbytes) for name, value in tensors.items()], limit)
-    working = out.parent / begin("convert", out)
-    try:
-        for number, there in enumerate(files):
-            held = {name: _read(tensors[name]).contiguous().clone() for name, _ in there}
+    with writing("convert", out, ALONE) as working:
+        for number, planned in enumerate(files):
+            held = {name: _read(tensors[name]).contiguous().clone() for name, _ in planned}
             save_file(held, working / file_name(number, len(files)), metadata={"format": "pt"})
             del held
         write_index(working, files)
-        publish("convert", working, out)
-    except BaseException:
-        shutil.rmtree(working, ignore_errors=True)
-        raise

@@ -1,12 +1,12 @@
-"""torch's Distributed Checkpoint, driven over our channels: so it works in a simulated world too, without a process group.
+"""torch's Distributed Checkpoint over communicators of this project, so that it works in a simulated world too.
 
-Rule 1: formats, plans and files are torch's own classes; what is here hands their plans around.
-Rule 2: nothing that was read is unpickled but by allow-list: metadata by the one below, values by torch's `weights_only`.
+Rule 1: formats, plans and files are torch's own classes. This file only passes their plans between ranks.
+Rule 2: everything is unpickled by allow-list: metadata by the one below, values by torch's `weights_only`.
 """
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import prod
@@ -29,16 +29,16 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp.checkpoint.manifest import record
-from fsdp.comm.agreement import agree_on_refusals
+from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 
 METADATA: Final = ".metadata"
 FILE_BYTES: Final = 1 << 30
-"""Of one file."""
-_HERE: Final = "torch.distributed.checkpoint."
+"""The limit for the tensors of one file."""
+_DCP: Final = "torch.distributed.checkpoint."
 _ALLOWED: Final = {
-    (_HERE + "metadata", name)
+    (_DCP + "metadata", name)
     for name in (
         "Metadata",
         "MetadataIndex",
@@ -50,7 +50,7 @@ _ALLOWED: Final = {
         "_MEM_FORMAT_ENCODING",
     )
 } | {
-    (_HERE + "filesystem", "_StorageInfo"),
+    (_DCP + "filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
@@ -63,48 +63,50 @@ _ALLOWED: Final = {
 
 
 class StoredCheckpoint:
-    """A finished checkpoint, or any folder that Distributed Checkpoint wrote, with its metadata read."""
+    """A finished checkpoint, or any folder that Distributed Checkpoint wrote, with its metadata in memory."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises:
-        ShardingError: there is no metadata, or it is damaged or asks for something that metadata never asks for.
+        """Read the metadata.
+
+        Raises:
+            ShardingError: it is missing or damaged, or would unpickle a class that is not in the allow-list.
         """
         self.folder = folder
         self.metadata = read_metadata(folder)
 
     def tensor(self, key: str) -> TensorStorageMetadata | None:
-        """What is stored under `key`, if it is a tensor."""
+        """The metadata of the tensor under `key`; None if the value there is no tensor."""
         found = self.metadata.state_dict_metadata[key]
         return found if isinstance(found, TensorStorageMetadata) else None
 
     def info(self, item: ReadItem) -> _StorageInfo:
-        """Where one item is."""
+        """The file, offset and length of one item."""
         found: _StorageInfo = self.metadata.storage_data[item.storage_index]
         return found
 
     def empty(self, key: str) -> Tensor | None:
-        """Memory on the CPU for all of what is stored under `key`; None if it is no tensor."""
+        """Memory on the CPU for the full tensor under `key`; None if the value there is no tensor."""
         found = self.tensor(key)
         return None if found is None else torch.empty(found.size, dtype=found.properties.dtype)
 
     @property
     def paths(self) -> dict[str, tuple[str | int, ...]]:
-        """Where each key was in the nested state dict."""
+        """The path of each key in the nested state dict."""
         known: dict[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
         return {key: known.get(key, (key,)) for key in self.metadata.state_dict_metadata}
 
     def plan(self, targets: dict[str, Any]) -> "ReadPlan":
-        """How to read the keys of `targets` into their values: tensors in place, anything else (None) by a new one."""
+        """Plan to read the keys of `targets`: a tensor is filled in place, None is replaced by the value."""
         return ReadPlan(self, targets)
 
     def nested(self, flat: dict[str, Any]) -> dict[str, Any]:
-        """Values by key, nested as they were saved."""
+        """Nest values by key as they were nested when they were saved."""
         found: dict[str, Any] = unflatten_state_dict(flat, self.paths)
         return found
 
 
 class ReadPlan:
-    """What one rank is about to read."""
+    """The items that one rank will read."""
 
     def __init__(self, stored: StoredCheckpoint, targets: dict[str, Any]) -> None:
         self._stored = stored
@@ -115,7 +117,7 @@ class ReadPlan:
 
     @property
     def ranges(self) -> dict[str, set[int]]:
-        """Which files, and at which offsets."""
+        """The offsets of the items in each file, by its name."""
         found: dict[str, set[int]] = {}
         for item in self._plan.items:
             info = self._stored.info(item)
@@ -124,17 +126,17 @@ class ReadPlan:
 
     @property
     def nbytes(self) -> int:
-        """What is stored there; twice, what is read twice."""
+        """The stored size of the items. An item that is read twice counts twice."""
         return sum(self._stored.info(item).length for item in self._plan.items)
 
     def read(self, on_progress: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
-        """Read it; the targets, filled. `on_progress`: hears of the bytes of every item that was read.
+        """Read the items; return the targets with their values. `on_progress`: called with the bytes of each item.
 
         Raises:
-            ShardingError: a file is missing or cut, or a value is a pickle of something that is no plain data.
+            ShardingError: a file is missing or too short, or a value is a pickle of more than plain data.
         """
-        stored = self._stored  # not self: no cycle may keep what was read alive
-        self._planner.on_progress = lambda item: on_progress(stored.info(item).length)
+        stored = self._stored  # the lambda must not refer to self: such a cycle would keep the values alive
+        self._planner.report_to(lambda item: on_progress(stored.info(item).length))
         reader = FileSystemReader(self._stored.folder)
         reader.set_up_storage_reader(self._stored.metadata, is_coordinator=False)
         try:
@@ -149,20 +151,23 @@ class ReadPlan:
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """torch's, but for how it reads what is no tensor, and that it tells how far it is."""
+    """torch's planner, with `weights_only` for values that are no tensors, and with reports of progress."""
 
-    on_progress: Callable[[ReadItem], None] = staticmethod(lambda item: None)
+    _on_progress: Callable[[ReadItem], None] = staticmethod(lambda item: None)
+
+    def report_to(self, on_progress: Callable[[ReadItem], None]) -> None:
+        self._on_progress = on_progress
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-        self.on_progress(read_item)
+        self._on_progress(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        self.on_progress(read_item)
+        self._on_progress(read_item)
 
 
 class LazyTensor:
-    """A tensor that is read when it is written, and not before: what a conversion hands on."""
+    """A tensor that a conversion reads only when it writes it."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> None:
         self.shape = shape
@@ -171,7 +176,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """When it is read."""
+        """The size of the tensor in memory, once it is read."""
         return prod(self.shape) * self.dtype.itemsize
 
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
@@ -181,31 +186,43 @@ class LazyTensor:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """torch's, but for where values come from: copies that were set aside, and what is read only now."""
+    """torch's planner, which also takes values from staged copies and reads lazy tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.aside: dict[MetadataIndex, Tensor | io.BytesIO] = {}
-        self.on_progress: Callable[[int], None] = lambda count: None
+        self.staged: dict[MetadataIndex, Tensor | io.BytesIO] = {}
+        self._on_progress: Callable[[int], None] = lambda count: None
+
+    def stage(self, items: Sequence[WriteItem]) -> None:
+        """Copy the values of `items` to the host, and forget the state dict."""
+        self.staged = {item.index: _copy(self.resolve_data(item)) for item in items}
+        self.state_dict = {}
+
+    def report_to(self, on_progress: Callable[[int], None]) -> None:
+        self._on_progress = on_progress
+
+    def drop_staged(self) -> None:
+        self.staged = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        self.on_progress(size_of(write_item))
-        if write_item.index in self.aside:
-            return self.aside.pop(write_item.index)  # nobody needs it again
+        self._on_progress(size_of(write_item))
+        if write_item.index in self.staged:
+            return self.staged.pop(write_item.index)  # each item is written once
         value = self.state_dict[write_item.index.fqn]
         return value.read() if isinstance(value, LazyTensor) else super().resolve_data(write_item)
 
 
 class WritePlan:
-    """What one rank is about to write of a nested state dict, as all ranks have agreed."""
+    """The items of a nested state dict that one rank will write, as all ranks have agreed."""
 
     def __init__(self, folder: Path, state: Mapping[str, Any], comm: Communicator, file_bytes: int = FILE_BYTES) -> None:
-        """Plan it, in files of at most `file_bytes`, or one tensor. The folder must exist. Communicates.
+        """Plan to write `state` in files of at most `file_bytes`, or of one tensor. The folder must exist. Communicates.
 
         Raises:
-            Exception: on every rank, if any rank cannot (ShardingError, with the rank, where it is another).
+            Exception: planning failed on this rank.
+            ShardingError: planning failed on another rank, which is named.
         """
-        # each file goes down to the disk when it is recorded
+        # `record` syncs each file to disk
         self._planner, self._writer = _SavePlanner(), FileSystemWriter(folder, sync_files=False)
         self._folder = folder
         self._staged = False
@@ -216,39 +233,39 @@ class WritePlan:
             self._writer.set_up_storage_writer(comm.rank == 0)
             return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-        # every rank computes the same global plan, which saves handing it out
-        central, self._metadata = self._planner.create_global_plan(agree_on_refusals(comm, plan))
-        self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(central)[comm.rank])
+        # every rank computes the global plan itself, so that no rank has to send it
+        global_plan, self._metadata = self._planner.create_global_plan(agree_and_gather(comm, plan))
+        self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(global_plan)[comm.rank])
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors this rank writes."""
+        """The size of the tensors that this rank writes."""
         return sum(map(size_of, self._plan.items))
 
     def stage(self) -> None:
-        """Copy what this rank will write, and that alone, to the host: what is saved may change from now on."""
-        self._planner.aside = {item.index: _copy(self._planner.resolve_data(item)) for item in self._plan.items}
-        self._planner.state_dict = {}
+        """Copy the tensors that this rank will write to the host. The originals may change afterwards."""
+        self._planner.stage(self._plan.items)
         self._writer.per_thread_copy_ahead = 0  # or torch's writer, on a thread, would wait for a stream of the first device
         self._staged = True
 
     def write(self, comm: Communicator, on_progress: Callable[[int], None]) -> dict[str, Any]:
-        """Write it, and on rank 0 the metadata; return what the manifest says of all files.
+        """Write this rank's items, and on rank 0 the metadata; return the manifest's entries of all files. Communicates.
 
         Memory: torch's writer holds every tensor of a file, or a copy of it, until the file is complete.
-        `on_progress` hears of the bytes of what is about to be written, and of what was read again for its checksum.
-        Communicates.
+        `on_progress`: called with the bytes of each item before it is written, and again after its checksum was computed.
 
         Raises:
-            Exception: as above.
+            Exception: writing failed on this rank.
+            ShardingError: writing failed on another rank, which is named.
         """
-        self._planner.on_progress = on_progress
+        self._planner.report_to(on_progress)
 
         def put() -> tuple[list[WriteResult], dict[str, Any]]:
-            # the option is everybody's, and in the background others may be saving
+            # the option is global, and other threads may be saving while this one writes in the background
             with nullcontext() if self._staged else _without_checksums_in_archives():
-                results = [one for plan in self._files() for one in self._writer.write_data(plan, self._planner).wait()]
-            share = self.nbytes / max(sum(one.size_in_bytes for one in results), 1)  # torch wraps every tensor in an archive
+                results = [result for plan in self._files() for result in self._writer.write_data(plan, self._planner).wait()]
+            # torch wraps every tensor in an archive, so more bytes are written than tensors have
+            share = self.nbytes / max(sum(result.size_in_bytes for result in results), 1)
             return results, _records(self._folder, results, lambda count: on_progress(int(count * share)), not self._staged)
 
         def finish() -> dict[str, Any]:
@@ -259,44 +276,44 @@ class WritePlan:
             return {METADATA: record(path, [(0, path.stat().st_size)], at_once=not self._staged)}
 
         try:
-            answers = agree_on_refusals(comm, put)
+            answers = agree_and_gather(comm, put)
         finally:
-            self._planner.aside = {}
-        files = {name: one for _, records in answers for name, one in records.items()}
-        return {**files, **agree_on_refusals(comm, finish)[0]}
+            self._planner.drop_staged()
+        files = {name: entry for _, records in answers for name, entry in records.items()}
+        return {**files, **agree_and_gather(comm, finish)[0]}
 
     def _files(self) -> Iterator[SavePlan]:
         """The plan of each file of this rank."""
-        plans: list[list[WriteItem]] = [[]]
-        held = 0
+        files: list[list[WriteItem]] = [[]]
+        size = 0
         for item in self._plan.items:
-            held += size_of(item)
-            if plans[-1] and held > self._file_bytes:
-                plans.append([])
-                held = size_of(item)
-            plans[-1].append(item)
-        for number, items in enumerate(plans):
+            size += size_of(item)
+            if files[-1] and size > self._file_bytes:
+                files.append([])
+                size = size_of(item)
+            files[-1].append(item)
+        for number, items in enumerate(files):
             prefix: str = self._plan.storage_data.prefix
             yield replace(self._plan, items=items, storage_data=_StoragePrefix(f"{prefix}{number}_" if number else prefix))
 
 
 def size_of(item: WriteItem) -> int:
-    """The bytes of a tensor that is to be written; 0 of what is no tensor."""
+    """The bytes of the tensor in `item`; 0 if the value is no tensor."""
     data = item.tensor_data
     return 0 if data is None else prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 def _copy(value: Tensor | io.BytesIO) -> Tensor | io.BytesIO:
     if isinstance(value, io.BytesIO):
-        return value  # a pickle that was made just now
+        return value  # a pickle, which is a copy already
     return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The metadata of a folder that Distributed Checkpoint wrote, by allow-list.
+    """Unpickle the metadata of a folder that Distributed Checkpoint wrote, by allow-list.
 
     Raises:
-        ShardingError: it is missing, damaged, or asks for a class that metadata does not consist of.
+        ShardingError: it is missing or damaged, or would unpickle a class that is not in the allow-list.
     """
     path = folder / METADATA
     try:
@@ -323,7 +340,7 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _without_checksums_in_archives() -> Iterator[None]:
-    """torch puts one into the archive it makes of each tensor, and never looks at it; the manifest has one of the same bytes."""
+    """Leave out the checksum in each tensor's archive: torch never reads it, and the manifest has one of the same bytes."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -333,8 +350,9 @@ def _without_checksums_in_archives() -> Iterator[None]:
 
 
 def _records(folder: Path, results: list[WriteResult], on_progress: Callable[[int], None], at_once: bool) -> dict[str, Any]:
+    """The manifest's entries of the files in `results`, by name."""
     items: dict[str, list[tuple[int, int]]] = {}
     for result in results:
         info: _StorageInfo = result.storage_data
         items.setdefault(info.relative_path, []).append((info.offset, info.length))
-    return {name: record(folder / name, there, on_progress, at_once) for name, there in items.items()}
+    return {name: record(folder / name, placed, on_progress, at_once) for name, placed in items.items()}

@@ -1,13 +1,12 @@
 """Weights in the layout of Hugging Face: safetensors files of a limited size, and an index of them.
 
-Rule 1: no rank holds more than one file. File n is rank n's to write, and each rank reads its own rows only.
-Rule 2: what is written is full tensors. torch's Distributed Checkpoint has a writer for this format, which of several boxes of
-        a tensor on one rank keeps the last and says nothing (2.13); it is not used.
+Rule 1: no rank holds more than one file. The ranks write the files in turn, and each rank reads only its own rows.
+Rule 2: files hold full tensors. torch's Distributed Checkpoint has a writer for this format, but if a rank has several chunks
+        of a tensor, it keeps only the last one, without an error (2.13). It is not used.
 """
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -18,77 +17,75 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fsdp.checkpoint.atomic_folder import begin, publish
-from fsdp.checkpoint.progress import Asked, Progress
+from fsdp.checkpoint.atomic_folder import writing
+from fsdp.checkpoint.progress import Progress, ProgressOption
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.errors import ShardingError
-from fsdp.runtime.registry import collective_call, resting_units_in, world_comm_in
-from fsdp.state_dict.fqns import check_names, entries
-from fsdp.state_dict.full_state import BUCKET_BYTES
-from fsdp.state_dict.param_ranges import ParamRange, gather_range, memory_for, ranges_of
-from fsdp.state_dict.param_shard import ParamShard, check_fit, param_shards_in
+from fsdp.runtime.registry import collective_call
+from fsdp.state_dict.fqns import check_names
+from fsdp.state_dict.full_state import RANGE_BYTES
+from fsdp.state_dict.model_view import ModelView
+from fsdp.state_dict.param_ranges import gather_range, memory_for, ranges_of
+from fsdp.state_dict.param_shard import ParamShard, check_fit
 
 INDEX: Final = "model.safetensors.index.json"
-UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+MULTIPLES: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @torch.no_grad()
 @collective_call
-def export_safetensors(model: nn.Module, path: str | Path, max_shard_size: int | str = "5GB", *, progress: Asked = False) -> None:
+def export_safetensors(
+    model: nn.Module, path: str | Path, max_shard_size: int | str = "5GB", *, progress: ProgressOption = False
+) -> None:
     """Write parameters and persistent buffers as the folder `path`, which appears when it is complete.
 
-    Tied parameters are written once, under their first name, as `transformers` does. A file has at most `max_shard_size` bytes
+    A tied parameter is written once, under its first name, as `transformers` does. A file has at most `max_shard_size` bytes
     of tensors ("5GB", "500MB", or a number), or one tensor. `progress`: True for a bar on rank 0 (package tqdm), or a function
     of (done_bytes, total_bytes). Communicates: every rank must call it alike.
 
     Memory: one file on the rank that writes it, and on every rank one range of 32 MiB or one parameter.
 
     Raises:
-        ShardingError: on every rank; the package `safetensors` is missing, `max_shard_size` is no size, there is something at
-            `path`, or a rank could not write.
+        ShardingError: on every rank; the package `safetensors` is missing, `max_shard_size` is no size, `path` exists, or a
+            rank could not write.
     """
     folder, limit = Path(path), size_in_bytes(max_shard_size)
     require_safetensors("export_safetensors")
-    units = resting_units_in(model, "export_safetensors")
-    comm = world_comm_in(model, "export_safetensors")
-    param_shards = param_shards_in(model)
-    names = _first_names(model)
-    plain = [(name, tensor) for name, tensor in entries(model) if id(tensor) not in param_shards and names[id(tensor)] == name]
-    ranges = [(unit, one) for unit in units for one in ranges_of(unit, BUCKET_BYTES)]
-    planned = [(name, tensor.nbytes) for name, tensor in plain]
-    planned += [(names[id(param_shard.parameter)], _bytes(param_shard)) for _, one in ranges for param_shard in one.param_shards]
+    model_view = ModelView(model, "export_safetensors")
+    comm, names, param_shards = model_view.world_comm, model_view.fqns, model_view.param_shards
+    unsharded = [
+        (name, tensor) for name, tensor in model_view.entries if id(tensor) not in param_shards and names[id(tensor)] == name
+    ]
+    ranges = [(unit, found) for unit in model_view.units for found in ranges_of(unit, RANGE_BYTES)]
+    planned = [(name, tensor.nbytes) for name, tensor in unsharded]
+    planned += [(names[id(shard.parameter)], _full_bytes(shard)) for _, found in ranges for shard in found.param_shards]
     files = plan_files(planned, limit)
-    shown: list[Progress] = []
-
-    def prepare() -> str:
-        shown.append(Progress("export_safetensors", progress, comm.rank))
-        return begin("export_safetensors", folder) if comm.rank == 0 else ""
-
-    working = folder.parent / agree_on_refusals(comm, prepare)[0]
+    meter = Progress("export_safetensors", progress, comm.rank)
+    agree_on_refusals(comm, meter.check)
     try:
-        shown[0].begin(sum(size for _, size in planned))
-        writer = _Writer(working, files, comm.rank, comm.size, shown[0])
-        for label, tensor in plain:
-            writer.take(label, tensor)
-        memory = memory_for([one for _, one in ranges])
-        for unit, one in ranges:
-            _take_range(one, gather_range(one, unit.comm, unit.name, memory), names, writer)
-        agree_on_refusals(comm, lambda: _finish(writer, working, files) if comm.rank == 0 else writer.finish())
-        agree_on_refusals(comm, lambda: publish("export_safetensors", working, folder) if comm.rank == 0 else None)
-        shown[0].end()
+        with writing("export_safetensors", folder, comm) as working:
+            meter.begin(sum(size for _, size in planned))
+            writer = _Writer(working, files, comm.rank, comm.size, meter)
+            for name, tensor in unsharded:
+                writer.take(name, tensor)
+            memory = memory_for([param_range for _, param_range in ranges])
+            for unit, param_range in ranges:
+                buffer = gather_range(param_range, unit.comm, unit.name, memory)
+                for param_shard in param_range.param_shards:
+                    writer.take(names[id(param_shard.parameter)], param_range.full_param(buffer, param_shard))
+            agree_on_refusals(comm, lambda: _finish(writer, working, files) if comm.rank == 0 else writer.finish())
+        meter.end()
     except BaseException:
-        shown[0].end(finished=False)
-        if comm.rank == 0:
-            shutil.rmtree(working, ignore_errors=True)
+        meter.end(finished=False)
         raise
 
 
 @torch.no_grad()
 @collective_call
-def load_safetensors(model: nn.Module, path: str | Path, *, progress: Asked = False) -> None:
+def load_safetensors(model: nn.Module, path: str | Path, *, progress: ProgressOption = False) -> None:
     """Load parameters and buffers from a safetensors file or a folder of them; each rank reads its own rows only.
 
-    Of tied parameters, one name is enough. `progress`: True for a bar on rank 0 (package tqdm), or a function of this rank's
+    For a tied parameter, one name is enough. `progress`: True for a bar on rank 0 (package tqdm), or a function of this rank's
     (done_bytes, total_bytes). Communicates: every rank must call it alike.
 
     Raises:
@@ -96,64 +93,68 @@ def load_safetensors(model: nn.Module, path: str | Path, *, progress: Asked = Fa
             model's. Nothing was loaded.
     """
     require_safetensors("load_safetensors")
-    resting_units_in(model, "load_safetensors")
-    comm = world_comm_in(model, "load_safetensors")
-    param_shards, caller = param_shards_in(model), f"load_safetensors {path}"
+    model_view = ModelView(model, "load_safetensors")
+    comm, param_shards = model_view.world_comm, model_view.param_shards
+    meter = Progress("load_safetensors", progress, comm.rank)
     with ExitStack() as stack:
-        targets: list[tuple[Tensor, Any]] = []
-        shown: list[Progress] = []
 
-        def prepare() -> None:
-            shown.append(Progress("load_safetensors", progress, comm.rank))
-            slices = dict(slices_in(Path(path), caller, stack))
-            of: dict[int, str] = {}
-            for name, tensor in entries(model):
-                if name in slices:
-                    of.setdefault(id(tensor), name)
-            wanted = [name for name, tensor in entries(model) if name in slices or id(tensor) not in of]
-            check_names(caller, wanted, slices)
-            for name, tensor in {id(tensor): (of[id(tensor)], tensor) for _, tensor in entries(model)}.values():
-                shape = param_shards[id(tensor)].shape if id(tensor) in param_shards else tuple(tensor.shape)
-                there = slices[name]
-                check_fit(
-                    caller,
-                    name,
-                    torch.empty(there.get_shape(), dtype=dtype_of(there.get_dtype()), device="meta"),
-                    shape,
-                    tensor.dtype,
-                )
-                targets.append((tensor, there))
+        def prepare() -> list[tuple[Tensor, Any]]:
+            meter.check()
+            return _targets(model_view, Path(path), stack)
 
-        agree_on_refusals(comm, prepare)
-        shown[0].begin(sum(tensor.nbytes for tensor, _ in targets))
-        for tensor, there in targets:
-            param_shard = param_shards.get(id(tensor))
-            tensor.copy_(_read(there, param_shard, tensor))
-            shown[0].add(tensor.nbytes)
-        shown[0].end()
+        targets = agree_on_refusals(comm, prepare)
+        meter.begin(sum(tensor.nbytes for tensor, _ in targets))
+        for tensor, stored in targets:
+            tensor.copy_(_read(stored, param_shards.get(id(tensor)), tensor))
+            meter.add(tensor.nbytes)
+        meter.end()
+
+
+def _targets(model_view: ModelView, path: Path, stack: ExitStack) -> list[tuple[Tensor, Any]]:
+    """Each tensor of the model with the unread tensor of the files that belongs there.
+
+    Raises:
+        ShardingError: a file is missing or damaged, or names, shapes or dtypes are not the model's.
+    """
+    operation = f"load_safetensors {path}"
+    slices = dict(slices_in(path, operation, stack))
+    names: dict[int, str] = {}
+    for name, tensor in model_view.entries:
+        if name in slices:
+            names.setdefault(id(tensor), name)
+    wanted = [name for name, tensor in model_view.entries if name in slices or id(tensor) not in names]
+    check_names(operation, wanted, slices)
+    targets: list[tuple[Tensor, Any]] = []
+    for name, tensor in {id(tensor): (names[id(tensor)], tensor) for _, tensor in model_view.entries}.values():
+        param_shard, stored = model_view.param_shards.get(id(tensor)), slices[name]
+        shape = tuple(tensor.shape) if param_shard is None else param_shard.shape
+        outline = torch.empty(stored.get_shape(), dtype=dtype_of(stored.get_dtype()), device="meta")
+        check_fit(operation, name, outline, shape, tensor.dtype)
+        targets.append((tensor, stored))
+    return targets
 
 
 class _Writer:
-    """The files of one rank: each is written as soon as all of its tensors have come."""
+    """The files of one rank. Each is written as soon as all of its tensors were taken."""
 
     def __init__(self, working: Path, files: list[list[tuple[str, int]]], rank: int, size: int, progress: Progress) -> None:
         self._progress = progress
         self._working = working
         self._names = [file_name(number, len(files)) for number in range(len(files))]
-        self._mine = {name: number for number, there in enumerate(files) if number % size == rank for name, _ in there}
-        self._left = {number: len(there) for number, there in enumerate(files)}
+        self._mine = {name: number for number, tensors in enumerate(files) if number % size == rank for name, _ in tensors}
+        self._missing = {number: len(tensors) for number, tensors in enumerate(files)}
         self._held: dict[int, dict[str, Tensor]] = {}
         self._failure: OSError | None = None
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """A tensor in full, of which a copy is kept if it is this rank's to write."""
+        """Keep a copy of a full tensor if this rank writes its file."""
         self._progress.add(tensor.nbytes)
         number = self._mine.get(name)
         if number is None:
             return
         self._held.setdefault(number, {})[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._left[number] -= 1
-        if not self._left[number]:
+        self._missing[number] -= 1
+        if not self._missing[number]:
             self._write(number)
 
     def _write(self, number: int) -> None:
@@ -161,7 +162,7 @@ class _Writer:
 
         try:
             save_file(self._held.pop(number), self._working / self._names[number], metadata={"format": "pt"})
-        except Exception as error:  # the others are in a gather: they hear of it at the end
+        except Exception as error:  # the other ranks are in a gather, so `finish` raises it
             self._failure = OSError(str(error))
 
     def finish(self) -> None:
@@ -173,7 +174,7 @@ class _Writer:
 
 
 def file_name(number: int, count: int) -> str:
-    """Of file `number`, from 0."""
+    """The name of file `number`, counted from 0, of `count` files."""
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -183,54 +184,42 @@ def _finish(writer: _Writer, working: Path, files: list[list[tuple[str, int]]]) 
 
 
 def write_index(working: Path, files: list[list[tuple[str, int]]]) -> None:
-    """Which tensor is in which file, where there are several."""
+    """Write the index that names the file of each tensor, if there are several files."""
     if len(files) > 1:
         index = {
-            "metadata": {"total_size": sum(size for there in files for _, size in there)},
-            "weight_map": {name: file_name(number, len(files)) for number, there in enumerate(files) for name, _ in there},
+            "metadata": {"total_size": sum(size for tensors in files for _, size in tensors)},
+            "weight_map": {name: file_name(number, len(files)) for number, tensors in enumerate(files) for name, _ in tensors},
         }
         (working / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def plan_files(tensors: list[tuple[str, int]], limit: int) -> list[list[tuple[str, int]]]:
-    """Which tensors, with their bytes, go to which file: as they come, up to `limit` bytes."""
+    """Distribute tensors (name, bytes) over files in the given order, each up to `limit` bytes or one tensor."""
     files: list[list[tuple[str, int]]] = [[]]
     for name, size in tensors:
-        if files[-1] and sum(there for _, there in files[-1]) + size > limit:
+        if files[-1] and sum(taken for _, taken in files[-1]) + size > limit:
             files.append([])
         files[-1].append((name, size))
     return files
 
 
-def _take_range(one: ParamRange, buffer: Tensor, names: dict[int, str], writer: _Writer) -> None:
-    for param_shard in one.param_shards:
-        writer.take(names[id(param_shard.parameter)], one.view(buffer, param_shard))
-
-
-def _first_names(model: nn.Module) -> dict[int, str]:
-    names: dict[int, str] = {}
-    for name, tensor in entries(model):
-        names.setdefault(id(tensor), name)
-    return names
-
-
-def _bytes(param_shard: ParamShard) -> int:
+def _full_bytes(param_shard: ParamShard) -> int:
     return prod(param_shard.shape) * param_shard.parameter.element_size()
 
 
-def slices_in(path: Path, caller: str, stack: ExitStack) -> Iterator[tuple[str, Any]]:
-    """Every tensor in the file or the files of a folder, by name, unread."""
-    for file in files_in(path, caller):
-        opened = stack.enter_context(opened_file(file, caller))
+def slices_in(path: Path, operation: str, stack: ExitStack) -> Iterator[tuple[str, Any]]:
+    """The name of every tensor in the file or folder, and the unread tensor. `stack` keeps the files open."""
+    for file in files_in(path, operation):
+        opened = stack.enter_context(opened_file(file, operation))
         for key in opened.keys():  # noqa: SIM118  # not a mapping
             yield key, opened.get_slice(key)
 
 
-def files_in(path: Path, caller: str) -> list[Path]:
-    """The file, or the files of a folder.
+def files_in(path: Path, operation: str) -> list[Path]:
+    """The file `path`, or the files of the folder `path`.
 
     Raises:
-        ShardingError: one is missing.
+        ShardingError: a file is missing.
     """
     if path.is_dir():
         index = path / INDEX
@@ -241,37 +230,37 @@ def files_in(path: Path, caller: str) -> list[Path]:
         names, path = {path.name}, path.parent
     for name in sorted(names):
         if not (path / name).is_file():
-            raise ShardingError(f"{caller}: {name} is missing.")
+            raise ShardingError(f"{operation}: {name} is missing.")
     return [path / name for name in sorted(names)]
 
 
-def opened_file(file: Path, caller: str) -> Any:
-    """One file, mapped until it is closed.
+def opened_file(file: Path, operation: str) -> Any:
+    """Open one file, which is mapped until it is closed.
 
     Raises:
-        ShardingError: it is damaged.
+        ShardingError: the file is damaged.
     """
     from safetensors import safe_open
 
     try:
         return safe_open(file, framework="pt")
     except Exception as error:  # the package has an exception of its own, and raises others
-        raise ShardingError(f"{caller}: {file.name} is damaged: {error}.") from error
+        raise ShardingError(f"{operation}: {file.name} is damaged: {error}.") from error
 
 
-def _read(there: Any, param_shard: ParamShard | None, tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter: no rows are read but those it has elements of."""
+def _read(stored: Any, param_shard: ParamShard | None, tensor: Tensor) -> Tensor:
+    """This rank's part of a stored tensor. Reads only the rows of which this rank has elements."""
     if param_shard is None or not param_shard.shape:
-        full: Tensor = there[...]
+        full: Tensor = stored[...]
         return full if tensor.numel() else full.reshape(-1)[:0]
     part, row = param_shard.part, max(prod(param_shard.shape[1:]), 1)
     low, high = part.first // row, -(-(part.first + part.numel) // row)
-    rows: Tensor = there[low:high].reshape(-1)
+    rows: Tensor = stored[low:high].reshape(-1)
     return rows[part.first - low * row : part.first - low * row + part.numel].view(part.shape)
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Of a name that safetensors gives to it."""
+    """The dtype that safetensors calls `name`."""
     from safetensors.torch import _TYPES
 
     types: dict[str, Any] = dict(_TYPES)
@@ -280,21 +269,21 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def size_in_bytes(size: int | str) -> int:
-    """A number, or text such as "5GB", as bytes.
+    """Convert a number of bytes, or text such as "5GB", to bytes.
 
     Raises:
-        ShardingError: it is neither.
+        ShardingError: `size` is neither.
     """
     found = re.fullmatch(r"\s*([\d.]+)\s*([KMG]i?B)\s*", size, re.IGNORECASE) if isinstance(size, str) else None
-    number = int(float(found[1]) * UNITS[found[2].upper()]) if found else size
+    number = int(float(found[1]) * MULTIPLES[found[2].upper()]) if found else size
     if not isinstance(number, int) or number <= 0:
         raise ShardingError(f"export_safetensors: max_shard_size is {size!r}; give bytes, or text such as '5GB'.")
     return number
 
 
-def require_safetensors(caller: str) -> None:
+def require_safetensors(function_name: str) -> None:
     """Raises:
     ShardingError: the package is not installed.
     """
     if find_spec("safetensors") is None:
-        raise ShardingError(f"{caller} needs the package safetensors: pip install 'fsdp[safetensors]'.")
+        raise ShardingError(f"{function_name} needs the package safetensors: pip install 'fsdp[safetensors]'.")

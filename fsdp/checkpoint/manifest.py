@@ -1,7 +1,7 @@
-"""What a finished checkpoint says of itself. Standard library only.
+"""The manifest of a finished checkpoint: its contents and checksums. Standard library only.
 
-Rule 1: it is written last, so a folder without one is not a checkpoint of ours, or not a finished one.
-Rule 2: nothing in it is executed, and it says of every byte of every file whether it is as it was written.
+Rule 1: the manifest is written last, so a folder without one is foreign or unfinished.
+Rule 2: nothing in the manifest is executed, and its checksums cover every byte of every other file.
 """
 
 import json
@@ -27,15 +27,15 @@ class Manifest:
     saved_at: int
     """Nanoseconds since 1970, by the clock of rank 0."""
     tensors: dict[str, dict[str, Any]]
-    """By key: `shape` and `dtype`."""
+    """`shape` and `dtype` of each tensor, by key."""
     layout: dict[str, list[int]]
-    """Of each sharded parameter: where it begins in the flat buffer of its unit, the length of a part of that, how many parts."""
+    """How each sharded parameter is cut: its start in the flat buffer, and the length and the number of the buffer's shards."""
     files: dict[str, dict[str, Any]]
-    """By name: `bytes`, and `items`, each [offset, length, crc32]."""
+    """`bytes` and `items` of each file, by name. An item is [offset, length, crc32]."""
     version: int = field(default=VERSION)
 
     def write(self, folder: Path) -> None:
-        """Write it into `folder`, down to the disk."""
+        """Write the manifest into `folder`, and sync it to disk."""
         body = asdict(self)
         with open(folder / NAME, "w", encoding="utf-8") as file:
             json.dump({"crc32": _crc_of(body), **body}, file)
@@ -44,16 +44,16 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return sum(file["bytes"] for file in self.files.values())
 
     def damage(
         self, folder: Path, ranges: Mapping[str, set[int]] | None = None, on_progress: Callable[[int], None] = lambda count: None
     ) -> Iterator[str]:
-        """One sentence for everything that is not as it was written; files are read, an item at a time.
+        """Yield one sentence for each missing or changed file or item. Reads files, one item at a time.
 
-        `ranges`: of these files only, the items at these offsets only. `on_progress`: hears of every item that was read, its
-        bytes.
+        `ranges`: check only these files, and in each only the items at these offsets. `on_progress`: called with the bytes of
+        each item that was read.
         """
         for name, file in self.files.items():
             if ranges is not None and name not in ranges:
@@ -68,15 +68,15 @@ class Manifest:
                 yield from _damaged(path, items, on_progress)
 
     def missing_or_cut(self, folder: Path) -> str | None:
-        """The first file that is not there in full, if any; nothing is read."""
-        return next((d for name in self.files for d in self.damage(folder, {name: set()})), None)
+        """A sentence about the first file that is missing or has another size; None if there is none. Reads no file."""
+        return next((damage for name in self.files for damage in self.damage(folder, {name: set()})), None)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`.
+    """Read the manifest of the checkpoint in `folder`.
 
     Raises:
-        ShardingError: there is none, it is damaged, or of a format this version does not know.
+        ShardingError: there is none, or it is damaged, or of a format that this version does not know.
     """
     path = folder / NAME
     if not path.is_file():
@@ -98,15 +98,15 @@ def read_manifest(folder: Path) -> Manifest:
 def record(
     path: Path, items: list[tuple[int, int]], on_progress: Callable[[int], None] = lambda count: None, at_once: bool = True
 ) -> dict[str, Any]:
-    """What the manifest says of one file with these items, each (offset, length); it is down to the disk afterwards.
+    """Compute the manifest's entry of the file `path` with these items, each (offset, length), and sync the file to disk.
 
-    With `at_once`, checksums are computed while the disk works, and so cost nearly nothing. That takes a thread, which
-    nobody can start any more when the interpreter ends. `on_progress`: hears of every item that was read, its bytes.
+    With `at_once`, checksums are computed during the sync, and cost nearly nothing. That needs a new thread, which cannot be
+    started while the interpreter ends. `on_progress`: called with the bytes of each item that was read.
     """
 
     def check(file: Any) -> Iterator[list[int]]:
-        for at, length in sorted(items):
-            yield [at, length, _crc_at(file, at, length)]
+        for offset, length in sorted(items):
+            yield [offset, length, _crc_at(file, offset, length)]
             on_progress(length)
 
     with open(path, "rb") as file:
@@ -123,15 +123,16 @@ def record(
 
 def _damaged(path: Path, items: list[list[int]], on_progress: Callable[[int], None]) -> Iterator[str]:
     with open(path, "rb") as file:
-        for at, length, crc in items:
-            found = _crc_at(file, at, length)
+        for offset, length, crc in items:
+            found = _crc_at(file, offset, length)
             on_progress(length)
             if found != crc:
-                yield f"{path.name} is damaged between bytes {at:,} and {at + length:,} (its checksum differs)"
+                yield f"{path.name} is damaged between bytes {offset:,} and {offset + length:,} (its checksum differs)"
 
 
-def _crc_at(file: Any, at: int, length: int) -> int:
-    file.seek(at)
+def _crc_at(file: Any, offset: int, length: int) -> int:
+    """The checksum of `length` bytes; -1 if the file ends before."""
+    file.seek(offset)
     crc = 0
     while length > 0:
         block = file.read(min(length, 1 << 22))

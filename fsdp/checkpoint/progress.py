@@ -1,4 +1,4 @@
-"""How far something long has come: a bar, or a function of the user."""
+"""The progress of a long call: a bar, or calls of a function of the user."""
 
 import warnings
 from collections.abc import Callable
@@ -7,55 +7,62 @@ from typing import Any
 
 from fsdp.errors import ShardingError
 
-Asked = bool | Callable[[int, int], object]
-"""What the option `progress` takes: True for a bar of rank 0's bytes, or a function of this rank's (done, total) bytes."""
+ProgressOption = bool | Callable[[int, int], object]
+"""The values of the option `progress`: True for a bar of rank 0's bytes, or a function of this rank's (done, total) bytes."""
 
 
 class Progress:
-    """Bytes done of bytes in all, on one rank. What it tells goes wrong without harm: a save is worth more than its bar."""
+    """Bytes done of all bytes, on one rank. A failure to report them is only warned of, because a save matters more."""
 
-    def __init__(self, caller: str, asked: Asked, rank: int) -> None:
-        """Raises:
-        ShardingError: a bar is asked for, and the package tqdm is missing; or `asked` is neither a bool nor a function.
-        """
-        if not isinstance(asked, bool) and not callable(asked):
-            raise ShardingError(f"{caller}: progress is {asked!r}; give True, or a function of (done_bytes, total_bytes).")
-        if asked is True and find_spec("tqdm") is None:
-            raise ShardingError(f"{caller}: progress=True needs tqdm: pip install 'fsdp[progress]', or give a function.")
-        self._asker = caller
-        self._tell: Callable[[int, int], object] | None = asked if callable(asked) else None
-        self._wants_bar = asked is True and rank == 0
+    def __init__(self, function_name: str, option: ProgressOption, rank: int) -> None:
+        self._function_name = function_name
+        self._option = option
+        self._report: Callable[[int, int], object] | None = None if isinstance(option, bool) else option
+        self._wants_bar = option is True and rank == 0
         self._bar: Any = None
         self._done = self._total = 0
 
+    def check(self) -> None:
+        """Raises:
+        ShardingError: a bar is asked for, and the package tqdm is missing; or the option is neither a bool nor a function.
+        """
+        if not isinstance(self._option, bool) and not callable(self._option):
+            raise ShardingError(
+                f"{self._function_name}: progress is {self._option!r}; give True, or a function of (done_bytes, total_bytes)."
+            )
+        if self._option is True and find_spec("tqdm") is None:
+            raise ShardingError(
+                f"{self._function_name}: progress=True needs tqdm: pip install 'fsdp[progress]', or give a function."
+            )
+
     def begin(self, total: int) -> None:
-        """So many bytes there are, of which none is done."""
+        """Report that none of `total` bytes is done."""
         self._done, self._total = 0, total
         if self._wants_bar:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, desc=self._asker, unit="B", unit_scale=True)
-        self._say(0)
+            self._bar = tqdm(total=total, desc=self._function_name, unit="B", unit_scale=True)
+        self._set(0)
 
     def add(self, count: int) -> None:
-        """So many more are done."""
-        self._say(min(self._done + count, self._total))
+        """Report `count` more bytes as done."""
+        self._set(min(self._done + count, self._total))
 
     def end(self, finished: bool = True) -> None:
-        """All is done, or given up."""
+        """Close the bar; if the call succeeded (`finished`), report all bytes as done before."""
         if finished:
-            self._say(self._total)
+            self._set(self._total)
         if self._bar is not None:
             self._bar.close()
 
-    def _say(self, done: int) -> None:
+    def _set(self, done: int) -> None:
         before, self._done = self._done, done
         if self._bar is not None:
             self._bar.update(done - before)
-        if self._tell is None or (done == before and done):
+        if self._report is None or (done == before and done):
             return
         try:
-            self._tell(done, self._total)
-        except Exception as failure:  # other ranks are waiting in a collective for what this one does next
-            self._tell = None
-            warnings.warn(f"{self._asker}: progress raised {failure!r}, and is not called again.")
+            self._report(done, self._total)
+        except Exception as failure:  # the other ranks wait in a collective for this rank, so its work must continue
+            self._report = None
+            warnings.warn(f"{self._function_name}: progress raised {failure!r}, and is not called again.")

@@ -1,4 +1,4 @@
-"""The random states of this process as plain data: Python's, numpy's if anybody has imported it, torch's, a device's."""
+"""The random states of this process as plain data: Python's, numpy's if it is imported, torch's, and a device's."""
 
 import random
 import sys
@@ -9,11 +9,11 @@ import torch
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """What the next draws depend on, on the host and on `device`."""
+    """The states of all random generators on the host and on `device`."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state(device)
-    # only whoever has imported it can have drawn from it
+    # a program that has not imported numpy cannot have drawn from it
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
         state = numpy.get_state(legacy=False)
@@ -23,7 +23,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Go on drawing from there. The state of a device is left alone if one of them was a host's."""
+    """Set all random generators to `states`. The device's is left alone if either `device` or the saved one is the host."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "device" in states and device.type != "cpu":

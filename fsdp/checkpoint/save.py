@@ -1,12 +1,11 @@
-"""How a checkpoint comes to be: planned by all ranks, written by each, complete or not there.
+"""Saving a checkpoint: all ranks plan it, each rank writes its part, and the folder is complete or absent.
 
-Rule 1: what has its name is finished. A save works in a hidden folder beside it, which one rename makes visible.
-Rule 2: what is left to a thread has been copied, and uses a channel of its own.
+Rule 1: a visible folder is finished. A save writes in a hidden folder beside it, which one rename makes visible.
+Rule 2: a background thread writes copies only, and uses a communicator of its own.
 """
 
 import io
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,28 +17,27 @@ import torch
 from torch import nn
 
 from fsdp.checkpoint import saved_grads
-from fsdp.checkpoint.atomic_folder import begin, hide, publish, remove_leftovers
-from fsdp.checkpoint.background import Saving, finished, go_on, settle
+from fsdp.checkpoint.atomic_folder import begin, hide, publish, remove_leftovers, removed_on_failure
+from fsdp.checkpoint.background import Saving, finished, run_in_background, wait_for_last
 from fsdp.checkpoint.manifest import NAME, Manifest, read_manifest
-from fsdp.checkpoint.progress import Asked, Progress
+from fsdp.checkpoint.progress import Progress, ProgressOption
 from fsdp.checkpoint.rng import random_states
-from fsdp.comm.agreement import agree_on_refusals
+from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.connect import background_comm
 from fsdp.errors import ShardingError
-from fsdp.runtime.registry import resting_units_in, world_comm_in
-from fsdp.state_dict.fqns import entries
+from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_placement import PlacementKind
 from fsdp.state_dict.optim_state import OptimizerView
-from fsdp.state_dict.param_shard import ParamShard, param_shards_in
+from fsdp.state_dict.param_shard import ParamShard
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.dcp import WritePlan
 
-EACH: Final = "@"
-"""Between a key of an optimizer's state and the rank whose own it is."""
+RANK_MARK: Final = "@"
+"""Stands between a key of an optimizer's state and a rank, if the tensor is a statistic over that rank's shard."""
 RANDOM: Final = "random"
-"""The part of a checkpoint that holds each rank's random states."""
+"""The part of a checkpoint with the random states of each rank."""
 Pathlike = str | os.PathLike[str]
 
 
@@ -54,66 +52,66 @@ def save(
     rng: bool = True,
     accumulated: bool = False,
     async_: bool = False,
-    progress: Asked = False,
+    progress: ProgressOption = False,
 ) -> Saving:
     """Save `model`, the state of `optimizer`, and `extra` as the folder `path`, which appears when it is complete.
 
-    Each rank writes its own parts. `extra` is each rank's own: step, position in the data, state of a scaler. With `rng`, the
-    random states of each rank are saved as well (Python's, numpy's if it is imported, torch's, of the model's device). With
-    `accumulated`, so are gradients: for a save between the backwards of one step. With `keep_last`, the folder that `path` is in
-    belongs to this run: afterwards it holds its newest `keep_last` checkpoints, and no unfinished ones. Communicates: every
-    rank must call it alike, with a path that is the same folder for all. Memory: one file, of 1 GiB or one tensor.
+    Each rank writes its own shards. `extra` may differ between ranks: step, position in the data, state of a scaler. `rng` saves
+    the random states of each rank as well (Python's, numpy's if it is imported, torch's, the model's device's). `accumulated`
+    saves gradients as well, for a save between the backwards of one step. With `keep_last`, the folder around `path` belongs to
+    this run: afterwards it holds the newest `keep_last` checkpoints, and no unfinished ones. Communicates: every rank must call
+    it alike, with a path that is the same folder for all. Memory: one file, of 1 GiB or one tensor.
 
-    With `async_`, it returns when everything that this rank will write is copied to the host (as many bytes, until they are
-    written); what is saved is what was there at the call, however training goes on. The rest happens on a thread and a process
-    group of its own. What it returns is done then or later; `wait()` returns the path or raises. A failure is warned of when it
-    happens, and raised by the next `save` if nobody has waited. A save that is under way is waited for by the next one, and by
-    an interpreter that ends; call `wait()` before `destroy_process_group()`. In `fsdp.simulate` nothing goes on in the
-    background: all is done at the call, and failures come from `wait()`.
+    With `async_`, the call returns when this rank has copied its part to the host. The copies need as many bytes as the part,
+    until they are written. The checkpoint has the values at the time of the call, also if training continues. A thread with a
+    process group of its own writes them. `wait()` of the result returns the path, or raises. A failure is warned of when it
+    happens; if `wait()` is not called, the next `save` raises it. The next save, and an interpreter that ends, wait for a save
+    that is running. Call `wait()` before `destroy_process_group()`. In `fsdp.simulate` there is no thread: everything is written
+    in the call, and `wait()` raises failures.
 
-    `progress`: True for a bar of rank 0's bytes (package tqdm), or a function of this rank's (done_bytes, total_bytes), called
-    on the thread that writes. Every byte counts twice: it is written, and read for its checksum.
+    `progress`: True for a bar of rank 0's bytes (package tqdm), or a function of this rank's (done_bytes, total_bytes), which
+    the writing thread calls. Every byte counts twice: it is written, and read for its checksum.
 
     Raises:
-        ShardingError: on every rank; there is something at `path` already, some rank could not write, `extra` holds more than
-            plain data (tensors, numbers, strings, lists, dicts), gradients are kept under `no_sync`, or a forward, a backward
-            or a summon is going on. Nothing appears.
+        ShardingError: on every rank; `path` exists, some rank could not write, `extra` holds more than plain data (tensors,
+            numbers, strings, lists, dicts), gradients are kept under `no_sync`, or a forward, a backward or a summon is going
+            on. Nothing appears.
     """
     folder = Path(path)
-    units = resting_units_in(model, "save")
-    world_comm = world_comm_in(model, "save")
-    packed: dict[str, bytes] = {}
-    shown: list[Progress] = []
+    model_view = ModelView(model, "save")
+    world_comm = model_view.world_comm
+    meter = Progress("save", progress, world_comm.rank)
 
-    def prepare() -> list[str]:
-        settle(world_comm)
+    def prepare() -> dict[str, bytes]:
+        wait_for_last(world_comm)
         if keep_last is not None and keep_last < 1:
             raise ShardingError(f"save: keep_last is {keep_last}; give the number of checkpoints to keep, at least 1.")
-        saved_grads.refuse_kept_gradients(model)
-        packed["extra"] = pack(dict(extra or {}))
+        saved_grads.refuse_kept_gradients(model_view)
+        packed = {"extra": pack(dict(extra or {}))}
         if rng:
-            packed[RANDOM] = pack(random_states(units[0].device))
-        shown.append(Progress("save", progress, world_comm.rank))
-        return saved_grads.names_of_gradients(model) if accumulated else []
+            packed[RANDOM] = pack(random_states(model_view.units[0].device))
+        meter.check()
+        return packed
 
-    named = agree_on_refusals(world_comm, prepare)
+    packed = agree_on_refusals(world_comm, prepare)
     state: dict[str, Any] = {"model": dict(model.state_dict())}
-    state.update({part: {str(world_comm.rank): one} for part, one in packed.items()})
+    state.update({part: {str(world_comm.rank): data} for part, data in packed.items()})
     if accumulated:
-        state[saved_grads.PART] = saved_grads.gradient_state(model, named, world_comm)
+        names = agree_and_gather(world_comm, lambda: saved_grads.names_of_gradients(model_view))
+        state[saved_grads.PART] = saved_grads.gradient_state(model_view, names)
     if optimizer is not None:
-        state["optimizer"] = _optimizer_state(OptimizerView(model, optimizer, "save"))
-    beside = background_comm(world_comm) if async_ else world_comm
-    draft = CheckpointWriter(folder, state, _layout(model), world_comm, keep_last, shown[0])
+        state["optimizer"] = _optimizer_state(OptimizerView(model_view, optimizer))
+    own_comm = background_comm(world_comm) if async_ else world_comm
+    writer = CheckpointWriter(folder, state, _layout(model_view), world_comm, keep_last, meter)
     if not async_:
-        draft.finish(world_comm)
+        writer.finish(world_comm)
         return finished(folder)
-    draft.stage(world_comm)
-    return go_on(world_comm, folder, lambda: draft.finish(beside))
+    writer.stage(world_comm)
+    return run_in_background(world_comm, folder, lambda: writer.finish(own_comm))
 
 
 class CheckpointWriter:
-    """A checkpoint that all ranks have planned: a hidden folder, and what this rank is to write there."""
+    """This rank's part of a checkpoint that all ranks have planned, and the hidden folder for it."""
 
     def __init__(
         self,
@@ -125,10 +123,10 @@ class CheckpointWriter:
         progress: Progress,
         file_bytes: int | None = None,
     ) -> None:
-        """Of this rank's part of a nested state dict. Communicates.
+        """Plan to write `state`, this rank's part of a nested state dict. Communicates.
 
         Raises:
-            ShardingError: on every rank; there is something there already, or nothing can be written there.
+            ShardingError: on every rank; `folder` exists, or nothing can be written beside it.
         """
         from fsdp.checkpoint import dcp
 
@@ -136,38 +134,37 @@ class CheckpointWriter:
         self._layout = layout
         self._keep_last = keep_last
         self._progress = progress
-        name = agree_on_refusals(comm, lambda: begin("save", folder) if comm.rank == 0 else "")[0]
-        self._working = folder.parent / name
-        with self._or_nothing(comm):
-            self._writing: WritePlan = dcp.WritePlan(self._working, state, comm, file_bytes or dcp.FILE_BYTES)
+        self._working = begin("save", folder, comm)
+        with self._cleaning_up(comm):
+            self._plan: WritePlan = dcp.WritePlan(self._working, state, comm, file_bytes or dcp.FILE_BYTES)
 
     def stage(self, comm: Communicator) -> None:
-        """Copy what is to be written. Communicates."""
-        with self._or_nothing(comm):
-            agree_on_refusals(comm, self._writing.stage)
+        """Copy this rank's part to the host. Communicates."""
+        with self._cleaning_up(comm):
+            agree_on_refusals(comm, self._plan.stage)
 
     def finish(self, comm: Communicator) -> None:
-        """Write this rank's part; the folder appears when all have. Communicates.
+        """Write this rank's part; the folder appears when all ranks have written theirs. Communicates.
 
         Raises:
             ShardingError: on every rank, if some rank could not write. Nothing appears.
         """
-        with self._or_nothing(comm):
-            self._progress.begin(2 * self._writing.nbytes)
-            files = self._writing.write(comm, self._progress.add)
+        with self._cleaning_up(comm):
+            self._progress.begin(2 * self._plan.nbytes)
+            files = self._plan.write(comm, self._progress.add)
             manifest = Manifest(comm.size, time.time_ns(), {}, self._layout, files)
-            agree_on_refusals(comm, lambda: self._appear(manifest) if comm.rank == 0 else None)
+            agree_on_refusals(comm, lambda: self._publish(manifest) if comm.rank == 0 else None)
             self._progress.end()
 
-    def _appear(self, manifest: Manifest) -> None:
-        """Write the manifest, make the checkpoint visible, and remove those that are not to be kept."""
+    def _publish(self, manifest: Manifest) -> None:
+        """Write the manifest, make the checkpoint visible, and remove old checkpoints as `keep_last` says."""
         from fsdp.checkpoint import dcp
 
         stored = dcp.StoredCheckpoint(self._working)
         tensors = {
-            key: {"shape": list(one.size), "dtype": str(one.properties.dtype).removeprefix("torch.")}
+            key: {"shape": list(found.size), "dtype": str(found.properties.dtype).removeprefix("torch.")}
             for key in stored.paths
-            if (one := stored.tensor(key)) is not None
+            if (found := stored.tensor(key)) is not None
         }
         replace(manifest, tensors=tensors).write(self._working)
         publish("save", self._working, self._folder)
@@ -175,69 +172,66 @@ class CheckpointWriter:
             _prune(self._folder.parent, self._keep_last)
 
     @contextmanager
-    def _or_nothing(self, comm: Communicator) -> Iterator[None]:
-        """Leave nothing behind on failure."""
+    def _cleaning_up(self, comm: Communicator) -> Iterator[None]:
+        """On failure, remove the hidden folder and close the bar."""
         try:
-            yield
+            with removed_on_failure(self._working, comm):
+                yield
         except BaseException as failure:
             self._progress.end(finished=False)
-            if comm.rank == 0:
-                shutil.rmtree(self._working, ignore_errors=True)
             if isinstance(failure, OSError):
                 raise ShardingError(f"save: {self._folder} could not be written: {failure}. Nothing appeared there.") from failure
             raise
 
 
-def _layout(model: nn.Module) -> dict[str, list[int]]:
-    param_shards = param_shards_in(model)
-    found = {}
-    for name, tensor in entries(model):
-        if param_shard := param_shards.get(id(tensor)):
-            found[name] = cut_of(param_shard)
-    return found
+def _layout(model_view: ModelView) -> dict[str, list[int]]:
+    sharded = ((name, model_view.param_shards.get(id(tensor))) for name, tensor in model_view.entries)
+    return {name: layout_entry(param_shard) for name, param_shard in sharded if param_shard is not None}
 
 
-def cut_of(param_shard: ParamShard) -> list[int]:
-    """What the manifest says of how a parameter is cut."""
+def layout_entry(param_shard: ParamShard) -> list[int]:
+    """The entry of a parameter in `Manifest.layout`."""
     layout = param_shard.flat.layout
     return [layout.slots[param_shard.number].start, layout.shard_numel, layout.num_shards]
 
 
 def _prune(folder: Path, keep: int) -> None:
-    finished = []
+    """Remove all but the newest `keep` checkpoints in `folder`, and unfinished ones."""
+    by_age = []
     for path in folder.glob(f"[!.]*/{NAME}"):
         try:
-            finished.append((read_manifest(path.parent).saved_at, path.parent))
+            by_age.append((read_manifest(path.parent).saved_at, path.parent))
         except ShardingError:
-            continue  # damaged ones are left for someone to look at
-    for _, path in sorted(finished)[:-keep]:
+            continue  # a damaged checkpoint is left for the user to examine
+    for _, path in sorted(by_age)[:-keep]:
         hide(path)
     remove_leftovers(folder)
 
 
-def _optimizer_state(view: OptimizerView) -> dict[str, Any]:
-    """This rank's part of the state of an optimizer, nested by parameter name. Communicates."""
-    placements, state = view.placements()
-    local = view.local()
+def _optimizer_state(optimizer_view: OptimizerView) -> dict[str, Any]:
+    """This rank's part of an optimizer's state, nested by parameter name. Communicates."""
+    rank = optimizer_view.rank
+    placements, state = optimizer_view.placements()
+    local = optimizer_view.local()
     for (name, key), placement in placements.items():
-        if not view.holds(name):
+        if not optimizer_view.holds(name):
             continue
         kept = state.setdefault(name, {})
         tensor = local[name][key].detach()
         if placement.kind is PlacementKind.PER_RANK:
-            kept[f"{key}{EACH}{view.rank}"] = tensor
+            kept[f"{key}{RANK_MARK}{rank}"] = tensor
         elif placement.kind is PlacementKind.UNSHARDED:
             kept[key] = tensor
         else:
-            kept[key] = placement.value(f"optimizer.state.{name}.{key}", tensor, view.rank)
-    return {"state": state, "param_groups": view.options()}
+            kept[key] = placement.value(f"optimizer.state.{name}.{key}", tensor, rank)
+    return {"state": state, "param_groups": optimizer_view.options()}
 
 
 def pack(extra: dict[str, Any]) -> bytes:
-    """One rank's `extra`, as it is stored.
+    """One rank's `extra` or random states as bytes.
 
     Raises:
-        ShardingError: it holds more than plain data.
+        ShardingError: `extra` holds more than plain data.
     """
     stream = io.BytesIO()
     torch.save(extra, stream)
@@ -252,6 +246,6 @@ def pack(extra: dict[str, Any]) -> bytes:
 
 
 def unpack(packed: bytes) -> dict[str, Any]:
-    """The reverse."""
+    """The reverse of `pack`."""
     extra: dict[str, Any] = torch.load(io.BytesIO(packed), weights_only=True)
     return extra

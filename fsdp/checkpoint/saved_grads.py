@@ -1,101 +1,89 @@
 """Gradients in a checkpoint: a save in the middle of an accumulation.
 
-A gradient that is there at a save may be one half of a sum, or what the last step left behind; only the user knows. So they
-are saved if asked for. Gradients kept under `no_sync` are surely half a sum, whole, and each rank's own: they are refused.
+A gradient that exists at a save may be half of a sum, or a leftover of the last step. Only the user knows which, so gradients
+are saved on request. Gradients kept under `no_sync` are always half of a sum, unsharded, and different on each rank: they are
+refused.
 """
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.reduction.sparse import as_rows, dense
-from fsdp.runtime.registry import engines_in, refusal
-from fsdp.state_dict.fqns import entries
-from fsdp.state_dict.param_shard import ParamShard, param_shards_in
+from fsdp.runtime.registry import refusal
+from fsdp.state_dict.model_view import ModelView
+from fsdp.state_dict.param_shard import ParamShard
 
 PART = "gradients"
 
 
-def refuse_kept_gradients(model: nn.Module) -> None:
+def refuse_kept_gradients(model_view: ModelView) -> None:
     """Raises:
     ShardingError: gradients wait for a backward that synchronises.
     """
-    for engine in engines_in(model, "save"):
+    for engine in model_view.engines:
         if engine.reducer.keeps_gradients:
             raise refusal(
-                "save: gradients are kept under no_sync, whole on each rank, and no checkpoint has a place for them; save after "
-                "a backward that synchronises, or zero them first.",
+                "save: gradients are kept under no_sync, unsharded on each rank, and no checkpoint has a place for them; save "
+                "after a backward that synchronises, or zero them first.",
                 engine,
             )
 
 
-def names_of_gradients(model: nn.Module) -> list[str]:
-    """The sharded parameters whose part on this rank has a gradient.
+def names_of_gradients(model_view: ModelView) -> list[str]:
+    """The names of the sharded parameters whose shard on this rank has a gradient.
 
     Raises:
-        ShardingError: one that is not sharded has one, which is each rank's own.
+        ShardingError: a parameter that is not sharded has a gradient, which differs between ranks.
     """
-    param_shards = param_shards_in(model)
     names = []
-    for name, tensor in _first(model):
-        if tensor.grad is None:
+    for name, parameter in model_view.parameters:
+        if parameter.grad is None:
             continue
-        if id(tensor) not in param_shards:
+        if id(parameter) not in model_view.param_shards:
             raise ShardingError(f"save: the gradient of {name!r}, which is not sharded, is each rank's own; zero it first.")
         names.append(name)
     return names
 
 
-def gradient_state(model: nn.Module, by_rank: list[list[str]], world_comm: Communicator) -> dict[str, Tensor]:
-    """This rank's parts of all gradients, by name, given which names each rank has.
+def gradient_state(model_view: ModelView, by_rank: list[list[str]]) -> dict[str, Tensor]:
+    """This rank's shards of all gradients by name, given the names of the gradients on each rank.
 
     Raises:
-        ShardingError: on every rank; some ranks have a gradient of a parameter and others, which hold some of it, do not.
+        ShardingError: on every rank; of the ranks that hold elements of a parameter, some have a gradient and others have none.
     """
-    param_shards = param_shards_in(model)
     state: dict[str, Tensor] = {}
-    for name, tensor in _first(model):
+    for name, parameter in model_view.parameters:
         there = [rank for rank, names in enumerate(by_rank) if name in names]
         if not there:
             continue
-        param_shard = param_shards[id(tensor)]
+        param_shard = model_view.param_shards[id(parameter)]
         size = param_shard.flat.num_shards
-        # the ranks of a row of a mesh follow each other, and all rows hold the same
-        absent = [rank for rank in range(world_comm.size) if rank % size in param_shard.holders and rank not in there]
+        # the ranks of a mesh row have consecutive numbers, and all rows hold the same shards
+        absent = [r for r in range(model_view.world_comm.size) if r % size in param_shard.holders and r not in there]
         if absent:
             raise ShardingError(f"save: ranks {absent} have no gradient of {name!r}, ranks {there} have; zero it on every rank.")
-        part = tensor if tensor.grad is None else tensor.grad  # no elements here, if there is none
-        state[name] = param_shard.value(name, dense(part.detach()))
+        local = parameter if parameter.grad is None else parameter.grad  # without a gradient, this rank has no elements
+        state[name] = param_shard.value(name, dense(local.detach()))
     return state
 
 
-def take_gradients(model: nn.Module, given: dict[str, Any]) -> None:
-    """Give the parameters the gradients that were read, and the others none."""
-    param_shards = param_shards_in(model)
-    for name, tensor in _first(model):
-        if id(tensor) in param_shards:
-            param_shard = param_shards[id(tensor)]
+def restore_gradients(model_view: ModelView, given: dict[str, Any]) -> None:
+    """Set `.grad` of every sharded parameter: the shard in `given`, or None."""
+    for name, parameter in model_view.parameters:
+        if id(parameter) in model_view.param_shards:
+            param_shard = model_view.param_shards[id(parameter)]
             gradient = given[name].local if name in given and param_shard.part.numel else None
-            tensor.grad = as_rows(gradient) if gradient is not None and param_shard.flat.is_sparse else gradient
+            parameter.grad = as_rows(gradient) if gradient is not None and param_shard.flat.is_sparse else gradient
 
 
-def target_of_gradient(caller: str, name: str, param_shard: ParamShard | None, shape: tuple[int, ...]) -> Tensor:
-    """New memory for this rank's part of the gradient of `name`.
+def target_of_gradient(operation: str, name: str, param_shard: ParamShard | None, shape: tuple[int, ...]) -> Tensor:
+    """New memory for this rank's shard of the gradient of `name`. Errors begin with `operation`.
 
     Raises:
         ShardingError: the model has no such parameter, or it has another shape.
     """
     if param_shard is None or param_shard.shape != shape:
-        raise ShardingError(f"{caller}: there is a gradient of {name!r}, {shape}, and no such sharded parameter in the model.")
+        raise ShardingError(f"{operation}: there is a gradient of {name!r}, {shape}, and no such sharded parameter in the model.")
     return param_shard.value(name, param_shard.parameter.detach().new_empty(param_shard.part.shape))
-
-
-def _first(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter under its first name."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, tensor in entries(model):
-        if isinstance(tensor, nn.Parameter):
-            found.setdefault(id(tensor), (name, tensor))
-    return list(found.values())

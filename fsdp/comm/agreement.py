@@ -9,21 +9,33 @@ from fsdp.errors import ShardingError
 Answer = TypeVar("Answer")
 
 
-def agree_on_refusals(comm: Communicator, prepare: Callable[[], Answer]) -> list[Answer]:
-    """Call `prepare` on every rank and return all answers, by rank. They must be picklable.
+def agree_on_refusals(comm: Communicator, prepare: Callable[[], Answer]) -> Answer:
+    """Call `prepare` on every rank and return this rank's answer. A failure on one rank is raised on every rank.
 
     Raises:
         ShardingError: `prepare` failed on another rank, which is named.
         Exception: the one that `prepare` raised on this rank.
     """
+    return _gather(comm, prepare, lambda mine: None)[0]
+
+
+def agree_and_gather(comm: Communicator, prepare: Callable[[], Answer]) -> list[Answer]:
+    """As `agree_on_refusals`; the picklable answers of all, by rank."""
+    return _gather(comm, prepare, lambda mine: mine)[1]
+
+
+Shared = TypeVar("Shared")
+
+
+def _gather(comm: Communicator, prepare: Callable[[], Answer], share: Callable[[Answer], Shared]) -> tuple[Answer, list[Shared]]:
     try:
         mine = prepare()
     except Exception as refusal:  # any failure, a full disk for example, must reach the other ranks
         reason = str(refusal) if isinstance(refusal, ShardingError) else repr(refusal)
         comm.gather_objects((reason, None), "agreement")
         raise
-    answers = comm.gather_objects(("", mine), "agreement")
+    answers = comm.gather_objects(("", share(mine)), "agreement")
     for rank, (reason, _) in enumerate(answers):
         if reason:
             raise ShardingError(f"rank {rank}: {reason}")
-    return [answer for _, answer in answers]
+    return mine, [answer for _, answer in answers]

@@ -1,4 +1,4 @@
-"""How a module knows the engine that drives it."""
+"""From a module to the unit it is, and to the engine that drives it."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -7,7 +7,6 @@ from typing import Any, ClassVar, TypeVar, cast
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp.comm.communicator import Communicator
 from fsdp.debug.error_notes import add_note
 from fsdp.errors import ShardingError, WorldError
 from fsdp.params.unit import Unit
@@ -19,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class UnitRef:
-    """What a unit's module carries: its engine, and which unit it is."""
+    """The attribute by which a module is a unit: the engine, and the number of the unit in it."""
 
     ATTRIBUTE: ClassVar = "_fsdp_sharded"
 
@@ -33,25 +32,24 @@ class UnitRef:
 
     @property
     def unit(self) -> Unit:
-        """The unit itself."""
         return self.engine.units[self.index]
 
     def on_event(self, event: Event) -> None:
-        """Tell the engine of an event of this unit."""
+        """Pass an event of this unit to the engine."""
         self.engine.on_event(self.index, event)
 
 
 def unit_ref_of(module: nn.Module) -> UnitRef | None:
-    """What `module` carries if it is a unit."""
+    """The unit of `module`; None if it is no unit."""
     found: UnitRef | None = module.__dict__.get(UnitRef.ATTRIBUTE)
     return found
 
 
 def collective_call(function: F) -> F:
-    """For what all ranks call between two steps: if they do not, the error has the story, as inside a step."""
+    """Decorate a function that all ranks call between two steps: a WorldError in it gets the story, as inside a step."""
 
     @wraps(function)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except WorldError as error:
@@ -59,81 +57,83 @@ def collective_call(function: F) -> F:
             add_note(error, units_in(model, function.__name__)[0].engine, 0)
             raise
 
-    return cast(F, told)
+    return cast(F, wrapper)
 
 
-def units_in(model: nn.Module, caller: str) -> list[UnitRef]:
-    """What the units in `model` carry, in the order of the modules; a forward that died unnoticed is cleaned up first.
+def units_in(model: nn.Module, function_name: str) -> list[UnitRef]:
+    """The units in `model`, in the order of the modules. Cleans up after a forward that failed where no hook saw it.
 
     Raises:
         ShardingError: there is none.
     """
-    found = [sharded for module in model.modules() if (sharded := unit_ref_of(module)) is not None]
-    if not found:
+    refs = [ref for module in model.modules() if (ref := unit_ref_of(module)) is not None]
+    if not refs:
         raise ShardingError(
-            f"{caller}: {type(model).__name__} contains no unit; wrap it with FullyShardedDataParallel or fully_shard first."
+            f"{function_name}: {type(model).__name__} contains no unit; wrap it with FullyShardedDataParallel or fully_shard "
+            "first."
         )
-    for engine in {sharded.engine: None for sharded in found}:
+    for engine in {ref.engine: None for ref in refs}:
         engine.clean_up_dead_forward()
-    return found
+    return refs
 
 
-def engines_in(model: nn.Module, caller: str) -> tuple[Engine, ...]:
+def resting_units_in(model: nn.Module, function_name: str) -> list[UnitRef]:
+    """The units in `model`, in the order of the modules. All are at rest, and changes of their shards are taken over.
+
+    Raises:
+        ShardingError: there is none; or a forward, a backward or a summon is going on; or a shard was replaced by a tensor
+            that does not fit.
+    """
+    refs = units_in(model, function_name)
+    for engine in {ref.engine: None for ref in refs}:
+        refuse_unless_resting(function_name, engine)
+    for ref in refs:
+        try:
+            ref.unit.check_shards()
+        except ShardingError as error:
+            add_note(error, ref.engine, ref.index)
+            raise
+    return refs
+
+
+def engines_in(model: nn.Module, function_name: str) -> tuple[Engine, ...]:
     """The engines of the roots in `model`, in the order of the modules.
 
     Raises:
         ShardingError: there is none, or `model` is only a part of a root.
     """
-    complete: dict[Engine, bool] = {}
-    for sharded in units_in(model, caller):
-        complete[sharded.engine] = complete.get(sharded.engine, False) or sharded.index == 0
-    for engine, unsharded in complete.items():
-        if not unsharded:
+    return engines_of(units_in(model, function_name), model, function_name)
+
+
+def engines_of(refs: Sequence[UnitRef], model: nn.Module, function_name: str) -> tuple[Engine, ...]:
+    """The engines of `refs`, which are all units in `model`.
+
+    Raises:
+        ShardingError: `model` is only a part of a root.
+    """
+    has_root: dict[Engine, bool] = {}
+    for ref in refs:
+        has_root[ref.engine] = has_root.get(ref.engine, False) or ref.index == 0
+    for engine, complete in has_root.items():
+        if not complete:
             raise refusal(
-                f"{caller}: {type(model).__name__} is a part of root {engine.units[0].name!r}; call it on the root.", engine
+                f"{function_name}: {type(model).__name__} is a part of root {engine.units[0].name!r}; call it on the root.",
+                engine,
             )
-    return tuple(complete)
+    return tuple(has_root)
 
 
 def refusal(text: str, engine: Engine) -> ShardingError:
-    """What somebody asked for cannot be done as things stand, which the note tells: first the first unit that is not at rest."""
+    """An error for a call that is not possible now. Its note begins with the first unit that is not at rest."""
     busy = (index for index, lifecycle in enumerate(engine.root.lifecycles) if lifecycle.state is not State.IDLE)
     error = ShardingError(text)
     add_note(error, engine, next(busy, 0))
     return error
 
 
-def refuse_unless_resting(caller: str, engine: Engine) -> None:
+def refuse_unless_resting(function_name: str, engine: Engine) -> None:
     """Raises:
     ShardingError: a forward, a backward or a summon is going on.
     """
     if not engine.root.at_rest:
-        raise refusal(f"{caller}: call it outside any forward, backward and summon_full_params.", engine)
-
-
-def resting_units_in(model: nn.Module, caller: str) -> list[Unit]:
-    """The units in `model`, in the order of the modules, none of them in use, and what was done to their shards taken over.
-
-    Raises:
-        ShardingError: there is none; or a forward, a backward or a summon is going on; or a shard was replaced by what does
-            not fit.
-    """
-    found = units_in(model, caller)
-    for engine in {sharded.engine: None for sharded in found}:
-        refuse_unless_resting(caller, engine)
-    for sharded in found:
-        try:
-            sharded.unit.check_shards()
-        except ShardingError as error:
-            add_note(error, sharded.engine, sharded.index)
-            raise
-    return [sharded.unit for sharded in found]
-
-
-def world_comm_in(model: nn.Module, caller: str) -> Communicator:
-    """The channel to all ranks `model` is wrapped over: those that share its shards, and those that hold the same ones.
-
-    Raises:
-        ShardingError: there is no unit.
-    """
-    return units_in(model, caller)[0].engine.comms.world_comm
+        raise refusal(f"{function_name}: call it outside any forward, backward and summon_full_params.", engine)

@@ -1,6 +1,6 @@
 """Parameters and optimizer state by fully qualified name: this rank's shards, or in full.
 
-Start with fqns.py (the names) and param_shard.py (which part of a parameter a rank holds).
+Start with fqns.py (the names) and param_shard.py (the shard of a parameter that a rank holds).
 May use: runtime, params, comm.
 Must not: write files.
 """

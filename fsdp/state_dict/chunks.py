@@ -1,6 +1,6 @@
-"""A range of a flattened tensor as boxes of the tensor. Pure arithmetic, no torch.
+"""A range of a flattened tensor as chunks of the tensor. Pure arithmetic, no torch.
 
-Checkpoints know boxes only: offsets and sizes, one of each a dimension.
+A chunk is a box of a tensor. torch's Distributed Checkpoint stores a box by its offset and its size in each dimension.
 """
 
 from math import prod
@@ -10,18 +10,18 @@ from fsdp.params.layout import Shape
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor whose elements follow each other in the flattened tensor."""
+    """A box of a tensor whose elements are contiguous in the flattened tensor."""
 
     offsets: Shape
     sizes: Shape
     start: int
-    """Its first element, from the beginning of the range."""
+    """Position of its first element, counted from the beginning of the range."""
 
 
 def chunks_of(shape: Shape, first: int, numel: int) -> tuple[Chunk, ...]:
-    """The `numel` elements from `first` on of a flattened tensor of `shape`, as few boxes, in order.
+    """Cut `numel` elements of a flattened tensor of `shape`, beginning with `first`, into as few chunks as possible, in order.
 
-    At most 2n - 1 for n dimensions: the end of a row, whole rows, the beginning of a row, where the
+    At most 2n - 1 for n dimensions: the end of a row, full rows, the beginning of a row, where the
     two ends are ranges of a tensor with one dimension less. Example: elements 2 to 8 of shape (3, 4):
 
         . . a a
@@ -49,4 +49,5 @@ def chunks_of(shape: Shape, first: int, numel: int) -> tuple[Chunk, ...]:
 
 
 def _in_row(row: int, chunks: tuple[Chunk, ...], start: int) -> tuple[Chunk, ...]:
+    """Chunks of one row as chunks of the tensor, `start` elements later."""
     return tuple(Chunk((row, *chunk.offsets), (1, *chunk.sizes), start + chunk.start) for chunk in chunks)

@@ -1,4 +1,4 @@
-"""The names of a plain module's state, and whether a state dict has what they say."""
+"""The names in a plain module's state dict, and checks of a given state dict against them."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,49 +9,59 @@ from fsdp.errors import ShardingError
 from fsdp.params.layout import Shape
 from fsdp.state_dict.param_shard import check_fit, param_shards_in
 
-# Wrappers whose name is no part of a plain parameter name.
 TRANSPARENT = frozenset({"_checkpoint_wrapped_module"})
+"""Attributes in which wrappers keep a module, and which are left out of the names of its parameters."""
 EXTRA_STATE = "_extra_state"
-"""The last part of the name under which torch keeps what `get_extra_state` of a module returns."""
+"""The last part of the name under which torch stores the result of a module's `get_extra_state`."""
 
 
 def entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The names and tensors of the plain module's state dict, in its order; tied ones once a name."""
-    for prefix, module in _plain(model):
+    """The names and tensors of the plain module's state dict, in its order. A tied tensor occurs once for each name."""
+    for prefix, module in _plain_modules(model):
         saved = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, tensor in (*module._parameters.items(), *saved.items()):
             if tensor is not None:
                 yield prefix + name, tensor
 
 
+def first_names(model: nn.Module) -> dict[int, str]:
+    """The first name of each tensor in `entries`, by its id."""
+    names: dict[int, str] = {}
+    for name, tensor in entries(model):
+        names.setdefault(id(tensor), name)
+    return names
+
+
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """The names of what is no tensor in the plain module's state dict, and the modules that give and take it."""
+    """The modules with a `get_extra_state` of their own, by the name of that state in the plain module's state dict."""
     return {
         prefix + EXTRA_STATE: module
-        for prefix, module in _plain(model)
+        for prefix, module in _plain_modules(model)
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
 
 
-def check_names(caller: str, wanted: list[str], given: Mapping[str, Any]) -> None:
-    """Raises:
-    ShardingError: names are missing or unexpected.
+def check_names(operation: str, wanted: list[str], given: Mapping[str, Any]) -> None:
+    """Check that `given` has the names `wanted` and no others. Errors begin with `operation`.
+
+    Raises:
+        ShardingError: names are missing or unexpected.
     """
     missing = [name for name in wanted if name not in given]
     known = set(wanted)
     unexpected = sorted(name for name in given if name not in known)
     if missing or unexpected:
         raise ShardingError(
-            f"{caller}: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}; "
+            f"{operation}: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}; "
             "give the state dict of the same plain module."
         )
 
 
-def check_values(caller: str, model: nn.Module, given: Mapping[str, Any]) -> None:
-    """Of the names that are in both.
+def check_values(operation: str, model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Check that each value in `given` under a name of `model` can be loaded there. Errors begin with `operation`.
 
     Raises:
-        ShardingError: a value has another shape, or a dtype that would lose something.
+        ShardingError: a value has another shape, or a dtype whose conversion would lose something.
     """
     param_shards = param_shards_in(model)
     for name, tensor in entries(model):
@@ -59,12 +69,12 @@ def check_values(caller: str, model: nn.Module, given: Mapping[str, Any]) -> Non
             param_shard = param_shards.get(id(tensor))
             shape: Shape = tuple(tensor.shape) if param_shard is None else param_shard.shape
             if param_shard is None:
-                check_fit(caller, name, given[name], shape, tensor.dtype)
+                check_fit(operation, name, given[name], shape, tensor.dtype)
             else:
-                param_shard.local_part(caller, name, given[name])
+                param_shard.local_part(operation, name, given[name])
 
 
-def _plain(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module and the prefix of the names in it."""
+def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module, with the prefix of the names of its tensors."""
     for path, module in model.named_modules(remove_duplicate=False):
         yield "".join(f"{part}." for part in path.split(".") if part and part not in TRANSPARENT), module

@@ -1,7 +1,7 @@
-"""How one tensor of an optimizer's state lies over the ranks.
+"""How one tensor of an optimizer's state is distributed over the ranks.
 
-An optimizer sees shards, so it makes its state from them: most tensors have the shard's shape, some a number for each
-row of it, some (a step count) are the same everywhere, and some mean nothing without the shard they were made from.
+An optimizer makes its state from shards. Most tensors have the shape of the shard, some have one number for each of its rows,
+some (a step count) are equal on all ranks, and some are statistics that have a meaning for that shard only.
 """
 
 from collections.abc import Mapping
@@ -19,42 +19,43 @@ from fsdp.state_dict.sharded_value import ShardedValue
 
 
 class PlacementKind(Enum):
-    """What the ranks' tensors are parts of."""
+    """How the tensors of all ranks form one full tensor."""
 
     LIKE_PARAM = auto()
-    """Of a tensor shaped like the parameter."""
+    """The full tensor has the parameter's shape, and is cut like the parameter."""
     BY_ROW = auto()
-    """Of one with as many rows, where the parameter is cut between rows."""
+    """The full tensor has as many rows as the parameter, which is cut between rows; its rows are distributed alike."""
     UNSHARDED = auto()
-    """Of nothing: one rank holds all of the parameter, and so all of its state; or every rank does (it is not sharded)."""
+    """The tensor is complete where it exists: on the one rank that holds the full parameter, or on every rank if the parameter
+    is not sharded."""
     PER_RANK = auto()
-    """Of nothing that could be put together: a statistic over this rank's rows, for example."""
+    """There is no full tensor: each rank's is a statistic over its own shard, for example."""
 
 
 class StatePlacement(NamedTuple):
-    """One tensor of the state of one parameter, over all ranks."""
+    """The placement of one tensor of one parameter's state."""
 
     param_shard: ParamShard | None
-    """None: the parameter is not sharded, and every rank has the whole tensor."""
+    """None: the parameter is not sharded, and every rank has the full tensor."""
     kind: PlacementKind
     shape: Shape
-    """In full. Of kind EACH: on each rank that holds some of the parameter."""
+    """The shape of the full tensor; for PER_RANK, of the tensor on the first rank that holds elements of the parameter."""
     dtype: torch.dtype
 
     def span(self, rank: int) -> tuple[int, int]:
-        """The first element and the number of elements of the flattened full tensor that `rank` has."""
+        """The first element and the number of elements that `rank` has of the flattened full tensor."""
         if self.param_shard is None:
             return 0, prod(self.shape)
         part = self.param_shard.part_of(rank)
         if self.kind is PlacementKind.LIKE_PARAM:
             return part.first, part.numel
         if self.kind is PlacementKind.BY_ROW:
-            row, mine = max(prod(self.param_shard.shape[1:]), 1), prod(self.shape[1:])
-            return part.first // row * mine, part.numel // row * mine
+            param_row, state_row = max(prod(self.param_shard.shape[1:]), 1), prod(self.shape[1:])
+            return part.first // param_row * state_row, part.numel // param_row * state_row
         return 0, prod(self.shape) if part.numel else 0
 
     def local_shape(self, rank: int) -> Shape:
-        """Of what `rank` has, which must be something."""
+        """The shape of the tensor on `rank`, which must hold elements of the parameter."""
         if self.param_shard is None or self.kind in (PlacementKind.UNSHARDED, PlacementKind.PER_RANK):
             return self.shape
         if self.kind is PlacementKind.LIKE_PARAM:
@@ -62,20 +63,20 @@ class StatePlacement(NamedTuple):
         return (self.span(rank)[1] // prod(self.shape[1:]), *self.shape[1:])
 
     def cut(self, full: Tensor, rank: int) -> Tensor:
-        """What `rank` has of a full tensor: a copy, so that the full one need not live on."""
+        """The part of a full tensor that belongs on `rank`: a copy, so that the full tensor can be freed."""
         first, numel = self.span(rank)
         return full.detach().reshape(-1)[first : first + numel].view(self.local_shape(rank)).clone()
 
     def value(self, name: str, local: Tensor, rank: int) -> ShardedValue:
-        """What `rank` has, for Distributed Checkpoint."""
+        """`local`, the tensor on `rank`, as Distributed Checkpoint can save and load it."""
         return ShardedValue(name, local, self.shape, self.span(rank)[0])
 
 
 def placement_of(where: str, param_shard: ParamShard | None, shapes: Mapping[int, Shape], dtype: torch.dtype) -> StatePlacement:
-    """How a tensor with dimensions lies over the ranks that have it, by rank. `where`: what it is, for errors.
+    """Infer the placement of a tensor from its shape on each rank that has it. Errors begin with `where`.
 
     Raises:
-        ShardingError: some ranks that hold a part of the parameter have no such tensor.
+        ShardingError: a rank that holds a part of the parameter has no such tensor.
     """
     if param_shard is None:
         return StatePlacement(None, PlacementKind.UNSHARDED, next(iter(shapes.values())), dtype)
@@ -83,23 +84,24 @@ def placement_of(where: str, param_shard: ParamShard | None, shapes: Mapping[int
     absent = [rank for rank in holders if rank not in shapes]
     if absent:
         raise ShardingError(f"{where} is missing on ranks {absent}, which hold a part of the parameter; step every rank alike.")
-    held = [shapes[rank] for rank in holders]
+    local = [shapes[rank] for rank in holders]
     if len(holders) == 1:
-        return StatePlacement(param_shard, PlacementKind.UNSHARDED, held[0], dtype)
+        return StatePlacement(param_shard, PlacementKind.UNSHARDED, local[0], dtype)
     parts = [param_shard.part_of(rank).shape for rank in holders]
-    if held == parts:
+    if local == parts:
         return StatePlacement(param_shard, PlacementKind.LIKE_PARAM, param_shard.shape, dtype)
-    rows = [(part[0], *shape[1:]) for part, shape in zip(parts, held, strict=True)]
-    if _cut_between_rows(param_shard) and rows == held and len({shape[1:] for shape in held}) == 1 and 0 not in held[0]:
-        return StatePlacement(param_shard, PlacementKind.BY_ROW, (param_shard.shape[0], *held[0][1:]), dtype)
-    return StatePlacement(param_shard, PlacementKind.PER_RANK, held[0], dtype)
+    with_rows = [(part[0], *shape[1:]) for part, shape in zip(parts, local, strict=True)]
+    alike = len({shape[1:] for shape in local}) == 1
+    if _cut_between_rows(param_shard) and with_rows == local and alike and 0 not in local[0]:
+        return StatePlacement(param_shard, PlacementKind.BY_ROW, (param_shard.shape[0], *local[0][1:]), dtype)
+    return StatePlacement(param_shard, PlacementKind.PER_RANK, local[0], dtype)
 
 
 def placement_from_full(where: str, param_shard: ParamShard | None, shape: Shape, dtype: torch.dtype) -> StatePlacement:
-    """How a full tensor of `shape` is to lie over the ranks.
+    """Choose the placement of a full tensor of `shape`. Errors begin with `where`.
 
     Raises:
-        ShardingError: it is shaped neither like the parameter nor like a number for each row, and the parameter is cut.
+        ShardingError: the parameter is cut, and the tensor has neither its shape nor its number of rows.
     """
     if param_shard is None or len(param_shard.holders) <= 1:
         return StatePlacement(param_shard, PlacementKind.UNSHARDED, shape, dtype)

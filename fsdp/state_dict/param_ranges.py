@@ -1,4 +1,4 @@
-"""Ranges of the whole flat buffer of a unit, gathered from all ranks or handed out from one, with bounded memory."""
+"""Ranges of a unit's unsharded flat buffer, gathered from all ranks or broadcast from one, with bounded memory."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from fsdp.state_dict.param_shard import ParamShard
 
 
 class ParamRange(NamedTuple):
-    """Parameters of one flat buffer that follow each other there: elements `start` to `end` of the whole."""
+    """Neighbouring parameters of one flat buffer: its elements `start` to `end`, unsharded."""
 
     flat: FlatBuffer
     param_shards: tuple[ParamShard, ...]
@@ -31,13 +31,13 @@ class ParamRange(NamedTuple):
         return (self.end - self.start) * self.flat.shard.element_size()
 
     def empty(self, memory: Tensor | None = None) -> Tensor:
-        """Memory for it: (end - start,), in the parameters' own dtype; of `memory` (bytes, at least as many), if given."""
+        """A buffer (end - start,) in the parameters' own dtype: a view of `memory` (uint8, large enough), or new memory."""
         if memory is not None:
             return memory[: self.nbytes].view(self.flat.shard.dtype)
         return torch.empty(self.end - self.start, dtype=self.flat.shard.dtype, device=self.flat.device)
 
-    def view(self, buffer: Tensor, param_shard: ParamShard) -> Tensor:
-        """One of its parameters, in full, in `buffer` (end - start,)."""
+    def full_param(self, buffer: Tensor, param_shard: ParamShard) -> Tensor:
+        """One full parameter of the range: a view of `buffer` (end - start,)."""
         slot = self.flat.layout.slots[param_shard.number]
         return buffer[slot.start - self.start : slot.end - self.start].view(slot.shape)
 
@@ -57,31 +57,35 @@ def ranges_of(unit: Unit, limit: int) -> Iterator[ParamRange]:
 
 
 def memory_for(ranges: Sequence[ParamRange]) -> Tensor | None:
-    """Bytes that hold any one of `ranges`: a new buffer for each leaves holes between what is kept, a third of a model in all."""
+    """Bytes (uint8) that hold any one of `ranges`; None if there is no range.
+
+    One buffer for all: new memory for each range left holes between tensors that are kept, a third of a model in all.
+    """
     if not ranges:
         return None
     return torch.empty(max(one.nbytes for one in ranges), dtype=torch.uint8, device=ranges[0].flat.device)
 
 
-def gather_range(one: ParamRange, comm: Communicator, label: str, memory: Tensor | None = None) -> Tensor:
-    """The range in full, on every rank: (end - start,), padding between parameters included. In `memory`, if given.
+def gather_range(param_range: ParamRange, comm: Communicator, label: str, memory: Tensor | None = None) -> Tensor:
+    """Gather a range on every rank: (end - start,), with the padding between parameters. In `memory`, if given.
 
-    Traffic and memory: its own size. Each rank that holds some of it sends that to all others.
+    Traffic and memory: the size of the range. Each rank that holds elements of it sends them to all others.
     """
-    buffer, chunk = one.empty(memory), one.flat.layout.shard_numel
+    start, end = param_range.start, param_range.end
+    buffer, shard_numel = param_range.empty(memory), param_range.flat.layout.shard_numel
     parts: list[tuple[int, Tensor]] = []
-    for rank in range(one.start // chunk, -(-one.end // chunk)):
-        low, high = max(one.start, rank * chunk), min(one.end, (rank + 1) * chunk)
-        part = buffer[low - one.start : high - one.start]
+    for rank in range(start // shard_numel, -(-end // shard_numel)):
+        low, high = max(start, rank * shard_numel), min(end, (rank + 1) * shard_numel)
+        part = buffer[low - start : high - start]
         if rank == comm.rank:
-            part.copy_(one.flat.shard[low - rank * chunk : high - rank * chunk])
+            part.copy_(param_range.flat.shard[low - rank * shard_numel : high - rank * shard_numel])
         parts.append((rank, part))
     broadcast_all(parts, comm, label)
     return buffer
 
 
 def broadcast_all(parts: Sequence[tuple[int, Tensor]], comm: Communicator, label: str) -> None:
-    """Overwrite each contiguous tensor with that of the rank named beside it, and wait."""
+    """Overwrite each contiguous tensor with the one that its source rank (the number beside it) has, and wait."""
     works = [comm.broadcast(t, source, label) for source, t in parts if t.numel()]
     for work in works:
         work.wait()

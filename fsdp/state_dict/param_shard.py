@@ -1,4 +1,4 @@
-"""One parameter of a unit, and what this rank holds of it."""
+"""One parameter of a unit, and the shard of it that this rank holds."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,84 +22,84 @@ class ParamShard(NamedTuple):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The user's Parameter object: this rank's part."""
+        """The user's Parameter object, which holds this rank's shard."""
         return self.flat.sharded_params[self.number]
 
     @property
     def shape(self) -> Shape:
-        """Of the full parameter."""
+        """The shape of the full parameter."""
         return self.flat.layout.slots[self.number].shape
 
     @property
     def part(self) -> ShardExtent:
-        """What this rank holds."""
+        """The elements that this rank holds."""
         return self.flat.parts[self.number]
 
     def part_of(self, rank: int) -> ShardExtent:
-        """What another rank holds."""
+        """The elements that `rank` holds."""
         return self.flat.layout.part(self.number, rank)
 
     @property
     def holders(self) -> range:
-        """The ranks that hold some of it."""
-        slot, chunk = self.flat.layout.slots[self.number], self.flat.layout.shard_numel
-        return range(slot.start // chunk, -(-slot.end // chunk) if slot.numel else slot.start // chunk)
+        """The ranks that hold elements of the parameter."""
+        slot, shard_numel = self.flat.layout.slots[self.number], self.flat.layout.shard_numel
+        return range(slot.start // shard_numel, -(-slot.end // shard_numel) if slot.numel else slot.start // shard_numel)
 
     def cut(self, full: Tensor) -> Tensor:
-        """This rank's part of a full tensor of the parameter's shape."""
+        """This rank's part of a full tensor of the parameter's shape: a view."""
         part = self.part
         return full.detach().reshape(-1)[part.first : part.first + part.numel].view(part.shape)
 
     def value(self, name: str, local: Tensor) -> ShardedValue:
-        """`local`, shaped as this rank's part, as a part of something that is shaped like the parameter."""
+        """`local`, which has the shape of this rank's shard, as this rank's part of a tensor shaped like the parameter."""
         empty = 0 in self.shape and self.flat.rank == 0
         return ShardedValue(name, local, self.shape, self.part.first, empty)
 
-    def local_part(self, caller: str, name: str, given: Tensor) -> Tensor:
-        """This rank's part of what a user gave: the full tensor, or this very part of it.
+    def local_part(self, operation: str, name: str, given: Tensor) -> Tensor:
+        """This rank's part of `given`, which is the full tensor or already this part. Errors begin with `operation`.
 
         Raises:
-            ShardingError: it has another shape, a dtype that would lose something, or was cut in another way.
+            ShardingError: `given` has another shape, or a dtype whose conversion would lose something, or is another part.
         """
-        check_fit(caller, name, given, self.shape, self.parameter.dtype)
+        check_fit(operation, name, given, self.shape, self.parameter.dtype)
         if not isinstance(given, ShardedValue):
             return self.cut(given)
         if not self.value(name, self.parameter.detach()).cut_like(given):
             raise ShardingError(
-                f"{caller}: {name!r} was cut in another way than this model's (other ranks, or other units): save it with "
+                f"{operation}: {name!r} was cut in another way than this model's (other ranks, or other units): save it with "
                 "fsdp.save and load it with fsdp.load, which cut it anew, or give the full value."
             )
         return given.local
 
 
 def param_shards_of(unit: Unit) -> Iterator[ParamShard]:
-    """Every parameter of `unit`, in the order of its places."""
+    """Every parameter of `unit`, in the order of its flat buffers."""
     for flat in unit.flats:
         for index in range(len(flat.param_infos)):
             yield ParamShard(flat, index)
 
 
 def param_shards_in(model: nn.Module) -> dict[int, ParamShard]:
-    """The pieces of `model`, by the id of the user's Parameter object."""
+    """The sharded parameters of `model`, by the id of the user's Parameter object."""
     units = {id(owner): owner for p in model.parameters() if isinstance(owner := owning_unit(p), Unit)}
     return {id(param_shard.parameter): param_shard for unit in units.values() for param_shard in param_shards_of(unit)}
 
 
-def check_fit(caller: str, name: str, given: Any, shape: Shape, dtype: torch.dtype) -> None:
-    """Whether `given` can be loaded into a tensor of `shape` and `dtype` without loss.
+def check_fit(operation: str, name: str, given: Any, shape: Shape, dtype: torch.dtype) -> None:
+    """Check that `given` can be loaded into a tensor of `shape` and `dtype` without loss. Errors begin with `operation`.
 
     Raises:
-        ShardingError: it is no tensor, or has another shape, or a dtype that holds more than `dtype`.
+        ShardingError: `given` is no tensor, or has another shape, or a dtype that holds more than `dtype`.
     """
     if not isinstance(given, Tensor):
-        raise ShardingError(f"{caller}: {name!r} is {type(given).__name__}, not a tensor.")
+        raise ShardingError(f"{operation}: {name!r} is {type(given).__name__}, not a tensor.")
     if callable(getattr(given, "full_tensor", None)):
-        raise ShardingError(f"{caller}: {name!r} is a {type(given).__name__}: give what its full_tensor() returns.")
+        raise ShardingError(f"{operation}: {name!r} is a {type(given).__name__}: give what its full_tensor() returns.")
     if tuple(given.shape) != shape:
-        raise ShardingError(f"{caller}: {name!r} has shape {tuple(given.shape)}, the model has {shape}.")
+        raise ShardingError(f"{operation}: {name!r} has shape {tuple(given.shape)}, the model has {shape}.")
     if given.dtype != dtype and (_kind(given.dtype) != _kind(dtype) or torch.promote_types(given.dtype, dtype) != dtype):
         raise ShardingError(
-            f"{caller}: {name!r} is {given.dtype}, the model has {dtype}, which would lose some of it; convert it first: "
+            f"{operation}: {name!r} is {given.dtype}, the model has {dtype}, which would lose some of it; convert it first: "
             f".to({dtype})."
         )
 

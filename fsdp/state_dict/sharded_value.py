@@ -1,7 +1,7 @@
-"""What a sharded state dict holds: one rank's part of a tensor, which torch's Distributed Checkpoint can save and load.
+"""The values of a sharded state dict: one rank's part of a tensor, which torch's Distributed Checkpoint can save and load.
 
-Rule 1: it shares the memory of the shard; making one copies nothing and communicates nothing.
-Rule 2: whatever would take it for the full tensor is refused by name: computing with it, pickling it.
+Rule 1: a value shares the memory of the shard. Making one copies nothing and communicates nothing.
+Rule 2: an operation that would take a value for the full tensor is refused by name: computing with it, pickling it.
 """
 
 from collections.abc import Callable
@@ -25,34 +25,37 @@ aten = torch.ops.aten
 class ShardedValue(Tensor):
     """One rank's part of a tensor. `shape`, `dtype` and `device` are the tensor's; `local` is what this rank holds.
 
-    It can be moved, cloned, and overwritten by another part that was cut alike; nothing else.
+    It can be moved, cloned, and overwritten by the same part of another tensor. All other operations raise.
     """
 
     local: Tensor
-    """Shape as cut, () to (1, ..., 1, n); elements `first` to `first + local.numel()` of the flattened tensor."""
+    """Elements `first` to `first + local.numel()` of the flattened tensor, with the shape of the shard: () to (1, ..., 1, n)."""
     plain_name: str
     first: int
     chunks: tuple[Chunk, ...]
 
     @staticmethod
-    def __new__(cls, name: str, local: Tensor, shape: Shape, first: int, holds_the_empty: bool = False) -> "ShardedValue":
-        """The part `local` of a tensor of `shape`. `holds_the_empty`: it is this rank that saves a tensor without elements."""
+    def __new__(cls, name: str, local: Tensor, shape: Shape, first: int, saves_empty: bool = False) -> "ShardedValue":
+        """The part `local` of a tensor of `shape`, from element `first` on.
+
+        `saves_empty`: this rank saves the tensor if it has no elements.
+        """
         value: ShardedValue = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         value.plain_name = name
         value.local = local
         value.first = first
-        value.chunks = (Chunk((0,) * len(shape), shape, 0),) if holds_the_empty else chunks_of(shape, first, local.numel())
+        value.chunks = (Chunk((0,) * len(shape), shape, 0),) if saves_empty else chunks_of(shape, first, local.numel())
         return value
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ShardedValue({self.plain_name!r}, {tuple(self.local.shape)} of {tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def like(self, local: Tensor) -> "ShardedValue":
-        """The same part of another tensor of this shape."""
+        """The same part of another tensor of this shape, with the values `local`."""
         return ShardedValue(self.plain_name, local, tuple(self.shape), self.first, bool(self.chunks) and not self.numel())
 
     def cut_like(self, other: "ShardedValue") -> bool:
-        """Whether `other` is the same part of a tensor of the same shape."""
+        """True if `other` is the same part of a tensor of the same shape."""
         return (self.shape, self.first, self.local.numel()) == (other.shape, other.first, other.local.numel())
 
     # torch -------------------------------------------------------------------------------
@@ -67,14 +70,14 @@ class ShardedValue(Tensor):
             given: ShardedValue = args[0]
             return given.like(func(given.local, *args[1:], **(kwargs or {})))
         if func is aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
-            # how torch's asynchronous save begins a copy, which then takes over every attribute
+            # torch's asynchronous save begins a copy with new_empty, then copies every attribute
             original: ShardedValue = args[0]
             return original.like(original.local.new_empty(original.local.shape, **(kwargs or {})))
-        if func is aten.copy_.default and all(isinstance(one, cls) for one in args[:2]) and args[0].cut_like(args[1]):
+        if func is aten.copy_.default and all(isinstance(arg, cls) for arg in args[:2]) and args[0].cut_like(args[1]):
             target: ShardedValue = args[0]
             target.local.copy_(args[1].local)
             return target
-        found = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
+        found = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         raise ShardingError(
             f"{func} on {found.plain_name!r}, of which this rank holds {tuple(found.local.shape)} of {tuple(found.shape)}: "
             "compute with the parameter (fsdp.full_tensor, fsdp.to_local), or with what fsdp.full_state_dict(model) returns."
@@ -92,7 +95,7 @@ class ShardedValue(Tensor):
     # torch's Distributed Checkpoint -------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, value: object) -> "list[WriteItem]":
-        """What this rank writes: one item a box."""
+        """One item for each chunk that this rank writes."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -103,13 +106,13 @@ class ShardedValue(Tensor):
         return items
 
     def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
-        """The boxes this rank holds."""
+        """The chunks that this rank holds."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in self.chunks]
 
     def __get_tensor_shard__(self, index: "MetadataIndex") -> Tensor:
-        """The box that begins at the offsets of `index`: a view of the shard."""
+        """The chunk that begins at the offsets of `index`: a view of the shard."""
         chunk = next(chunk for chunk in self.chunks if index.offset is not None and chunk.offsets == tuple(index.offset))
         numel = torch.Size(chunk.sizes).numel()
         return self.local.reshape(-1)[chunk.start : chunk.start + numel].view(chunk.sizes)

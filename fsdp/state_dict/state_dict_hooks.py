@@ -1,8 +1,8 @@
-"""What `state_dict()` and `load_state_dict()` do in the modules of a unit: they give and take parts, under plain names.
+"""The hooks by which `state_dict()` and `load_state_dict()` of a unit return and accept shards under plain names.
 
-Rule 1: no communication, no copy; a value of the state dict is the shard itself (sharded_value.py).
-Rule 2: a load that does not fit is refused before anything is loaded.
-Rule 3: inside `summon_full_params` the parameters are full, and torch's own way is right.
+Rule 1: no communication and no copy. A value of the state dict is the shard itself (sharded_value.py).
+Rule 2: a state dict that does not fit is refused before anything is loaded.
+Rule 3: inside `summon_full_params` the parameters are full, and the hooks do nothing.
 """
 
 from collections.abc import Sequence
@@ -27,38 +27,38 @@ from state_machine import State
 class StateHooks(RefuseCopy):
     """The state-dict hooks of one unit."""
 
-    def __init__(self, engine: Engine, index: int, around: Sequence[Unit]) -> None:
+    def __init__(self, engine: Engine, index: int, outer: Sequence[Unit]) -> None:
         super().__init__(engine.units[index])
         self._engine = engine
         self._index = index
-        self._around = around
+        self._outer = outer
         self._slots: WeakKeyDictionary[nn.Module, dict[str, ParamShard]] = WeakKeyDictionary()  # see `Unit.module`
-        for place, param_shard in zip(self._unit.param_infos, param_shards_of(self._unit), strict=True):
-            for owner, slot in place.slots:
+        for info, param_shard in zip(self._unit.param_infos, param_shards_of(self._unit), strict=True):
+            for owner, slot in info.slots:
                 self._slots.setdefault(owner, {})[slot] = param_shard
         module = self._unit.module
         self.handles: list[RemovableHandle] = [
-            module.register_state_dict_pre_hook(self._begin),  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(self._check_save),  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(self._check_load),  # type: ignore[no-untyped-call]
         ]
-        # as partials: torch writes an attribute on what it calls after state_dict(), which a bound method has no room for
+        # as partials: torch sets an attribute on a hook that runs after state_dict(), and a bound method has none
         for owner in self._slots:
             self.handles += [
-                owner.register_state_dict_post_hook(partial(self._show_parts)),  # type: ignore[no-untyped-call]
-                owner.register_load_state_dict_pre_hook(self._take_parts),  # type: ignore[no-untyped-call]
+                owner.register_state_dict_post_hook(partial(self._put_sharded_values)),  # type: ignore[no-untyped-call]
+                owner.register_load_state_dict_pre_hook(self._take_local_parts),  # type: ignore[no-untyped-call]
             ]
-        self.handles.append(module.register_state_dict_post_hook(partial(self._refuse_fragments)))  # type: ignore[no-untyped-call]
+        self.handles.append(module.register_state_dict_post_hook(partial(self._refuse_renamed_shards)))  # type: ignore[no-untyped-call]
 
     @property
-    def _lent(self) -> bool:
+    def _summoned(self) -> bool:
         return self._engine.root.lifecycles[self._index].state is State.SUMMONED
 
     @property
-    def _loading(self) -> str:
+    def _operation(self) -> str:
         return f"load_state_dict of unit {self._unit.name!r}"
 
-    def _begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._lent:
+    def _check_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._summoned:
             return
         if keep_vars:
             raise ShardingError(
@@ -67,22 +67,23 @@ class StateHooks(RefuseCopy):
             )
         self._unit.check_shards()
 
-    def _show_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if self._lent:
+    def _put_sharded_values(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if self._summoned:
             return
         for slot, param_shard in self._slots[module].items():
             if prefix + slot in state_dict:
                 state_dict[prefix + slot] = param_shard.value(prefix + slot, param_shard.parameter.detach())
 
-    def _refuse_fragments(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        outer = [unit.module for unit in self._around]
-        # once for all units inside, or the time would grow with the square of their number
-        if self._lent or (outer and any(one is module for one in modules_being_saved() for module in outer)):
+    def _refuse_renamed_shards(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Refuse a state dict in which this rank's shard stands under a name for which no hook replaced it."""
+        outer = [unit.module for unit in self._outer]
+        # the outermost unit that is saved checks for all units inside, or the time would grow with the square of their number
+        if self._summoned or (outer and any(saved is module for saved in modules_being_saved() for module in outer)):
             return
         units = [self._unit, *(self._engine.units[inner] for inner in self._engine.descendants[self._index])]
         owners = {key: unit for unit in units for key in (*(storage_key(flat.shard) for flat in unit.flats), *unit.keys)}
         for name, value in state_dict.items():
-            # of a sharded value itself, the memory is of no size
+            # a sharded value itself has memory of size 0
             if type(value) in (Tensor, nn.Parameter) and storage_key(value) in owners:
                 unit = owners[storage_key(value)]
                 raise ShardingError(
@@ -92,45 +93,45 @@ class StateHooks(RefuseCopy):
                 )
 
     def _check_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-        if self._lent:
+        if self._summoned:
             return
-        caller = self._loading
+        operation = self._operation
         if metadata.get("assign_to_params_buffers", False):
-            raise ShardingError(f"{caller}: assign=True would replace its shards; leave it out.")
+            raise ShardingError(f"{operation}: assign=True would replace its shards; leave it out.")
         if not self._engine.root.at_rest:
-            raise ShardingError(f"{caller}: call it outside any forward, backward and summon_full_params.")
+            raise ShardingError(f"{operation}: call it outside any forward, backward and summon_full_params.")
         self._unit.check_shards()
         call = loading_call()
-        # the first unit that is reached checks for all of them
-        if call is None or module is not next(one for one in call[0].modules() if _checks(one)):
+        # the first unit checks for all units
+        if call is None or module is not next(module for module in call[0].modules() if _checks(module)):
             return
         target, given, strict = call
         if strict and not _renames(target):
-            check_names(caller, [*(name for name, _ in entries(target)), *extra_states(target)], given)
-        check_values(caller, target, given)
+            check_names(operation, [*(name for name, _ in entries(target)), *extra_states(target)], given)
+        check_values(operation, target, given)
 
-    def _take_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _take_local_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         for slot, param_shard in self._slots[module].items():
             given = state_dict.get(prefix + slot)
-            if given is not None and not self._lent:
-                state_dict[prefix + slot] = param_shard.local_part(self._loading, prefix + slot, given)
+            if given is not None and not self._summoned:
+                state_dict[prefix + slot] = param_shard.local_part(self._operation, prefix + slot, given)
 
 
 def _renames(target: nn.Module) -> bool:
-    """Whether some module takes other names than its own, so that only torch can say what is missing."""
+    """True if some module may load from other names than its own, so that only torch can tell which names are missing."""
     return any(_takes_other_names(module) for module in target.modules())
 
 
 def _takes_other_names(module: nn.Module) -> bool:
     foreign = [hook for hook in _load_hooks(module) if not isinstance(getattr(hook, "__self__", None), StateHooks)]
-    own_way = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-    # torch's own take the plain names; so does a wrapper whose one hook takes its own name out
+    overridden = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    # torch's own modules load from plain names; so does a wrapper whose only hook removes the wrapper's name
     known = type(module).__module__.startswith("torch.nn.") or TRANSPARENT & module._modules.keys()
-    return bool(foreign or own_way) and not known
+    return bool(foreign or overridden) and not known
 
 
 def _checks(module: nn.Module) -> bool:
-    """Whether it is a unit, and so checks before it loads."""
+    """True if `module` is a unit, which checks a state dict before it loads it."""
     return any(getattr(hook, "__func__", None) is StateHooks._check_load for hook in _load_hooks(module))
 
 

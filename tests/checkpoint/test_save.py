@@ -151,16 +151,16 @@ class TestInTheBackground:
 
         monkeypatch.setattr(dcp.WritePlan, "stage", stage)
         under_way = fsdp.save(tmp_path / "a", model, optimizer, async_=True)
-        held = sum(one.nbytes for one in planners[0].aside.values() if isinstance(one, Tensor))
+        held = sum(one.nbytes for one in planners[0].staged.values() if isinstance(one, Tensor))
         state = [one for kept in optimizer.state.values() for one in kept.values()]
         assert held == sum(one.nbytes for one in (*model.state_dict().values(), *state))
         gate.open.set()
         under_way.wait()
-        assert not planners[0].aside
+        assert not planners[0].staged
         gate.failure = OSError("broken")
         with pytest.warns(UserWarning, match="was not saved"), pytest.raises(fsdp.ShardingError):
             fsdp.save(tmp_path / "b", model, optimizer, async_=True).wait()
-        assert not planners[1].aside
+        assert not planners[1].staged
 
     def test_what_is_refused_is_refused_at_the_call(self, one_process: None, tmp_path: Path) -> None:
         model, _ = trained(CASES["net"], 0, in_groups)
@@ -182,7 +182,7 @@ def test_property_what_is_copied_is_all_that_is_saved(
 
     late: dict[int, Callable[[], None]] = {}
 
-    def go_on(world_comm: Any, folder: Path, work: Callable[[], None]) -> fsdp.Saving:
+    def run_in_background(world_comm: Any, folder: Path, work: Callable[[], None]) -> fsdp.Saving:
         late[world_comm.rank] = work
         return background.finished(folder)
 
@@ -197,7 +197,7 @@ def test_property_what_is_copied_is_all_that_is_saved(
         return wanted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "go_on", go_on)
+        patch.setattr(save, "run_in_background", run_in_background)
         wanted = fsdp.simulate(size, fn)[0]
     assert_same(contents(path, CASES[case]), wanted)
 

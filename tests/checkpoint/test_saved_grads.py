@@ -88,7 +88,7 @@ def test_gradients_kept_under_no_sync_are_refused(accumulated: bool, tmp_path: P
         model = wrap(CASES["net"])
         with fsdp.no_sync(model):
             micro(model, CASES["net"], rank, 0)
-        with pytest.raises(fsdp.ShardingError, match=r"gradients are kept under no_sync, whole on each rank"):
+        with pytest.raises(fsdp.ShardingError, match=r"gradients are kept under no_sync, unsharded on each rank"):
             fsdp.save(tmp_path / "a", model, accumulated=accumulated)
         assert not list(tmp_path.iterdir())
         model.zero_grad()
