@@ -72,7 +72,7 @@ def _step(step: Any) -> tuple[str, str]:
     """Where a row leads, and what it makes happen: words in order, then each fact that is true."""
     names: list[str] = []
     for field, does in zip(step._fields[1:], step[1:], strict=True):
-        if isinstance(does, Word):
+        if isinstance(does, MachineEnum):
             names.append(does.name)
         elif isinstance(does, tuple):
             names += [word.name for word in does]

@@ -77,6 +77,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "guard",
         "dump",
         "error_notes",
+        "snapshot",
         "delays",
     ),
     "reduction": (
@@ -131,7 +132,7 @@ STATE_MACHINE_USERS = {
     "runtime.registry",
     "runtime.engine",
     "runtime.final_callback",
-    "debug.error_notes",
+    "debug.snapshot",
     "runtime.hooks",
     "state_dict.state_dict_hooks",
     "api.summon",

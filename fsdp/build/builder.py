@@ -76,7 +76,7 @@ def build(
             inside[outer].add(index)
     engine = Engine(units, [*map(frozenset, inside)], comms, streams, tracker)
     hooks = EngineHooks(engine)
-    remember(engine)
+    remember(engine.snapshot)
     for index, one in enumerate(plan):
         state_hooks = StateHooks(engine, index, [units[outer] for outer in sorted(one.ancestors)])
         one.module.__dict__[UnitRef.ATTRIBUTE] = UnitRef(engine, hooks, state_hooks.handles, index)

@@ -56,7 +56,7 @@ def collective_call(function: F) -> F:
             return function(*args, **kwargs)
         except WorldError as error:
             model = args[0] if args else kwargs["model"]
-            add_note(error, units_in(model, function.__name__)[0].engine, 0)
+            add_note(error, units_in(model, function.__name__)[0].engine.snapshot, 0)
             raise
 
     return cast(F, told)
@@ -99,7 +99,7 @@ def refusal(text: str, engine: Engine) -> ShardingError:
     """What somebody asked for cannot be done as things stand, which the note tells: first the first unit that is not at rest."""
     busy = (index for index, lifecycle in enumerate(engine.root.lifecycles) if lifecycle.state is not State.IDLE)
     error = ShardingError(text)
-    add_note(error, engine, next(busy, 0))
+    add_note(error, engine.snapshot, next(busy, 0))
     return error
 
 
@@ -125,7 +125,7 @@ def resting_units_in(model: nn.Module, caller: str) -> list[Unit]:
         try:
             sharded.unit.check_shards()
         except ShardingError as error:
-            add_note(error, sharded.engine, sharded.index)
+            add_note(error, sharded.engine.snapshot, sharded.index)
             raise
     return [sharded.unit for sharded in found]
 

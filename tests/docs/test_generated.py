@@ -12,7 +12,7 @@ import state_machine
 from state_machine import residency, table
 from state_machine.lifecycle import REMEDIES
 from state_machine.markdown import MACHINES, _step, remedies, tables
-from state_machine.vocabulary import Action, Event, State, Word
+from state_machine.vocabulary import Action, Event, MachineEnum, State
 from tests.docs.generated import PARTS, REFERENCE, generated
 
 
@@ -41,8 +41,8 @@ def is_table(value: object) -> bool:
     )
 
 
-def is_map_of_words(value: object) -> TypeGuard[dict[Word, Any]]:
-    return isinstance(value, dict) and bool(value) and all(isinstance(key, Word) for key in value)
+def is_map_of_words(value: object) -> TypeGuard[dict[MachineEnum, Any]]:
+    return isinstance(value, dict) and bool(value) and all(isinstance(key, MachineEnum) for key in value)
 
 
 def test_every_row_and_every_word_is_printed_with_its_meaning() -> None:

@@ -85,7 +85,7 @@ def test_torchs_error_about_freed_memory_is_explained_without_it(world_size: int
     fsdp.simulate(world_size, one_rank)
 
 
-EXPLAINED = "It has read whole parameters whose memory was given back"
+EXPLAINED = "It has read unsharded parameters whose memory was released"
 
 
 class Edits(nn.Linear):
