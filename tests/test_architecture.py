@@ -63,7 +63,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "registry",
         "hooks",
         "refuse_copy",
-        "arrivals",
         "grad_hooks",
         "side_outputs",
         "engine",
