@@ -3,7 +3,10 @@
 import ast
 import sys
 from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from torch import nn
@@ -327,3 +330,30 @@ def test_public_names_are_explained(name: str) -> None:
 def test_public_names_are_sorted_and_exist() -> None:
     assert list(fsdp.__all__) == sorted(fsdp.__all__)
     assert all(hasattr(fsdp, name) for name in fsdp.__all__)
+
+
+def test_dir_lists_the_public_names_and_no_module() -> None:
+    assert [name for name in dir(fsdp) if not name.startswith("__")] == sorted(fsdp.__all__)
+    assert "__version__" in dir(fsdp)
+
+
+def run_init_alone() -> ModuleType:
+    """A second module made from `fsdp/__init__.py`, so that the first stays as it is."""
+    spec = spec_from_file_location("fsdp_again", FSDP / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_version_is_that_of_the_installed_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", {"fsdp": "7.8.9"}.__getitem__)
+    assert run_init_alone().__version__ == "7.8.9"
+
+
+def test_a_tree_that_is_not_installed_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert run_init_alone().__version__ == "0+unknown"

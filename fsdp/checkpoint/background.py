@@ -44,7 +44,7 @@ class Saving:
     result = wait
     """As futures name it."""
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Return when it is over.
 
         Raises:
@@ -85,7 +85,7 @@ def settle(world_comm: Communicator) -> None:
         ShardingError: what went on has failed, and nobody has heard of that.
     """
     if (last := _last.get(world_comm)) is not None:
-        last.settle()
+        last._settle()
 
 
 def _run(path: Path, work: Callable[[], None], future: "Future[None]") -> None:
