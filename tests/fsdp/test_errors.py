@@ -288,7 +288,7 @@ class TestUse:
             lambda model: fsdp.clip_grad_norm_(model, 1.0, power), f"norm_type must be a positive number or inf, not {power!r}"
         )
 
-    @pytest.mark.parametrize("asker", [fsdp.no_sync, fsdp.summon_full_params], ids=["no_sync", "summon_full_params"])
+    @pytest.mark.parametrize("caller", [fsdp.no_sync, fsdp.summon_full_params], ids=["no_sync", "summon_full_params"])
     def test_a_plain_module(self, caller: Callable[[nn.Module], Any]) -> None:
         with pytest.raises(fsdp.ShardingError, match="Linear contains no unit; wrap it with"), caller(nn.Linear(1, 1)):
             raise AssertionError("entered")
