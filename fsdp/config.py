@@ -203,8 +203,8 @@ def make_config(
         raise ShardingError(f"reshard_after_forward must be True, False or None, not {reshard_after_forward!r}.")
     if reshard_after_forward is True and strategy is not ReshardPolicy.AFTER_FORWARD:
         raise ShardingError(
-            f"reshard_after_forward=True contradicts sharding_strategy={sharding_strategy!r}, which keeps the unsharded parameters "
-            "between forward and backward; leave one of them out."
+            f"reshard_after_forward=True contradicts sharding_strategy={sharding_strategy!r}, which keeps the unsharded "
+            "parameters between forward and backward; leave one of them out."
         )
     if reshard_after_forward is False and strategy is ReshardPolicy.AFTER_FORWARD:
         strategy = ReshardPolicy.AFTER_BACKWARD

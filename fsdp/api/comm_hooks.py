@@ -24,8 +24,8 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Callable[[Any, Any], 
     future, and abandons the step.
 
     Raises:
-        ShardingError: `hook` cannot be called, a hook is registered already, an option of `reduction` does the same, or a forward or
-            backward is running.
+        ShardingError: `hook` cannot be called, a hook is registered already, an option of `reduction` does the same, or a forward
+            or backward is running.
     """
     if not callable(hook):
         raise ShardingError(f"register_comm_hook takes a function of (state, bucket), not {hook!r}.")

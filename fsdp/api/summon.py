@@ -1,4 +1,4 @@
-"""Full parameters, lent to the user."""
+"""Full parameters for the user."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

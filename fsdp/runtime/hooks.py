@@ -189,7 +189,7 @@ class UnitHooks(RefuseCopy):
                 return None
             try:
                 if call.guard is not None:
-                    call.guard.refuse_hidden_edits()
+                    call.guard.refuse_hidden_updates()
                 if recompute:
                     self._unit.write_back_inplace_of_recompute()
                 else:

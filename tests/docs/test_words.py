@@ -140,9 +140,8 @@ _PARTS: Final = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 def retired_name(name: str) -> bool:
     """Whether a name in code, or in backticks, is retired or has a retired part."""
-    return name.strip("_") in words_of_tables() or any(
-        _PART.fullmatch(part.lower()) for part in _PARTS.findall(name.replace("in_flight", ""))
-    )
+    parts = _PARTS.findall(name.replace("in_flight", ""))
+    return name.strip("_") in words_of_tables() or any(_PART.fullmatch(part.lower()) for part in parts)
 
 
 def hits_in_prose(path: str, first_line: int, text: str, verbs: bool) -> Iterator[Hit]:
