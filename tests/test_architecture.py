@@ -1,6 +1,7 @@
 """The shape of the code: who imports whom, and which file alone may do what."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -217,6 +218,16 @@ def test_a_package_is_a_docstring_and_at_most_a_dozen_files(package: str) -> Non
     assert text and len(tree.body) == 1
     assert all(line in text for line in ("Start with", "May use:", "Must not:"))
     assert 0 < len(ORDER[package]) <= 12
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_uses_those_that_it_says(package: str) -> None:
+    text = ast.get_docstring(parse(FSDP / package / "__init__.py")) or ""
+    said = text.partition("May use:")[2].partition("\n")[0]
+    if "every package below" not in said:
+        files = [path_of(f"{package}.{name}") for name in ORDER[package]]
+        used = {one.split(".")[1] for path in files for one in imports_of(path) if one.startswith("fsdp.")} - {package}
+        assert used <= set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", said)))
 
 
 def test_imports_point_down() -> None:

@@ -1,6 +1,6 @@
 """Collectives among ranks: one interface, implemented over torch.distributed and in a simulated world.
 
-Start with process_group.py; context.py says which ranks share which communicator; simulated.py runs all ranks in one process.
+Start with process_group.py; context.py makes the communicators of a model; simulated.py runs all ranks in one process.
 May use: failure, config, errors. Only here torch.distributed is imported.
-Must not: know a unit or a parameter.
+Must not: use a unit or a parameter.
 """

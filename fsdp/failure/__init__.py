@@ -1,6 +1,6 @@
-"""Failed, stopped and disagreeing ranks: how the others find out and what they are told.
+"""Detects ranks that failed, ended or disagree, and notifies the other ranks.
 
-Start with peers.py; desync.py compares what ranks wait for; watchdog.py frees waits on a device.
-May use: errors. Works with stores, threads and processes.
-Must not: touch a tensor of training.
+Start with peers.py; desync.py compares what ranks wait for; watchdog.py ends waits on a device.
+May use: errors. It works with stores, threads and processes.
+Must not: read or write a tensor of training.
 """
