@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoint.py [--megabytes 400] [--ranks 2] [--repeat 3]
 
-Of saves in the background ("later"), the time until the call returns. Also what a full export of the parameters holds besides
-what it returns, by the peak of the process.
+For saves in the background ("later"), the time until the call returns is measured. The peak of the process shows how much memory
+a full export of the parameters needs besides its result.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What benchmarks share: the command line, processes and process groups, statistics, bars, tables, and the file of a run.
+"""Shared code of the benchmarks: the command line, processes and process groups, statistics, bars, tables, and the file of a run.
 
 Rule 1: a claim is a ratio between contenders of one run, never a time of one run against a time of another.
 Rule 2: the raw numbers are kept. Nothing is averaged away before it is written.

@@ -1,6 +1,6 @@
-"""Three language models by their published shapes, on the meta device: names and shapes, and no memory.
+"""Three language models by their published shapes, on the meta device: names and shapes without memory.
 
-Weights only, none of the arithmetic: nothing here can be run.
+They have weights and no forward, so they cannot be run.
 """
 
 from collections.abc import Callable, Iterator, Mapping

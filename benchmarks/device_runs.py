@@ -1,7 +1,7 @@
-"""What gpu.py does with a device: contenders that train on it, in turn or each alone. Runs on a CPU too, to see that all runs.
+"""The runs of gpu.py on a device: contenders train in turn, or each alone. They run on a CPU too, as a test.
 
-Rule 1: nobody waits for the device between two marks of the clock, unless a contender does.
-Rule 2: only `measure` and `measure_memory` set up a process group, and each wants a process of its own.
+Rule 1: only a contender may wait for the device between two readings of the clock.
+Rule 2: only `measure` and `measure_memory` set up a process group, and each needs a process of its own.
 """
 
 import copy

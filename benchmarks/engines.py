@@ -1,4 +1,4 @@
-"""Who is compared, with which options, and how each one does the same thing.
+"""The contenders, their options, and how each of them trains the same model.
 
 Rule 1: every peer runs with the best options we could find for it on this device, and they are stated in `options`.
 Rule 2: a contender differs from another in this file only. Model, data, optimizer and loop are the same for all.

@@ -4,7 +4,7 @@
 
 The contenders of host.py run under callgrind, which simulates the processor and counts every instruction, of Python and of C++
 alike. The same program has the same count to about a thousandth, however busy the machine is. Two models, of four and of eight
-units, tell what a unit costs. Instructions are not time: a cache miss counts like a hit. Compare them between commits.
+units, show the cost of one unit. Instructions are not time: a cache miss counts like a hit. Compare them between commits.
 """
 
 import argparse

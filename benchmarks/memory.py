@@ -6,8 +6,8 @@
 A fake process group plays rank 0 of W on the CPU: values mean nothing, sizes are those of a real run. What is counted,
 exactly and for everybody alike, is what torch's allocator gives out during three steps (forward, backward, gradients dropped;
 no optimizer, whose state is the same for all), plus the parameters that a rank holds at rest. Taken off that is what the bare
-model's activations hold, so that *engine bytes* remain: shards, whole parameters, gradients, buffers. For ours the ledger
-says of which kind they are.
+model's activations hold, so that *engine bytes* remain: shards, unsharded parameters, gradients, buffers. For ours the memory
+tracker reports them by kind.
 
 The floor: the shards, as many bytes of reduced gradients, one whole unit that computes and one that is gathered ahead, the
 root's own parameters, and two units of gradients, one that autograd fills and one on its way. Nothing in it is padded.

@@ -2,7 +2,7 @@
 
 Rule 1: there is one wire. What any group launches occupies it after everything launched before, for
         latency + received bytes / bandwidth; it is done at a time that is known at the launch.
-Rule 2: whoever waits sleeps until that time. Nobody else is held up, and nothing is computed meanwhile.
+Rule 2: a wait sleeps until that time. Nothing else is delayed, and nothing is computed meanwhile.
 
 It goes by the name "fake", as torch's own group of this kind does: engines that ask for peers' opinions know by that name
 that there are none. Received bytes are those of the best algorithm: (W - 1) / W of a gather's or reduction's whole, twice

@@ -5,8 +5,8 @@
 
 Two processes, as in step.py, take the same steps under `torch.profiler`, and rank 0 says what its main thread did: arithmetic
 (operators on values: layers, losses, optimizer, sums of gradients), moving (copies, zeros, joining and splitting), and the rest
-of the time by the clock, which is Python, autograd's own work, and waiting for the other rank; how much the main thread spent on
-the processor tells which. The profiler makes every operator dearer, by the same for everybody, so shares say more than times;
+of the time by the clock, which is Python, autograd's own work, and waiting for the other rank; the processor time of the
+main thread shows which. The profiler makes every operator dearer, by the same for everybody, so shares say more than times;
 step.py is what is judged.
 """
 

@@ -3,7 +3,7 @@
     python benchmarks/where.py
     python benchmarks/where.py --contenders ours --tensors 1 --top 20
 
-A second profile, of units with `--more` tensors, tells where the time of one more tensor goes.
+A second profile, of units with `--more` tensors, shows where the time of one more tensor goes.
 
 cProfile makes every call of a Python function dearer, by about as much for everybody, so shares say more than times and the
 table is no measurement of speed: host.py is. Time in C++ that was called from Python (operators, autograd, the group) is a

@@ -3,8 +3,8 @@
     python examples/checkpointing.py                                       # one process
     torchrun --standalone --nproc-per-node=2 examples/checkpointing.py     # CPU and gloo, or one GPU per process and NCCL
 
-Units nest here: each block is a unit, and so are the attention and the perceptron inside it. Checkpointing goes around a
-block: its forward is run again in the backward, so every unit inside is gathered once more, and given back once more.
+Units are nested: each block is a unit, and so are the attention and the perceptron inside it. Each block is checkpointed: its
+forward runs again in the backward, so every unit inside is gathered and released once more.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ BATCH, LENGTH = 8, 64
 
 
 class Attention(nn.Module):
-    """(batch, length, width) -> the same: every position looks at those before it."""
+    """(batch, length, width) -> the same shape: every position attends to those before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Network(nn.Module):
 
 
 class Step(NamedTuple):
-    """What one forward and backward left behind on this rank."""
+    """The results of one forward and backward on this rank."""
 
     gradients: list[Tensor | None]
     activation_bytes: int
@@ -126,7 +126,7 @@ class Result(NamedTuple):
 
 
 def run(rank: int, device: torch.device | str = "cpu") -> Result:
-    """What one rank does. Runs under `fsdp.simulate` as well."""
+    """Run the example on one rank. It runs under `fsdp.simulate` too."""
     plain = take_step(rank, device, checkpointed=False)
     checkpointed = take_step(rank, device, checkpointed=True)
     pairs = zip(plain.gradients, checkpointed.gradients, strict=True)

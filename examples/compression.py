@@ -1,4 +1,4 @@
-"""Gradients in fewer bytes: communication hooks that reduce in bf16, or in int8 with what was lost sent later.
+"""Gradients in fewer bytes: communication hooks that reduce in bf16, or in int8 and send the rounding error in the next step.
 
     python examples/compression.py                                       # one process
     torchrun --standalone --nproc-per-node=2 examples/compression.py     # CPU and gloo, or one GPU per process and NCCL
@@ -8,8 +8,8 @@ Take the hooks as they are, for a model whose shards are spread over all ranks (
     fsdp.register_comm_hook(model, Compression(), bf16_reduce_scatter)
     fsdp.register_comm_hook(model, Compression(), int8_reduce_scatter)
 
-Under `NO_SHARD` with several ranks, and under `HYBRID_SHARD`, the bucket has another size, which is refused in words: torch's own
-hooks (bf16_compress_hook, PowerSGD) are for `NO_SHARD`. Parameters must be real.
+Under `NO_SHARD` with several ranks, and under `HYBRID_SHARD`, the bucket has another size, and the hooks raise an error. torch's
+own hooks (bf16_compress_hook, PowerSGD) are for `NO_SHARD`. Parameters must be real.
 """
 
 from collections.abc import Callable
@@ -27,29 +27,29 @@ from train import join_world
 import fsdp
 
 LEVELS = 127
-"""Of int8, on either side of zero."""
+"""The largest int8 value that is used, on either side of zero."""
 
 
 def new_group() -> Any:
-    """All ranks, and apart from the engine's gathers, so that neither waits in the other's queue."""
+    """A group of all ranks besides the engine's own, so that reductions and gathers do not wait for each other."""
     return dist.new_group()
 
 
 @dataclass
 class Compression:
-    """What a hook needs, and remembers between steps. One for each model; every rank makes it at the same time."""
+    """The state of a hook between steps. Make one for each model, on every rank at the same time."""
 
     group: Any = field(default_factory=new_group)
-    """The ranks that share the shards, and no others. A row of a HYBRID_SHARD mesh would go without its replicas."""
+    """The ranks that share the shards. Under HYBRID_SHARD a row would not include its replicas."""
     block: int = 256
-    """int8: so many neighbouring elements share one scale."""
+    """int8: the number of neighbouring elements that share one scale."""
     error_feedback: bool = True
-    """int8: add what one step lost to the gradients of the next. Costs four bytes for every element of the *whole* gradients."""
+    """int8: add the rounding error of one step to the gradients of the next. Costs four bytes for each element."""
     errors: dict[int, Tensor] = field(default_factory=dict)
-    """By bucket, what was lost so far: (W * C,)."""
+    """The rounding error so far, by bucket: (W * C,)."""
     received_bytes: int = 0
     uncompressed_bytes: int = 0
-    """What would have been received in the gradients' own precision."""
+    """The bytes that would have been received in the gradients' own precision."""
 
     @property
     def size(self) -> int:
@@ -127,7 +127,7 @@ def quantise(chunks: Tensor, block: int) -> Tensor:
 
 
 def dequantise(messages: Tensor, block: int, chunk: int) -> Tensor:
-    """What `quantise` made of (W, `chunk`), in fp32."""
+    """Undo `quantise`: (W, `chunk`) in fp32."""
     parts = messages.view(len(messages), -1, block + 4)
     scales = parts[..., block:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     values = parts[..., :block].view(torch.int8) * scales
@@ -146,17 +146,17 @@ WAYS: dict[str, tuple[Any, bool]] = {
 
 
 class Result(NamedTuple):
-    """Of one way to reduce, the same on every rank."""
+    """The results of one kind of reduction, the same on every rank."""
 
     loss: float
     error: float
-    """Of the first reduction, against the engine's own: root mean square, relative to that of the gradients."""
+    """The error of the first reduction against the engine's own: root mean square, relative to that of the gradients."""
     received: float
-    """Bytes a step and rank, relative to fp32; of no meaning with one process."""
+    """Bytes a step and rank, relative to fp32. It has no meaning with one process."""
 
 
 def train(rank: int, device: torch.device, way: str) -> tuple[float, list[Tensor], Compression]:
-    """The last loss, this rank's part of the first gradients, and what the hook counted."""
+    """Train. Return the last loss, this rank's part of the first gradients, and the state of the hook."""
     torch.manual_seed(0)
     module = GPT(layers=2, width=64, heads=4, context=CONTEXT).to(device)
     model = fsdp.FullyShardedDataParallel(module, auto_wrap_policy={Block})
@@ -178,7 +178,7 @@ def train(rank: int, device: torch.device, way: str) -> tuple[float, list[Tensor
 
 
 def run(rank: int, device: torch.device) -> dict[str, Result]:
-    """Every way in turn, from the same weights on the same data."""
+    """Run every kind of reduction in turn, from the same weights on the same data."""
     found = {}
     exact: list[Tensor] = []
     for way in WAYS:
@@ -197,7 +197,7 @@ def run(rank: int, device: torch.device) -> dict[str, Result]:
 
 
 def draw_batch(seed: int) -> Tensor:
-    """Stretches of this very file: (batch, context + 1)."""
+    """Random excerpts of this file: (batch, context + 1)."""
     with open(__file__, "rb") as source:
         text = torch.tensor(list(source.read()))
     starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=torch.Generator().manual_seed(1 + seed))

@@ -3,8 +3,8 @@
     python examples/gan.py                                       # one process
     torchrun --standalone --nproc-per-node=2 examples/gan.py     # CPU and gloo, or one GPU per process and NCCL
 
-The generator learns to turn noise into points of a ring of eight Gaussians; the critic learns to tell the two apart. Each is
-a root of its own. While one learns, the other does not, but gradients may still go through it.
+The generator learns to turn noise into points of a ring of eight Gaussians; the critic learns to distinguish the two. Each
+is a root of its own. While one is trained, the other is frozen, and gradients still pass through it.
 """
 
 import math
@@ -46,7 +46,7 @@ class Result(NamedTuple):
 
 
 def train(rank: int, device: torch.device | str = "cpu") -> Result:
-    """What one rank does. Runs under `fsdp.simulate` as well."""
+    """Run the example on one rank. It runs under `fsdp.simulate` too."""
     torch.manual_seed(0)
     generator = fsdp.fully_shard(make_perceptron(NOISE, 2).to(device), auto_wrap_policy={nn.Linear}, sync_module_states=True)
     critic = fsdp.fully_shard(make_perceptron(2, 1).to(device), auto_wrap_policy={nn.Linear}, sync_module_states=True)

@@ -1,11 +1,11 @@
-"""Generation between training steps: what a model says while it learns, with a cache of keys and values.
+"""Generation between training steps, with a cache of keys and values.
 
     python examples/generate.py                                       # one process
     torchrun --standalone --nproc-per-node=2 examples/generate.py     # CPU and gloo, or one GPU per process and NCCL
 
-A forward under no_grad is an ordinary call of the sharded model: it gathers unit by unit, and leaves nothing behind. So
-training goes on afterwards with the very same numbers. Rule: every rank generates alike, as many tokens as the others, for
-each call gathers from all of them.
+A forward under no_grad is an ordinary call of the sharded model: it gathers unit by unit and keeps nothing. So training
+continues afterwards with the same numbers. Rule: every rank generates the same number of tokens, because each call gathers from
+all ranks.
 """
 
 from typing import NamedTuple
@@ -82,7 +82,7 @@ def continue_text(model: nn.Module, prompt: Tensor, count: int) -> bytes:
 
 
 class Run(NamedTuple):
-    """One training run: this rank's losses, its shards at the end, and what the model said after each round."""
+    """One training run: this rank's losses, its shards at the end, and the text generated after each round."""
 
     losses: list[float]
     shards: list[Tensor]
@@ -120,7 +120,7 @@ class Result(NamedTuple):
 
 
 def run(rank: int, device: torch.device | str = "cpu") -> Result:
-    """What one rank does. Runs under `fsdp.simulate` as well."""
+    """Run the example on one rank. It runs under `fsdp.simulate` too."""
     silent = train(rank, device, speaking=False)
     speaking = train(rank, device, speaking=True)
     same_shards = all(torch.equal(a, b) for a, b in zip(silent.shards, speaking.shards, strict=True))

@@ -1,11 +1,11 @@
-"""A Hugging Face causal language model, sharded in place: its class, its methods and its names stay what they were.
+"""A Hugging Face causal language model, sharded in place. Its class, its methods and its names stay.
 
     python examples/hugging_face.py                                       # one process
     torchrun --standalone --nproc-per-node=2 examples/hugging_face.py     # CPU and gloo, or one GPU per process and NCCL
 
-With `transformers` installed it is a tiny Llama; without, the look-alike below, which has what matters here: a config
+With `transformers` installed the model is a tiny Llama. Without, it is the stand-in below, which has the same features: a config
 object, an output object that holds the loss, a cache object that layers write into, tied embeddings, and `generate`. It
-learns the first bytes of its own source by heart. `fsdp.fully_shard` leaves the model a Llama, so `generate` is called as ever.
+learns the first bytes of its own source by heart. `fsdp.fully_shard` keeps the class of the model, so `generate` works.
 """
 
 from collections import OrderedDict
@@ -50,7 +50,7 @@ class Result(NamedTuple):
 
 
 def train(rank: int, device: torch.device | str = "cpu") -> Result:
-    """What one rank does. Runs under `fsdp.simulate` as well."""
+    """Run the example on one rank. It runs under `fsdp.simulate` too."""
     module, layer = make_model()
     model: Any = fsdp.fully_shard(module.to(device), auto_wrap_policy={layer}, sync_module_states=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)

@@ -3,8 +3,8 @@
     python examples/lora.py                                       # one process
     torchrun --standalone --nproc-per-node=2 examples/lora.py     # CPU and gloo, or one GPU per process and NCCL
 
-A unit may hold parameters of several dtypes, frozen and trainable ones: each kind is gathered in its own dtype, and only
-what is trainable has gradients and a state in the optimizer. `runs/lora/adapters.pt` receives the adapters, and no more.
+A unit may hold parameters of several dtypes, frozen and trainable ones: each kind is gathered in its own dtype. Only
+trainable parameters have gradients and optimizer state. Only the adapters are saved, to `runs/lora/adapters.pt`.
 """
 
 from pathlib import Path
@@ -54,21 +54,21 @@ def is_adapter(name: str) -> bool:
 
 
 class Result(NamedTuple):
-    """The same on every rank, except for the memory."""
+    """The results of the run, the same on every rank, except for the memory."""
 
     loss_before: float
     loss: float
     loss_reloaded: float
-    """Of a fresh, unsharded base with the saved adapters."""
+    """The loss of a fresh, unsharded base with the saved adapters."""
     base_untouched: bool
     adapters: dict[str, Tensor]
     held_bytes: int
-    """By this rank, at rest."""
+    """The bytes that the engine holds on this rank between steps."""
     model_bytes: int
 
 
 def train(rank: int, device: torch.device | str = "cpu") -> Result:
-    """What one rank does. Runs under `fsdp.simulate` as well."""
+    """Run the example on one rank. It runs under `fsdp.simulate` too."""
     module = make_model().to(device)
     model_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     model = fsdp.FullyShardedDataParallel(module, auto_wrap_policy={Block}, sync_module_states=True)
@@ -94,7 +94,7 @@ def train(rank: int, device: torch.device | str = "cpu") -> Result:
 
 
 def draw_batch(seed: int) -> Tensor:
-    """Stretches of the source of this example's model: (batch, context + 1)."""
+    """Random excerpts of the source of this example's model: (batch, context + 1)."""
     text = torch.tensor(list(Path(__file__).with_name("model.py").read_bytes()))
     starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=torch.Generator().manual_seed(1 + seed))
     return text[starts + torch.arange(CONTEXT + 1)]

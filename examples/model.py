@@ -1,4 +1,4 @@
-"""A byte-level GPT, and text sampled from it. Plain torch: nothing here knows that it may be sharded."""
+"""A byte-level GPT, and text sampled from it. Plain torch, without a word of sharding."""
 
 import math
 

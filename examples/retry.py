@@ -1,12 +1,12 @@
-"""A batch that does not fit is taken in parts: one rank runs out of memory, all ranks start the step again.
+"""Retry with smaller parts: if one rank runs out of memory, all ranks repeat the step with the batch cut into parts.
 
     python examples/retry.py                                       # one process
     torchrun --standalone --nproc-per-node=2 examples/retry.py     # CPU and gloo
 
 The ranks have batches of different length, so one of them may run out of memory alone. It catches its own error, the others
-`fsdp.PeerFailed`; each takes twice as many parts and begins the step anew. Nothing has to be cleaned up: gradients are as they
-were before the part that failed, and `zero_grad` drops those of the parts before it. Memory is played here by a limit on the
-elements of an activation, so that it runs out on a laptop too.
+`fsdp.PeerFailed`; each doubles the number of parts and repeats the step. No cleanup is needed: gradients are as they were before
+the part that failed, and `zero_grad` drops those of the parts before it. A limit on the elements of an activation stands for
+memory, so that it runs out on a laptop too.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import fsdp
 
 WIDTH, STEPS, BATCH = 16, 6, 8
 LIMIT = 8 * 24 * WIDTH
-"""Elements an activation may have, if memory is short."""
+"""The most elements that an activation may have if memory is short."""
 
 
 class Mixer(nn.Module):
@@ -41,15 +41,15 @@ class Mixer(nn.Module):
 
 
 class Result(NamedTuple):
-    """What one rank has come to."""
+    """The results of one rank."""
 
     parts: list[int]
-    """In how many parts each step was taken in the end."""
+    """The number of parts of each step that succeeded."""
     weights: list[Tensor]
 
 
 def train(rank: int, device: torch.device | str = "cpu", limit: float = LIMIT, alike: bool = True) -> Result:
-    """What one rank does. Runs under `fsdp.simulate` as well, where ranks that fail must fail alike."""
+    """Run the example on one rank. It runs under `fsdp.simulate` too, where ranks that fail must fail alike."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(Mixer(limit) for _ in range(3))).to(device)
     model = fsdp.fully_shard(layers, auto_wrap_policy={Mixer})
@@ -65,7 +65,7 @@ def train(rank: int, device: torch.device | str = "cpu", limit: float = LIMIT, a
 
 
 def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> int:
-    """One step, in as few parts as fit the memory of every rank; return how many these are."""
+    """Take one step in as few parts as fit the memory of every rank. Return the number of parts."""
     parts = 1
     while True:
         try:

@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node=2 examples/step_in_backward.py     # CPU and gloo, or one GPU per process and NCCL
 
 `register_post_accumulate_grad_hook` runs on the parameters of `model.parameters()`, this rank's shards, with the reduced gradient
-in `.grad`. Hooks run after the last gradient of a backward has been committed: a backward that fails has stepped nothing. So a
-hook may let go of its gradient (`.grad` is None when `backward` returns), but all gradients have been there at one time.
+in `.grad`. Hooks run after the last gradient of a backward has been committed: a backward that fails has stepped nothing. A
+hook may set its gradient to None, so `.grad` is None when `backward` returns, but all gradients are in memory at one time.
 """
 
 from typing import NamedTuple
@@ -22,17 +22,17 @@ CONTEXT, BATCH, STEPS = 32, 4, 5
 
 
 class Result(NamedTuple):
-    """On one rank."""
+    """The results of one rank."""
 
     losses: list[float]
     weights: dict[str, Tensor]
     """This rank's shards."""
     gradients_left: int
-    """How many parameters had a gradient when a backward was over."""
+    """The number of parameters with a gradient after the backward."""
 
 
 def step_in_backward(model: torch.nn.Module) -> None:
-    """From now on a backward also steps: an AdamW for every parameter, in a hook on it."""
+    """Make every backward step an AdamW for each parameter, in a hook on it."""
     for parameter in model.parameters():
         optimizer = torch.optim.AdamW([parameter], lr=1e-3)
 
@@ -44,7 +44,7 @@ def step_in_backward(model: torch.nn.Module) -> None:
 
 
 def train(rank: int, device: torch.device | str = "cpu", *, in_backward: bool) -> Result:
-    """What one rank does. Runs under `fsdp.simulate` as well."""
+    """Run the example on one rank. It runs under `fsdp.simulate` too."""
     torch.manual_seed(0)
     module = GPT(layers=2, width=32, heads=2, context=CONTEXT).to(device)
     model = fsdp.FullyShardedDataParallel(module, auto_wrap_policy={Block})

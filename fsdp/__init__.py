@@ -1,4 +1,9 @@
-"""A fully sharded data-parallel engine for PyTorch with an explicit state machine."""
+"""A fully sharded data-parallel engine for PyTorch with an explicit state machine.
+
+Start with `fsdp.FullyShardedDataParallel`. Every public name is imported here. Names that are only in a subpackage may change.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
 
 from fsdp.api.clipping import ShardedGradScaler, clip_grad_norm_
 from fsdp.api.comm_hooks import register_comm_hook
@@ -59,3 +64,13 @@ __all__ = [
     "summon_full_params",
     "to_local",
 ]
+
+try:
+    __version__ = version("fsdp")
+except PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0+unknown"
+
+
+def __dir__() -> list[str]:
+    """The public names, and those with double underscores. Subpackages are not public."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -1,4 +1,4 @@
-"""How a unit is to be sharded: frozen, validated once, given once."""
+"""The options of a unit: checked once, then frozen."""
 
 import os
 from dataclasses import dataclass
@@ -10,25 +10,28 @@ import torch
 from fsdp.errors import ShardingError
 from state_machine import ReshardPolicy
 
-GUARD: Final = "FSDP_GUARD"
-"""The environment variable that switches guard mode on where the option is left out, with the value 1."""
+GUARD_VARIABLE: Final = "FSDP_GUARD"
+"""The environment variable that switches guard mode on with the value 1, if the option is left out."""
 
 
 class MeshKind(Enum):
-    """How the ranks share the work."""
+    """How the ranks share the parameters."""
 
     SHARD = auto()
+    """Each rank holds one shard."""
     HYBRID = auto()
+    """Each replica, a row of a mesh, holds all shards."""
     REPLICATE = auto()
+    """Each rank holds all parameters."""
 
 
 class Sharding(NamedTuple):
-    """What a name of a strategy stands for."""
+    """What the name of a strategy means."""
 
     strategy: ReshardPolicy
     mesh_kind: MeshKind
     keeps_buckets: bool = False
-    """Whether the memory of whole gradients stays between steps."""
+    """Whether the memory of unsharded gradients is kept between steps."""
 
 
 STRATEGIES: Final[dict[str, Sharding]] = {
@@ -43,19 +46,22 @@ STRATEGIES: Final[dict[str, Sharding]] = {
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
-    """Which precision each part of the work runs in. None leaves a dtype as it is.
+    """The dtypes of computation and reduction. None leaves a dtype as it is.
 
-    The field names are those of torch's own `MixedPrecisionPolicy`, which is accepted as well.
+    The fields are those of torch's own `MixedPrecisionPolicy`, which is accepted too.
+
+    Raises:
+        ShardingError: a dtype is not a floating-point one.
     """
 
     param_dtype: torch.dtype | None = None
-    """Floating-point parameters are gathered, and compute, in this dtype; the shards keep theirs."""
+    """The dtype in which floating-point parameters are gathered and compute. The shards keep theirs."""
     reduce_dtype: torch.dtype | None = None
-    """Gradients are reduced in this dtype; None means the dtype they were computed in."""
+    """The dtype in which gradients are reduced. None means the dtype in which they were computed."""
     output_dtype: torch.dtype | None = None
-    """Floating-point outputs of a unit's forward are cast to this dtype."""
+    """The dtype to which floating-point outputs of a unit's forward are cast."""
     cast_forward_inputs: bool = True
-    """Cast floating-point inputs of a unit's forward to `param_dtype`."""
+    """Whether floating-point inputs of a unit's forward are cast to `param_dtype`."""
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -68,39 +74,51 @@ class MixedPrecisionPolicy:
 class ReductionPolicy:
     """How gradients are put into buckets, and how buckets are summed over the ranks.
 
-    Where units were wrapped by hand, that of the outermost unit counts, but for the sizes and triggers.
+    If units were wrapped by hand, the policy of the outermost unit counts. Sizes and triggers are those of each unit.
+
+    Raises:
+        ShardingError: a value is out of range, or `find_unused_parameters` and `static_graph` are both given.
     """
 
     bucket_cap_mb: float | None = None
-    """MiB of gradients that one collective reduces at most, unless one parameter is larger. Small units that follow each other
-    share a collective; a larger unit is cut, and each piece is gathered and reduced by itself, the latter as soon as its
-    gradients are there (but in units with units inside, which wait for the end of the backward unless the strategy is
-    "NO_SHARD"). None means that a bucket is a unit; for "NO_SHARD" 25, and half of what is left where that is
-    less, towards the end of the backward."""
+    """The most MiB of gradients that one collective reduces. A single larger parameter still is reduced at once.
+
+    Small units that follow each other share a collective. A larger unit is cut into pieces. Each piece is gathered by itself, and
+    reduced as soon as its gradients have arrived; pieces of a unit with inner units wait for the end of the backward, except
+    under "NO_SHARD". None means that each unit is one bucket. Under "NO_SHARD" None means 25, and towards the end of the backward
+    half of what is left, where that is less."""
     first_bucket_mb: float = 1.0
-    """The same for the first collective of a backward, where units share one, so that communication starts early."""
+    """The most MiB of the first collective of a backward, if units share one. A small one lets communication start early."""
     triggers: tuple[str, ...] = ()
-    """Names of parameters, as in `module.named_parameters()` of the wrapped module, that end a bucket in the order of the
-    backward: their gradients and those of the parameters after them are reduced without waiting for those before."""
+    """Names of parameters that end a bucket, as in `module.named_parameters()` of the wrapped module.
+
+    Backward order counts: the gradients of such a parameter and of those after it in the module are reduced without waiting for
+    those before it."""
     at_end: bool = False
-    """Launch every reduction at the end of the backward."""
+    """Whether every reduction is launched at the end of the backward."""
     average: bool = True
-    """Divide the sum over the ranks by their number."""
+    """Whether the sum over the ranks is divided by their number."""
     predivide_factor: float | None = None
-    """Divide by this before the sum, and by the rest after it. None means the number of ranks in fp16, which would overflow, and
-    where it costs nothing, unless `deterministic`: under "NO_SHARD", and for large buckets on the host where it is a power of
-    two and rounds nothing. Otherwise 1."""
+    """The factor by which gradients are divided before the sum; the rest of the division follows after it.
+
+    None means the number of ranks in fp16, whose sums would overflow. None also means the number of ranks where dividing first
+    costs nothing and `deterministic` is off: under "NO_SHARD", and for large buckets on the host if the number is a power of two,
+    which rounds nothing. Otherwise None means 1."""
     streams: int = 1
-    """How many reductions may run at the same time, each on a communicator and a stream of its own. They take turns."""
+    """The number of reductions that may run at the same time, each on a communicator and a stream of its own, in turns."""
     deterministic: bool = False
-    """Sum in fp32 and in a fixed order of the ranks on every backend: the same bits for the same number of ranks under every
-    strategy, and for the rows of "HYBRID_SHARD" where their length is a power of 2. Half precision travels as fp32. On CUDA, and
-    in all-reduces, the sum is an exchange of chunks that takes as much memory as the bucket."""
+    """Whether gradients are summed in fp32 and in a fixed order of the ranks, on every backend.
+
+    The same number of ranks then gives the same bits under every strategy; rows of "HYBRID_SHARD" do so if their length is a
+    power of 2. Half precision is sent as fp32. On CUDA, and in all-reduces, the sum is an exchange of chunks that takes as much
+    memory as the bucket."""
     find_unused_parameters: bool = False
-    """Under "NO_SHARD", ranks may come through different units in a backward: every unit is reduced in each."""
+    """Whether ranks may pass through different units in a backward. Every unit is then reduced in each. Needs "NO_SHARD"."""
     static_graph: bool = False
-    """The same parameters get gradients in every backward. Who has which is then exchanged in the first one only; a rank that
-    leaves it raises an error that names the parameter."""
+    """Whether the same parameters get gradients in every backward.
+
+    Which rank has which gradients is then exchanged in the first backward only. A rank that differs later gets an error that
+    names the parameter."""
 
     def __post_init__(self) -> None:
         for name in ("bucket_cap_mb", "first_bucket_mb", "predivide_factor"):
@@ -128,26 +146,26 @@ def _is_positive(number: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The options of one unit, checked and normalised."""
+    """The options of one unit, after all checks."""
 
     strategy: ReshardPolicy
     mesh_kind: MeshKind
     keeps_buckets: bool
     keep_root: bool
-    """Whether the unit keeps its whole parameters after the forward when it turns out to be the root's own."""
+    """Whether the unit keeps its unsharded parameters after the forward if it is the root's own unit."""
     mp_policy: MixedPrecisionPolicy
     guard: bool
-    """Whether to look for what no hook sees."""
+    """Whether guard mode is on."""
     prefetch: int
-    """How many units may be gathered ahead of the one that computes."""
+    """The number of units that may be gathered ahead of the one that computes."""
     sync_module_states: bool
     reduction: ReductionPolicy
     broadcast_buffers: bool
-    """Whether a forward of the root begins with rank 0's buffers."""
+    """Whether a forward of the root overwrites the buffers with rank 0's."""
 
     @property
     def bucket_bytes(self) -> int | None:
-        """How many bytes of gradients one collective reduces at most; None means those of a unit."""
+        """The most bytes of gradients that one collective reduces; None means those of one unit."""
         cap = self.reduction.bucket_cap_mb
         if cap is None:
             cap = 25.0 if self.mesh_kind is MeshKind.REPLICATE else None
@@ -155,14 +173,14 @@ class Config:
 
     @property
     def tapers(self) -> bool:
-        """Whether buckets get smaller towards the end of a backward: there are no gathers to pay for more of them."""
+        """Whether buckets get smaller towards the end of a backward. That is free where nothing is gathered."""
         return self.mesh_kind is MeshKind.REPLICATE and self.reduction.bucket_cap_mb is None
 
     @property
     def root_strategy(self) -> ReshardPolicy:
-        """The strategy of this unit where it is the root's own."""
-        frees = self.strategy is ReshardPolicy.AFTER_FORWARD
-        return ReshardPolicy.AFTER_BACKWARD if frees and self.keep_root else self.strategy
+        """The reshard policy of this unit if it is the root's own."""
+        reshards = self.strategy is ReshardPolicy.AFTER_FORWARD
+        return ReshardPolicy.AFTER_BACKWARD if reshards and self.keep_root else self.strategy
 
 
 def make_config(
@@ -175,18 +193,18 @@ def make_config(
     reduction: Any = None,
     broadcast_buffers: bool = False,
 ) -> Config:
-    """Check the options against each other.
+    """Check each option and all of them together.
 
     Raises:
-        ShardingError: an unknown strategy, or two options that contradict each other.
+        ShardingError: an option has a wrong value, or two options contradict each other.
     """
     strategy, mesh_kind, keeps_buckets = find_strategy(sharding_strategy)
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
         raise ShardingError(f"reshard_after_forward must be True, False or None, not {reshard_after_forward!r}.")
     if reshard_after_forward is True and strategy is not ReshardPolicy.AFTER_FORWARD:
         raise ShardingError(
-            f"reshard_after_forward=True contradicts sharding_strategy={sharding_strategy!r}, which keeps the whole parameters "
-            "between forward and backward; leave one of them out."
+            f"reshard_after_forward=True contradicts sharding_strategy={sharding_strategy!r}, which keeps the unsharded "
+            "parameters between forward and backward; leave one of them out."
         )
     if reshard_after_forward is False and strategy is ReshardPolicy.AFTER_FORWARD:
         strategy = ReshardPolicy.AFTER_BACKWARD
@@ -194,7 +212,7 @@ def make_config(
         raise ShardingError(f"prefetch must be a number of units, 0 or more, not {prefetch!r}.")
     if not (guard is None or isinstance(guard, bool)):
         raise ShardingError(f"guard must be True, False or None, not {guard!r}.")
-    guarded = os.environ.get(GUARD) == "1" if guard is None else guard
+    guarded = os.environ.get(GUARD_VARIABLE) == "1" if guard is None else guard
     keep_root = reshard_after_forward is not True
     reduction = ReductionPolicy() if reduction is None else reduction
     if not isinstance(reduction, ReductionPolicy):
@@ -222,10 +240,10 @@ def make_config(
 
 
 def find_strategy(sharding_strategy: Any) -> Sharding:
-    """What a strategy stands for, given by name or as a member of torch's enum.
+    """Return what a strategy means. It is given by name or as a member of torch's enum.
 
     Raises:
-        ShardingError: it is not known.
+        ShardingError: the strategy is not known.
     """
     name = getattr(sharding_strategy, "name", sharding_strategy)
     if not isinstance(name, str) or name not in STRATEGIES:

@@ -1,4 +1,4 @@
-"""Every error raised on purpose."""
+"""Every class of errors that fsdp raises on purpose."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,21 +9,21 @@ __all__ = ["IllegalTransition", "PeerFailed", "ShardingError", "WorldError"]
 
 
 class ShardingError(ValueError):
-    """A use of the library that cannot be right. The text says what to do. Nothing moved."""
+    """A use of the library that cannot be right. The text says what to do. Nothing was changed."""
 
 
 class WorldError(RuntimeError):
-    """Ranks that disagree: they called different collectives, or wait for each other for ever."""
+    """The ranks disagree: they called different collectives, or wait for each other without end."""
 
 
 class PeerFailed(WorldError):
-    """Another rank has abandoned the step or ended, and this one waited for it. Says which, in which unit, and why."""
+    """Another rank has abandoned the step or ended while this one waited for it. Has the rank, its unit and the reason."""
 
     def __init__(self, text: str, rank: int, unit: str | None, reason: str) -> None:
         super().__init__(text)
         self.rank = rank
         self.unit = unit
-        """The innermost unit it was in, if it could say so."""
+        """The innermost unit that rank was in, if it is known."""
         self.reason = reason
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The tables as Mermaid. README carries the output; a test compares them."""
+"""Prints a table as a Mermaid diagram."""
 
 from collections import defaultdict
 
@@ -7,7 +7,7 @@ from state_machine.vocabulary import Event, State
 
 
 def diagram(table: Table = RESHARD_AFTER_FORWARD) -> str:
-    """The table as a Mermaid state diagram, one arrow per pair of states and list of actions."""
+    """Return the table as a Mermaid state diagram, with one arrow for each pair of states and list of actions."""
     arrows: dict[tuple[State, State, str], list[Event]] = defaultdict(list)
     for state, row in table.items():
         for event, step in row.items():

@@ -1,7 +1,7 @@
-"""The tables as Markdown. docs/reference/state-machine.md carries the output; a test compares them.
+"""Prints the tables as Markdown, for docs/reference/state-machine.md. A test compares the two.
 
-Rule 1: whatever is printed is read from the tables, from the words beside them and from the comments above their rows.
-Rule 2: `MACHINES` names every table. A machine that is added there is on the page.
+Rule 1: all output is read from the tables, from the docstrings of their enums and from the comments above their rows.
+Rule 2: `MACHINES` lists every table. A table that is added there appears on the page.
 """
 
 import ast
@@ -19,16 +19,16 @@ from state_machine.vocabulary import Action, Event, MachineEnum, State
 
 
 class Machine(NamedTuple):
-    """One table, and what is needed to print it."""
+    """One table, with everything that is needed to print it."""
 
     title: str
     rows: Mapping[Any, Mapping[Any, Any]]
     source: tuple[Any, str]
-    """The module with the table, and its name there: comments above its rows are the reasons."""
+    """The module of the table and its name there. The comments above its rows are the reasons."""
     words: tuple[type[MachineEnum], ...]
-    """The enums whose members the table is made of."""
+    """The enums of the table's states, events and actions."""
     like: Mapping[Any, Mapping[Any, Any]] | None = None
-    """The table it is derived from; then only the rows that differ are printed."""
+    """The table from which this one is derived, if any. Only the rows that differ are printed then."""
 
 
 MACHINES: Final = (
@@ -46,7 +46,7 @@ MACHINES: Final = (
 
 
 def tables() -> str:
-    """Every machine as Markdown: its words, and one table for each of its states."""
+    """Return every machine as Markdown: its enums, and one table for each of its states."""
     parts: list[str] = []
     for machine in MACHINES:
         parts.append(f"## {machine.title}")
@@ -63,13 +63,13 @@ def tables() -> str:
 
 
 def remedies() -> str:
-    """What to do about the moves that are refused, as Markdown."""
+    """Return the remedies for refused events as Markdown."""
     cells = [(_code(state.name), _code(event.name), remedy) for (state, event), remedy in REMEDIES.items()]
     return _markdown(("state of the unit", "event that is refused", "what to do"), cells)
 
 
 def _step(step: Any) -> tuple[str, str]:
-    """Where a row leads, and what it makes happen: words in order, then each fact that is true."""
+    """The state to which a row leads, and its actions in order; then the name of each flag that is True."""
     names: list[str] = []
     for field, does in zip(step._fields[1:], step[1:], strict=True):
         if isinstance(does, MachineEnum):
@@ -92,7 +92,7 @@ def _words(words: type[MachineEnum]) -> str:
 
 
 def _said(words: type[Enum]) -> dict[str, str]:
-    """The docstring below each member, which Python keeps in the source only."""
+    """The docstring below each member. Python keeps it in the source only."""
     tree = ast.parse(inspect.getsource(words)).body[0]
     assert isinstance(tree, ast.ClassDef), "the source of a class"
     found: dict[str, str] = {}
@@ -104,7 +104,7 @@ def _said(words: type[Enum]) -> dict[str, str]:
 
 
 def _reasons(module: Any, name: str) -> dict[tuple[str, str], str]:
-    """The comments above the rows of a table that is written out, by the names of state and event."""
+    """The comments above the rows of a table that is a literal, by the names of state and event."""
     source = inspect.getsource(sys.modules[module.__name__])
     lines = source.splitlines()
     found: dict[tuple[str, str], str] = {}

@@ -1,4 +1,4 @@
-"""The ordinary way of a unit through the table, as an SVG picture: docs/figures/lifecycle.svg. A test compares them.
+"""Draws the usual path of a unit through the table as SVG, for docs/figures/lifecycle.svg. A test compares the two.
 
 python -m state_machine.picture > docs/figures/lifecycle.svg
 """
@@ -9,8 +9,8 @@ from state_machine.table import RESHARD_AFTER_FORWARD, Step, Table
 from state_machine.vocabulary import Event, State
 
 
-class _Box(NamedTuple):
-    """One state in the picture."""
+class _Rectangle(NamedTuple):
+    """One state in the picture: its centre, its caption, and whether the parameters are unsharded in it."""
 
     x: int
     y: int
@@ -19,7 +19,7 @@ class _Box(NamedTuple):
 
 
 class _Arrow(NamedTuple):
-    """One transition in the picture: its path, and where its label stands."""
+    """One transition in the picture: its path and the position of its label."""
 
     start: State
     end: State
@@ -30,12 +30,12 @@ class _Arrow(NamedTuple):
 
 
 _WIDTH, _HEIGHT = 150, 46
-_BOXES: Final = {
-    State.IDLE: _Box(405, 225, "only the shard is in memory", False),
-    State.FORWARD: _Box(405, 50, "computes", True),
-    State.BACKWARD_PRE: _Box(800, 225, "autograd is inside", True),
-    State.BACKWARD_POST: _Box(800, 385, "gradients are reduced", False),
-    State.SUMMONED: _Box(90, 225, "the user has the full values", True),
+_RECTANGLES: Final = {
+    State.IDLE: _Rectangle(405, 225, "only the shard is in memory", False),
+    State.FORWARD: _Rectangle(405, 50, "computes", True),
+    State.BACKWARD_PRE: _Rectangle(800, 225, "autograd is inside", True),
+    State.BACKWARD_POST: _Rectangle(800, 385, "gradients are reduced", False),
+    State.SUMMONED: _Rectangle(90, 225, "the user has the full values", True),
 }
 _ARROWS: Final = (
     _Arrow(State.IDLE, State.FORWARD, "M385 202 V75", 375, 133, "end"),
@@ -49,9 +49,9 @@ _ARROWS: Final = (
 
 
 def picture(table: Table = RESHARD_AFTER_FORWARD) -> str:
-    """The picture as SVG.
+    """Return the picture as SVG.
 
-    Of several events that lead from one state to another, the picture shows the first: the table lists the ordinary one first.
+    If several events lead from one state to another, it shows the first, because the table lists the usual one first.
     """
     lines = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 890 445" font-family="sans-serif" font-size="12">',
@@ -65,12 +65,12 @@ def picture(table: Table = RESHARD_AFTER_FORWARD) -> str:
         lines.append(_text(arrow.x, arrow.y, event.name, arrow.anchor, 'font-weight="bold" fill="#222"'))
         actions = ", ".join(action.name for action in step.actions)
         lines.append(_text(arrow.x, arrow.y + 15, actions, arrow.anchor, 'font-size="10.5" fill="#666"'))
-    for state, box in _BOXES.items():
-        fill = "#ffe3bd" if box.unsharded else "#d8e8f8"
-        corner = f'x="{box.x - _WIDTH // 2}" y="{box.y - _HEIGHT // 2}"'
+    for state, rectangle in _RECTANGLES.items():
+        fill = "#ffe3bd" if rectangle.unsharded else "#d8e8f8"
+        corner = f'x="{rectangle.x - _WIDTH // 2}" y="{rectangle.y - _HEIGHT // 2}"'
         lines.append(f'<rect {corner} width="{_WIDTH}" height="{_HEIGHT}" rx="8" fill="{fill}" stroke="#444"/>')
-        lines.append(_text(box.x, box.y - 2, state.name, "middle", 'font-weight="bold" fill="#111"'))
-        lines.append(_text(box.x, box.y + 14, box.note, "middle", 'font-size="10.5" fill="#444"'))
+        lines.append(_text(rectangle.x, rectangle.y - 2, state.name, "middle", 'font-weight="bold" fill="#111"'))
+        lines.append(_text(rectangle.x, rectangle.y + 14, rectangle.note, "middle", 'font-size="10.5" fill="#444"'))
     notes = (
         ("#ffe3bd", "the unit's parameters are unsharded"),
         ("#d8e8f8", "only this rank's shard"),

@@ -1,11 +1,14 @@
 """The shape of the code: who imports whom, and which file alone may do what."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import partial
+from importlib import metadata
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import MethodType
+from types import MethodType, ModuleType
 
 import pytest
 from torch import nn
@@ -66,7 +69,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "registry",
         "hooks",
         "refuse_copy",
-        "arrivals",
         "grad_hooks",
         "side_outputs",
         "engine",
@@ -81,6 +83,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "guard",
         "dump",
         "error_notes",
+        "snapshot",
         "delays",
     ),
     "reduction": (
@@ -100,7 +103,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "full_params",
         "versions",
         "external_use",
-        "pieces",
+        "partition",
         "flat_buffer",
         "use_after_free",
         "module_params",
@@ -144,7 +147,7 @@ STATE_MACHINE_USERS = {
     "reduction.reducer",
     "runtime.engine",
     "runtime.final_callback",
-    "debug.error_notes",
+    "debug.snapshot",
     "runtime.hooks",
     "state_dict.state_dict_hooks",
     "api.summon",
@@ -227,6 +230,16 @@ def test_a_package_is_a_docstring_and_at_most_a_dozen_files(package: str) -> Non
     assert text and len(tree.body) == 1
     assert all(line in text for line in ("Start with", "May use:", "Must not:"))
     assert 0 < len(ORDER[package]) <= 12
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_uses_those_that_it_says(package: str) -> None:
+    text = ast.get_docstring(parse(FSDP / package / "__init__.py")) or ""
+    said = text.partition("May use:")[2].partition("\n")[0]
+    if "every package below" not in said:
+        files = [path_of(f"{package}.{name}") for name in ORDER[package]]
+        used = {one.split(".")[1] for path in files for one in imports_of(path) if one.startswith("fsdp.")} - {package}
+        assert used <= set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", said)))
 
 
 def test_imports_point_down() -> None:
@@ -358,3 +371,30 @@ def test_tests_and_tools_are_packages_and_leave_the_path_alone(folder: str) -> N
     assert not [path for path in files if not (path.parent / "__init__.py").exists()]
     dots = {path: [dotted(node) for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)] for path in files}
     assert not [path for path, found in dots.items() if "sys.path" in found]
+
+
+def test_dir_lists_the_public_names_and_no_module() -> None:
+    assert [name for name in dir(fsdp) if not name.startswith("__")] == sorted(fsdp.__all__)
+    assert "__version__" in dir(fsdp)
+
+
+def run_init_alone() -> ModuleType:
+    """A second module made from `fsdp/__init__.py`, so that the first stays as it is."""
+    spec = spec_from_file_location("fsdp_again", FSDP / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_version_is_that_of_the_installed_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", {"fsdp": "7.8.9"}.__getitem__)
+    assert run_init_alone().__version__ == "7.8.9"
+
+
+def test_a_tree_that_is_not_installed_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert run_init_alone().__version__ == "0+unknown"

@@ -196,7 +196,7 @@ def batch_of(check: Callable[..., None], number: int) -> int:
 
     some()
     gc.collect()
-    assert not len(dump._engines), f"{len(dump._engines)} engines are left of {done} programs"
+    assert not dump._snapshots, f"{len(dump._snapshots)} engines are left of {done} programs"
     return done
 
 

@@ -13,14 +13,14 @@ from fsdp.runtime.registry import collective_call, engines_in, refusal, refuse_u
 
 @collective_call
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale the gradients of `model` so that their global norm is at most `max_norm`; return the norm before.
+    """Scale the gradients of `model` so that their global norm is at most `max_norm`, and return the norm before scaling.
 
-    The norm is that of all gradients of all ranks taken together: (sum |g|^p)^(1/p), or the largest
-    |g| for p = inf. Missing gradients count as zero; those of `ignored_modules` are left out. Communicates once.
+    The norm is taken over all gradients of all ranks together: (sum |g|^p)^(1/p), or the largest |g| for p = inf. A missing
+    gradient counts as zero. Gradients of `ignored_modules` are neither counted nor scaled. Communicates once.
 
     Raises:
-        ShardingError: `norm_type` is not a positive number, a parameter is not sharded, a forward, backward or summon is going
-            on, or gradients are kept under `no_sync` and not reduced.
+        ShardingError: `norm_type` is not a positive number, a parameter is not sharded, a forward, backward or summon is
+            running, or gradients are kept under `no_sync` and not reduced.
     """
     power = float(norm_type)
     if not power > 0:
@@ -30,7 +30,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     named = {id(p): (name, p) for name, p in model.named_parameters()}
     sharded = {id(p): p for engine in engines for unit in engine.units for p in unit.sharded_params}
     unsharded = [key for key in named if key not in sharded]
-    if unsharded:  # those of ignored modules are left out
+    if unsharded:  # gradients of ignored modules are left out
         inside = {id(p) for engine in engines for p in engine.units[0].module.parameters()}
         unsharded = [key for key in unsharded if key not in inside]
     if unsharded or not all(engine.comms.same_ranks_as(comms) for engine in engines):
@@ -73,11 +73,12 @@ def _combine(comm: Communicator, local: Tensor, power: float) -> Tensor:
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """A gradient scaler whose found-inf all ranks agree on: all step, or none does.
+    """A gradient scaler that skips a step on all ranks if a gradient of any rank overflowed.
 
     Args:
         model: the wrapped model whose gradients are scaled.
-        device: "cuda" or "cpu"; None means where the model is. The other options are torch's.
+        device: "cuda" or "cpu"; None means the device of the model.
+        options: the other options of `torch.amp.GradScaler`.
     """
 
     def __init__(self, model: nn.Module, device: str | None = None, **options: Any) -> None:
@@ -88,7 +89,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(*args, **kwargs)
-        if not found:  # this rank holds nothing of what this optimizer steps, and its peers still ask
+        if not found:  # this rank holds no gradient of this optimizer, and the other ranks still call the collective
             found = {self._found_on: torch.zeros((), device=self._found_on)}
         for flag in found.values():
             self._comm.all_reduce(flag, "max", "found inf").wait()

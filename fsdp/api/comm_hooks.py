@@ -1,4 +1,4 @@
-"""Communication hooks: somebody else reduces a bucket."""
+"""Communication hooks: a function of the user reduces the buckets."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,20 +11,21 @@ from fsdp.runtime.registry import engines_in, refuse_unless_resting
 
 
 def register_comm_hook(model: nn.Module, state: Any, hook: Callable[[Any, Any], Any]) -> None:
-    """From now on `hook(state, bucket)` reduces every bucket of `model`, instead of the engine.
+    """Let `hook(state, bucket)` reduce every bucket of `model` from now on, in place of the engine.
 
-    The bucket has the methods of `torch.distributed.GradBucket`, so torch's all-reduce, fp16-compressing and PowerSGD hooks run
-    unchanged under NO_SHARD. The hook returns a `torch.futures.Future` of one tensor, of any real dtype where the parameters
-    are real, which the engine puts into `.grad` as it is: the hook averages over the ranks itself.
+    The bucket has the methods of `torch.distributed.GradBucket`, so torch's all-reduce, fp16 compression and PowerSGD hooks run
+    unchanged under NO_SHARD. The hook returns a `torch.futures.Future` of one tensor. The tensor may have any real dtype if the
+    parameters are real. The engine puts it into `.grad` as it is: the hook must average over the ranks itself.
 
     Shapes:  bucket.buffer() (W * C,), gradients of this rank alone, one chunk for each of the W ranks that share the shards
              ->  NO_SHARD (W = 1): their average over all ranks (C,); else: the average of chunk `rank` (C,)
 
-    Every rank calls its hook for the same buckets in the same order. An exception in the hook, or in its future, is the
-    backward's, and leaves no trace.
+    Every rank calls its hook for the same buckets in the same order. The backward raises an exception of the hook, or of its
+    future, and abandons the step.
 
     Raises:
-        ShardingError: `hook` cannot be called, a hook is registered already, or a forward or backward is going on.
+        ShardingError: `hook` cannot be called, a hook is registered already, an option of `reduction` does the same, or a forward
+            or backward is running.
     """
     if not callable(hook):
         raise ShardingError(f"register_comm_hook takes a function of (state, bucket), not {hook!r}.")

@@ -1,4 +1,4 @@
-"""Methods of a unit that compute, beside its `forward`."""
+"""Methods of a unit that compute, besides its `forward`."""
 
 import inspect
 from types import MethodType
@@ -11,18 +11,17 @@ from fsdp.runtime.registry import unit_ref_of
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make a method of a unit a forward of it: inside, the whole parameters are there, and a backward comes back through
-    what it returns.
+    """Make a method of a unit run as its forward: with unsharded parameters, and with a backward through what it returns.
 
-    For methods that compute with the unit's own layers (`encode`, `decode`, a `generate` that does not call the module).
-    A method that calls the module itself, as most `generate` do, needs none of this.
+    Use it for methods that compute with the unit's own layers: `encode`, `decode`, a `generate` that does not call the module.
+    A method that calls the module itself, as most `generate` methods do, does not need it.
 
     Args:
         module: a unit, or its FullyShardedDataParallel.
-        method_name: a method of it; replaced on this one object. Registering it twice changes nothing.
+        method_name: the name of the method. It is replaced on this one object. Registering it twice changes nothing.
 
     Raises:
-        ShardingError: `module` is no unit, or has no such method.
+        ShardingError: `module` is not a unit, has no such method, or the method is a generator or a coroutine.
     """
     unit = module if unit_ref_of(module) is not None else getattr(module, "module", module)
     if unit_ref_of(unit) is None:
@@ -39,14 +38,14 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         raise ShardingError(f"register_forward_method: {method_name!r} is a forward already.")
     if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
         raise ShardingError(
-            f"register_forward_method: {method_name!r} goes on after it has returned, when the parameters are given back; "
+            f"register_forward_method: {method_name!r} goes on after it has returned, when the parameters are resharded; "
             "register what it calls instead."
         )
     unit.__dict__[method_name] = MethodType(_ForwardMethod(method), unit)
 
 
 class _ForwardMethod:
-    """Runs a method between what is heard before and after a forward."""
+    """Calls a method between the forward pre-hooks and the forward hooks of its unit."""
 
     def __init__(self, method: Any) -> None:
         self._method = method

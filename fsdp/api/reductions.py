@@ -1,4 +1,4 @@
-"""What the user may ask of the reductions of a model: what was launched when, and to learn the order anew."""
+"""Statistics of the reductions of a model, and a way to learn their order again."""
 
 from torch import nn
 
@@ -7,22 +7,22 @@ from fsdp.runtime.registry import engines_in
 
 
 def reducer_stats(model: nn.Module) -> list[BucketStats]:
-    """The reductions of the last backward that synchronised, in the order of their launches on this rank.
+    """Return the reductions of the last backward that synchronised, in the order of their launches on this rank.
 
     Raises:
-        ShardingError: there is no unit in `model`.
+        ShardingError: `model` contains no unit, or is only a part of a root.
     """
     return [one for engine in engines_in(model, "reducer_stats") for one in engine.reducer.stats.report()]
 
 
 def relearn_order(model: nn.Module) -> None:
-    """In the next backward that synchronises, learn the order of the reductions anew: it is rank 0's order of arrival.
+    """Learn the order of the reductions again in the next backward that synchronises.
 
-    It is learned in the first such backward, and again whenever what is trainable changes to what was not seen before. Every rank
-    must call it alike.
+    The order is the one in which gradients arrive on rank 0. It is learned in the first such backward, and again when a new set
+    of parameters is trainable. Every rank must call this alike.
 
     Raises:
-        ShardingError: there is no unit in `model`.
+        ShardingError: `model` contains no unit, or is only a part of a root.
     """
     for engine in engines_in(model, "relearn_order"):
         engine.reducer.relearn()

@@ -1,4 +1,4 @@
-"""Where every unit is, and how it got there, to be read by people."""
+"""The state of every unit and its last events, as text for people."""
 
 from torch import nn
 
@@ -7,12 +7,13 @@ from fsdp.runtime.registry import engines_in
 
 
 def story(model: nn.Module) -> str:
-    """What the engine is doing with `model` on this rank: for a look at a run that hangs or surprises. Does not communicate.
+    """Return what the engine does with `model` on this rank now, as text. Does not communicate.
 
-    For each root: the bytes it holds by kind, the last collectives of each channel, oldest first, and a line for each unit
-    with its state, where its whole parameters are, and its last events, oldest first.
+    Use it to look at a run that hangs or surprises. Each root has a line with the bytes it holds by kind, a line for each
+    communicator with its last collectives, and a line for each unit with its state, its residency (where its unsharded
+    parameters are) and its last events. Collectives and events are in order, oldest first.
 
     Raises:
-        ShardingError: there is no unit in `model`, or it is only a part of a root.
+        ShardingError: `model` contains no unit, or is only a part of a root.
     """
-    return "\n".join(line for engine in engines_in(model, "story") for line in lines_of(engine))
+    return "\n".join(line for engine in engines_in(model, "story") for line in lines_of(engine.snapshot()))

@@ -1,4 +1,4 @@
-"""Full parameters, lent to the user."""
+"""Full parameters for the user."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,23 +11,26 @@ from state_machine import Event
 
 @contextmanager
 def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[None]:
-    """Inside, the parameters of `model` are the full ones: same objects, full shapes, their own precision.
+    """Give the parameters of `model` their full values inside: same Parameter objects, full shapes, the dtype of the shards.
 
-    With `writeback`, each rank keeps its part of what was changed inside. Memory: the whole model on
-    every rank. `.grad` is set aside meanwhile. A forward under `torch.no_grad()` works and does not
-    communicate. Communicates on entry: every rank must call it alike.
+    With `writeback`, each rank keeps its part of every change that was made inside; without it, changes are dropped. `.grad` is
+    not there inside and comes back at the end. A forward under `torch.no_grad()` works and does not communicate. Communicates
+    on entry: every rank must call it alike.
+
+    Memory: the full model, on every rank.
 
     Raises:
-        IllegalTransition: inside a forward, a backward, or another summon.
+        IllegalTransition: a forward, a backward or another summon is running.
+        ShardingError: `model` contains no unit.
     """
-    full_params: list[UnitRef] = []
-    kept = False
+    entered: list[UnitRef] = []
+    writes_back = False
     try:
-        for sharded in units_in(model, "summon_full_params"):
-            sharded.on_event(Event.SUMMON)
-            full_params.append(sharded)
+        for unit in units_in(model, "summon_full_params"):
+            unit.on_event(Event.SUMMON)
+            entered.append(unit)
         yield
-        kept = writeback
+        writes_back = writeback
     finally:
-        for sharded in full_params:
-            sharded.on_event(Event.UNSUMMON_WRITEBACK if kept else Event.UNSUMMON_DISCARD)
+        for unit in entered:
+            unit.on_event(Event.UNSUMMON_WRITEBACK if writes_back else Event.UNSUMMON_DISCARD)

@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel and fully_shard: two doors to one engine. The public door."""
+"""FullyShardedDataParallel and fully_shard: two ways to wrap a model, one engine. Also no_sync and memory_bytes."""
 
 import inspect
 from collections.abc import Iterator
@@ -23,10 +23,62 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class FullyShardedDataParallel(nn.Module):
-    """Wraps a module so that each rank keeps a part of its parameters, gradients and optimizer state: see `sharding_strategy`.
+    """Shard the parameters, gradients and optimizer state of a module over the ranks of a group, and wrap the module.
 
-    The wrapped module is `.module`; parameter names are those of the plain module. The options are
-    those of `fully_shard`, which does the same without a wrapper.
+    The wrapped module is `.module`. Parameter names are those of the plain module. `fully_shard` takes the same arguments and
+    does the same without a wrapper. Wrapping communicates: every rank must wrap the same model with the same arguments. All
+    arguments but `module` are optional.
+
+    Args:
+        module: the module to shard. It becomes a unit: its parameters are gathered and released together. Units that were
+            wrapped before inside it become its inner units. Refused: a module that is wrapped already, a container without a
+            forward (such as ModuleList), parameters on several devices, a parameter that an inner unit shares with a module
+            outside of it.
+        process_group: the ranks to shard over. Default None: the ranks of `mesh`, else the default group, else the simulated
+            ranks inside `fsdp.simulate`. Refused together with `mesh`, and inside `fsdp.simulate`.
+        mesh: a one-dimensional DeviceMesh, instead of a group. "HYBRID_SHARD" requires a two-dimensional mesh: its second
+            dimension shards, its first dimension holds replicas. The shape of that mesh over all ranks, (replicas, shards), is
+            accepted too, and is the only form inside `fsdp.simulate`. Default None.
+        auto_wrap_policy: chooses the inner units: a set of module classes, a `callable(name, module) -> bool`, or torch's
+            `ModuleWrapPolicy`. Default None: no unit besides `module` and those wrapped already. Refused: an empty set, a
+            class outside a set, a policy that chooses a module without a forward.
+        sharding_strategy: what a rank holds, by name or as the member of torch's enum with that name. Default "FULL_SHARD".
+
+            - "FULL_SHARD" (ZeRO-3) releases the unsharded parameters after the forward and after the backward of each unit.
+            - "SHARD_GRAD_OP" releases them after the backward only.
+            - "SHARD_GRADIENTS" (ZeRO-2) keeps them, and gathers them again after each optimizer step. Gradients and optimizer
+              state are sharded.
+            - "SHARD_OPTIMIZER" (ZeRO-1) does the same and keeps the memory of unsharded gradients between steps too.
+            - "HYBRID_SHARD" is "FULL_SHARD" inside each replica of a mesh, and sums gradients over the replicas.
+            - "NO_SHARD" shards nothing: every rank holds the full model, and gradients are averaged, as DDP does.
+        reshard_after_forward: True releases the unsharded parameters after the forward, in the root's own unit too. False keeps
+            them until the backward. Default None: as the strategy says, except that the root's own unit keeps them, because
+            the backward needs them first. True is refused with strategies that keep them.
+        mp_policy: the dtypes of computation and reduction: a `fsdp.MixedPrecisionPolicy` or torch's class of that name.
+            Default None: no dtype is changed.
+        sync_module_states: True overwrites parameters and buffers with rank 0's before sharding. Default False. Ranks that hold
+            the same shards ("NO_SHARD", "HYBRID_SHARD") are refused if their parameters then differ.
+        param_init_fn: a function that initialises one module whose tensors were on the meta device, after they got memory.
+            Default None: the module's `reset_parameters`. The model gets memory unit by unit, never all at once. Refused: a
+            function that assigns new parameters instead of copying into them. If the function raises, build the model anew.
+        ignored_modules: a collection of modules whose parameters, with all below them, stay as they are: complete on every rank,
+            their gradients neither averaged nor clipped. Default None. Refused: `module` itself, a module that contains a unit,
+            a module that shares a parameter with a module that is not ignored.
+        prefetch: how many units may be gathered ahead of the one that computes, in the order of the last pass. Default 1; 0
+            switches prefetch off. The value of the outermost unit counts.
+        guard: True checks for mistakes that would crash or go unseen: a backward that enters a unit by a path no hook sees, and
+            a change of a weight through `.data`. It costs a check of every tensor that is saved for the backward, and a second
+            copy of the unsharded parameters while a unit's forward runs. Default None: True if the environment variable
+            FSDP_GUARD is 1.
+        reduction: how gradients are put into buckets and summed: a `fsdp.ReductionPolicy`. Default None: its defaults. The
+            policy of the outermost unit counts, except for sizes and triggers.
+        broadcast_buffers: True overwrites the buffers with rank 0's at the start of each forward of the outermost unit that
+            records a graph, as DDP does. Default False: each rank keeps its own. The value of the outermost unit counts.
+
+    There is no CPU offload: shards, gradients and optimizer state stay on the device of the module.
+
+    Raises:
+        ShardingError: an argument, the module or the ranks are refused. Nothing was sharded, on any rank.
     """
 
     def __init__(self, module: nn.Module, process_group: Any = None, **options: Any) -> None:
@@ -39,9 +91,9 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return self.module(*args, **kwargs)
         except Exception:
-            raise  # the hooks have heard it
+            raise  # the hooks have abandoned the step
         except BaseException as failure:
-            # torch calls no hook for Ctrl-C
+            # torch runs no hook after a KeyboardInterrupt
             sharded = unit_ref_of(self.module)
             assert sharded is not None, "the constructor made it a unit"
             sharded.engine.note(failure)
@@ -49,7 +101,7 @@ class FullyShardedDataParallel(nn.Module):
             raise
 
     def __getattr__(self, name: str) -> Any:
-        """Methods and attributes of the wrapped module, where the wrapper has none of that name."""
+        """Return an attribute or method of the wrapped module if the wrapper has none of that name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -60,7 +112,7 @@ class FullyShardedDataParallel(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Like the plain module's: the wrapper adds nothing to a name."""
+        """Like `named_modules` of the plain module. The wrapper adds nothing to a name."""
         memo = set() if memo is None else memo
         if self not in memo:
             if remove_duplicate:
@@ -69,11 +121,12 @@ class FullyShardedDataParallel(nn.Module):
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's: plain names, this rank's parts, which torch's Distributed Checkpoint saves and loads."""
+        """Return the state dict of the wrapped module: plain names, and this rank's shards in a form that torch's Distributed
+        Checkpoint saves and loads."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's: takes parts of an equally sharded model, or full values, the same on every rank."""
+        """Load a state dict into the wrapped module: shards of a model sharded alike, or full values, the same on every rank."""
         return self.module.load_state_dict(*args, **kwargs)
 
     @contextmanager
@@ -105,39 +158,13 @@ def fully_shard(
     broadcast_buffers: bool = False,
     **unknown: Any,
 ) -> Module:
-    """Shard `module` in place over the ranks of a group; return the same module, class and names untouched.
+    """Shard `module` in place and return it. Its class, its name and the names of its parameters stay.
 
-    Afterwards its parameters are shards: the same Parameter objects, with this rank's part as data.
-    Communicates: every rank must call it alike.
-
-    Args:
-        module: the unit; units wrapped before inside it become its inner units.
-        process_group: the ranks to shard over; None means `mesh`, or the default group.
-        mesh: a one-dimensional DeviceMesh, instead of a group. For "HYBRID_SHARD" a two-dimensional one, whose second
-            dimension shards and whose first one holds the same shards, or its shape over all ranks (replicas, shards).
-        auto_wrap_policy: inner units: a set of module classes, `callable(name, module) -> bool`, or torch's `ModuleWrapPolicy`.
-        sharding_strategy: "FULL_SHARD" gives the whole parameters back after forward and after backward, "SHARD_GRAD_OP"
-            after backward only. "HYBRID_SHARD" is the former over one dimension of a mesh. "NO_SHARD" shards nothing: every
-            rank holds the whole model, and gradients are averaged.
-        reshard_after_forward: True gives them back after the forward, in the root's own unit too; False keeps them until the
-            backward; None follows the strategy, and keeps the root's own unit, which the backward needs first.
-        mp_policy: `fsdp.MixedPrecisionPolicy` or torch's.
-        sync_module_states: overwrite parameters and buffers with rank 0's before sharding. Without it, ranks that hold the same
-            shards ("NO_SHARD", "HYBRID_SHARD") must begin with the same parameters, which is checked.
-        param_init_fn: initialises one module that is on the meta device, after it has been given memory; None means its
-            `reset_parameters`. The model comes to memory unit by unit, never whole. If it raises, build the model anew.
-        ignored_modules: modules (with everything below them) whose parameters stay as they are: whole, on every rank, their
-            gradients neither averaged nor clipped.
-        prefetch: how many units may be gathered ahead of the one that computes; that of the outermost unit counts.
-        guard: True looks for mistakes that would crash or go unseen: a backward that enters a unit by a way no hook sees, an edit
-            of a weight that leaves no trace. It costs a look at every tensor that is saved for the backward, and a second copy of
-            the whole parameters while a unit's forward runs. None means whether the environment variable FSDP_GUARD is 1.
-        reduction: how gradients are put into buckets and summed, see `fsdp.ReductionPolicy`.
-        broadcast_buffers: overwrite the buffers with rank 0's at the beginning of each forward of the outermost unit that records
-            a graph, as DDP does; False leaves each rank its own. That of the outermost unit counts.
+    Afterwards its parameters are shards: the same Parameter objects, with this rank's part as data. The arguments are those of
+    `FullyShardedDataParallel`, which documents each. Communicates: every rank must call it alike.
 
     Raises:
-        ShardingError: an option, the module or the ranks are not as they must be. Nothing was sharded.
+        ShardingError: an argument, the module or the ranks are refused. Nothing was sharded, on any rank.
     """
     ranks = process_group, mesh, find_strategy(sharding_strategy).mesh_kind
     comms = open_comms(*ranks)
@@ -165,7 +192,7 @@ def fully_shard(
 def _prepare(
     module: nn.Module, policy: Any, ignored: Any, comms: CommContext, options: tuple[Any, ...], unknown: dict[str, Any]
 ) -> tuple[Config, list[Planned]]:
-    """Everything that can be refused, before anything moves."""
+    """Check everything that can be refused, before anything changes."""
     if unknown:
         _refuse(unknown)
     if not isinstance(module, nn.Module):
@@ -176,7 +203,7 @@ def _prepare(
     if isinstance(module, FullyShardedDataParallel):
         raise ShardingError("the module is a FullyShardedDataParallel already; wrap a module once.")
     plan = make_plan(module, policy, _unit_of, lambda one: isinstance(one, FullyShardedDataParallel), ignored)
-    names = {place.names[0] for one in plan for place in one.param_infos if place.parameter.requires_grad}
+    names = {info.names[0] for one in plan for info in one.param_infos if info.parameter.requires_grad}
     for trigger in config.reduction.triggers:
         if trigger not in names:
             raise ShardingError(
@@ -199,8 +226,8 @@ def _prepare(
                 "another way; wrap all units of a model alike."
             )
     devices: dict[torch.device, str] = {}
-    for place in (place for one in plan for place in one.param_infos if not place.parameter.is_meta):
-        devices.setdefault(place.parameter.device, place.names[0])
+    for info in (info for one in plan for info in one.param_infos if not info.parameter.is_meta):
+        devices.setdefault(info.parameter.device, info.names[0])
     if len(devices) > 1:
         (a, first), (b, second) = list(devices.items())[:2]
         raise ShardingError(
@@ -220,7 +247,19 @@ def _unit_of(module: nn.Module) -> Unit | None:
     return None if sharded is None else sharded.unit
 
 
-ELSEWHERE = {
+_NO_OFFLOAD = "CPU offload is not supported; shards, gradients and optimizer state stay on the device of the module"
+OTHER_ENGINES_OPTIONS = {
+    "cpu_offload": _NO_OFFLOAD,
+    "offload_policy": _NO_OFFLOAD,
+    "move_params_to_cpu": _NO_OFFLOAD,
+    "device_mesh": "give mesh",
+    "ignored_params": "give ignored_modules, the modules with these parameters",
+    "ignored_states": "give ignored_modules, the modules with these parameters",
+    "num_allreduce_streams": "give reduction=fsdp.ReductionPolicy(streams=...)",
+    "compute_dtype": "give mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=...)",
+    "fp32_reduce_scatter": "give mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)",
+    "flatten_parameters": "parameters are always the original objects",
+    "device_ids": "move the module to its device before wrapping it",
     "use_orig_params": "parameters are always the original objects",
     "device_id": "move the module to its device before wrapping it",
     "backward_prefetch": "prefetch follows the recorded order; set prefetch=0 to switch it off",
@@ -238,20 +277,26 @@ ELSEWHERE = {
     "gradient_average": "give reduction=fsdp.ReductionPolicy(average=...)",
     "allreduce_always_fp32": "give mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)",
 }
+"""Options of DDP, Apex, fairscale, FSDP1 and FSDP2 that are not options here, and the remedy that the error gives."""
 
 
 def _refuse(unknown: dict[str, Any]) -> NoReturn:
     name = next(iter(unknown))
     known = ", ".join(("process_group", *inspect.getfullargspec(fully_shard).kwonlyargs))
-    remedy = ELSEWHERE.get(name)
+    remedy = OTHER_ENGINES_OPTIONS.get(name)
     raise ShardingError(f"unknown option {name!r}" + (f": {remedy}." if remedy else f"; the options are {known}."))
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backwards that begin inside keep their gradients, whole and unreduced, for the next backward that synchronises.
+    """Accumulate gradients without communication: a backward that begins inside keeps its unsharded gradients on this rank.
 
-    Memory: the whole gradients, until then. `zero_grad()` forgets them as it would any gradient.
+    The next backward outside reduces them together with its own. `zero_grad()` drops them, as it drops any gradient.
+
+    Memory: the unsharded gradients, until that backward.
+
+    Raises:
+        ShardingError: `model` contains no unit, or is only a part of a root.
     """
     engines = engines_in(model, "no_sync")
     before = [engine.synchronises for engine in engines]
@@ -265,16 +310,23 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:
-    """Switch the reduction of gradients off or on, for backwards that begin from now on. See `no_sync`."""
+    """Switch the reduction of gradients off or on for every backward that begins from now on. See `no_sync`.
+
+    Raises:
+        ShardingError: `model` contains no unit, or is only a part of a root.
+    """
     for engine in engines_in(model, "set_requires_gradient_sync"):
         engine.synchronises = bool(requires_gradient_sync)
 
 
 def memory_bytes(model: nn.Module, peak: bool = False) -> int:
-    """Bytes the engine holds on this rank for `model`: shards, whole and lent parameters, buckets and what reducing them takes,
-    gradients reduced but not yet in `.grad`, gradients kept under `no_sync`. What is in `.grad` is the user's, and not counted.
+    """Return how many bytes the engine holds for `model` on this rank; with `peak`, the most it has held at once.
 
-    With `peak`, the most it ever held at once.
+    Counted are shards, unsharded and summoned parameters, buckets and the memory that reducing them takes, reduced gradients
+    that are not in `.grad` yet, and gradients kept under `no_sync`. Memory of `.grad` is the user's and not counted.
+
+    Raises:
+        ShardingError: `model` contains no unit, or is only a part of a root.
     """
-    ledgers = [engine.tracker for engine in engines_in(model, "memory_bytes")]
-    return sum(tracker.peak if peak else tracker.now for tracker in ledgers)
+    trackers = [engine.tracker for engine in engines_in(model, "memory_bytes")]
+    return sum(tracker.peak if peak else tracker.now for tracker in trackers)

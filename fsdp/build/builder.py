@@ -1,7 +1,7 @@
-"""Plan -> units, one at a time: give memory, broadcast, shard. Then one engine over all of them.
+"""Makes the units of a plan, one at a time: allocate, broadcast, shard. Then makes one engine over all of them.
 
-A model on the meta device gets its memory here, in the order of its modules, and each unit is sharded
-as soon as it is whole; so no rank ever holds more than one unit and the layers around it.
+A model on the meta device gets its memory here, in the order of its modules. Each unit is sharded as soon as all its parameters
+have values, so no rank ever holds more than one unsharded unit and the layers around it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,10 +29,10 @@ Initialise = Callable[[nn.Module], object]
 
 
 def check_initialisation(plan: Sequence[Planned], initialise: Any) -> None:
-    """Everything on the meta device must come by memory and values.
+    """Check that every tensor on the meta device can get memory and values.
 
     Raises:
-        ShardingError: `initialise` is no function, or a module with tensors on the meta device cannot initialise itself.
+        ShardingError: `initialise` is not a function, or a module with tensors on the meta device cannot initialise itself.
     """
     if initialise is not None and not callable(initialise):
         raise ShardingError(f"param_init_fn must be a callable that takes a module, not {initialise!r}.")
@@ -53,15 +53,21 @@ def build(
     initialise: Initialise | None,
     ignored: Collection[nn.Module],
 ) -> None:
-    """Shard what the plan says, and put one engine over all units."""
+    """Shard the units of the plan and put one engine over all of them.
+
+    Memory: the shards, and at most one unsharded unit with the layers around it.
+
+    Raises:
+        ShardingError: `initialise` replaced a parameter, or replicas begin with different parameters.
+    """
     units = _Builder(plan, config, comms, initialise).build()
     _check_replicas([unit for unit, one in zip(units, plan, strict=True) if one.unit is None], comms)
-    inner = [sharded for one in plan if (sharded := unit_ref_of(one.module)) is not None]
-    for old in {id(sharded.engine): sharded for sharded in inner}.values():
+    inner = [ref for one in plan if (ref := unit_ref_of(one.module)) is not None]
+    for old in {id(ref.engine): ref for ref in inner}.values():
         old.engine._reset_step()
         old.hooks.remove()
-    for sharded in inner:
-        for handle in sharded.state_dict_handles:
+    for ref in inner:
+        for handle in ref.state_dict_handles:
             handle.remove()
     if config.sync_module_states:
         _broadcast(((name, buffer.detach()) for name, buffer in plan[0].module.named_buffers()), comms)
@@ -76,7 +82,7 @@ def build(
             inside[outer].add(index)
     engine = Engine(units, [*map(frozenset, inside)], comms, streams, tracker)
     hooks = EngineHooks(engine)
-    remember(engine)
+    remember(engine.snapshot)
     for index, one in enumerate(plan):
         state_hooks = StateHooks(engine, index, [units[outer] for outer in sorted(one.ancestors)])
         one.module.__dict__[UnitRef.ATTRIBUTE] = UnitRef(engine, hooks, state_hooks.handles, index)
@@ -85,10 +91,10 @@ def build(
 
 
 def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
-    """Ranks that hold the same shards must begin with the same values, or they train different models.
+    """Check that ranks with the same shards begin with the same values. They would train different models otherwise.
 
     Raises:
-        ShardingError: they do not.
+        ShardingError: they begin with different values.
     """
     if comms.replica_comm.size == 1:
         return
@@ -103,7 +109,7 @@ def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
 
 
 class _Builder:
-    """Makes the units in the order in which they become whole."""
+    """Makes the units of a plan. A unit is sharded when all its modules have memory and values."""
 
     def __init__(self, plan: Sequence[Planned], config: Config, comms: CommContext, initialise: Initialise | None) -> None:
         self._plan = plan
@@ -116,7 +122,7 @@ class _Builder:
         self._device = default_device(comms.world_comm.supports_device)
 
     def build(self) -> list[Unit]:
-        """Every unit, outermost first."""
+        """Make every unit and return them, outermost first."""
         self._build(0)
         return [unit for unit in self._units if unit is not None]
 
@@ -124,16 +130,16 @@ class _Builder:
         one = self._plan[index]
         self._prepare(one.module, index)
         if one.unit is None and self._config.sync_module_states:
-            _broadcast(((place.names[0], place.parameter.detach()) for place in one.param_infos), self._comms)
+            _broadcast(((info.names[0], info.parameter.detach()) for info in one.param_infos), self._comms)
         unit = one.unit or Unit(one.module, one.name, one.param_infos, self._config, self._comms.shard_comm)
         unit.name = one.name
         self._units[index] = unit
 
     def _prepare(self, module: nn.Module, index: int) -> None:
-        """Give memory to `module` and what is below it, and build the units below it."""
+        """Allocate and initialise `module` and the modules below it, and build the units below it."""
         self._own[index].discard(id(module))
         if any(tensor.is_meta for _, tensor in _own_tensors(module)):
-            _give_memory(module, self._device)
+            _materialise(module, self._device)
             before = list(module._parameters.values())
             self._initialise(module)
             if any(map(is_not, before, module._parameters.values())):
@@ -153,8 +159,8 @@ def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in found if tensor is not None]
 
 
-def _give_memory(module: nn.Module, device: torch.device) -> None:
-    """Memory on `device` for what is on the meta device; the objects stay the same, and so do ties."""
+def _materialise(module: nn.Module, device: torch.device) -> None:
+    """Give memory on `device` to the tensors on the meta device. The objects stay the same, so tied parameters stay tied."""
     for parameter in module._parameters.values():
         if parameter is not None and parameter.is_meta:
             fresh = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
@@ -166,13 +172,13 @@ def _give_memory(module: nn.Module, device: torch.device) -> None:
 
 
 def _reset(module: nn.Module) -> None:
-    module.reset_parameters()  # type: ignore[operator]  # checked before anything moved
+    module.reset_parameters()  # type: ignore[operator]  # checked before anything was changed
 
 
 def _broadcast(states: Iterator[tuple[str, Tensor]], comms: CommContext) -> None:
     with torch.no_grad():
         for name, state in states:
-            carrier = state.contiguous()
-            comms.world_comm.broadcast(carrier, 0, name).wait()
-            if carrier is not state:
-                state.copy_(carrier)
+            contiguous = state.contiguous()
+            comms.world_comm.broadcast(contiguous, 0, name).wait()
+            if contiguous is not state:
+                state.copy_(contiguous)

@@ -1,4 +1,4 @@
-"""Whether all ranks are about to do the same thing."""
+"""Checks that all ranks are about to wrap the same model in the same way."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -14,14 +14,14 @@ Prepared = tuple[Config, list[Planned]]
 
 
 def agree(comm: Communicator, prepare: Callable[[], Prepared]) -> Prepared:
-    """Prepare on every rank and compare what came out; a refusal on one rank reaches every rank.
+    """Call `prepare` on every rank and compare the results. If one rank refuses, every rank raises. Communicates.
 
     Raises:
-        ShardingError: the preparation failed here or elsewhere, or the ranks differ; the first difference is named with its rank.
+        ShardingError: `prepare` failed on some rank, or the ranks differ. The text names the first difference and its rank.
     """
     try:
         prepared = prepare()
-    except Exception as refusal:  # a user's policy may raise anything, and the peers must hear of it
+    except Exception as refusal:  # a user's policy may raise anything, and the other ranks must be notified
         reason = str(refusal) if isinstance(refusal, ShardingError) else repr(refusal)
         comm.gather_objects(f"refused: {reason}", "agreement")
         raise
@@ -42,9 +42,9 @@ def _describe(config: Config, plan: Sequence[Planned]) -> list[str]:
         lines += [f"buffer {name!r} {tuple(b.shape)} {b.dtype}" for name, b in plan[0].module.named_buffers()]
     for one in plan:
         lines.append(f"unit {one.name!r}")
-        for place in one.param_infos:
-            p: Any = place.parameter
-            names = " = ".join(place.names)
+        for info in one.param_infos:
+            p: Any = info.parameter
+            names = " = ".join(info.names)
             lines.append(f"parameter {names!r} {tuple(p.shape)} {p.dtype}" + ("" if p.requires_grad else " frozen"))
     return lines
 

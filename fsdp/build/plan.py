@@ -1,7 +1,7 @@
-"""Which module becomes a unit, and which unit owns each parameter. Walks modules, moves nothing.
+"""Chooses which module becomes a unit and which unit owns each parameter. Walks modules and changes nothing.
 
-A parameter belongs to the lowest unit that contains every place it is used from, so one that is
-tied across units belongs to their lowest common ancestor.
+A parameter belongs to the innermost unit that contains all its uses. A parameter that is tied across units belongs to their
+innermost common ancestor.
 """
 
 import inspect
@@ -17,24 +17,25 @@ from fsdp.params.param_info import ParamInfo
 from fsdp.params.unit import Unit
 from fsdp.state_dict.fqns import TRANSPARENT
 
-# Marks a module that an earlier wrapping was told to ignore.
 IGNORED = "_fsdp_ignored"
+"""The attribute of a module that an earlier wrapping ignored."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules without a forward."""
 
 
 class Planned(NamedTuple):
-    """One unit of a root: new, or wrapped by hand before."""
+    """One unit of a root: a new one, or one that was wrapped before."""
 
     module: nn.Module
     name: str
     unit: Unit | None
-    """The unit it is already."""
+    """The unit itself, if it was wrapped before."""
     param_infos: list[ParamInfo]
-    """What a new unit will own."""
+    """The parameters that a new unit will own."""
     ancestors: frozenset[int]
-    """Indices of the units around it."""
+    """The indices of the units around it."""
     own_modules: list[nn.Module]
-    """The modules in it, without those of its inner units and those that are ignored."""
+    """The modules of the unit, without those of its inner units and without ignored ones."""
 
 
 def make_plan(
@@ -44,10 +45,10 @@ def make_plan(
     is_wrapper: Callable[[nn.Module], bool],
     ignored: Any = None,
 ) -> list[Planned]:
-    """The units of `root`, outermost first, in the order of the modules.
+    """Return the units of `root`, outermost first, in the order of the modules.
 
     Raises:
-        ShardingError: an impossible policy or module, or a parameter that is owned elsewhere.
+        ShardingError: the policy or the module is refused, or a unit elsewhere owns one of the parameters.
     """
     if isinstance(root, CONTAINERS):
         raise ShardingError(
@@ -61,7 +62,7 @@ def make_plan(
 
 
 class _Walk:
-    """Collects units and the places of their parameters on one walk over the module tree."""
+    """Collects units and their parameters in one walk over the module tree."""
 
     def __init__(
         self,
@@ -81,11 +82,11 @@ class _Walk:
         self._names: list[str] = []
         self._index: dict[int, int] = {}
         self._ancestors: list[set[int]] = []
-        self._places: dict[int, ParamInfo] = {}
+        self._param_infos: dict[int, ParamInfo] = {}
         self._chains: dict[int, tuple[int, ...]] = {}
 
     def visit(self, module: nn.Module, path: str, chain: tuple[int, ...]) -> None:
-        """One module at one path, inside the units of `chain`. A shared module is visited once a path."""
+        """Visit one module at one path, inside the units of `chain`. A shared module is visited once for each path."""
         if id(module) in self._ignored or IGNORED in module.__dict__:
             self._ignored_parameters.update({id(p): _join(path, name) for name, p in module.named_parameters()})
             return
@@ -107,27 +108,27 @@ class _Walk:
                 self.visit(child, path if transparent else _join(path, name), chain)
 
     def planned(self) -> list[Planned]:
-        """What was found, outermost first.
+        """Return the units that were found, outermost first.
 
         Raises:
-            ShardingError: a parameter is new in an old unit, or ignored in one place and used in another.
+            ShardingError: an existing unit has a new parameter, or an ignored parameter is used by a module that is not ignored.
         """
-        for key, place in self._places.items():
+        for key, info in self._param_infos.items():
             if key in self._ignored_parameters:
                 raise ShardingError(
-                    f"parameter {place.names[0]!r} is also {self._ignored_parameters[key]!r}, in a module of ignored_modules; "
+                    f"parameter {info.names[0]!r} is also {self._ignored_parameters[key]!r}, in a module of ignored_modules; "
                     "ignore every module that uses it, or none."
                 )
         others = {*map(id, self._modules), *self._ignored}
         param_infos: list[list[ParamInfo]] = [[] for _ in self._modules]
-        for key, place in self._places.items():
+        for key, info in self._param_infos.items():
             owner = self._chains[key][-1]
             unit = self._unit_of(self._modules[owner])
             if unit is None:
-                param_infos[owner].append(place)
-            elif owning_unit(place.parameter) is not unit:
+                param_infos[owner].append(info)
+            elif owning_unit(info.parameter) is not unit:
                 raise ShardingError(
-                    f"parameter {place.names[0]!r} is new in unit {unit.name!r}, which was wrapped before; add "
+                    f"parameter {info.names[0]!r} is new in unit {unit.name!r}, which was wrapped before; add "
                     "parameters before wrapping."
                 )
         return [
@@ -153,7 +154,7 @@ class _Walk:
             )
         return next(module.parameters(), None) is not None
 
-    def _note(self, module: nn.Module, slot: str, parameter: nn.Parameter, name: str, chain: tuple[int, ...]) -> None:
+    def _note(self, module: nn.Module, attribute: str, parameter: nn.Parameter, name: str, chain: tuple[int, ...]) -> None:
         key = id(parameter)
         owner = owning_unit(parameter)
         if owner is not None and all(self._unit_of(self._modules[index]) is not owner for index in chain):
@@ -162,15 +163,15 @@ class _Walk:
                 "Wrap inner units before outer ones. Tied parameters must live in one unit: wrap the module that contains "
                 "both uses instead, or let auto_wrap_policy choose."
             )
-        place = self._places.setdefault(key, ParamInfo(parameter))
-        place.add(name, module, slot)
+        info = self._param_infos.setdefault(key, ParamInfo(parameter))
+        info.add(name, module, attribute)
         known = self._chains.setdefault(key, chain)
         common = [a for a, b in zip(known, chain, strict=False) if a == b]
         self._chains[key] = tuple(common)
 
 
 def _modules_to_ignore(root: nn.Module, ignored: Any, unit_of: Callable[[nn.Module], Unit | None]) -> set[int]:
-    """The ids of the modules in `ignored`, checked."""
+    """Check `ignored` and return the ids of its modules."""
     if ignored is None:
         return set()
     if not isinstance(ignored, Collection) or isinstance(ignored, str | nn.Module):
@@ -191,7 +192,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _chooser(policy: Any) -> Callable[[str, nn.Module], bool]:
-    """A policy as one function of a module's name and the module."""
+    """Return the policy as one function of a module's name and the module."""
     if policy is None:
         return lambda name, module: False
     classes = getattr(policy, "_module_classes", policy)  # torch's ModuleWrapPolicy

@@ -44,7 +44,7 @@ class Saving:
     result = wait
     """The name that futures use."""
 
-    def wait_unreported(self) -> None:
+    def _settle(self) -> None:
         """Wait until the save is over.
 
         Raises:
@@ -85,7 +85,7 @@ def wait_for_last(world_comm: Communicator) -> None:
         ShardingError: the last save failed, and that failure has not been raised before.
     """
     if (last := _last.get(world_comm)) is not None:
-        last.wait_unreported()
+        last._settle()
 
 
 def _run(path: Path, work: Callable[[], None], future: "Future[None]") -> None:

@@ -2,5 +2,5 @@
 
 Start with communicator.py; context.py says which ranks share which communicator; simulated.py runs all ranks in one process.
 May use: failure, config, errors. Only process_group.py and connect.py import torch.distributed.
-Must not: know a unit or a parameter.
+Must not: use a unit or a parameter.
 """

@@ -1,6 +1,6 @@
-"""What people are told: notes on errors, the dump of a waiting rank, guard mode, random delays.
+"""Diagnostics: notes on errors, the dump of a rank that hangs, guard mode, random delays.
 
-Start with error_notes.py.
-May use: params, comm, failure, device.
-Must not: change what the engine does. delays.py alone changes when it happens, never what.
+Start with error_notes.py; snapshot.py is the data that it prints.
+May use: params, comm, device, autograd, errors.
+Must not: change what the engine does. Only delays.py changes when something happens.
 """

@@ -1,7 +1,7 @@
-"""Random delays before computing and communicating: a mode for tests, switched on by FSDP_DELAYS=seed.
+"""Random delays before computation and communication: a mode for tests, switched on by FSDP_DELAYS=seed.
 
-Whoever counts on being early or late fails under them; whoever waits for what he needs gives the same bits. On CUDA the
-current stream does nothing for a while; the host sleeps; in the simulated world other ranks run first.
+Code that relies on being early or late fails under delays. Code that waits for its inputs gives the same bits. On CUDA the
+current stream is stalled, on the host the thread sleeps, and in a simulated world other ranks run first.
 """
 
 import os
@@ -17,19 +17,19 @@ from fsdp.comm.simulated import current_rank
 from fsdp.device.streams import Streams, stall
 
 DELAYS: Final = "FSDP_DELAYS"
-"""The environment variable with the seed, read when a model is wrapped."""
+"""The environment variable with the seed. It is read when a model is wrapped."""
 LONGEST: Final = 0.002
-"""Seconds."""
+"""The longest delay, in seconds."""
 
 
 def delayed(streams: Streams, rank: int, device: torch.device) -> Streams:
-    """The same streams, with delays if the environment asks for them. Each rank draws its own."""
+    """Return `streams` with delays if FSDP_DELAYS is set, else as they are. Each rank draws delays of its own."""
     seed = os.environ.get(DELAYS)
     return DelayedStreams(streams, f"{seed} of rank {rank}", device) if seed else streams
 
 
 class DelayedStreams:
-    """Streams on which nothing begins when it could."""
+    """Streams with a random delay before each operation."""
 
     def __init__(self, streams: Streams, seed: str, device: torch.device) -> None:
         self._streams = streams
@@ -68,7 +68,7 @@ class DelayedStreams:
             yield
 
     def wait(self) -> None:
-        """A delay, in half of the cases."""
+        """Wait for a random time in half of the calls."""
         seconds = max(0.0, self._choices.uniform(-LONGEST, LONGEST))
         rank = current_rank()
         if rank is not None:

@@ -1,9 +1,10 @@
-"""A signal, and every rank says where it is: for a run that hangs.
+"""Prints on a signal where this rank is: for a run that hangs.
 
-[Note: who prints]
-Python runs a signal's handler on the main thread, between two of its instructions, and the main thread of a run that hangs may be
-inside a collective. So a thread prints: it is woken by the byte that the interpreter writes when the signal comes
-(`signal.set_wakeup_fd`), whatever the main thread does. Where somebody else has taken that way (asyncio), the handler prints.
+[Note: what prints the dump]
+Python runs the handler of a signal on the main thread, between two of its instructions, and the main thread of a run that hangs
+may be inside a collective. So a thread prints. The interpreter writes one byte when the signal arrives
+(`signal.set_wakeup_fd`), whatever the main thread does, and that byte wakes the thread. If another library uses the wakeup
+descriptor already (asyncio does), the handler prints.
 """
 
 import os
@@ -13,23 +14,26 @@ import sys
 import threading
 import traceback
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
-from fsdp.debug.error_notes import Told, lines_of
+from fsdp.debug.error_notes import lines_of
+from fsdp.debug.snapshot import EngineSnapshot
 from fsdp.errors import ShardingError
 
 DUMP: Final = "FSDP_DUMP_ON_SIGNAL"
 """The environment variable that installs the handler when the first model is wrapped, with the value 1."""
 FRAMES: Final = 12
-"""Innermost frames of the main thread that are printed."""
+"""The number of innermost frames of the main thread that are printed."""
 
 
 def dump_on_signal(number: int = signal.SIGUSR1) -> None:
-    """From now on, on that signal, print `fsdp.story` of every model of this process and the stack of its main thread to stderr.
+    """Print `fsdp.story` of every model of this process and the stack of its main thread to stderr, at each signal `number`.
 
-    One call a process, on its main thread; a second call changes nothing. With FSDP_DUMP_ON_SIGNAL=1 in the environment the first
-    wrapping calls it, unless the signal has a handler. To ask all ranks under torchrun: `pkill -USR1 -f your_script.py`.
+    Call it once in a process, on its main thread; a second call changes nothing. With FSDP_DUMP_ON_SIGNAL=1 in the environment,
+    the first wrapping calls it, unless the signal has a handler. To print all ranks under torchrun:
+    `pkill -USR1 -f your_script.py`.
 
     Raises:
         ShardingError: the signal has a handler already, which stays; or this is not the main thread.
@@ -50,7 +54,7 @@ def dump_on_signal(number: int = signal.SIGUSR1) -> None:
     taken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     if taken == -1:
         _sockets.append((reader, writer))
-        signal.signal(number, _leave_it_to_the_thread)
+        signal.signal(number, _do_nothing)
         threading.Thread(target=_print_when_woken, args=(reader, number), name="fsdp dump", daemon=True).start()
     else:
         signal.set_wakeup_fd(taken)
@@ -59,36 +63,41 @@ def dump_on_signal(number: int = signal.SIGUSR1) -> None:
         signal.signal(number, _print_now)
 
 
-def remember(engine: Told) -> None:
-    """It will be told of, while it lives."""
-    _engines.add(engine)
+def remember(snapshot: Callable[[], EngineSnapshot]) -> None:
+    """Add an engine to the dump for as long as it lives. `snapshot` is its bound method."""
+    _snapshots.add(weakref.WeakMethod(snapshot, _snapshots.discard))
     main = threading.current_thread() is threading.main_thread()
     if os.environ.get(DUMP) == "1" and main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         dump_on_signal()
 
 
 def dump() -> str:
-    """The stories of all models of this process, and where its main thread is."""
+    """The stories of all models of this process, and the stack of its main thread."""
     lines = [f"fsdp: process {os.getpid()}"]
-    for engine in list(_engines):
-        lines += lines_of(engine)
+    for reference in list(_snapshots):
+        snapshot = reference()
+        if snapshot is not None:
+            lines += lines_of(snapshot())
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is not None:
         lines += ["main thread, innermost call last:", *"".join(traceback.format_stack(frame)[-FRAMES:]).splitlines()]
     return "\n".join(lines)
 
 
-_engines: "weakref.WeakSet[Told]" = weakref.WeakSet()
+_snapshots: Final[set[weakref.WeakMethod[Callable[[], EngineSnapshot]]]] = set()
+"""One entry for each living engine."""
 _installed: Final[set[int]] = set()
+"""The signals that print the dump."""
 _sockets: Final[list[tuple[socket.socket, socket.socket]]] = []
+"""Keeps the sockets open."""
 
 
 def _print() -> None:
     try:
         text = dump()
-    except Exception as failure:  # what is printed changes while it is read
-        text = f"fsdp: process {os.getpid()} could not be told of: {failure!r}"
-    # at once, so that the ranks' texts do not mix
+    except Exception as failure:  # the engines change while they are read
+        text = f"fsdp: process {os.getpid()} could not be described: {failure!r}"
+    # in one write, so that the texts of several ranks do not mix
     os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, f"{text}\n".encode())
 
 
@@ -98,8 +107,8 @@ def _print_when_woken(reader: socket.socket, number: int) -> None:
             _print()
 
 
-def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """A signal without a handler would end the process."""
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Handles the signal, which would end the process without a handler. The thread prints."""
 
 
 def _print_now(number: int, frame: FrameType | None) -> None:

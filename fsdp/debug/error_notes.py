@@ -1,68 +1,57 @@
-"""What an error is told on its way to the user: the unit, where it was, and how it got there. Costs nothing until then.
+"""Adds to an error which unit it came from, where that unit was, and its last events. Costs nothing until an error is raised.
 
-An error keeps its type and its object, and gets one note. What the user's code raised gets a line; what the engine raised, or
-met in its own actions, the story too.
+An error keeps its type and its object and gets one note. An error of the user's code gets one line. An error that the engine
+raised, or that one of its own actions met, gets the story as well.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from fsdp.autograd.frames import running_backward
-from fsdp.comm.context import CommContext
-from fsdp.device.storage import MemoryTracker
+from fsdp.debug.snapshot import EngineSnapshot, UnitSnapshot
 from fsdp.errors import IllegalTransition, ShardingError, WorldError
-from fsdp.params.unit import Unit
-from state_machine import ResidencyState, Root, State
 
+Snapshot = Callable[[], EngineSnapshot]
+"""Takes a snapshot of the engine. It is called only if a note is written."""
 MARK: Final = "fsdp: in unit"
+"""How each note begins."""
 ROWS: Final = 8
-"""Units in the story of an error; all of them in the full one."""
+"""The number of units in the story of an error. The full story has all of them."""
 EVENTS: Final = 6
-"""Of each of these."""
+"""The number of events of each unit in the story of an error."""
 _FREED: Final = (("setStorage", "storage of size 0"), ("is not allocated yet",))
-"""Words of torch's errors about memory that was given back."""
-
-
-class Told(Protocol):
-    """What can be told of: an engine."""
-
-    @property
-    def units(self) -> Sequence[Unit]: ...
-    @property
-    def comms(self) -> CommContext: ...
-    @property
-    def tracker(self) -> MemoryTracker: ...
-    @property
-    def root(self) -> Root: ...
-    @property
-    def residency(self) -> Sequence[ResidencyState]: ...
+"""Words of torch's errors about released memory. All words of one tuple must be in the text."""
 
 
 def is_noted(error: BaseException) -> bool:
-    """Whether it has its note already."""
+    """Whether `error` has its note already."""
     return any(note.startswith(MARK) for note in getattr(error, "__notes__", ()))
 
 
-def add_note(error: BaseException, engine: Told, index: int, ours: bool = False) -> None:
-    """Say where `error` came from, unless that was said further inside. `ours`: it arose in an action of the engine."""
+def add_note(error: BaseException, snapshot: Snapshot, index: int, ours: bool = False) -> None:
+    """Note on `error` that it came from unit `index`, unless an inner call has noted a unit already.
+
+    `ours` says that an action of the engine raised it.
+    """
     if not is_noted(error):
         with_story = ours or isinstance(error, ShardingError | IllegalTransition | WorldError)
-        error.add_note(_note_of(engine, index, with_story) + _reason(error))
+        error.add_note(_note_of(snapshot(), index, with_story) + _reason(error))
 
 
-def add_note_to_what_ends_the_backward(engine: Told, index: int, then: Callable[[BaseException], None]) -> bool:
-    """The same for the exception that is just leaving the backward that runs, which torch shows to nobody before the caller.
+def add_note_to_what_ends_the_backward(snapshot: Snapshot, index: int, then: Callable[[BaseException], None]) -> bool:
+    """Add the note to the exception that is leaving the running backward, and call `then` with it.
 
-    `then` is called with it. Returns whether it will be found.
+    torch shows this exception to nobody before the caller of the backward. Returns whether the exception will be found.
     """
-    short, long = _note_of(engine, index, False), _note_of(engine, index, True)
+    now = snapshot()
+    short, long = _note_of(now, index, False), _note_of(now, index, True)
 
     def add(error: BaseException) -> None:
         if not is_noted(error):
-            told = long if isinstance(error, ShardingError | IllegalTransition | WorldError) else short
-            error.add_note(told + _reason(error))
+            note = long if isinstance(error, ShardingError | IllegalTransition | WorldError) else short
+            error.add_note(note + _reason(error))
         then(error)
 
     frame = running_backward()
@@ -71,86 +60,78 @@ def add_note_to_what_ends_the_backward(engine: Told, index: int, then: Callable[
     return frame is not None
 
 
-def lines_of(engine: Told) -> Iterator[str]:
-    """The full story: the root and its channels, then a line for each unit."""
-    yield from _head(engine)
-    yield from _table(engine, range(len(engine.units)), None)
+def lines_of(snapshot: EngineSnapshot) -> Iterator[str]:
+    """The full story: one line for the root, one for each communicator, one for each unit."""
+    yield from _head(snapshot)
+    yield from _table(snapshot.units, None)
 
 
-def _note_of(engine: Told, index: int, with_story: bool) -> str:
-    state, residency = engine.root.lifecycles[index].state, engine.residency[index]
-    world_comm = engine.comms.world_comm
+def _note_of(snapshot: EngineSnapshot, index: int, with_story: bool) -> str:
+    unit = snapshot.units[index]
     note = (
-        f"{MARK} {engine.units[index].name!r}, {state.name}, whole parameters {residency.name}, "
-        f"on rank {world_comm.rank} of {world_comm.size}"
+        f"{MARK} {unit.name!r}, {unit.state.name}, parameters {unit.residency.name}, "
+        f"on rank {snapshot.rank} of {snapshot.world_size}"
     )
     if not with_story:
         return note
-    resting = [
-        one.state is State.IDLE and where is ResidencyState.SHARDED
-        for one, where in zip(engine.root.lifecycles, engine.residency, strict=True)
-    ]
-    others = sorted((one for one in range(len(resting)) if one != index), key=lambda one: resting[one])
-    shown = [index, *others[: ROWS - 1]]
-    left = len(resting) - len(shown)
+    others = sorted((one for one in snapshot.units if one is not unit), key=lambda one: one.at_rest)
+    shown = [unit, *others[: ROWS - 1]]
+    left = len(snapshot.units) - len(shown)
     tail = [f"  and {left} more units"] if left else []
-    return "\n".join([note, *_head(engine), *_table(engine, shown, EVENTS), *tail])
+    return "\n".join([note, *_head(snapshot), *_table(shown, EVENTS), *tail])
 
 
 def _reason(error: BaseException) -> str:
-    """What torch's own errors about memory that was given back mean."""
+    """The explanation of torch's own errors about released memory; empty for every other error."""
     if not isinstance(error, RuntimeError) or not any(all(word in str(error) for word in words) for words in _FREED):
         return ""
     return (
-        "\nIt has read whole parameters whose memory was given back: a tensor has left some unit by a way that no hook has seen "
+        "\nIt has read unsharded parameters whose memory was released: a tensor has left some unit by a path that no hook sees "
         "(a closure, a global, or a parameter that was kept). guard=True, or FSDP_GUARD=1 in the environment, names the unit."
     )
 
 
-def _head(engine: Told) -> Iterator[str]:
-    comms = engine.comms
-    held = ", ".join(f"{count:,} {kind}" for kind, count in sorted(engine.tracker.held.items()) if count)
+def _head(snapshot: EngineSnapshot) -> Iterator[str]:
+    held = ", ".join(f"{count:,} {kind}" for kind, count in sorted(snapshot.bytes_held.items()) if count)
     yield (
-        f"root {engine.units[0].name!r}, rank {comms.world_comm.rank} of {comms.world_comm.size}, backward "
-        f"{engine.root.backward.name}; bytes held: {held or 'none'}"
+        f"root {snapshot.units[0].name!r}, rank {snapshot.rank} of {snapshot.world_size}, backward "
+        f"{snapshot.backward.name}; bytes held: {held or 'none'}"
     )
-    for name, channel in comms.each().items():
-        if channel.size > 1:
-            yield f"  {name}: {', '.join(channel.recent()) or 'nothing called yet'}"
+    for name, calls in snapshot.collectives.items():
+        yield f"  {name}: {', '.join(calls) or 'nothing called yet'}"
 
 
-def _table(engine: Told, shown: Sequence[int], events: int | None) -> Iterator[str]:
+def _table(units: Sequence[UnitSnapshot], events: int | None) -> Iterator[str]:
     rows = []
-    for index in shown:
-        lifecycle = engine.root.lifecycles[index]
-        last = lifecycle.story if events is None else lifecycle.story[-events:]
-        told = " ".join(event.name for event in last) or "nothing yet"
-        rows.append((engine.units[index].name, lifecycle.state.name, engine.residency[index].name, told))
+    for unit in units:
+        last = unit.events if events is None else unit.events[-events:]
+        story = " ".join(event.name for event in last) or "nothing yet"
+        rows.append((unit.name, unit.state.name, unit.residency.name, story))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
         yield "  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
 
 
-def _when_it_raises(frame: FrameType, on_event: Any) -> None:
-    """Call `on_event` with the exception that is about to come out of what `frame` has called, by its trace function."""
+def _when_it_raises(frame: FrameType, on_error: Callable[[BaseException], None]) -> None:
+    """Call `on_error` with the exception that is about to leave a function called by `frame`, by the frame's trace function."""
     before, outer = frame.f_trace, sys.gettrace()
 
-    def trace(where: FrameType, event: str, told: Any) -> Any:
+    def trace(where: FrameType, event: str, arg: Any) -> Any:
         if event != "exception":
-            return trace if before is None else before(where, event, told) and trace
-        # not `frame`: a cycle through it would keep the graph, until two collections of garbage later
+            return trace if before is None else before(where, event, arg) and trace
+        # not `frame`: a cycle through it would keep the graph until the second garbage collection after this
         where.f_trace = before
         if outer is None:
             sys.settrace(None)
-        if isinstance(told[1], BaseException):
-            on_event(told[1])
-        return before if before is None else before(where, event, told)
+        if isinstance(arg[1], BaseException):
+            on_error(arg[1])
+        return before if before is None else before(where, event, arg)
 
     frame.f_trace = trace
     if outer is None:
-        # Python looks at the trace function of a frame only while tracing is on at all
-        sys.settrace(_pass_by)
+        # Python reads the trace function of a frame only while tracing is on
+        sys.settrace(_trace_nothing)
 
 
-def _pass_by(frame: FrameType, event: str, told: Any) -> None:
+def _trace_nothing(frame: FrameType, event: str, arg: Any) -> None:
     return None

@@ -1,11 +1,11 @@
-"""Guard mode: what no hook sees is named where it would crash, or be lost without a word. It costs time, and finds mistakes.
+"""Guard mode raises an error for mistakes that no hook sees, which would end the process or lose a change silently.
 
-[Note: what the guard watches]
-Autograd may be led to the parameters of a unit by a tensor that left its forward unseen (a closure). Their memory is given back
-then, and reading it ends the process. Under guard every tensor that is saved for the backward inside a unit's forward is looked
-at, and a parameter is looked at again when autograd asks for it. Edits of whole parameters through `.data`, which leave no
-version behind, are found by comparing the whole parameters with a copy when the forward ends: all of them, so that every rank
-comes to the same answer.
+[Note: what guard mode checks]
+A tensor can leave a unit's forward on an unwatched path, such as a closure. A backward through it reads the parameters of the
+unit after their memory was released, which ends the process. Guard mode checks every tensor that is saved for the backward
+inside a unit's forward, and checks it again when autograd unpacks it. In-place updates of unsharded parameters through `.data`
+do not increase a version counter. Guard mode finds them by comparing the unsharded parameters with a copy when the forward ends.
+It compares all of them, so that every rank gets the same answer.
 """
 
 from typing import Any, NamedTuple
@@ -20,37 +20,40 @@ from fsdp.params.unit import Unit
 
 
 class Guard:
-    """Watches one call of one unit. Memory: the whole parameters once more, until it ends."""
+    """Guard mode for one forward call of one unit.
 
-    __slots__ = ("_before", "_edits", "_hooks", "_unit")
+    Memory: a second copy of the unsharded parameters, until the call ends.
+    """
+
+    __slots__ = ("_before", "_hooks", "_unit", "_update_counts")
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._before = [flat.unsharded.view(torch.uint8).clone() for flat in unit.flats]
-        self._edits = [flat.count_inplace_updates() for flat in unit.flats]
+        self._update_counts = [flat.count_inplace_updates() for flat in unit.flats]
         self._hooks: saved_tensors_hooks | None = None
-        # torch asks the innermost hooks only: those of a checkpoint (which reads parameters anew when it replays), or of the user
+        # torch calls the innermost hooks only. Those of the user stay, and those of a checkpoint: it reads parameters again
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if outer is None or isinstance(getattr(outer[0], "__self__", None), Guard):
             self._hooks = saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
     def end(self) -> None:
-        """The call is over: look at nothing more that is saved. Idempotent."""
+        """Stop checking saved tensors, because the call is over. Idempotent."""
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__()
 
-    def refuse_hidden_edits(self) -> None:
-        """Compare the whole parameters with what they were.
+    def refuse_hidden_updates(self) -> None:
+        """Compare the unsharded parameters with the copy.
 
         Raises:
-            ShardingError: one was changed, and its version does not say so.
+            ShardingError: a parameter was changed and its version counter was not.
         """
-        for flat, before, inplace_updates in zip(self._unit.flats, self._before, self._edits, strict=True):
+        for flat, before, inplace_updates in zip(self._unit.flats, self._before, self._update_counts, strict=True):
             after, size = flat.unsharded.view(torch.uint8), flat.unsharded.element_size()
             if flat.is_shared or torch.equal(after, before):
-                continue  # what is the shard itself is not lost
+                continue  # a change of the shard's own memory is not lost
             for place, slot, then, now in zip(
                 flat.param_infos, flat.layout.slots, inplace_updates, flat.count_inplace_updates(), strict=True
             ):
@@ -58,17 +61,17 @@ class Guard:
                 if then == now and not torch.equal(after[mine], before[mine]):
                     raise ShardingError(
                         f"parameter {place.names[0]!r} was changed through .data in the forward of unit {self._unit.name!r}, "
-                        "which nobody can see, so that the change would be lost: change the parameter itself, under "
+                        "which no version counter shows, so the change would be lost: change the parameter itself, under "
                         "torch.no_grad()."
                     )
 
     def _pack(self, tensor: Tensor) -> Any:
         own = tensor.layout is torch.strided and storage_key(tensor) in self._unit.keys
-        # detached: a node that saves what it returns would be kept by it for good; versions are counted together
+        # detached, because a node that saves its own output would keep itself alive; both share a version counter
         return _Saved(tensor.detach(), None if tensor.is_inference() else tensor._version, own)
 
     def _unpack(self, saved: "_Saved") -> Tensor:
-        # torch itself compares versions only of what no hook has packed
+        # torch compares versions only of tensors that no hook has packed
         if saved.version is not None and saved.tensor._version != saved.version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(saved.tensor.shape)} that the backward needs, saved in the forward of unit "
@@ -77,7 +80,7 @@ class Guard:
             )
         if saved.own and saved.tensor.numel() and not saved.tensor.untyped_storage().size():
             raise ShardingError(
-                f"a backward has come to unit {self._unit.name!r} by a way that no hook has seen, when its parameters are "
+                f"a backward has reached unit {self._unit.name!r} by a path that no hook sees, while its parameters are "
                 "sharded: through a tensor that left the forward other than by returning it, as an attribute, or through a "
                 "forward hook (a closure, a global). Return that tensor from the forward as well."
             )
@@ -85,9 +88,9 @@ class Guard:
 
 
 class _Saved(NamedTuple):
-    """A tensor that autograd keeps for the backward."""
+    """A tensor that is saved for the backward."""
 
     tensor: Tensor
     version: int | None
     own: bool
-    """It shares the memory of the unit's parameters."""
+    """Whether it shares the memory of the unit's parameters."""

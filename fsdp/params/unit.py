@@ -24,7 +24,7 @@ from fsdp.params.flat_buffer import FlatBuffer, SavedShards
 from fsdp.params.full_params import FullParams
 from fsdp.params.module_params import module_params_of, register_owner
 from fsdp.params.param_info import ParamInfo
-from fsdp.params.pieces import make_flat_buffers
+from fsdp.params.partition import make_flat_buffers
 from fsdp.params.unit_observer import UnitObserver
 from fsdp.params.versions import Versions
 

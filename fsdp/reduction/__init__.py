@@ -1,6 +1,6 @@
-"""Gradients: from `.grad` of unsharded parameters to reduced gradients in `.grad` of sharded parameters.
+"""Reduces gradients: from `.grad` of unsharded parameters to `.grad` of sharded parameters.
 
 Start with reducer.py, then bucket.py and in_flight.py.
-May use: params (flat buffers), comm (communicators), device (streams, storage), config.
-Must not: register a hook, read an event of the lifecycle, or know in which state a unit is.
+May use: params (flat buffers), comm (communicators), device (streams, storage), config, errors.
+Must not: register a hook, or read the state or an event of a unit.
 """

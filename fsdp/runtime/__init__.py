@@ -1,6 +1,6 @@
-"""From torch's hooks to events, from events to the tables of `state_machine`, from their answers to actions.
+"""Turns torch's hooks into events, asks the tables of `state_machine`, and carries out the actions they return.
 
-Start with engine.py, then hooks.py. Only here hooks are registered on modules and parameters, and only here the lifecycle moves.
-May use: debug, reduction, params, comm, device, autograd, config.
+Start with engine.py, then hooks.py. Only here forward and gradient hooks are registered, and only here a lifecycle changes.
+May use: debug, reduction, params, comm, device, autograd, config, errors.
 Must not: decide in Python what a table can decide.
 """

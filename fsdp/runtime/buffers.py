@@ -1,4 +1,4 @@
-"""Buffers that are the same on every rank: rank 0's."""
+"""Makes the buffers of a module the same on every rank."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,10 @@ from fsdp.comm.communicator import Communicator
 
 @torch.no_grad()
 def broadcast_buffers(module: nn.Module, world_comm: Communicator) -> None:
-    """Overwrite every buffer of `module` with that of rank 0: one collective for each dtype and device."""
+    """Overwrite every buffer of `module` with rank 0's.
+
+    Traffic: one broadcast for each dtype and device.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in module.buffers():
         if buffer.numel():
@@ -19,12 +22,12 @@ def broadcast_buffers(module: nn.Module, world_comm: Communicator) -> None:
         mine = torch.cat([buffer.reshape(-1) for buffer in buffers])
         together = mine.clone()
         world_comm.broadcast(together, 0, "buffers").wait()
-        # what is the same is left alone: a graph may have saved it
+        # equal buffers are not written, because a graph may have saved them
         if not torch.equal(together, mine):
-            _give_out(together, buffers)
+            _copy_out(together, buffers)
 
 
-def _give_out(together: Tensor, buffers: Iterable[Tensor]) -> None:
+def _copy_out(together: Tensor, buffers: Iterable[Tensor]) -> None:
     taken = 0
     for buffer in buffers:
         buffer.copy_(together[taken : taken + buffer.numel()].view(buffer.shape))

@@ -5,9 +5,9 @@ Rule 2: the root moves first, so an illegal event changes nothing at all.
 Rule 3: if carrying out fails half-way, the whole step is abandoned before the error goes on.
 
 [Note: how a backward ends]
-The first unit that joins queues one callback. It runs when the outermost graph task is done, also
-around reentrant checkpoints. When the backward dies instead, torch drops the callback uncalled
-while the exception is on its way to the user; `RootCallback.__del__` hears that.
+The first unit that joins queues one callback. It runs when the outermost graph task is done, also around reentrant checkpoints.
+When the backward fails instead, torch drops the callback uncalled while the exception is on its way to the user;
+`FinalCallback.__del__` notices that.
 """
 
 import sys
@@ -21,6 +21,7 @@ from torch.autograd import Variable
 from fsdp.autograd.frames import gets_gradient, graph_task, is_running
 from fsdp.comm.context import CommContext
 from fsdp.debug.error_notes import add_note, add_note_to_what_ends_the_backward, is_noted
+from fsdp.debug.snapshot import EngineSnapshot, take_snapshot
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
 from fsdp.errors import WorldError
@@ -38,6 +39,7 @@ from state_machine import (
     Effect,
     Event,
     IllegalTransition,
+    Instruction,
     Lifecycle,
     Request,
     ReshardPolicy,
@@ -45,7 +47,6 @@ from state_machine import (
     ResidencyState,
     Root,
 )
-from state_machine.root import Instruction
 
 
 class Engine:
@@ -133,7 +134,7 @@ class Engine:
         try:
             instructions = self.root.on_event(index, event)
         except IllegalTransition as refusal:
-            add_note(refusal, self, index)
+            add_note(refusal, self.snapshot, index)
             raise
         self._execute(instructions)
 
@@ -142,12 +143,12 @@ class Engine:
         index = index if index is not None else self._forward_stack[-1] if self._forward_stack else self._last_unit
         if not is_noted(error):
             self._failed = index
-            add_note(error, self, index)
+            add_note(error, self.snapshot, index)
 
     def backward_fails(self) -> None:
         """The backward that runs is dying: clean up, and let the other ranks know as soon as its exception shows."""
         failed = self.units[self._last_unit].name
-        shows = add_note_to_what_ends_the_backward(self, self._last_unit, lambda error: self.notify_peers(failed, error))
+        shows = add_note_to_what_ends_the_backward(self.snapshot, self._last_unit, lambda error: self.notify_peers(failed, error))
         with suppress(WorldError):  # it may die because of one
             self.close_backward(BackwardEvent.FAILS_INSIDE if self._forward_stack else BackwardEvent.FAILS)
         if not shows:
@@ -155,11 +156,8 @@ class Engine:
 
     def forward_begins(self, index: int) -> None:
         """A forward outside any backward begins: keep the path, and clean up after a pass that died unnoticed."""
-        if (
-            self._forward_stack
-            and index not in self.descendants[self._forward_stack[-1]]
-            and not is_running(self.units[self._forward_stack[-1]].module)
-        ):
+        outer = self._forward_stack[-1] if self._forward_stack else None
+        if outer is not None and index not in self.descendants[outer] and not is_running(self.units[outer].module):
             self.abandon_step()
         if not self._forward_stack:
             if self.close_backward(BackwardEvent.PASS_BEGINS):
@@ -168,7 +166,7 @@ class Engine:
                 self._prepare_pass()
             except BaseException as failure:
                 # a peer may have abandoned the step before, or disagree; this rank waited for it between two passes
-                add_note(failure, self, index, ours=True)
+                add_note(failure, self.snapshot, index, ours=True)
                 self.abandon_step(failure, index)
                 raise
             self._forward_schedule.begin()
@@ -209,7 +207,7 @@ class Engine:
                 self.reducer.advance()
             except BaseException as failure:
                 unit = self.reducer.buckets[bucket].unit
-                add_note(failure, self, unit, ours=True)
+                add_note(failure, self.snapshot, unit, ours=True)
                 self.abandon_step(failure, unit)
                 raise
 
@@ -369,7 +367,7 @@ class Engine:
                 self._action_handlers[action](unit)
         except BaseException as failure:
             # the first commit settles the whole backward
-            add_note(failure, self, 0 if action is Action.COMMIT else unit, ours=True)
+            add_note(failure, self.snapshot, 0 if action is Action.COMMIT else unit, ours=True)
             self.abandon_step(failure, unit)
             raise
 
@@ -380,7 +378,11 @@ class Engine:
             try:
                 self._action_handlers[action](unit)
             except Exception as failure:
-                add_note(failure, self, unit, ours=True)
+                add_note(failure, self.snapshot, unit, ours=True)
                 failures.append(failure)
         if failures:
             raise failures[0]
+
+    def snapshot(self) -> EngineSnapshot:
+        """Where every unit is now, as data for error notes, the dump and the story."""
+        return take_snapshot(self.units, self.root, self.residency, self.comms, self.tracker)

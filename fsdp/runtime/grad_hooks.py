@@ -1,12 +1,17 @@
-"""The node that accumulates the gradient of a parameter, if somebody keeps it: `p.expand_as(p).grad_fn.next_functions[0][0]`.
+"""The hooks of one unit on gradients: one that runs when a gradient has been accumulated, and checks of AccumulateGrad nodes.
 
-Apex and its like set hooks on it. A hook of this kind can be seen by nobody, but that the node is kept can. The node belongs to
-the user's Parameter, which is a shard once wrapped, while gradients accumulate into the whole parameter.
+[Note: kept AccumulateGrad nodes]
+Autograd accumulates the gradient of a parameter in a node of its own: `p.expand_as(p).grad_fn.next_functions[0][0]`. Apex and
+similar libraries keep that node and set hooks on it. Such a hook cannot be seen, but that the node is kept can be. The node
+belongs to the user's Parameter. That Parameter is a shard once the module is wrapped, while gradients accumulate into the
+unsharded parameter.
 """
 
 import sys
-from collections.abc import Callable
-from typing import Any, Final
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,48 +21,80 @@ from torch.utils.hooks import RemovableHandle
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 
+Owner = TypeVar("Owner")
+
+
+def post_accumulate_hook(
+    owner: "weakref.ref[Owner]", on_grad: Callable[[Owner, int | None], None], early_bucket: int | None
+) -> Callable[[Tensor], None]:
+    """The hook on the parameters of one bucket: it calls `on_grad(owner, early_bucket)` after each accumulation.
+
+    `early_bucket` is the number of the bucket if it is an early one. The hook refers to the owner weakly: the garbage collector
+    does not see hooks of this kind, and the owner leads back to the tensor.
+    """
+
+    def accumulated(unsharded: Tensor) -> None:
+        target = owner()
+        if target is not None:
+            on_grad(target, early_bucket)
+
+    return accumulated
+
+
+@contextmanager
+def trainable(parameter: Tensor) -> Iterator[None]:
+    """Make `parameter` require a gradient inside. torch sets hooks only then, and a frozen parameter may be trained later."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    yield
+    parameter.requires_grad_(not frozen)
+
 
 class AccumulateGradChecks:
-    """The accumulating nodes that somebody keeps of the parameters of one unit. Those kept before wrapping hear all of them."""
+    """Finds the AccumulateGrad nodes of one unit's parameters that some other code keeps.
+
+    A node that was kept before wrapping gets every gradient of its unsharded parameter, so its hooks run. A node that was kept
+    afterwards is refused. See [Note: kept AccumulateGrad nodes].
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._heard: dict[int, RemovableHandle] = {}
-        """By the id of the shard."""
+        self._relayed: dict[int, RemovableHandle] = {}
+        """The hooks that run nodes kept before wrapping, by the id of the shard."""
         self._is_checked = False
-        for place, unsharded in zip(unit.param_infos, unit.unsharded_params, strict=True):
-            node = _kept_accumulator(place.parameter)
+        for info, unsharded in zip(unit.param_infos, unit.unsharded_params, strict=True):
+            node = _kept_accumulator(info.parameter)
             if node is not None:
-                relay = _relay(node, place.parameter, place.names[0])
-                self._heard[id(place.parameter)] = unsharded.register_hook(relay)  # type: ignore[no-untyped-call]
+                relay = _relay(node, info.parameter, info.names[0])
+                self._relayed[id(info.parameter)] = unsharded.register_hook(relay)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Let them hear nothing any more."""
-        for handle in self._heard.values():
+        """Remove the hooks. The kept nodes get no more gradients."""
+        for handle in self._relayed.values():
             handle.remove()
 
     def check(self) -> None:
-        """Before the first forward: look for others, which hear nothing.
+        """Check before the first forward that no other node is kept, because no gradient would reach it.
 
         Raises:
-            ShardingError: somebody keeps the accumulating node of a shard, into which nothing accumulates, or has set
-                torch's `register_multi_grad_hook` on parameters, which waits for these nodes.
+            ShardingError: the AccumulateGrad node of a shard is kept, into which nothing accumulates, or torch's
+                `register_multi_grad_hook`, which waits for these nodes, was set on parameters.
         """
-        # it costs as much as a small kernel for each parameter; and inference has no nodes
+        # one check costs as much as a small kernel for each parameter; in inference mode there are no nodes
         if self._is_checked or torch.is_inference_mode_enabled():
             return
-        for place, unsharded in zip(self._unit.param_infos, self._unit.unsharded_params, strict=True):
+        for info, unsharded in zip(self._unit.param_infos, self._unit.unsharded_params, strict=True):
             if any(map(_waits_for_all, (unsharded._backward_hooks or {}).values())):
                 raise ShardingError(
-                    f"torch's register_multi_grad_hook was set on {place.names[0]!r} of unit {self._unit.name!r} before "
+                    f"torch's register_multi_grad_hook was set on {info.names[0]!r} of unit {self._unit.name!r} before "
                     "wrapping: it waits for the gradient of a shard, which never comes. Set it inside a forward, give it "
                     "mode='any', or use p.register_hook."
                 )
-            if id(place.parameter) not in self._heard and _kept_accumulator(place.parameter) is not None:
+            if id(info.parameter) not in self._relayed and _kept_accumulator(info.parameter) is not None:
                 raise ShardingError(
-                    f"somebody keeps the node that accumulates the gradient of {place.names[0]!r} in unit {self._unit.name!r}, "
+                    f"somebody keeps the node that accumulates the gradient of {info.names[0]!r} in unit {self._unit.name!r}, "
                     "as hooks on p.expand_as(p).grad_fn.next_functions[0][0] need it. Taken after wrapping and outside a forward "
-                    "it is that of a shard, and hears nothing: take it before wrapping or inside a forward, or use "
+                    "it is that of a shard, which gets no gradient: take it before wrapping or inside a forward, or use "
                     "p.register_hook or p.register_post_accumulate_grad_hook."
                 )
         self._is_checked = True
@@ -68,7 +105,7 @@ def _waits_for_all(hook: Any) -> bool:
 
 
 def _kept_accumulator(parameter: nn.Parameter) -> Any:
-    """The node that accumulates the gradient of `parameter`, if somebody keeps it, or else None."""
+    """The AccumulateGrad node of `parameter` if some other code keeps it; else None."""
     if not parameter.requires_grad or torch.is_inference_mode_enabled():
         return None
     node = get_gradient_edge(parameter).node
@@ -76,14 +113,14 @@ def _kept_accumulator(parameter: nn.Parameter) -> Any:
 
 
 def _relay(node: Any, shard: nn.Parameter, name: str) -> Callable[[Tensor], None]:
-    """A hook for the whole parameter: run `node` with each of its gradients, for its hooks, and accumulate nothing.
+    """A hook for the unsharded parameter. It runs `node` with each gradient, for the hooks of the node, and accumulates nothing.
 
     Raises:
-        ShardingError: one of them steps an optimizer, with what an earlier backward has left in `.grad`.
+        ShardingError: a hook of the node steps an optimizer, with the `.grad` of an earlier backward.
     """
 
-    def on_event(gradient: Tensor) -> None:
-        # hooks of the shard hear the reduced gradient; a leaf that needs no gradient accumulates none
+    def run_node(gradient: Tensor) -> None:
+        # hooks of the shard get the reduced gradient later; a leaf that requires no gradient accumulates none
         hooks, shard._backward_hooks = shard._backward_hooks, None
         trains, version = shard.requires_grad, shard._version
         shard.requires_grad_(False)
@@ -98,7 +135,7 @@ def _relay(node: Any, shard: nn.Parameter, name: str) -> Callable[[Tensor], None
                 "reduced yet, nor in `.grad`; step the optimizer in p.register_post_accumulate_grad_hook."
             )
 
-    return on_event
+    return run_node
 
 
 def _count_of_unkept() -> int:
@@ -107,4 +144,4 @@ def _count_of_unkept() -> int:
 
 
 _UNKEPT: Final = _count_of_unkept()
-"""References to a node that is in one local variable; which, depends on the Python."""
+"""The number of references to a node that only one local variable holds. It depends on the version of Python."""

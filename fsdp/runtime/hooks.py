@@ -20,9 +20,8 @@ from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
 from fsdp.params.external_use import RefuseShardGrad
 from fsdp.params.unit_observer import UnitObserver
-from fsdp.runtime.arrivals import on_gradient, thawed
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.grad_hooks import AccumulateGradChecks
+from fsdp.runtime.grad_hooks import AccumulateGradChecks, post_accumulate_hook, trainable
 from fsdp.runtime.hook_actions import HookActions
 from fsdp.runtime.refuse_copy import RefuseCopy
 from fsdp.runtime.side_outputs import SideOutputs
@@ -78,7 +77,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
     """Hears torch's hooks for one unit and tells the engine."""
 
     def __init__(self, engine: Engine, index: int, enclosing: "Sequence[UnitHooks]", modules_of_units: set[int]) -> None:
-        self._engine = self.engine = engine
+        self._engine = engine
         self._index = index
         super().__init__(engine.units[index])
         self._innermost = not engine.descendants[index]
@@ -99,15 +98,16 @@ class UnitHooks(RefuseCopy, UnitObserver):
         ]
         self._accumulate_grad_checks = AccumulateGradChecks(self._unit)
         for number in engine.reducer.of_unit[index]:
-            on_event = on_gradient(weakref.ref(self), number if number in engine.reducer.early else None)
+            early_bucket = number if number in engine.reducer.early else None
+            hook = post_accumulate_hook(weakref.ref(self), UnitHooks.on_gradient, early_bucket)
             for unsharded in engine.reducer.buckets[number].flat.unsharded_params:
                 if _can_train(unsharded):
-                    with thawed(unsharded):
-                        self._handles.append(unsharded.register_post_accumulate_grad_hook(on_event))  # type: ignore[no-untyped-call]
+                    with trainable(unsharded):
+                        self._handles.append(unsharded.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         for place in self._unit.param_infos:
             if _can_train(place.parameter):
                 refuse = RefuseShardGrad(place.names[0], self._unit.name)
-                with thawed(place.parameter):
+                with trainable(place.parameter):
                     self._handles.append(place.parameter.register_hook(refuse))  # type: ignore[no-untyped-call]
 
     @property
@@ -198,7 +198,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
                 return None
             try:
                 if call.guard is not None:
-                    call.guard.refuse_hidden_edits()
+                    call.guard.refuse_hidden_updates()
                 if recompute:
                     self._unit.write_back_inplace_of_recompute()
                 else:
@@ -384,8 +384,14 @@ class UnitHooks(RefuseCopy, UnitObserver):
         self._engine.note(error, self._index)
         return error
 
-    def on_first_gradient(self) -> None:
-        """A gradient of one parameter has been accumulated, the first."""
+    def on_gradient(self, early_bucket: int | None) -> None:
+        """Handle an accumulated gradient of one parameter. `early_bucket` is its bucket, if that is an early one."""
+        if not self.progress.has_grad:
+            self._on_first_gradient()
+        if early_bucket is not None:
+            self._engine.gradient_counts(early_bucket)
+
+    def _on_first_gradient(self) -> None:
         if torch.is_grad_enabled():
             raise self._refusal(
                 f"a backward with create_graph=True brings gradients to the parameters of unit {self._unit.name!r}, which are "

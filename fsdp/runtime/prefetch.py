@@ -1,30 +1,29 @@
-"""Which unit comes next. Pure.
+"""Predicts which unit is gathered next. Imports no torch.
 
-The first pass records the order in which units were needed; from then on prefetch follows the
-record. A pass that leaves it is recorded anew and not prefetched any further, so that ranks which
-leave it alike launch the same gathers.
+The first pass records the order in which units were gathered. Later passes prefetch in that order. A pass that deviates is
+recorded anew and not prefetched any further, so ranks that deviate alike launch the same gathers.
 """
 
 from collections.abc import Sequence
 
 
 class PrefetchSchedule:
-    """The order of gathers of one kind of pass: forward, or backward.
+    """The order of gathers in one kind of pass, forward or backward.
 
-    Example: after a pass that needed 0 1 2, with `depth` 1, needing 0 asks for 1 and needing 1 for 2.
+    Example: after a pass that gathered 0 1 2, with `depth` 1, gathering 0 prefetches 1, and gathering 1 prefetches 2.
     """
 
     __slots__ = ("_current", "_followed", "_record", "depth")
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        """How many units may be gathered ahead of the one that computes."""
+        """The number of units that may be gathered ahead of the one that computes."""
         self._record: tuple[int, ...] = ()
         self._current: list[int] = []
         self._followed = True
 
     def begin(self) -> Sequence[int]:
-        """A pass begins, and the one before it becomes the record; return the units that will be needed first."""
+        """Start a pass. The pass before becomes the record. Return the units that will be needed first."""
         if self._current and not self._followed_to_the_end():
             self._record = tuple(self._current)
         self._current = []
@@ -32,13 +31,13 @@ class PrefetchSchedule:
         return self._record[: self.depth]
 
     def forget(self) -> None:
-        """Ranks that abandoned a step did so in different places: all begin anew."""
+        """Drop the record. Ranks abandon a step in different places, so all record again."""
         self._record = ()
         self._current = []
         self._followed = True
 
     def needed(self, unit: int) -> Sequence[int]:
-        """Note that `unit` had to be gathered; return the units to gather ahead, nearest first."""
+        """Record that `unit` had to be gathered. Return the units to gather ahead, nearest first."""
         position = len(self._current)
         self._current.append(unit)
         self._followed = self._followed and position < len(self._record) and self._record[position] == unit

@@ -7,7 +7,7 @@ from fsdp.params.unit import Unit
 
 
 class RefuseCopy:
-    """What the hooks of a unit refer to. A copy or a pickle of the module comes here, and is refused."""
+    """Base class of the object that the hooks of a unit refer to. Copying or pickling the module reaches it, and it refuses."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit

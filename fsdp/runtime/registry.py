@@ -54,7 +54,7 @@ def collective_call(function: F) -> F:
             return function(*args, **kwargs)
         except WorldError as error:
             model = args[0] if args else kwargs["model"]
-            add_note(error, units_in(model, function.__name__)[0].engine, 0)
+            add_note(error, units_in(model, function.__name__)[0].engine.snapshot, 0)
             raise
 
     return cast(F, wrapper)
@@ -91,7 +91,7 @@ def resting_units_in(model: nn.Module, function_name: str) -> list[UnitRef]:
         try:
             ref.unit.check_shards()
         except ShardingError as error:
-            add_note(error, ref.engine, ref.index)
+            add_note(error, ref.engine.snapshot, ref.index)
             raise
     return refs
 
@@ -127,7 +127,7 @@ def refusal(text: str, engine: Engine) -> ShardingError:
     """An error for a call that is not possible now. Its note begins with the first unit that is not at rest."""
     busy = (index for index, lifecycle in enumerate(engine.root.lifecycles) if lifecycle.state is not State.IDLE)
     error = ShardingError(text)
-    add_note(error, engine, next(busy, 0))
+    add_note(error, engine.snapshot, next(busy, 0))
     return error
 
 

@@ -1,4 +1,4 @@
-"""How tensors get out of a unit's forward other than as its output; a backward can come back through them too."""
+"""Side outputs: tensors that leave a unit's forward other than as its return value. A backward can enter through them too."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,42 +11,42 @@ from fsdp.autograd.pytree import Attributes, tensors_in
 
 
 class SideOutputs:
-    """The ways out of one unit: attributes of its modules (a balancing loss), and what the user's hooks on them carry off."""
+    """The side outputs of one unit: attributes of its modules, such as a balancing loss, and tensors that hooks capture."""
 
-    __slots__ = ("_attributes", "_carried", "_handles", "_heard", "_hooks", "_inner")
+    __slots__ = ("_attributes", "_captured", "_handles", "_hooked", "_hooks", "_inner")
 
     def __init__(self, module: nn.Module, own_modules: Sequence[nn.Module]) -> None:
         self._attributes = [Attributes(one) for one in own_modules]
         inner = [one for one in own_modules if one is not module]
         self._inner = [*map(weakref.ref, inner)]
         self._hooks = [weakref.ref(one._forward_hooks) for one in inner]
-        self._heard: set[int] = set()
-        self._carried: list[weakref.ref[Tensor]] = []
+        self._hooked: set[int] = set()
+        self._captured: list[weakref.ref[Tensor]] = []
         self._handles: list[RemovableHandle] = []
 
     def begin(self) -> list[weakref.ref[Tensor]]:
-        """A forward begins; return what was carried off in the one it is in, for `end`."""
-        carried, self._carried = self._carried, []
+        """Start a forward. Return the captured tensors of the forward around it, which `end` takes."""
+        captured, self._captured = self._captured, []
         hooks = [reference() for reference in self._hooks]
         if any(hooks):
             for reference, of_module in zip(self._inner, hooks, strict=True):
                 module = reference()
-                if of_module and module is not None and id(module) not in self._heard:
-                    self._heard.add(id(module))
-                    self._handles.append(module.register_forward_hook(self._inner_module_ends))
-        return carried
+                if of_module and module is not None and id(module) not in self._hooked:
+                    self._hooked.add(id(module))
+                    self._handles.append(module.register_forward_hook(self._post_inner_forward))
+        return captured
 
-    def end(self, carried: "list[weakref.ref[Tensor]]") -> None:
-        """That forward has ended."""
-        self._carried = carried
+    def end(self, captured: "list[weakref.ref[Tensor]]") -> None:
+        """End the forward. `captured` is the return value of its `begin`."""
+        self._captured = captured
 
     def remove(self) -> None:
-        """Take the hooks away again."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def new_attributes(self, known: Callable[[Tensor], bool]) -> list[Tensor]:
-        """Tensors that are attributes now, but for those `known` from an earlier forward."""
+        """Return the tensors that are attributes now, without those `known` from an earlier forward."""
         values = [value for attributes in self._attributes for value in attributes.values()]
         found = [value for value in values if isinstance(value, Tensor)]
         for value in values:
@@ -55,13 +55,13 @@ class SideOutputs:
         return [one for one in found if not known(one)] if found else found
 
     def hook_captures(self) -> list[Tensor]:
-        """What the hooked modules returned in this forward and somebody still has."""
-        return [tensor for reference in self._carried if (tensor := reference()) is not None]
+        """Return the outputs of hooked modules in this forward that are still alive."""
+        return [tensor for reference in self._captured if (tensor := reference()) is not None]
 
     def adopt(self, tensors: Sequence[Tensor]) -> None:
-        """They have come out of a call inside, and may require grad later."""
-        self._carried += map(weakref.ref, tensors)
+        """Add outputs of an inner unit's call, which may require a gradient later."""
+        self._captured += map(weakref.ref, tensors)
 
-    def _inner_module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        # whether it requires grad is seen at the end: what a reentrant checkpoint returns does only afterwards
-        self._carried += map(weakref.ref, tensors_in(output))
+    def _post_inner_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        # `requires_grad` is read when the forward ends, because a reentrant checkpoint sets it on its outputs only afterwards
+        self._captured += map(weakref.ref, tensors_in(output))

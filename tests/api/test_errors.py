@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
-from fsdp.api.wrap import ELSEWHERE
+from fsdp.api.wrap import OTHER_ENGINES_OPTIONS
 from fsdp.comm.simulated import SimulatedCommunicator
 from tests.support.models import Block, Odd, Tied, is_at_rest, loss_of, make_net, weights_of
 
@@ -42,9 +42,9 @@ class TestWrapping:
     def test_what_is_no_module_is_refused(self) -> None:
         refused_everywhere(1, lambda rank: fsdp.fully_shard(3), "fully_shard takes an nn.Module, not int")  # type: ignore[type-var]
 
-    @pytest.mark.parametrize("name", ELSEWHERE)
+    @pytest.mark.parametrize("name", OTHER_ENGINES_OPTIONS)
     def test_an_option_of_another_system_gets_its_remedy(self, name: str) -> None:
-        text = f"unknown option {name!r}: {ELSEWHERE[name]}."
+        text = f"unknown option {name!r}: {OTHER_ENGINES_OPTIONS[name]}."
         refused_everywhere(1, lambda rank: fsdp.fully_shard(make_net(), **{name: True}), text)
 
     def test_an_unknown_option_is_answered_with_the_known_ones(self) -> None:

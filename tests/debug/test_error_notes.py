@@ -78,25 +78,25 @@ def while_lent(ask: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
 def test_in_the_forward_of_an_inner_unit() -> None:
     error = Mine()
     note = fails(lambda model: [model.blocks[1].up.register_forward_hook(raising(error))], error)
-    assert note == f"{MARK} 'blocks.1', FORWARD, whole parameters UNSHARDED, on rank 0 of 1"
+    assert note == f"{MARK} 'blocks.1', FORWARD, parameters UNSHARDED, on rank 0 of 1"
 
 
 def test_between_units() -> None:
     error = Mine()
     note = fails(lambda model: [model.leave.register_forward_pre_hook(raising(error))], error)
-    assert note == f"{MARK} 'Net', FORWARD, whole parameters UNSHARDED, on rank 0 of 1"
+    assert note == f"{MARK} 'Net', FORWARD, parameters UNSHARDED, on rank 0 of 1"
 
 
 def test_what_no_hook_hears() -> None:
     error = Stop()
     note = fails(lambda model: [model.blocks[1].up.register_forward_hook(raising(error))], error)
-    assert note == f"{MARK} 'blocks.1', FORWARD, whole parameters UNSHARDED, on rank 0 of 1"
+    assert note == f"{MARK} 'blocks.1', FORWARD, parameters UNSHARDED, on rank 0 of 1"
 
 
 def test_in_a_node_of_the_backward() -> None:
     error = Mine()
     note = fails(lambda model: [model.blocks[1].up.register_full_backward_hook(raising(error))], error)
-    assert note == f"{MARK} 'blocks.1', BACKWARD_PRE, whole parameters UNSHARDED, on rank 0 of 1"
+    assert note == f"{MARK} 'blocks.1', BACKWARD_PRE, parameters UNSHARDED, on rank 0 of 1"
 
 
 def test_in_a_node_that_python_never_saw_fail() -> None:
@@ -149,7 +149,7 @@ def test_in_a_replay() -> None:
         return note_of(error)
 
     note = fsdp.simulate(1, one_rank)[0]
-    assert note == f"{MARK} 'blocks.1', BACKWARD_PRE, whole parameters UNSHARDED, on rank 0 of 1"
+    assert note == f"{MARK} 'blocks.1', BACKWARD_PRE, parameters UNSHARDED, on rank 0 of 1"
 
 
 def test_out_of_memory_in_a_gather_has_the_story(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_refusal_has_the_story() -> None:
         return note_of(caught.value)
 
     lines = fsdp.simulate(2, one_rank)[1].splitlines()
-    assert lines[0] == f"{MARK} 'Summons', FORWARD, whole parameters UNSHARDED, on rank 1 of 2"
+    assert lines[0] == f"{MARK} 'Summons', FORWARD, parameters UNSHARDED, on rank 1 of 2"
     assert "  shard: gather_objects agreement, all_gather Summons" in lines
     assert lines[-1].split() == ["Summons", "FORWARD", "UNSHARDED", "PRE_FORWARD"]
 

@@ -109,7 +109,7 @@ def tells_where(notes: str, units: set[str], rank: int, size: int) -> str:
     before, mark, note = notes.partition(MARK)
     assert mark and MARK not in note, notes
     first, root, *rows = note.splitlines()
-    found = re.fullmatch(rf" '(.+)', (\w+), whole parameters (\w+), on rank {rank} of {size}", first)
+    found = re.fullmatch(rf" '(.+)', (\w+), parameters (\w+), on rank {rank} of {size}", first)
     assert found is not None and found[1] in units, first
     assert root.startswith(f"root 'Net', rank {rank} of {size}, backward "), root
     (row,) = (cells for cells in map(str.split, rows) if cells[0] == found[1])
