@@ -103,7 +103,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "full_params",
         "versions",
         "external_use",
-        "partition",
+        "buffer_plan",
         "flat_buffer",
         "use_after_free",
         "module_params",

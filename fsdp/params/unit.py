@@ -19,12 +19,12 @@ from fsdp.config import Config
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
+from fsdp.params.buffer_plan import make_flat_buffers
 from fsdp.params.external_use import ReadCopies, gather_param, local_param
 from fsdp.params.flat_buffer import FlatBuffer, SavedShards
 from fsdp.params.full_params import FullParams
 from fsdp.params.module_params import module_params_of, register_owner
 from fsdp.params.param_info import ParamInfo
-from fsdp.params.partition import make_flat_buffers
 from fsdp.params.unit_observer import UnitObserver
 from fsdp.params.versions import Versions
 

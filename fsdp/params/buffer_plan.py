@@ -1,4 +1,4 @@
-"""How the parameters of a unit are cut into flat buffers."""
+"""The plan of flat buffers: which parameters of a unit share one. By dtype, trainable or frozen, and up to the bucket cap."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
