@@ -84,6 +84,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "reduction": (
         "reducer",
+        "order",
         "used_params",
         "stats",
         "in_flight",

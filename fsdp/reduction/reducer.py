@@ -15,14 +15,14 @@ from torch import nn
 
 from fsdp.comm.context import CommContext
 from fsdp.config import MeshKind, ReductionPolicy
-from fsdp.device.storage import MemoryTracker, size_of
+from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.reduction.bucket import Bucket
-from fsdp.reduction.bucketing import Item, make_bucket_groups
 from fsdp.reduction.comm_hook import CommHook, GradBucket
 from fsdp.reduction.in_flight import ReductionQueue
+from fsdp.reduction.order import ReductionOrder
 from fsdp.reduction.stats import ReducerStats
 from fsdp.reduction.used_params import UsedParams
 from state_machine.bucket import BucketAction, BucketEvent, BucketKind, UnitEvent
@@ -45,7 +45,6 @@ class Reducer:
         self._streams = streams
         self._tracker = tracker
         self.policy = units[0].config.reduction
-        self._cap = units[0].config.bucket_bytes
         self._replicated = units[0].config.mesh_kind is MeshKind.REPLICATE
         flats = [(index, unit, flat) for index, unit in enumerate(units) for flat in unit.flats]
         self.buckets = tuple(
@@ -70,14 +69,14 @@ class Reducer:
         self.stats = ReducerStats()
         self.ignores_local_grads = False
         """The gradients of this rank count for nothing, but for those it keeps since before (`join`)."""
-        # a unit with units inside is complete late: it comes after all that have none
-        backwards = range(len(units) - 1, -1, -1)
-        order = [i for i in backwards if innermost[i]] + [i for i in backwards if not innermost[i]]
-        self._default_order = order
-        self._learned: dict[tuple[bool, ...], tuple[Sequence[int], Sequence[int]]] = {}
-        """The orders of units and of buckets, by what is trainable."""
-        self._agree_on(order, self._in_units(order))
+        self._order = ReductionOrder(self.buckets, self.of_unit, innermost, units[0].config)
+        self._plan()
         self.begin()
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The numbers of all units in the agreed order."""
+        return self._order.units
 
     def set_averaging_ranks(self, ranks: int) -> None:
         """From now on, that many ranks have gradients that count."""
@@ -102,7 +101,7 @@ class Reducer:
 
     def relearn(self) -> None:
         """Learn the order anew in the next backward that synchronises."""
-        self._learned.clear()
+        self._order.relearn()
 
     # one backward -------------------------------------------------------------------------
 
@@ -122,15 +121,13 @@ class Reducer:
         # a hook may wait for its collectives where they end, one at a time: nothing comes early
         self._expected = {n: 0 if self.hook is not None else sum(self.buckets[n].flat.requires_grad_flags) for n in self.early}
         """How many gradients each bucket waits for that may be launched early. Below 1: for none."""
-        self._arrivals: list[int] = []
         self._flushed = 0
         """Units."""
         self._settled = False
         self._hooked: list[tuple[int, nn.Parameter]] = []
         self._trainable = tuple(bucket.is_trained for bucket in self.buckets)
-        known = self._learned.get(self._trainable)
-        if known is not None and known[1] is not self._sequence:
-            self._agree_on(*known)
+        if self._order.begin(self._trainable):
+            self._plan()
         self._queue.begin()
 
     def expect_accumulated(self) -> None:
@@ -234,53 +231,15 @@ class Reducer:
             if BucketAction.FORGET in self._queue.on(number, BucketEvent.DROP):
                 self.buckets[number].drop()
 
-    # the order ----------------------------------------------------------------------------
-
-    def _agree_on(self, order: Sequence[int], sequence: Sequence[int]) -> None:
-        self.order = tuple(order)
-        """Of the units, every one once."""
-        self._sequence = sequence
-        """Of the buckets."""
-        self._plan()
-
-    def _plan(self) -> None:
-        # a hook is shown the buckets one by one, the same in every step
-        cap = None if self.hook is not None else self._cap
-        items = [
-            Item(
-                size_of(bucket.buffer),
-                # a sparse one has a collective of its own
-                (bucket.dtype, bucket.flat.shard.dtype, bucket.flat.device, number if bucket.flat.is_sparse else None),
-                any(place.names[0] in self.policy.triggers for place in bucket.flat.param_infos[:1]),
-            )
-            for number, bucket in enumerate(self.buckets)
-        ]
-        first, tapers = int(self.policy.first_bucket_mb * 2**20), self._units[0].config.tapers
-        self._queue.agree_on(make_bucket_groups(self._sequence, items, cap, first, tapers))
-
-    def _in_units(self, order: Sequence[int]) -> Sequence[int]:
-        """The buckets of units in their order; those of one unit from the last to the first, as a backward goes."""
-        return tuple(number for index in order for number in reversed(self.of_unit[index]))
-
     def forget_kept(self) -> None:
         """Let go of what is kept under `no_sync`."""
         for bucket in self.buckets:
             bucket.forget_all()
 
-    def _learn_order(self) -> None:
-        """After the first backward that synchronises, rank 0's order of arrival is everyone's."""
-        # what is not among the arrivals was not waited for
-        every = dict.fromkeys((*self._arrivals, *self._in_units(self._default_order)))
-        arrivals = torch.tensor(list(every), dtype=torch.int64, device=self._device)
-        self._comms.world_comm.broadcast(arrivals, 0, "the order of reductions").wait()
-        sequence = [int(number) for number in arrivals.tolist()]
-        units = dict.fromkeys(self.buckets[number].unit for number in sequence)
-        order = (*units, *(index for index in self._default_order if index not in units))
-        # with gathers between the ranks, the buckets of a unit come at the moment of the unit (the note in state_machine.bucket)
-        self._learned[self._trainable] = order, tuple(sequence) if self._replicated else self._in_units(order)
-        self._agree_on(*self._learned[self._trainable])
-
     # helpers ------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        self._queue.agree_on(self._order.make_groups(self.hook is not None))
 
     def _may_count(self, number: int, innermost: Sequence[bool]) -> bool:
         """Whether it is of use, and safe, to launch a bucket early (see the note in `state_machine.bucket`)."""
@@ -306,7 +265,7 @@ class Reducer:
         actions = self._queue.on(number, event)
         if BucketAction.MARK in actions:
             self._ready_at[number] = perf_counter()
-            self._arrivals.append(number)
+            self._order.add_arrival(number)
         return actions
 
     def _launch(self, group: Sequence[int], remainder: bool = False) -> None:
@@ -339,7 +298,7 @@ class Reducer:
 
     def _shown(self, bucket: Bucket, number: int) -> GradBucket:
         """A bucket as the hook sees it."""
-        last = next(one for one in reversed(self._sequence) if self.buckets[one].is_trained)
+        last = next(one for one in reversed(self._order.buckets) if self.buckets[one].is_trained)
         return GradBucket(bucket, number, number == last)
 
     def _take_stock(self) -> None:
@@ -357,7 +316,7 @@ class Reducer:
     def _launch_remainders(self) -> None:
         """What came after its bucket was launched, on any rank, in the agreed order."""
         used_params = self._used_params
-        for number in self._sequence:
+        for number in self._order.buckets:
             actions = self._queue.on_remainder_turn(number)
             if BucketAction.LOOK_HERE in actions:
                 has = used_params.has_remainder[number]
@@ -375,8 +334,8 @@ class Reducer:
             self._wait_next()
         self._reductions.finish()
         self._used_params.wait_all()
-        if self._trainable not in self._learned:
-            self._learn_order()
+        if self._order.learn(self._comms.world_comm, self._device):
+            self._plan()
         for number, bucket in enumerate(self.buckets):
             bucket.show_to_hooks(self._used_params.used(number))
         self.stats.end()
