@@ -90,6 +90,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "in_flight",
         "bucketing",
         "comm_hook",
+        "sparse_bucket",
         "bucket",
         "accumulated",
         "sparse",

@@ -2,5 +2,5 @@
 
 Start with reducer.py, then bucket.py and in_flight.py.
 May use: params (flat buffers), comm (communicators), device (streams, storage), config.
-Must not: register a hook, read an event of the lifecycle, or know in which state a unit is.
+Must not: register a hook, read an event of the lifecycle, or read the state of a unit.
 """

@@ -83,8 +83,7 @@ class ReductionOrder:
         items = [
             Item(
                 size_of(bucket.buffer),
-                # a sparse bucket has a collective of its own
-                (bucket.dtype, bucket.flat.shard.dtype, bucket.flat.device, bucket.number if bucket.flat.is_sparse else None),
+                bucket.group_key,
                 any(place.names[0] in self._policy.triggers for place in bucket.flat.param_infos[:1]),
             )
             for bucket in self._buckets
