@@ -84,6 +84,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "reduction": (
         "reducer",
+        "build_buckets",
         "order",
         "used_params",
         "stats",
@@ -138,6 +139,7 @@ STATE_MACHINE_USERS = {
     "runtime.registry",
     "runtime.stale_params",
     "reduction.reducer",
+    "reduction.build_buckets",
     "runtime.engine",
     "runtime.final_callback",
     "debug.error_notes",

@@ -10,23 +10,20 @@ Rule 4: the tables of `state_machine.bucket` decide what happens to a bucket; th
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 
-import torch
 from torch import nn
 
 from fsdp.comm.context import CommContext
-from fsdp.config import MeshKind, ReductionPolicy
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
-from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.reduction.bucket import Bucket
+from fsdp.reduction.build_buckets import bucket_kinds, early_buckets, make_buckets
 from fsdp.reduction.comm_hook import CommHook, GradBucket
 from fsdp.reduction.in_flight import ReductionQueue
 from fsdp.reduction.order import ReductionOrder
-from fsdp.reduction.sparse_bucket import SparseBucket
 from fsdp.reduction.stats import ReducerStats
 from fsdp.reduction.used_params import UsedParams
-from state_machine.bucket import BucketAction, BucketEvent, BucketKind, UnitEvent
+from state_machine.bucket import BucketAction, BucketEvent, UnitEvent
 from state_machine.bucket_queue import BucketQueue
 
 
@@ -43,18 +40,8 @@ class Reducer:
     ) -> None:
         self._units = tuple(units)
         self._comms = comms
-        self._streams = streams
-        self._tracker = tracker
         self.policy = units[0].config.reduction
-        self._replicated = units[0].config.mesh_kind is MeshKind.REPLICATE
-        flats = [(index, unit, flat) for index, unit in enumerate(units) for flat in unit.flats]
-        self.buckets = tuple(
-            (SparseBucket if flat.is_sparse else Bucket)(
-                number, flat, index, unit.name, _reduce_dtype(unit, flat, self.policy), unit.config.keeps_buckets, tracker
-            )
-            for number, (index, unit, flat) in enumerate(flats)
-        )
-        numbers = range(len(self.buckets))
+        self.buckets = make_buckets(units, tracker)
         self.of_unit: list[list[int]] = [[] for _ in units]
         """For each unit, the numbers of its buckets."""
         for number, bucket in enumerate(self.buckets):
@@ -62,12 +49,12 @@ class Reducer:
         self._device = units[0].device
         self._used_params = UsedParams(self.buckets, self.policy.static_graph, comms.world_comm, streams, self._device)
         self._reductions = ReductionQueue(self.policy, comms, streams, tracker)
-        self.early = frozenset(number for number in numbers if self._may_be_early(number, innermost))
+        self.early = early_buckets(self.buckets, self.of_unit, innermost, units[0].config.mesh_kind)
         """The early buckets: they may be launched when their gradients have arrived, before the post-backward of their unit."""
         self._queue = BucketQueue(
             [bucket.name for bucket in self.buckets],
             [bucket.unit for bucket in self.buckets],
-            [*map(self._kind, numbers)],
+            bucket_kinds(len(self.buckets), self.early, self.policy),
             len(units),
         )
         self.stats = ReducerStats()
@@ -106,6 +93,11 @@ class Reducer:
         for bucket in self._accumulating():
             bucket.drop_zeroed()
         return bool(self._accumulating())
+
+    def forget_kept(self) -> None:
+        """Drop all gradients accumulated under `no_sync`."""
+        for bucket in self.buckets:
+            bucket.drop_all_accumulated()
 
     def relearn(self) -> None:
         """Learn the order anew in the next backward that synchronises."""
@@ -240,34 +232,14 @@ class Reducer:
             if BucketAction.FORGET in self._queue.on(number, BucketEvent.DROP):
                 self.buckets[number].drop()
 
-    def forget_kept(self) -> None:
-        """Drop all gradients accumulated under `no_sync`."""
-        for bucket in self.buckets:
-            bucket.drop_all_accumulated()
-
     # helpers ------------------------------------------------------------------------------
 
     def _make_groups(self) -> None:
         self._queue.agree_on(self._order.make_groups(self.hook is not None))
 
-    def _may_be_early(self, number: int, innermost: Sequence[bool]) -> bool:
-        """Whether it is useful and safe to launch a bucket early (see the note in `state_machine.bucket`)."""
-        unit = self.buckets[number].unit
-        is_cut = sum(self.buckets[one].is_trained for one in self.of_unit[unit]) > 1
-        return (is_cut and innermost[unit]) or (self._replicated and not innermost[unit])
-
     def _accumulating(self) -> list[Bucket]:
         # while full parameters are shown, `.grad` of the sharded ones is set aside and says nothing
         return [bucket for bucket in self.buckets if bucket.accumulated and not self._units[bucket.unit].full_params]
-
-    def _kind(self, number: int) -> BucketKind:
-        if self.policy.at_end:
-            return BucketKind.AT_END
-        if self.policy.find_unused_parameters:
-            return BucketKind.FIND_UNUSED
-        if number in self.early:
-            return BucketKind.EARLY
-        return BucketKind.BEHIND_EARLY if self.early else BucketKind.ORDINARY
 
     def _on(self, number: int, event: BucketEvent) -> Sequence[BucketAction]:
         """Move a bucket along its table, and record when it became ready; return what must be done."""
@@ -351,11 +323,3 @@ class Reducer:
         for number, bucket in enumerate(self.buckets):
             bucket.run_grad_hooks(self._used_params.used(number))
         self.stats.end()
-
-
-def _reduce_dtype(unit: Unit, flat: FlatBuffer, reduction: ReductionPolicy) -> torch.dtype:
-    """The dtype in which gradients of a flat buffer are reduced."""
-    given, dtype = unit.config.mp_policy.reduce_dtype, flat.unsharded.dtype
-    wanted = dtype if given is None or not dtype.is_floating_point else given
-    is_half = wanted.is_floating_point and wanted.itemsize < 4
-    return torch.float32 if is_half and reduction.deterministic else wanted
