@@ -46,4 +46,4 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Callable[[Any, Any], 
                     f"register_comm_hook: the hook does the sums, so reduction.{name} means nothing; leave it out."
                 )
     for engine in engines:
-        engine.reducer.hook = CommHook(state, hook)
+        engine.reducer.set_hook(CommHook(state, hook))

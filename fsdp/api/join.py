@@ -96,7 +96,7 @@ class Joined(PassWatcher):
     def _serve(self) -> None:
         """Do what the others do, until nobody has data left."""
         self._finished = True
-        self._engine.reducer.ignores_local_grads = True
+        self._engine.reducer.set_ignores_local_grads(True)
         # half of an accumulation that will not be completed
         self._engine.reducer.forget_kept()
         try:
@@ -108,7 +108,7 @@ class Joined(PassWatcher):
                 else:
                     self._go_back(deed is _Deed.REDUCES)
         finally:
-            self._engine.reducer.ignores_local_grads = False
+            self._engine.reducer.set_ignores_local_grads(False)
             self._outputs.clear()
 
     def _run(self, trains: bool) -> None:

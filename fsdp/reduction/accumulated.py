@@ -1,9 +1,9 @@
-"""A gradient kept under `no_sync`, and how the user can zero it.
+"""A gradient accumulated under `no_sync`, and how the user zeroes it.
 
-[Note: gradients kept under no_sync]
-They are whole, and live in the stash. `zero_grad()` reaches shard parameters only, so at stash time
-each shard shows something to zero: its `.grad` as it was, or else this rank's part of the kept
-gradient. If that is gone or zeroed when the stash is used next, the kept gradient dies with it.
+[Note: gradients accumulated under no_sync]
+They are unsharded, and no parameter of the user shows them. `zero_grad()` reaches sharded parameters only. So when a gradient is
+accumulated, its sharded parameter must have a `.grad` that can be zeroed: the one it has, or else this rank's part of the
+accumulated gradient. If that `.grad` is removed or zero at the next use, the accumulated gradient is dropped too.
 """
 
 from torch import Tensor, nn
@@ -12,33 +12,34 @@ from fsdp.errors import ShardingError
 
 
 class AccumulatedGrad:
-    """A whole gradient kept under `no_sync`, and what the shard showed when it was kept."""
+    """An unsharded gradient accumulated under `no_sync`, and the `.grad` of its sharded parameter at that time."""
 
-    __slots__ = ("shown", "shown_is_ours", "unsharded", "version")
+    __slots__ = ("_shard_grad", "_version", "owns_shard_grad", "unsharded")
 
-    def __init__(self, unsharded: Tensor, shard: nn.Parameter, own: Tensor) -> None:
+    def __init__(self, unsharded: Tensor, param: nn.Parameter, part: Tensor) -> None:
         self.unsharded = unsharded
-        self.shown_is_ours = shard.grad is None
-        if shard.grad is None:
-            shard.grad = own
-        assert shard.grad is not None
-        self.shown = shard.grad
-        self.version = self.shown._version
+        self.owns_shard_grad = param.grad is None
+        """True if `.grad` of the sharded parameter is this rank's part of the accumulated gradient, set here."""
+        if param.grad is None:
+            param.grad = part
+        assert param.grad is not None
+        self._shard_grad = param.grad
+        self._version = param.grad._version
 
-    def alive(self, shard: nn.Parameter, name: str) -> bool:
-        """Whether the user has not zeroed the gradients since.
+    def is_zeroed(self, param: nn.Parameter, name: str) -> bool:
+        """Whether the user has zeroed the gradients since.
 
         Raises:
-            ShardingError: they were edited in another way, which cannot reach the kept gradient.
+            ShardingError: they were changed in another way, which cannot reach the accumulated gradient.
         """
-        if shard.grad is not self.shown:
-            return False
-        if self.shown._version == self.version:
+        if param.grad is not self._shard_grad:
             return True
-        values = self.shown._values() if self.shown.is_sparse else self.shown
+        if self._shard_grad._version == self._version:
+            return False
+        values = self._shard_grad._values() if self._shard_grad.is_sparse else self._shard_grad
         if values.numel() and bool(values.any()):
             raise ShardingError(
                 f"the gradient of {name!r} was edited while gradients are kept under no_sync; scale or clip after "
                 "the backward that synchronises."
             )
-        return False
+        return True

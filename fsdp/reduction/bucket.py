@@ -1,9 +1,9 @@
-"""One bucket: the whole gradients of a flat buffer on their way to `.grad` of its shards.
+"""One bucket: the gradients of a flat buffer, from unsharded `.grad` to reduced `.grad` of the sharded parameters.
 
-Where it is on that way is a state of `state_machine.bucket`. The attributes of a bucket are written here alone.
+Rule 1: the attributes of a bucket are written in its class alone. What may happen to it next: `state_machine.bucket`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import repeat
 from typing import Final, cast
 
@@ -15,24 +15,25 @@ from fsdp.errors import ShardingError
 from fsdp.params.external_use import RefuseShardGrad
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.reduction.accumulated import AccumulatedGrad
-from fsdp.reduction.sparse import as_rows, dense, no_rows
+from fsdp.reduction.sparse import dense
 
 _LARGE: Final = 2**14
-"""Elements of a gradient, on average, from which on a pass over the memory costs more than a call for each gradient."""
+"""Average elements of a gradient from which on a pass over the memory costs more than one call for each gradient."""
 
 
 class Bucket:
-    """How one flat buffer is reduced: its bucket, views into it, and what has been reduced."""
+    """The gradients of one flat buffer: a buffer to reduce them from, and the reduced shard."""
 
     __slots__ = (
+        "_alternative",
         "_tracker",
         "accumulated",
+        "all_local_used",
         "all_used",
-        "all_used_here",
-        "any_rank_accumulated",
         "buffer",
-        "filled",
+        "expects_accumulated",
         "flat",
+        "local_used",
         "memory",
         "name",
         "nbytes",
@@ -40,7 +41,6 @@ class Bucket:
         "reduced",
         "spare",
         "unit",
-        "used_here",
         "views",
     )
 
@@ -53,176 +53,173 @@ class Bucket:
         self.unit = unit
         """The number of its unit."""
         self.name = name
-        """Of its unit."""
+        """The name of its unit."""
         self._tracker = tracker
         self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
         self.views = flat.views_of(self.buffer)
-        self.filled: tuple[Tensor, Sequence[Tensor]] | None = None
-        """A buffer like it that was filled instead, and the views into that."""
+        self._alternative: tuple[Tensor, Sequence[Tensor]] | None = None
+        """The buffer that was filled in place of `buffer` and may become `.grad`, with its views."""
         self.memory = ResizableStorage(self.buffer, "bucket", stays)
         self.spare = ReusableBuffer()
-        """For what is reduced where it was filled, which becomes `.grad`."""
+        """Memory for gradients that are reduced where they were filled, and become `.grad`."""
         self.nbytes = size_of(self.buffer)
-        """Of the gradients; of sparse ones, of those that were launched last."""
+        """Bytes of the gradients of one launch; a sparse bucket counts the rows of its last one."""
         self.reduced: Tensor | None = None
-        """The average of this backward (C,), that of a remainder included."""
+        """The reduced shard (C,) of this backward: the average, with that of a remainder added."""
         self.accumulated: dict[int, AccumulatedGrad] = {}
-        self.any_rank_accumulated = False
-        """Some rank may have gradients of it in the stash, also where it was frozen since."""
+        """The gradients accumulated under `no_sync`. The key is the number of the parameter in the bucket."""
+        self.expects_accumulated = False
+        """True if some rank may have accumulated gradients of this bucket, also if it was frozen since."""
         self.all_used = [True] * len(self.views)
-        self.all_used_here = True
-        """Every trainable parameter had a gradient on this rank in this backward."""
-        self.used_here = self.all_used
-        """Which had one."""
+        self.local_used = self.all_used
+        """For each parameter, whether it had a gradient on this rank in this backward."""
+        self.all_local_used = True
+        """True if every trainable parameter had a gradient on this rank in this backward."""
 
     @property
     def is_trained(self) -> bool:
-        """Whether there is anything to reduce: some parameter is trainable, or was when gradients were kept."""
-        return self.any_rank_accumulated or any(self.flat.requires_grad_flags)
+        """Whether there is anything to reduce: some parameter is trainable, or was when gradients were accumulated."""
+        return self.expects_accumulated or any(self.flat.requires_grad_flags)
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which gradients are reduced."""
+        """The dtype of the reduction."""
         return self.buffer.dtype
 
-    def missing_params(self, used_here: Sequence[bool]) -> list[str]:
+    @property
+    def group_key(self) -> Hashable:
+        """Buckets with equal keys can share a collective."""
+        return self.dtype, self.flat.shard.dtype, self.flat.device
+
+    def missing_params(self, used: Sequence[bool]) -> list[str]:
         """The names of trainable parameters without a gradient."""
         flat = self.flat
         return [
-            place.names[0]
-            for place, one, trains in zip(flat.param_infos, used_here, flat.requires_grad_flags, strict=True)
-            if trains and not one
+            info.names[0]
+            for info, has_grad, trainable in zip(flat.param_infos, used, flat.requires_grad_flags, strict=True)
+            if trainable and not has_grad
         ]
 
-    def expect_accumulated(self) -> None:
-        """A backward under `no_sync` begins: some rank may keep gradients of it."""
-        self.any_rank_accumulated = self.any_rank_accumulated or any(self.flat.requires_grad_flags)
+    def skip(self) -> None:
+        """The bucket is frozen, so no gradient of it is missing in this backward."""
+        self.local_used, self.all_local_used = self.all_used, True
 
-    def pass_by(self) -> None:
-        """It is frozen: what was missing in an earlier backward is no concern of this one."""
-        self.used_here, self.all_used_here = self.all_used, True
-
-    def mute(self) -> None:
-        """Forget what came: the gradients of this rank count for nothing."""
+    def clear_unsharded_grads(self) -> None:
+        """Drop the gradients of this rank that are not reduced yet. Those accumulated under `no_sync` stay."""
         for unsharded in self.flat.unsharded_params:
             unsharded.grad = None
 
-    def stash_all(self) -> None:
-        """Add the whole gradients that came to those kept under `no_sync`."""
-        for i, unsharded in enumerate(self.flat.unsharded_params):
-            if unsharded.grad is not None:
-                gradient, unsharded.grad = unsharded.grad, None
-                self.keep(i, gradient)
-
     def drop(self) -> None:
-        """Forget the gradients of this backward, reduced or not; what is kept under `no_sync` stays."""
-        self.filled = None
+        """Drop the gradients of this backward, reduced or not. Those accumulated under `no_sync` stay."""
+        self._alternative = None
         if self.reduced is not None:
             self._tracker.add("reduced", -size_of(self.reduced))
             self.reduced = None
-        self.mute()
+        self.clear_unsharded_grads()
 
-    def add_reduced(self, chunk: Tensor) -> None:
-        """One reduction is over, whose result is in the books; that of a remainder is added to the first."""
-        if self.reduced is None:
-            self.reduced = chunk
-            return
-        self._tracker.add("reduced", -size_of(chunk) - size_of(self.reduced))
-        self.reduced.add_(chunk)
-        self._tracker.add("reduced", size_of(self.reduced))
+    # accumulated under no_sync ------------------------------------------------------------
+
+    def expect_accumulated(self) -> None:
+        """A backward under `no_sync` begins: some rank may accumulate gradients of this bucket."""
+        self.expects_accumulated = self.expects_accumulated or any(self.flat.requires_grad_flags)
+
+    def accumulate_all(self) -> None:
+        """Add the unsharded gradients of this backward to the accumulated ones."""
+        for i, unsharded in enumerate(self.flat.unsharded_params):
+            if unsharded.grad is not None:
+                gradient, unsharded.grad = unsharded.grad, None
+                self._accumulate(i, gradient)
 
     def drop_zeroed(self) -> None:
-        """Drop gradients kept under `no_sync` that the user has zeroed since."""
+        """Drop accumulated gradients that the user has zeroed since."""
         flat = self.flat
-        dead = [i for i, kept in self.accumulated.items() if not kept.alive(flat.sharded_params[i], flat.param_infos[i].names[0])]
-        for i in dead:
-            self.forget(i)
+        zeroed = [i for i, one in self.accumulated.items() if one.is_zeroed(flat.sharded_params[i], flat.param_infos[i].names[0])]
+        for i in zeroed:
+            self._drop_accumulated(i)
 
-    def keep(self, i: int, gradient: Tensor) -> None:
-        """Add a whole gradient to what is kept under `no_sync`."""
-        gradient = (as_rows(gradient) if self.flat.is_sparse else self._dense(i, gradient)).to(self.dtype)
-        kept = self.accumulated.get(i)
-        if kept is not None:
-            self._tracker.add("kept", -size_of(kept.unsharded))
-            kept.unsharded.add_(gradient)
-            self._tracker.add("kept", size_of(kept.unsharded))
-            return
-        shard, part = self.flat.sharded_params[i], self.flat.parts[i]
-        own = gradient
-        if not gradient.is_sparse:
-            own = gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
-        self.accumulated[i] = AccumulatedGrad(gradient, shard, own.to(shard.dtype, copy=True))
-        self._tracker.add("kept", size_of(gradient))
-
-    def forget(self, i: int) -> AccumulatedGrad | None:
-        """Let go of what is kept of one parameter, if anything is."""
-        kept = self.accumulated.pop(i, None)
-        if kept is not None:
-            self._tracker.add("kept", -size_of(kept.unsharded))
-        return kept
-
-    def forget_all(self) -> None:
-        """Let go of everything that is kept, and of what the shards show for it."""
+    def drop_all_accumulated(self) -> None:
+        """Drop all accumulated gradients, and `.grad` of the sharded parameters that show nothing else."""
         for i in list(self.accumulated):
-            kept = self.forget(i)
-            if kept is not None and kept.shown_is_ours:
+            accumulated = self._drop_accumulated(i)
+            if accumulated is not None and accumulated.owns_shard_grad:
                 self.flat.sharded_params[i].grad = None
 
+    def _accumulate(self, i: int, gradient: Tensor) -> None:
+        gradient = self._to_accumulate(i, gradient)
+        accumulated = self.accumulated.get(i)
+        if accumulated is not None:
+            self._tracker.add("kept", -size_of(accumulated.unsharded))
+            accumulated.unsharded.add_(gradient)
+            self._tracker.add("kept", size_of(accumulated.unsharded))
+            return
+        param = self.flat.sharded_params[i]
+        self.accumulated[i] = AccumulatedGrad(gradient, param, self._local_part(i, gradient).to(param.dtype, copy=True))
+        self._tracker.add("kept", size_of(gradient))
+
+    def _drop_accumulated(self, i: int) -> AccumulatedGrad | None:
+        accumulated = self.accumulated.pop(i, None)
+        if accumulated is not None:
+            self._tracker.add("kept", -size_of(accumulated.unsharded))
+        return accumulated
+
+    # filling ------------------------------------------------------------------------------
+
     def collect_used(self, launched: bool) -> Sequence[bool]:
-        """Note which gradients came, also after the bucket was launched; return which are here that were not launched."""
-        flat = self.flat
-        here = [unsharded.grad is not None for unsharded in flat.unsharded_params]
+        """At the end of a backward: record which parameters had a gradient; return which have one that was not launched."""
+        here = [unsharded.grad is not None for unsharded in self.flat.unsharded_params]
         if launched and True not in here:
             return here
         before = (
-            self.used_here
+            self.local_used
             if launched
             else [i in self.accumulated for i in range(len(here))]
             if self.accumulated
             else repeat(False)
         )
-        self._note_came([one or other for one, other in zip(here, before, strict=False)])
-        return here if launched else self.used_here
+        self._set_used([now or earlier for now, earlier in zip(here, before, strict=False)])
+        return here if launched else self.local_used
 
-    def _note_came(self, used_here: list[bool]) -> None:
-        self.used_here = used_here
+    def _set_used(self, used: list[bool]) -> None:
+        self.local_used = used
         requires_grad_flags = self.flat.requires_grad_flags
-        settled = not self.any_rank_accumulated or all(requires_grad_flags)
-        self.all_used_here = settled and all(
-            [used_here or not trains for used_here, trains in zip(used_here, requires_grad_flags, strict=True)]
+        # another rank may have accumulated a gradient of a parameter that is frozen now
+        known = not self.expects_accumulated or all(requires_grad_flags)
+        self.all_local_used = known and all(
+            [has_grad or not trainable for has_grad, trainable in zip(used, requires_grad_flags, strict=True)]
         )
 
     def fill(self, remainder: bool, buffer: Tensor | None = None, divisor: float = 1) -> None:
-        """Copy the whole gradients into the bucket or a buffer like it, and drop them.
+        """Move the unsharded gradients into the bucket, or into another buffer of its shape.
 
-        With those kept under `no_sync`, unless it is a `remainder`: they went with what was launched before.
+        Accumulated gradients are added, except to a `remainder`: the first launch of this backward had them.
 
         Raises:
-            ShardingError: one is sparse that was to be dense.
+            ShardingError: a gradient is sparse, and no module said so.
         """
         flat = self.flat
         views = self.views
         if buffer is not None:
             views = flat.views_of(buffer)
             if buffer.dtype is flat.shard.dtype:
-                self.filled = buffer, views  # else what is reduced is put elsewhere, and this is not to be kept
+                self._alternative = buffer, views  # otherwise the reduced shard is converted, and the buffer is released
         gradients = [unsharded.grad for unsharded in flat.unsharded_params]
         for unsharded in flat.unsharded_params:
             unsharded.grad = None
         if (
             not self.accumulated
-            and not self.any_rank_accumulated
+            and not self.expects_accumulated
             and not any([gradient is None or gradient.is_sparse for gradient in gradients])
         ):
-            self.used_here, self.all_used_here = self.all_used, True
+            self.local_used, self.all_local_used = self.all_used, True
             _copy_divided(self.buffer if buffer is None else buffer, views, cast(list[Tensor], gradients), divisor)
             return
-        came_before = self.used_here if remainder else [False] * len(views)
-        used_here = []
+        used_before = self.local_used if remainder else [False] * len(views)
+        used = []
         for i, (view, gradient) in enumerate(zip(views, gradients, strict=True)):
-            kept = None if remainder else self.accumulated.get(i)
-            parts = [self._dense(i, part) for part in (gradient, None if kept is None else kept.unsharded) if part is not None]
-            used_here.append(came_before[i] or bool(parts))
+            accumulated = None if remainder else self.accumulated.get(i)
+            summands = (gradient, None if accumulated is None else accumulated.unsharded)
+            parts = [self._to_dense(i, part) for part in summands if part is not None]
+            used.append(used_before[i] or bool(parts))
             if parts:
                 view.copy_(parts[0])
             else:
@@ -231,48 +228,34 @@ class Bucket:
                 view.add_(part)
         if divisor != 1:
             (self.buffer if buffer is None else buffer).div_(divisor)
-        self._note_came(used_here)
+        self._set_used(used)
 
-    def take_rows(self, remainder: bool) -> Tensor:
-        """The same for a sparse bucket: the gradient of its one parameter (V, *rest)."""
-        unsharded = self.flat.unsharded_params[0]
-        gradient, unsharded.grad = unsharded.grad, None
-        kept = None if remainder else self.accumulated.get(0)
-        parts = [
-            as_rows(part).to(self.dtype) for part in (gradient, None if kept is None else kept.unsharded) if part is not None
-        ]
-        self._note_came([bool(parts) or (remainder and self.used_here[0])])
-        rows = (parts[0] + parts[1]).coalesce() if len(parts) > 1 else parts[0] if parts else no_rows(unsharded, self.dtype)
-        self.nbytes = size_of(rows)
-        return rows
+    # the reduced shard --------------------------------------------------------------------
 
-    def _dense(self, i: int, gradient: Tensor) -> Tensor:
-        """A gradient that may have come sparse, as a dense bucket takes it."""
-        if gradient.is_sparse and self.flat.is_replicated and not self.flat.is_sparse:
-            raise ShardingError(
-                f"the gradient of {self.flat.param_infos[i].names[0]!r} in unit {self.name!r} is sparse, and nothing "
-                "said so when it was wrapped: set `sparse` of its nn.Embedding or nn.EmbeddingBag before wrapping, or compute a "
-                "dense gradient."
-            )
-        return dense(gradient)
+    def add_reduced(self, chunk: Tensor) -> None:
+        """Take the reduced shard of a finished reduction, which the tracker counts; that of a remainder is added to the first."""
+        if self.reduced is None:
+            self.reduced = chunk
+            return
+        self._tracker.add("reduced", -size_of(chunk) - size_of(self.reduced))
+        self.reduced.add_(chunk)
+        self._tracker.add("reduced", size_of(self.reduced))
 
-    def show_to_hooks(self, used: Sequence[bool]) -> None:
-        """Run the hooks that the user has set on shard parameters (`p.register_hook`) on their reduced gradients.
+    def run_grad_hooks(self, used: Sequence[bool]) -> None:
+        """Run the user's hooks on sharded parameters (`p.register_hook`) on their reduced gradients.
 
         Raises:
-            ShardingError: a hook returned something that cannot take the place of the gradient.
+            ShardingError: a hook returned something that cannot replace the gradient.
         """
         if self.reduced is None:
             return
         flat = self.flat
         for i, _, shape in flat.local_params:
             hooks = flat.sharded_params[i]._backward_hooks
-            # one is ours
+            # one hook is the engine's own
             if hooks is None or len(hooks) < 2 or not used[i]:
                 continue
-            part = flat.parts[i]
-            sparse, size = self.reduced.is_sparse, size_of(self.reduced)
-            view = self.reduced if sparse else self.reduced[part.offset : part.offset + part.numel].view(shape)
+            view = self._reduced_view(i, self.reduced, shape)
             for hook in list(hooks.values()):
                 changed = None if isinstance(hook, RefuseShardGrad) else hook(view)
                 if changed is None:
@@ -283,64 +266,83 @@ class Bucket:
                         f"{tuple(view.shape)}, this rank's part of the gradient; it returned "
                         f"{tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__}."
                     )
-                if sparse:
-                    view = as_rows(changed).to(view.dtype)
-                else:
-                    view.copy_(changed)
-            if sparse:
-                # of more rows, or fewer
-                self._tracker.add("reduced", size_of(view) - size)
-                self.reduced = view
+                view = self._replace_reduced(view, changed)
 
     def put(self, used: Sequence[bool]) -> list[nn.Parameter]:
-        """Set or accumulate what was reduced (C,) into `.grad` of the shard parameters.
+        """Set `.grad` of the sharded parameters to the reduced gradients, or add to it; return those with post-accumulate hooks.
 
-        A parameter of which this rank holds nothing keeps `.grad` None: optimizers pass it by. Returns those whose
-        post-accumulate hooks are to be run.
+        `.grad` of a parameter of which this rank holds no element stays None, and optimizers skip it.
         """
         hooked = []
         reduced, self.reduced = self.reduced, None
         assert reduced is not None
         self._tracker.add("reduced", -size_of(reduced))
         flat = self.flat
-        gradients = self._gradients_in(reduced)
-        targets, sums = [], []
+        gradients = self._shard_grads(reduced)
+        targets, summands = [], []
         for (i, _, _), gradient in zip(flat.local_params, gradients, strict=True):
-            parameter = flat.sharded_params[i]
-            if not used[i] or not (parameter.requires_grad or self.any_rank_accumulated):
+            param = flat.sharded_params[i]
+            if not used[i] or not (param.requires_grad or self.expects_accumulated):
                 continue
-            if parameter._post_accumulate_grad_hooks:
-                hooked.append(parameter)
-            before = parameter.grad
-            kept = self.forget(i)
-            if before is None or (kept is not None and kept.shown_is_ours):
-                parameter.grad = gradient
+            if param._post_accumulate_grad_hooks:
+                hooked.append(param)
+            before = param.grad
+            accumulated = self._drop_accumulated(i)
+            if before is None or (accumulated is not None and accumulated.owns_shard_grad):
+                param.grad = gradient
             elif before.is_sparse or gradient.is_sparse:
                 before.add_(gradient)
             else:
                 targets.append(before)
-                sums.append(gradient)
+                summands.append(gradient)
         if targets:
-            torch._foreach_add_(targets, sums)
-        # what is left was shown for parameters this rank holds nothing of
-        self.forget_all()
-        self.any_rank_accumulated = False
+            torch._foreach_add_(targets, summands)
+        # the rest belongs to parameters of which this rank holds no element
+        self.drop_all_accumulated()
+        self.expects_accumulated = False
         return hooked
 
-    def _gradients_in(self, reduced: Tensor) -> Sequence[Tensor]:
-        """Of each parameter this rank holds something of, in the shape it has here."""
+    # what a sparse bucket does in another way ---------------------------------------------
+
+    def _to_dense(self, i: int, gradient: Tensor) -> Tensor:
+        if gradient.is_sparse and self.flat.is_replicated:
+            raise ShardingError(
+                f"the gradient of {self.flat.param_infos[i].names[0]!r} in unit {self.name!r} is sparse, and nothing "
+                "said so when it was wrapped: set `sparse` of its nn.Embedding or nn.EmbeddingBag before wrapping, or compute a "
+                "dense gradient."
+            )
+        return dense(gradient)
+
+    def _to_accumulate(self, i: int, gradient: Tensor) -> Tensor:
+        """A gradient in the form in which it is accumulated."""
+        return self._to_dense(i, gradient).to(self.dtype)
+
+    def _local_part(self, i: int, gradient: Tensor) -> Tensor:
+        """This rank's part of an unsharded gradient."""
+        part = self.flat.parts[i]
+        return gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
+
+    def _reduced_view(self, i: int, reduced: Tensor, shape: Sequence[int]) -> Tensor:
+        """The gradient of one parameter in the reduced shard."""
+        part = self.flat.parts[i]
+        return reduced[part.offset : part.offset + part.numel].view(shape)
+
+    def _replace_reduced(self, view: Tensor, changed: Tensor) -> Tensor:
+        """Replace a view of the reduced shard by what a hook returned; return the view for the next hook."""
+        return view.copy_(changed)
+
+    def _shard_grads(self, reduced: Tensor) -> Sequence[Tensor]:
+        """The gradient of each parameter of which this rank holds an element, in the shape of its param shard."""
         flat = self.flat
-        filled, self.filled = self.filled, None
-        if reduced.is_sparse:
-            return (reduced,)
-        if filled is not None and filled[0].data_ptr() == reduced.data_ptr():
-            return [filled[1][i] for i, _, _ in flat.local_params]  # it was reduced where it was filled
+        alternative, self._alternative = self._alternative, None
+        if alternative is not None and alternative[0].data_ptr() == reduced.data_ptr():
+            return [alternative[1][i] for i, _, _ in flat.local_params]  # it was reduced where it was filled
         parts = torch.split_with_sizes(reduced, flat.split_sizes)
         return [parts[segment].view(shape) for _, segment, shape in flat.local_params]
 
 
 def _copy_divided(buffer: Tensor, views: list[Tensor], gradients: list[Tensor], divisor: float) -> None:
-    """Copy gradients into the views of a buffer; large ones on the host in one pass over the memory."""
+    """Copy gradients into the views of a buffer, divided; large ones on the host in one pass over the memory."""
     is_large = buffer.device.type == "cpu" and buffer.numel() >= _LARGE * len(views)
     if divisor == 1 or not is_large or gradients[0].dtype != buffer.dtype:
         torch._foreach_copy_(views, gradients)

@@ -1,6 +1,6 @@
 """Which buckets share a collective, and in which order collectives are launched. Pure.
 
-Rule 1: a pure function of the order and the sizes, so all ranks that agree on the order agree on the parcels.
+Rule 1: a pure function of the order and the sizes, so ranks that agree on the order agree on the bucket groups.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -10,14 +10,14 @@ from fsdp.params.layout import next_bucket_limit
 
 
 class Item(NamedTuple):
-    """One bucket, as its size and what it can be added to."""
+    """One bucket, as far as grouping needs it."""
 
     size: int
-    """Bytes."""
+    """Its bytes."""
     kind: Hashable
     """Buckets of one kind (dtypes, device) can share a collective."""
     ends: bool = False
-    """It is the last of its parcel."""
+    """True if it is the last one of its group."""
 
 
 BucketGroup = tuple[int, ...]
@@ -27,10 +27,10 @@ BucketGroup = tuple[int, ...]
 def make_bucket_groups(
     order: Sequence[int], items: Sequence[Item], cap: int | None, first: int, tapers: bool = False
 ) -> tuple[BucketGroup, ...]:
-    """Put buckets (by number, in `order`) into parcels of at most `cap` bytes, the first one of at most `first`; or of one.
+    """Put buckets (by number, in `order`) into groups of at most `cap` bytes, the first group of at most `first` bytes.
 
-    A parcel is launched when its last bucket is ready, so parcels come in the order of their last ones. `cap` None: no two
-    share one. `tapers`: see `next_bucket_limit`.
+    A bucket that is larger is a group of its own; with `cap` None each bucket is. A group is launched when its last bucket is
+    ready, so groups are sorted by their last buckets. `tapers`: see `next_bucket_limit`.
     """
     if cap is None:
         return tuple((number,) for number in order)
@@ -39,7 +39,7 @@ def make_bucket_groups(
 
 
 def _fill(order: Sequence[int], items: Sequence[Item], cap: int, first: int, tapers: bool) -> Iterator[tuple[int, BucketGroup]]:
-    """Each parcel with the place of its last bucket in the order."""
+    """Each group, with the place of its last bucket in the order."""
     limit, left = first, sum(items[number].size for number in order)
     filling: dict[Hashable, tuple[int, int, BucketGroup]] = {}
     for place, number in enumerate(order):

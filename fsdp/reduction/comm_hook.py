@@ -1,4 +1,4 @@
-"""What a communication hook is shown, and what it must give back."""
+"""Communication hooks: the bucket that a hook is called with, and the reduction that it returns."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from fsdp.reduction.bucket import Bucket
 
 
 class GradBucket:
-    """One bucket on its way through a hook. Its methods are those of `torch.distributed.GradBucket`."""
+    """The bucket that a comm hook reduces. Its methods are those of `torch.distributed.GradBucket`."""
 
     def __init__(self, bucket: Bucket, index: int, is_last: bool) -> None:
         self._buffer = bucket.buffer
@@ -20,7 +20,7 @@ class GradBucket:
         self._is_last = is_last
 
     def zero_padding(self) -> None:
-        """New memory holds anything, which a hook that looks at many elements at once (a norm, a scale) takes for gradients."""
+        """Fill the padding with zeros: a hook that computes a norm or a scale reads the padding too, and new memory is random."""
         slots = self._bucket.flat.layout.slots
         ends = [0, *(slot.end for slot in slots)]
         for end, start in zip(ends, [*(slot.start for slot in slots), self._buffer.numel()], strict=True):
@@ -31,66 +31,70 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Put another tensor in its place, for whoever asks for `buffer` later."""
+        """Replace the tensor that `buffer` returns from now on."""
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
-        """The same by parameter, each in the shape of the full parameter: views of the buffer."""
+        """The gradient of each parameter, in the shape of the full parameter: views of the buffer."""
         slots = self._bucket.flat.layout.slots
         return [self._buffer[slot.start : slot.end].view(slot.shape) for slot in slots]
 
     def parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters the gradients are of: those of `model.parameters()`, of which this rank holds its part."""
+        """The parameters of these gradients: the sharded ones of `model.parameters()`."""
         return list(self._bucket.flat.sharded_params)
 
     def index(self) -> int:
-        """Of the bucket in its model, the same in every step."""
+        """The number of the bucket in its model, the same in every step."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the last one of a backward that brings gradients to everything that is trainable."""
+        """Whether the bucket is the last one of a backward in which every trainable parameter gets a gradient."""
         return self._is_last
 
 
 class CommHook(NamedTuple):
-    """A hook and its state."""
+    """A comm hook and its state."""
 
     state: Any
     hook: Callable[[Any, Any], Any]
 
     def launch(self, bucket: GradBucket, result: Tensor, unit: str) -> "HookedWork":
-        """Let the hook begin; what it promises is checked, and copied to `result` (C,), at `wait`."""
+        """Call the hook. `wait` checks the result of its future and copies it to `result` (C,).
+
+        Raises:
+            ShardingError: the hook returned no future.
+        """
         bucket.zero_padding()
-        promise = self.hook(self.state, bucket)
-        if not isinstance(promise, torch._C.Future):
+        future = self.hook(self.state, bucket)
+        if not isinstance(future, torch._C.Future):
             raise ShardingError(
                 f"the communication hook must return a torch.futures.Future; for the bucket of unit {unit!r} it returned "
-                f"{type(promise).__name__}."
+                f"{type(future).__name__}."
             )
-        return HookedWork(promise, result, unit)
+        return HookedWork(future, result, unit)
 
 
 class HookedWork:
-    """A reduction by a hook, in flight."""
+    """A reduction by a comm hook, in flight."""
 
-    __slots__ = ("_promise", "_result", "_unit")
+    __slots__ = ("_future", "_result", "_unit")
 
-    def __init__(self, promise: "torch._C.Future[Any]", result: Tensor, unit: str) -> None:
-        self._promise = promise
+    def __init__(self, future: "torch._C.Future[Any]", result: Tensor, unit: str) -> None:
+        self._future = future
         self._result = result
         self._unit = unit
 
     def wait(self) -> None:
-        """Take over what the hook promised.
+        """Wait for the future of the hook and copy its result.
 
         Raises:
-            ShardingError: it is no tensor, or not of the size and kind it must have.
+            ShardingError: the result is no tensor, or has another size or kind than the reduced shard.
         """
-        found = self._promise.wait()
+        found = self._future.wait()
         if isinstance(found, list) and len(found) == 1:
             found = found[0]
         wanted = self._result
-        # torch's wrapper of hooks in half precision comes to half precision
+        # another dtype is allowed: torch's fp16-compressing hook returns half precision
         if not isinstance(found, Tensor) or found.numel() != wanted.numel() or found.is_complex() != wanted.is_complex():
             what = f"{found.numel()} x {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
             raise ShardingError(

@@ -1,7 +1,7 @@
-"""Reductions in flight: a parcel of buckets on its way to reduced shards.
+"""Reductions in flight: each takes a bucket group to its reduced shards.
 
-Rule 1: a parcel is summed among the ranks that share the shards, and its sum among those that hold the same shards.
-Rule 2: what is in flight is held here until it is awaited, whatever fails.
+Rule 1: a bucket group is summed over the ranks that share the shards, and its sum over the ranks that hold the same shards.
+Rule 2: what is in flight is held here until it was waited for, whatever fails.
 """
 
 from collections.abc import Sequence
@@ -17,33 +17,34 @@ from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.reduction.bucket import Bucket
 from fsdp.reduction.comm_hook import CommHook, GradBucket
-from fsdp.reduction.sparse import SparseTotal, as_rows
+from fsdp.reduction.sparse import SparseTotal
+from fsdp.reduction.sparse_bucket import SparseBucket
 
-_MUCH: Final = 2**16
-"""Elements of a chunk that are read from memory, and not from a cache, when they are divided."""
+_LARGE: Final = 2**16
+"""Elements of a chunk from which on dividing it reads from memory, and not from a cache."""
 
 
 class Reduction(NamedTuple):
     """A reduction in flight."""
 
     buckets: Sequence[Bucket]
-    into: Tensor
-    """Their chunks, one after the other."""
+    output: Tensor
+    """The reduced chunks of the buckets, one after the other."""
     work: Work
     joined: Tensor | None
-    """Their gradients, where several share the flight."""
+    """The gradients of several buckets in one input, if they were joined."""
     scratch: int
-    """Bytes that the channel holds meanwhile."""
+    """Bytes that the communicator holds while the reduction is in flight."""
     name: str
-    """Of the first unit."""
+    """The name of the first unit."""
     divisor: float = 1
-    """By which the sum is divided."""
+    """What the sum is divided by."""
     lane: int = 0
-    """Which of the channels and streams for reductions it has taken."""
+    """The number of its lane."""
 
 
 class ReductionQueue:
-    """What one root has in flight, in the order of the launches."""
+    """The reductions that one root has in flight, in the order of their launches."""
 
     def __init__(self, policy: ReductionPolicy, comms: CommContext, streams: Streams, tracker: MemoryTracker) -> None:
         self._policy = policy
@@ -51,170 +52,187 @@ class ReductionQueue:
         self._streams = streams
         self._tracker = tracker
         self._exact = policy.deterministic
-        self.ranks = comms.size
-        """How many have gradients that count."""
+        self._averaging_ranks = comms.size
+        """How many ranks have gradients that count in the average."""
         self.hook: CommHook | None = None
-        """Reduces instead of us, if there is one."""
-        self._first: list[Reduction] = []
-        """Among the ranks that share the shards."""
-        self._second: list[Reduction] = []
-        """Among those that hold the same shards. What they fill is kept until the commit in any case."""
+        """The comm hook that reduces buckets in place of the engine."""
+        self._reduce_scatters: list[Reduction] = []
+        """Reductions over the ranks that share the shards."""
+        self._all_reduces: list[Reduction] = []
+        """Reductions over the ranks that hold the same shards. Their outputs are kept until the commit in any case."""
         self._launched = 0
+        """The number of launches in this backward."""
 
     def begin(self) -> None:
-        """A backward begins: the lanes take turns from the first one, on every rank."""
+        """A backward begins: the lanes take turns from the first one on, on every rank."""
         self._launched = 0
+
+    def set_averaging_ranks(self, ranks: int) -> None:
+        """From now on, averages are over so many ranks."""
+        self._averaging_ranks = ranks
+
+    def set_hook(self, hook: CommHook) -> None:
+        """From now on, a comm hook reduces buckets in place of the engine."""
+        self.hook = hook
 
     @property
     def oldest(self) -> Sequence[Bucket]:
-        """The buckets that are awaited next. None: their gradients have left the memory of all buckets."""
-        return self._first[0].buckets if self._first else ()
+        """The buckets of the reduction that is waited for next. Empty: all gradients have left the memory of their buckets."""
+        return self._reduce_scatters[0].buckets if self._reduce_scatters else ()
 
     @property
     def is_full(self) -> bool:
         """Whether no lane is free."""
-        return len(self._first) >= len(self._comms.lanes)
+        return len(self._reduce_scatters) >= len(self._comms.lanes)
 
     def launch(self, buckets: Sequence[Bucket], remainder: bool) -> bool:
-        """Fill the buckets of a parcel on the compute stream and reduce them on the reduction stream.
+        """Fill the buckets of a group on the compute stream and reduce them on the reduction stream.
 
-        Returns whether their gradients have left the memory of the buckets with that.
+        Returns whether their gradients have left the memory of the buckets already.
 
         Shapes:  buckets (W * C,) on each of W ranks  ->  mean of chunk `rank` (C,)
-        Memory:  W * C elements until landed, C until committed; where several share a collective, small ones twice while it is
-                 put together
+        Memory:  W * C elements until it was waited for, C until the commit; where several share a collective, small ones twice
+                 while they are joined
         """
         lane, self._launched = self._launched % len(self._comms.lanes), self._launched + 1
-        if buckets[0].flat.is_sparse:
-            self._launch_rows(buckets[0], lane, remainder)
+        if isinstance(buckets[0], SparseBucket):
+            self._launch_sparse(buckets[0], lane, remainder)
             return True
+        if self._comms.lanes[lane].shard.size == 1:
+            self._launch_replicated(buckets, lane, remainder)
+            return True
+        self._launch_sharded(buckets, lane, remainder)
+        return False
+
+    def _launch_sharded(self, buckets: Sequence[Bucket], lane: int, remainder: bool) -> None:
         name, size = buckets[0].name, sum(bucket.flat.layout.shard_numel for bucket in buckets)
-        before, after = self._divisors(buckets[0].buffer, size)
-        shards = self._comms.lanes[lane].shard
-        if shards.size == 1:
-            # the chunk is the bucket, and becomes `.grad`; an allocator of a device keeps its memory itself
-            like, keeps = buckets[0].buffer, len(buckets) == 1 and self._streams.on_host
-            into = buckets[0].spare.take(size, like) if keeps else like.new_empty(size)
-            for bucket, chunk in zip(buckets, _split(into, buckets), strict=True):
-                bucket.fill(remainder, chunk, before)
-            with self._streams.reducing(lane):
-                self._start_all_reduce(Reduction(buckets, into, DONE, None, 0, name, after, lane))
-            self._tracker.add("reduced", size_of(into))
-            # it was allocated on the compute stream, and may be given back already
-            self._streams.await_reductions()
-            return True
+        predivisor, divisor = self._divisors(buckets[0].buffer, size)
+        comm = self._comms.lanes[lane].shard
         joined = None
         try:
             for bucket in buckets:
                 bucket.memory.allocate(self._tracker)
-                bucket.fill(remainder, divisor=before)
-            each = len(buckets) > 1 and shards.supports_coalescing(buckets[0].flat.device, self._exact)
-            joined = self._join(buckets) if len(buckets) > 1 and not each else None
-            given = [bucket.buffer for bucket in buckets] if joined is None else [joined]
+                bucket.fill(remainder, divisor=predivisor)
+            coalesced = len(buckets) > 1 and comm.supports_coalescing(buckets[0].flat.device, self._exact)
+            joined = self._join(buckets) if len(buckets) > 1 and not coalesced else None
+            inputs = [bucket.buffer for bucket in buckets] if joined is None else [joined]
             with self._streams.reducing(lane):
-                into = given[0].new_empty(size)
-                if each:
-                    chunks = [_as_real(chunk) for chunk in _split(into, buckets)]
-                    work = shards.reduce_scatter_coalesced([_as_real(one) for one in given], chunks, name)
+                output = inputs[0].new_empty(size)
+                if coalesced:
+                    chunks = [_as_real(chunk) for chunk in _split(output, buckets)]
+                    work = comm.reduce_scatter_coalesced([_as_real(one) for one in inputs], chunks, name)
                 else:
-                    work = shards.reduce_scatter(_as_real(given[0]), _as_real(into), name, self._exact)
+                    work = comm.reduce_scatter(_as_real(inputs[0]), _as_real(output), name, self._exact)
         except BaseException:
             self._release(buckets, joined)
             raise
-        scratch = 0 if each else shards.scratch_bytes(given[0], self._exact)
-        self._tracker.add("reduced", size_of(into))
+        scratch = 0 if coalesced else comm.scratch_bytes(inputs[0], self._exact)
+        self._tracker.add("reduced", size_of(output))
         self._tracker.add("scratch", scratch)
-        self._first.append(Reduction(buckets, into, work, joined, scratch, name, after, lane))
-        return False
+        self._reduce_scatters.append(Reduction(buckets, output, work, joined, scratch, name, divisor, lane))
 
-    def _launch_rows(self, bucket: Bucket, lane: int, remainder: bool) -> None:
-        """The same for a sparse bucket, which shares no collective and has no second sum."""
-        before, after = self._divisors(bucket.buffer, 0)
+    def _launch_replicated(self, buckets: Sequence[Bucket], lane: int, remainder: bool) -> None:
+        """Launch where the chunk is the whole bucket: the buffer that is filled is the output, and becomes `.grad`."""
+        name, size = buckets[0].name, sum(bucket.flat.layout.shard_numel for bucket in buckets)
+        predivisor, divisor = self._divisors(buckets[0].buffer, size)
+        # memory is reused on the host alone: the allocator of a device does so itself
+        like, reuses = buckets[0].buffer, len(buckets) == 1 and self._streams.on_host
+        output = buckets[0].spare.take(size, like) if reuses else like.new_empty(size)
+        for bucket, chunk in zip(buckets, _split(output, buckets), strict=True):
+            bucket.fill(remainder, chunk, predivisor)
+        with self._streams.reducing(lane):
+            self._start_all_reduce(Reduction(buckets, output, DONE, None, 0, name, divisor, lane))
+        self._tracker.add("reduced", size_of(output))
+        # the output was allocated on the compute stream, and may be released already
+        self._streams.await_reductions()
+
+    def _launch_sparse(self, bucket: SparseBucket, lane: int, remainder: bool) -> None:
+        predivisor, divisor = self._divisors(bucket.buffer, 0)
         rows = bucket.take_rows(remainder)
-        if before != 1:
-            rows = rows / before  # it may be what is kept under `no_sync`
+        if predivisor != 1:
+            rows = rows / predivisor  # not in place: it may be an accumulated gradient
         with self._streams.reducing(lane):
             work = SparseTotal(rows, self._comms.lanes[lane].replicate, bucket.name)
         self._tracker.add("reduced", size_of(rows))
-        self._second.append(Reduction((bucket,), rows, work, None, 0, bucket.name, after, lane))
+        self._all_reduces.append(Reduction((bucket,), rows, work, None, 0, bucket.name, divisor, lane))
 
     def launch_hooked(self, bucket: Bucket, shown: GradBucket, remainder: bool) -> bool:
-        """Fill one bucket and let the hook reduce it."""
+        """Fill one bucket and let the comm hook reduce it; return False, as its gradients stay in its memory."""
         assert self.hook is not None
         try:
             bucket.memory.allocate(self._tracker)
             bucket.fill(remainder)
             with self._streams.reducing():
-                into = bucket.buffer.new_empty(bucket.flat.layout.shard_numel)
-                work = self.hook.launch(shown, into, bucket.name)
+                output = bucket.buffer.new_empty(bucket.flat.layout.shard_numel)
+                work = self.hook.launch(shown, output, bucket.name)
         except BaseException:
             bucket.memory.release(self._tracker)
             raise
-        self._tracker.add("reduced", size_of(into))
-        self._first.append(Reduction((bucket,), into, work, None, 0, bucket.name))
+        self._tracker.add("reduced", size_of(output))
+        self._reduce_scatters.append(Reduction((bucket,), output, work, None, 0, bucket.name))
         return False
 
-    def land_next(self) -> None:
-        """Await the next in flight among the ranks that share the shards; its sums go on to the other replicas."""
-        flight = self._first.pop(0)
+    def wait_next(self) -> None:
+        """Wait for the oldest reduction over the ranks that share the shards, and start that of its sums over the replicas."""
+        reduction = self._reduce_scatters.pop(0)
         try:
-            with self._streams.landing(flight.lane):
-                flight.work.wait()
-                self._start_all_reduce(flight)
+            with self._streams.landing(reduction.lane):
+                reduction.work.wait()
+                self._start_all_reduce(reduction)
             self._streams.await_reductions()
         except BaseException:
-            self._tracker.add("reduced", -size_of(flight.into))
+            self._tracker.add("reduced", -size_of(reduction.output))
             raise
         finally:
-            self._tracker.add("scratch", -flight.scratch)
-            self._release(flight.buckets, flight.joined)
+            self._tracker.add("scratch", -reduction.scratch)
+            self._release(reduction.buckets, reduction.joined)
 
     def finish(self) -> None:
-        """All have left their buckets: await the sums over the replicas."""
-        given = []
-        while self._second:
-            flight = self._second[0]
-            self._finish(flight)
-            if isinstance(flight.work, SparseTotal):
-                given.append(flight.into)  # memory of the compute stream, which is read on the other
-            del self._second[0]
-            self._tracker.add("scratch", -flight.scratch)
+        """All gradients have left their buckets: wait for the sums over the replicas."""
+        held = []
+        while self._all_reduces:
+            reduction = self._all_reduces[0]
+            self._finish(reduction)
+            if isinstance(reduction.work, SparseTotal):
+                held.append(reduction.output)  # the reduction stream still reads memory of the compute stream
+            del self._all_reduces[0]
+            self._tracker.add("scratch", -reduction.scratch)
         self._streams.await_reductions()
 
     def drain(self, others: Sequence[Work]) -> None:
-        """Wait until nothing is in flight, nor `others` are. Idempotent; raises what the first collective raises."""
-        first, self._first = self._first, []
-        second, self._second = self._second, []
-        flights = [*second, *first]
-        self._tracker.add("reduced", -sum(size_of(one.into) for one in flights))
+        """Wait until no reduction is in flight, nor any of `others`. Idempotent; raises what the first collective raises."""
+        reduce_scatters, self._reduce_scatters = self._reduce_scatters, []
+        all_reduces, self._all_reduces = self._all_reduces, []
+        reductions = [*all_reduces, *reduce_scatters]
+        self._tracker.add("reduced", -sum(size_of(one.output) for one in reductions))
         failures = []
-        for work, lane in (*((one.work, one.lane) for one in flights), *((one, 0) for one in others)):
+        for work, lane in (*((one.work, one.lane) for one in reductions), *((one, 0) for one in others)):
             try:
                 with self._streams.landing(lane):
-                    # what the peers have begun beyond that is over when they are told
+                    # peers are notified of the failed step, so they end the later stages that they have begun
                     (work.begun if isinstance(work, TwoPhaseWork) else work).wait()
             except BaseException as failure:  # the others are in flight all the same
                 failures.append(failure)
         self._streams.await_reductions()
-        self._tracker.add("scratch", -sum(one.scratch for one in flights))
-        for flight in first:
-            self._release(flight.buckets, flight.joined)
+        self._tracker.add("scratch", -sum(one.scratch for one in reductions))
+        for reduction in reduce_scatters:
+            self._release(reduction.buckets, reduction.joined)
         if failures:
             raise failures[0]
 
     # helpers ------------------------------------------------------------------------------
 
-    def _divisors(self, gradients: Tensor, chunk: int) -> tuple[float, float]:
-        """What gradients are divided by before they are summed, and after, where this rank has the sum of `chunk` elements."""
-        total = self.ranks if self._policy.average else 1
-        before = self._policy.predivide_factor
-        if before is None:
-            # half precision would overflow in the sum. Everything else is divided after it, on the shard alone, if it is one; but
-            # on the host a power of two divides without rounding, and costs nothing while much is copied
-            free = chunk >= _MUCH and total & (total - 1) == 0 and gradients.device.type == "cpu"
+    def _divisors(self, gradients: Tensor, shard_numel: int) -> tuple[float, float]:
+        """The divisors before and after the sum, where this rank gets `shard_numel` elements of the sum."""
+        total = self._averaging_ranks if self._policy.average else 1
+        predivisor = self._policy.predivide_factor
+        if predivisor is None:
+            # the sum would overflow in half precision, so it is divided first. Otherwise the sum is divided, of which a rank may
+            # have a shard alone. But on the host a power of two divides without rounding, and for free while much is copied
+            free = shard_numel >= _LARGE and total & (total - 1) == 0 and gradients.device.type == "cpu"
             first = not self._exact and (free or self._comms.reduce_comm.size == 1)
-            before = total if first or gradients.dtype is torch.float16 else 1
-        return before, total / before
+            predivisor = total if first or gradients.dtype is torch.float16 else 1
+        return predivisor, total / predivisor
 
     def _join(self, buckets: Sequence[Bucket]) -> Tensor:
         """One tensor with the chunks of each rank together: (W * C1,), (W * C2,) -> (W * (C1 + C2),)."""
@@ -231,38 +249,34 @@ class ReductionQueue:
         for bucket in buckets:
             bucket.memory.release(self._tracker)
 
-    def _start_all_reduce(self, flight: Reduction) -> None:
-        """The chunks are reduced among those that share the shards: go on to the sum over the replicas."""
-        replicas = self._comms.lanes[flight.lane].replicate
+    def _start_all_reduce(self, reduction: Reduction) -> None:
+        """Start the sum of reduced chunks over the replicas, if there are any."""
+        replicas = self._comms.lanes[reduction.lane].replicate
         if self.hook is not None or replicas.size == 1:
-            self._finish(flight._replace(work=DONE))
+            self._finish(reduction._replace(work=DONE))
         else:
-            work = replicas.all_reduce(_as_real(flight.into), "sum", flight.name, self._exact)
-            scratch = replicas.all_reduce_scratch_bytes(flight.into, self._exact)
+            work = replicas.all_reduce(_as_real(reduction.output), "sum", reduction.name, self._exact)
+            scratch = replicas.all_reduce_scratch_bytes(reduction.output, self._exact)
             self._tracker.add("scratch", scratch)
-            self._second.append(flight._replace(work=work, joined=None, scratch=scratch))
+            self._all_reduces.append(reduction._replace(work=work, joined=None, scratch=scratch))
 
-    def _finish(self, flight: Reduction) -> None:
-        """Await the sum over the replicas, and have the average."""
-        reduced = flight.into
-        with self._streams.landing(flight.lane):
-            flight.work.wait()
-            if isinstance(flight.work, SparseTotal):
-                reduced = self._replace(reduced, flight.work.result)
-            if flight.divisor != 1:
-                reduced.div_(flight.divisor)
-            dtype = flight.buckets[0].flat.shard.dtype
+    def _finish(self, reduction: Reduction) -> None:
+        """Wait for the sum over the replicas, divide it, and hand each bucket its chunk."""
+        reduced = reduction.output
+        with self._streams.landing(reduction.lane):
+            reduction.work.wait()
+            if isinstance(reduction.work, SparseTotal):
+                reduced = self._replace(reduced, reduction.work.result)
+            if reduction.divisor != 1:
+                reduced.div_(reduction.divisor)
+            dtype = reduction.buckets[0].flat.shard.dtype
             if reduced.dtype != dtype:
                 reduced = self._replace(reduced, reduced.to(dtype))
-            for bucket, chunk in zip(flight.buckets, _split(reduced, flight.buckets), strict=True):
-                if bucket.flat.is_sparse and not chunk.is_sparse:
-                    # a hook has seen it in full
-                    unsharded = bucket.flat.unsharded_params[0]
-                    chunk = self._replace(chunk, as_rows(chunk[: unsharded.numel()].view(unsharded.shape)))
+            for bucket, chunk in zip(reduction.buckets, _split(reduced, reduction.buckets), strict=True):
                 bucket.add_reduced(chunk)
 
     def _replace(self, old: Tensor, new: Tensor) -> Tensor:
-        """In the books."""
+        """Count the new tensor in place of the old one."""
         self._tracker.add("reduced", size_of(new) - size_of(old))
         return new
 
@@ -275,5 +289,5 @@ def _split(chunks: Tensor, buckets: Sequence[Bucket]) -> Sequence[Tensor]:
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """Collectives and sums know no complex numbers: (N,) complex -> (2 N,) real."""
+    """Collectives and sums do not support complex numbers: (N,) complex -> (2 N,) real."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

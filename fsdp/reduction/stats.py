@@ -1,4 +1,4 @@
-"""What was launched in a backward, and when: for people."""
+"""Statistics of reductions for `fsdp.reducer_stats`: what was launched in a backward, and when."""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -8,63 +8,59 @@ from fsdp.reduction.bucket import Bucket
 
 
 class BucketStats(NamedTuple):
-    """One reduction of the last backward that synchronised, as this rank saw it. Times are host times."""
+    """One reduction of the last backward that synchronised, on this rank. Times are host times."""
 
     units: tuple[str, ...]
-    """Whose gradients it reduced."""
+    """The units whose gradients it reduced."""
     bytes: int
-    """Of the whole gradients, in the dtype they were reduced in, padding included; of sparse ones, what this rank has."""
-    reduced_shard: tuple[str, ...]
-    """Trainable parameters whose gradients had not come when it was launched: zeros stood for them."""
+    """Size of the unsharded gradients in the dtype of the reduction, with padding; of sparse ones, of the rows of this rank."""
+    pending: tuple[str, ...]
+    """Trainable parameters whose gradients were missing at the launch. Zeros stood for them."""
     ready_s: float
-    """When its gradients had come, or autograd had left its unit: seconds since the backward came to the first unit."""
+    """When its gradients had arrived, or autograd had left its unit: seconds since the backward reached the first unit."""
     launched_s: float
     """When it was launched, in its turn."""
 
 
 class _Launch(NamedTuple):
     buckets: Sequence[Bucket]
-    used_here: Sequence[Sequence[bool]]
+    used: Sequence[Sequence[bool]]
     bytes: int
     ready: float
     launched: float
 
 
 class ReducerStats:
-    """The reductions of one backward. Costs a clock and a tuple a launch; words are made when somebody asks."""
+    """The reductions of one backward. A launch costs a clock and a tuple; `report` makes the rest."""
 
     def __init__(self) -> None:
-        self._of_last: list[_Launch] = []
+        self._last: list[_Launch] = []
         self.begin()
 
     def begin(self) -> None:
         """A backward begins."""
         self._began = perf_counter()
-        self._now: list[_Launch] = []
+        self._current: list[_Launch] = []
 
-    def note(self, buckets: Sequence[Bucket], ready: float) -> None:
-        """Some buckets were filled and launched; `ready` is when the last of them was (`time.perf_counter`)."""
-        used_here = [bucket.used_here for bucket in buckets]
+    def add_launch(self, buckets: Sequence[Bucket], ready: float) -> None:
+        """Add a launch; `ready` is when the last of its buckets became ready (`time.perf_counter`)."""
+        used = [bucket.local_used for bucket in buckets]
         size = sum([bucket.nbytes for bucket in buckets])
-        self._now.append(_Launch(buckets, used_here, size, ready - self._began, perf_counter() - self._began))
+        self._current.append(_Launch(buckets, used, size, ready - self._began, perf_counter() - self._began))
 
     def end(self) -> None:
         """A backward that synchronised is over."""
-        self._of_last = self._now
+        self._last = self._current
 
     def report(self) -> list[BucketStats]:
-        """In the order of the launches."""
+        """The reductions of the last backward that synchronised, in the order of their launches."""
         return [
             BucketStats(
                 tuple(dict.fromkeys(bucket.name for bucket in one.buckets)),
                 one.bytes,
-                tuple(
-                    name
-                    for bucket, used_here in zip(one.buckets, one.used_here, strict=True)
-                    for name in bucket.missing_params(used_here)
-                ),
+                tuple(name for bucket, used in zip(one.buckets, one.used, strict=True) for name in bucket.missing_params(used)),
                 one.ready,
                 one.launched,
             )
-            for one in self._of_last
+            for one in self._last
         ]

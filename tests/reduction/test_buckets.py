@@ -169,7 +169,7 @@ def test_pieces_that_are_launched_early_are_awaited_when_their_units_are_done(mo
 
     def early(flights: ReductionQueue, *given: Any) -> bool:
         landed = launch(flights, *given)
-        deepest.append(len(flights._first))
+        deepest.append(len(flights._reduce_scatters))
         return landed
 
     monkeypatch.setattr(ReductionQueue, "launch", early)
@@ -271,7 +271,7 @@ def test_what_had_not_come_is_named() -> None:
         return fsdp.reducer_stats(model)[0]
 
     zero, one = fsdp.simulate(2, fn)
-    assert zero.reduced_shard == ("unused.weight", "unused.bias") and one.reduced_shard == ()
+    assert zero.pending == ("unused.weight", "unused.bias") and one.pending == ()
     assert 0 < zero.ready_s <= zero.launched_s
 
 

@@ -1,0 +1,56 @@
+"""Make the buckets of a root, and decide which of them are early."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp.config import MeshKind, ReductionPolicy
+from fsdp.device.storage import MemoryTracker
+from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.unit import Unit
+from fsdp.reduction.bucket import Bucket
+from fsdp.reduction.sparse_bucket import SparseBucket
+from state_machine.bucket import BucketKind
+
+
+def make_buckets(units: Sequence[Unit], tracker: MemoryTracker) -> tuple[Bucket, ...]:
+    """One bucket for each flat buffer of each unit."""
+    policy = units[0].config.reduction
+    flats = [(index, unit, flat) for index, unit in enumerate(units) for flat in unit.flats]
+    return tuple(
+        (SparseBucket if flat.is_sparse else Bucket)(
+            number, flat, index, unit.name, _reduce_dtype(unit, flat, policy), unit.config.keeps_buckets, tracker
+        )
+        for number, (index, unit, flat) in enumerate(flats)
+    )
+
+
+def early_buckets(
+    buckets: Sequence[Bucket], of_unit: Sequence[Sequence[int]], innermost: Sequence[bool], mesh_kind: MeshKind
+) -> frozenset[int]:
+    """The buckets that are useful and safe to launch early (see the note in `state_machine.bucket`)."""
+    replicated = mesh_kind is MeshKind.REPLICATE
+
+    def may_be_early(unit: int) -> bool:
+        is_cut = sum(buckets[number].is_trained for number in of_unit[unit]) > 1
+        return (is_cut and innermost[unit]) or (replicated and not innermost[unit])
+
+    return frozenset(bucket.number for bucket in buckets if may_be_early(bucket.unit))
+
+
+def bucket_kinds(count: int, early: frozenset[int], policy: ReductionPolicy) -> list[BucketKind]:
+    """The kind of each bucket, which chooses its table."""
+    if policy.at_end:
+        return [BucketKind.AT_END] * count
+    if policy.find_unused_parameters:
+        return [BucketKind.FIND_UNUSED] * count
+    other = BucketKind.BEHIND_EARLY if early else BucketKind.ORDINARY
+    return [BucketKind.EARLY if number in early else other for number in range(count)]
+
+
+def _reduce_dtype(unit: Unit, flat: FlatBuffer, policy: ReductionPolicy) -> torch.dtype:
+    """The dtype in which gradients of a flat buffer are reduced."""
+    given, dtype = unit.config.mp_policy.reduce_dtype, flat.unsharded.dtype
+    wanted = dtype if given is None or not dtype.is_floating_point else given
+    is_half = wanted.is_floating_point and wanted.itemsize < 4
+    return torch.float32 if is_half and policy.deterministic else wanted
