@@ -77,80 +77,79 @@ class CopyStep(NamedTuple):
 
 CopyTable = Mapping[CopyState, Mapping[CopyEvent, CopyStep]]
 
-_STALE, _FRESH, _UNSURE = CopyState.STALE, CopyState.FRESH, CopyState.UNSURE
-_E, _A = CopyEvent, CopyAction
+_S, _E, _A = CopyState, CopyEvent, CopyAction
 
 WITHIN_A_PASS: Final[CopyTable] = {
-    _STALE: {
-        _E.GATHERED: CopyStep(_FRESH, (_A.CHECK,)),
-        _E.GATHERED_LATE: CopyStep(_FRESH, (_A.CHECK, _A.WAIT)),
-        _E.GATHERED_IN_BACKWARD: CopyStep(_FRESH),
+    _S.STALE: {
+        _E.GATHERED: CopyStep(_S.FRESH, (_A.CHECK,)),
+        _E.GATHERED_LATE: CopyStep(_S.FRESH, (_A.CHECK, _A.WAIT)),
+        _E.GATHERED_IN_BACKWARD: CopyStep(_S.FRESH),
         # what an earlier pass left behind goes when it is in the way of a forward; a backward of that pass may still come
-        _E.USED: CopyStep(_STALE, (_A.DROP,)),
-        _E.USED_CHANGED: CopyStep(_STALE, (_A.DROP,)),
-        _E.PASS_BEGINS: CopyStep(_STALE),
-        _E.EVALUATION_BEGINS: CopyStep(_STALE),
-        _E.EVALUATION_ENDS: CopyStep(_STALE),
-        _E.COMMITTED: CopyStep(_STALE),
-        _E.BACKWARD_INSIDE: CopyStep(_STALE),
-        _E.RELEASED: CopyStep(_STALE),
+        _E.USED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.PASS_BEGINS: CopyStep(_S.STALE),
+        _E.EVALUATION_BEGINS: CopyStep(_S.STALE),
+        _E.EVALUATION_ENDS: CopyStep(_S.STALE),
+        _E.COMMITTED: CopyStep(_S.STALE),
+        _E.BACKWARD_INSIDE: CopyStep(_S.STALE),
+        _E.RELEASED: CopyStep(_S.STALE),
     },
-    _FRESH: {
+    _S.FRESH: {
         # a second call in the same pass
-        _E.USED: CopyStep(_FRESH),
-        _E.USED_CHANGED: CopyStep(_STALE, (_A.DROP,)),
+        _E.USED: CopyStep(_S.FRESH),
+        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
         # no copy lasts longer than its pass, so nobody needs to ask
-        _E.PASS_BEGINS: CopyStep(_STALE),
-        _E.EVALUATION_BEGINS: CopyStep(_STALE),
-        _E.EVALUATION_ENDS: CopyStep(_FRESH),
+        _E.PASS_BEGINS: CopyStep(_S.STALE),
+        _E.EVALUATION_BEGINS: CopyStep(_S.STALE),
+        _E.EVALUATION_ENDS: CopyStep(_S.FRESH),
         # a unit in its forward, or one that goes at the end of the backward; the next pass gathers anew in any case
-        _E.COMMITTED: CopyStep(_FRESH),
-        _E.BACKWARD_INSIDE: CopyStep(_FRESH),
-        _E.RELEASED: CopyStep(_STALE),
+        _E.COMMITTED: CopyStep(_S.FRESH),
+        _E.BACKWARD_INSIDE: CopyStep(_S.FRESH),
+        _E.RELEASED: CopyStep(_S.STALE),
     },
     # never reached: nobody asks
-    _UNSURE: {},
+    _S.UNSURE: {},
 }
 """For the strategies whose copies do not outlive a pass."""
 
 FROM_PASS_TO_PASS: Final[CopyTable] = {
-    _STALE: {
-        _E.GATHERED: CopyStep(_FRESH, (_A.CHECK, _A.SUM)),
-        _E.GATHERED_LATE: CopyStep(_UNSURE, (_A.CHECK, _A.WAIT, _A.SUM)),
-        _E.GATHERED_IN_BACKWARD: CopyStep(_FRESH, (_A.SUM,)),
+    _S.STALE: {
+        _E.GATHERED: CopyStep(_S.FRESH, (_A.CHECK, _A.SUM)),
+        _E.GATHERED_LATE: CopyStep(_S.UNSURE, (_A.CHECK, _A.WAIT, _A.SUM)),
+        _E.GATHERED_IN_BACKWARD: CopyStep(_S.FRESH, (_A.SUM,)),
         # at once, so that prefetch may gather it anew
-        _E.PASS_BEGINS: CopyStep(_STALE, (_A.DROP,)),
-        _E.EVALUATION_BEGINS: CopyStep(_STALE, (_A.DROP,)),
-        _E.EVALUATION_ENDS: CopyStep(_STALE),
-        _E.USED: CopyStep(_STALE, (_A.DROP,)),
-        _E.USED_CHANGED: CopyStep(_STALE, (_A.DROP,)),
-        _E.COMMITTED: CopyStep(_STALE),
-        _E.BACKWARD_INSIDE: CopyStep(_STALE),
-        _E.RELEASED: CopyStep(_STALE),
+        _E.PASS_BEGINS: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.EVALUATION_BEGINS: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.EVALUATION_ENDS: CopyStep(_S.STALE),
+        _E.USED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.COMMITTED: CopyStep(_S.STALE),
+        _E.BACKWARD_INSIDE: CopyStep(_S.STALE),
+        _E.RELEASED: CopyStep(_S.STALE),
     },
-    _FRESH: {
-        _E.USED: CopyStep(_FRESH),
-        _E.USED_CHANGED: CopyStep(_STALE, (_A.DROP,)),
-        _E.PASS_BEGINS: CopyStep(_UNSURE, (_A.ASK,)),
+    _S.FRESH: {
+        _E.USED: CopyStep(_S.FRESH),
+        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.PASS_BEGINS: CopyStep(_S.UNSURE, (_A.ASK,)),
         # weights are swapped around evaluations, also through `.data`: gathering them is no dearer than asking
-        _E.EVALUATION_BEGINS: CopyStep(_STALE, (_A.DROP,)),
-        _E.EVALUATION_ENDS: CopyStep(_STALE),
-        _E.COMMITTED: CopyStep(_STALE),
-        _E.BACKWARD_INSIDE: CopyStep(_UNSURE),
-        _E.RELEASED: CopyStep(_STALE),
+        _E.EVALUATION_BEGINS: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.EVALUATION_ENDS: CopyStep(_S.STALE),
+        _E.COMMITTED: CopyStep(_S.STALE),
+        _E.BACKWARD_INSIDE: CopyStep(_S.UNSURE),
+        _E.RELEASED: CopyStep(_S.STALE),
     },
-    _UNSURE: {
-        _E.WEIGHTS_SAME: CopyStep(_FRESH),
-        _E.WEIGHTS_CHANGED: CopyStep(_STALE, (_A.DROP,)),
+    _S.UNSURE: {
+        _E.WEIGHTS_SAME: CopyStep(_S.FRESH),
+        _E.WEIGHTS_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
         # inside a forward nobody asks: the counters of ranks differ, and all of them gather anew
-        _E.USED: CopyStep(_STALE, (_A.DROP,)),
-        _E.USED_CHANGED: CopyStep(_STALE, (_A.DROP,)),
-        _E.PASS_BEGINS: CopyStep(_UNSURE, (_A.ASK,)),
-        _E.EVALUATION_BEGINS: CopyStep(_STALE, (_A.DROP,)),
-        _E.EVALUATION_ENDS: CopyStep(_STALE),
-        _E.COMMITTED: CopyStep(_STALE),
-        _E.BACKWARD_INSIDE: CopyStep(_UNSURE),
-        _E.RELEASED: CopyStep(_STALE),
+        _E.USED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.PASS_BEGINS: CopyStep(_S.UNSURE, (_A.ASK,)),
+        _E.EVALUATION_BEGINS: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.EVALUATION_ENDS: CopyStep(_S.STALE),
+        _E.COMMITTED: CopyStep(_S.STALE),
+        _E.BACKWARD_INSIDE: CopyStep(_S.UNSURE),
+        _E.RELEASED: CopyStep(_S.STALE),
     },
 }
 """For RESHARD_NEVER, whose copies stay from pass to pass."""

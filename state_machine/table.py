@@ -251,8 +251,12 @@ BACKWARD: Final[Mapping[BackwardState, Mapping[BackwardEvent, BackwardStep]]] = 
         BackwardEvent.GRAD_ACCUMULATED: BackwardStep(BackwardState.BEGINNING),
         BackwardEvent.STEP_ABANDONED: BackwardStep(BackwardState.RESTING, E.STEP_ABANDONED),
     },
-    _SYNC: _running(_SYNC, arrives=_SYNC, complete=E.POST_BACKWARD, ends=E.FINAL_CALLBACK),
-    _NO_SYNC: _running(_NO_SYNC, arrives=_NO_SYNC, complete=E.POST_BACKWARD_NO_SYNC, ends=E.FINAL_CALLBACK_NO_SYNC),
+    BackwardState.RUNNING_SYNC: _running(_SYNC, arrives=_SYNC, complete=E.POST_BACKWARD, ends=E.FINAL_CALLBACK),
+    BackwardState.RUNNING_NO_SYNC: _running(
+        _NO_SYNC, arrives=_NO_SYNC, complete=E.POST_BACKWARD_NO_SYNC, ends=E.FINAL_CALLBACK_NO_SYNC
+    ),
     # a backward inside what looked like autograd.grad alone brings a gradient after all
-    _NO_GRADS: _running(_NO_GRADS, arrives=_SYNC, complete=E.POST_BACKWARD_NO_SYNC, ends=E.FINAL_CALLBACK_NO_SYNC),
+    BackwardState.RUNNING_NO_GRADS: _running(
+        _NO_GRADS, arrives=_SYNC, complete=E.POST_BACKWARD_NO_SYNC, ends=E.FINAL_CALLBACK_NO_SYNC
+    ),
 }
