@@ -368,13 +368,13 @@ class UnitStep(NamedTuple):
     """Where a unit goes, and whether its buckets are told that it is done."""
 
     to: UnitState
-    tell_buckets: bool = False
+    notify_buckets: bool = False
 
 
 UNITS: Final[Mapping[UnitState, Mapping[UnitEvent, UnitStep]]] = {
     UnitState.OPEN: {
         UnitEvent.GATHERED: UnitStep(UnitState.OPEN),
-        UnitEvent.POST_BACKWARD: UnitStep(UnitState.DONE, tell_buckets=True),
+        UnitEvent.POST_BACKWARD: UnitStep(UnitState.DONE, notify_buckets=True),
     },
     UnitState.DONE: {
         UnitEvent.GATHERED: UnitStep(UnitState.REOPENED),

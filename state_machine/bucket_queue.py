@@ -90,7 +90,7 @@ class BucketQueue:
         """Move one unit; return whether its buckets are told that it is done."""
         step = UNITS[self._unit_states[unit]][event]
         self._unit_states[unit] = step.to
-        return step.tell_buckets
+        return step.notify_buckets
 
     def next_group(self) -> Sequence[int] | None:
         """The buckets that have their turn now. None: it is that of a group which is not complete, or all had theirs."""

@@ -63,12 +63,12 @@ class Lifecycle:
     does half of each.
     """
 
-    __slots__ = ("_state", "_story", "_table", "strategy", "unit")
+    __slots__ = ("_state", "_story", "_table", "reshard_policy", "unit")
 
-    def __init__(self, unit: str, strategy: ReshardPolicy) -> None:
+    def __init__(self, unit: str, reshard_policy: ReshardPolicy) -> None:
         self.unit = unit
-        self.strategy = strategy
-        self._table = TABLES[strategy]
+        self.reshard_policy = reshard_policy
+        self._table = TABLES[reshard_policy]
         self._state = State.IDLE
         self._story: deque[Event] = deque(maxlen=STORY_LENGTH)
 

@@ -34,7 +34,7 @@ class Root:
 
     def __init__(self, lifecycles: Sequence[Lifecycle]) -> None:
         self.lifecycles = tuple(lifecycles)
-        self.copies = tuple(Copy(one.unit, one.strategy) for one in self.lifecycles)
+        self.copies = tuple(Copy(one.unit, one.reshard_policy) for one in self.lifecycles)
         self._backward = BackwardState.RESTING
         self.number = 1
         """The number of the backward that runs, or of the next one. What was noted under another number is out of date."""
@@ -72,9 +72,9 @@ class Root:
         """JOIN_BACKWARD is carried out: say which kind of backward it is, by one of the events that end in BEGINS."""
         self._on(event)
 
-    def complete(self) -> Event:
+    def post_backward_event(self) -> Event:
         """The gradients of a unit are complete: return the event that this is, which depends on the backward."""
-        told = self._on(BackwardEvent.UNIT_COMPLETE).told
+        told = self._on(BackwardEvent.UNIT_COMPLETE).event
         assert told is not None
         return told
 
@@ -87,7 +87,7 @@ class Root:
         Raises:
             RuntimeError: no backward is running that could end so, which only a bug of ours can cause.
         """
-        told = self._on(event).told
+        told = self._on(event).event
         if told is None:
             return None
         self.number += 1
@@ -98,7 +98,7 @@ class Root:
         first = tuple(one for one in found if one.action not in COMMITTING)
         return first + tuple(one for one in found if one.action in COMMITTING)
 
-    def gather(self, unit: int) -> tuple[CopyAction, ...]:
+    def before_gather(self, unit: int) -> tuple[CopyAction, ...]:
         """A gather is about to be launched; return what must be done before."""
         return self.copies[unit].on(GATHERS[self._backward])
 

@@ -174,11 +174,11 @@ GATHERS: Final[Mapping[BackwardState, CopyEvent]] = {
 class Copy:
     """The unsharded copy of one unit. `state` changes only in `on`, which moves or raises."""
 
-    __slots__ = ("_state", "_strategy", "unit")
+    __slots__ = ("_reshard_policy", "_state", "unit")
 
-    def __init__(self, unit: str, strategy: ReshardPolicy) -> None:
+    def __init__(self, unit: str, reshard_policy: ReshardPolicy) -> None:
         self.unit = unit
-        self._strategy = strategy
+        self._reshard_policy = reshard_policy
         self._state = CopyState.STALE
 
     @property
@@ -191,7 +191,7 @@ class Copy:
         Raises:
             RuntimeError: the event makes no sense here, which only a bug of ours can cause.
         """
-        step = COPY_TABLES[self._strategy][self._state].get(event)
+        step = COPY_TABLES[self._reshard_policy][self._state].get(event)
         if step is None:
             raise RuntimeError(
                 f"the copy of unit {self.unit!r}: {event.name} is not allowed in {self._state.name}; "

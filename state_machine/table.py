@@ -209,7 +209,7 @@ class BackwardStep(NamedTuple):
     """Where the backward goes, and the event that this is: for the unit that is complete, else for every unit of the root."""
 
     to: BackwardState
-    told: E | None = None
+    event: E | None = None
     queue_callback: bool = False
     """Its one callback must be queued now."""
 

@@ -41,7 +41,7 @@ from state_machine.staleness import COPY_TABLES, FROM_PASS_TO_PASS, GATHERS, WIT
 from state_machine.table import BACKWARD, TABLES, BackwardEvent, BackwardStep  # noqa: E402
 from state_machine.vocabulary import Event  # noqa: E402
 
-TOLD = sorted({step.told for row in BACKWARD.values() for step in row.values() if step.told}, key=lambda event: event.value)
+TOLD = sorted({step.event for row in BACKWARD.values() for step in row.values() if step.event}, key=lambda event: event.value)
 """What a backward can tell its units."""
 Row = MutableMapping[Any, Any]
 
@@ -81,8 +81,8 @@ def changed_actions(name: str, state: Any, word: Any, step: Any) -> Iterator[tup
     if isinstance(step, BackwardStep):
         yield "callback flipped", name, state, word, step._replace(queue_callback=not step.queue_callback)
         for told in (None, *TOLD):
-            if told is not step.told:
-                yield "told otherwise", f"{name}: {told and told.name}", state, word, step._replace(told=told)
+            if told is not step.event:
+                yield "told otherwise", f"{name}: {told and told.name}", state, word, step._replace(event=told)
         return
     field, asked = step._fields[1], step[1]
     for i, action in enumerate(asked):

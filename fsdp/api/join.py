@@ -1,7 +1,7 @@
-"""Ranks that run out of data before others do: uneven inputs.
+"""Training on uneven inputs: some ranks run out of data before others.
 
-A rank that has finished goes on serving its shards: whatever the others are about to do, they say before they do it, and it
-does the same with its last batch, with gradients that count for nothing.
+A rank that has finished still serves its shards. The ranks with data announce each forward, backward and step, and the finished
+rank does the same with its last batch. Its gradients do not count.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ _CLEARED = len(_Deed)
 
 
 class Joined(PassWatcher):
-    """What `join` gives: the step that all ranks take together."""
+    """The object that `join` yields. Its `step` is taken by all ranks together."""
 
     def __init__(self, model: nn.Module, engine: Engine, step: Callable[[], object], inputs: tuple[Any, ...] | None) -> None:
         self._model = model
@@ -46,7 +46,11 @@ class Joined(PassWatcher):
         self._finished = False
 
     def step(self) -> None:
-        """Take the step given to `join`, on every rank, also those that have finished."""
+        """Take the step given to `join` on every rank, finished ranks included.
+
+        Raises:
+            ShardingError: the ranks with data do different things.
+        """
         self._say(_Deed.STEPS)
         self._step()
 
@@ -79,10 +83,10 @@ class Joined(PassWatcher):
         if not self._finished:
             self._args, self._kwargs = args, kwargs
 
-    def forward_begins(self, trains: bool) -> None:
+    def before_forward(self, trains: bool) -> None:
         self._hears(_Deed.TRAINS if trains else _Deed.EVALUATES)
 
-    def backward_begins(self, reduces: bool) -> None:
+    def before_backward(self, reduces: bool) -> None:
         self._hears(_Deed.REDUCES if reduces else _Deed.KEEPS)
 
     def _hears(self, deed: _Deed) -> None:
@@ -153,23 +157,23 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
                 joined.step()
 
     Inside, gradients are averaged over the ranks that still have data. A rank that leaves the block waits there and serves the
-    others: it runs its last batch beside them, and its gradients count for nothing. Weights, optimizer and gradients of all ranks
-    are then as if the others had trained alone. Each forward, backward and step costs one small collective.
+    others: it runs its last batch together with them, and its gradients do not count. Weights, optimizer and gradients are then
+    as if the other ranks had trained alone. Each forward, backward and step costs one small collective.
 
     Args:
         model: a root.
-        step: what is done between two batches with gradients and weights, clipping included; all ranks call it, also those that
-            have finished, so it must be the same on all, and collectives of your own belong in it. Gradients that the others set
-            to None are set to None there too.
-        inputs: the arguments of a forward, for a rank that may have no batch at all.
+        step: a function that updates the weights between two batches, clipping included. All ranks call it, finished ranks too,
+            so it must be the same on all. Put collectives of your own into it. If the other ranks set gradients to None, they
+            are set to None on finished ranks too.
+        inputs: the arguments of a forward, for a rank that may have no batch at all. Default None.
 
-    Every rank calls forward (of `model`, not of a unit in it), backward and `joined.step` in the same order. One backward goes
-    through all forwards since the last, and every output of `model` that requires a gradient leads to the loss. What a rank
-    keeps under `no_sync` when it leaves is forgotten.
+    Every rank must call the forward of `model` (not of a unit in it), the backward and `joined.step` in the same order. One
+    backward goes through all forwards since the last one, and every output of `model` that requires a gradient must lead to the
+    loss. Gradients that a rank keeps under `no_sync` when it leaves are dropped.
 
     Raises:
-        ShardingError: `model` is not one root, has a communication hook or a static graph, or ranks with data do
-            different things.
+        ShardingError: `model` is not one root, has a communication hook, a static graph or broadcast buffers, is inside another
+            join, or ranks with data do different things.
     """
     sharded = unit_ref_of(getattr(model, "module", model)) or unit_ref_of(model)
     engines = engines_in(model, "join")

@@ -226,7 +226,7 @@ class Unit:
         return value
 
     def _on_external_grad(self) -> None:
-        self.observer.gradient_comes_from_outside()
+        self.observer.on_external_grad()
 
     def _find(self, number: int) -> tuple[FlatBuffer, int]:
         """The buffer of a parameter of this unit, and its number there."""
@@ -248,7 +248,7 @@ class Unit:
 
     # effects of the residency -------------------------------------------------------------
 
-    def launch(self) -> None:
+    def all_gather(self) -> None:
         """Allocate the whole parameters and launch their gather.
 
         Shapes:   shard (C,) on each of W ranks  ->  whole (W * C,), in rank order, cast on the way
@@ -263,18 +263,18 @@ class Unit:
                 self._works.append(self.comm.all_gather(flat.unsharded_bytes, self.name, flat.local_bytes))
             self._works += self._streams.gathered()
 
-    def wait_unshard(self) -> None:
+    def wait_all_gather(self) -> None:
         """Wait until the whole parameters may be read."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
 
-    def show(self) -> None:
+    def use_unsharded(self) -> None:
         """Let the modules show the whole parameters."""
         for shown in self._module_params:
             shown.use_unsharded()
 
-    def hide(self) -> None:
+    def use_sharded(self) -> None:
         """Let the modules show the shards again."""
         if self._read_by_recompute:
             self.write_back_inplace_of_recompute()
@@ -282,7 +282,7 @@ class Unit:
         for shown in self._module_params:
             shown.use_sharded()
 
-    def release(self) -> None:
+    def free_unsharded(self) -> None:
         """Give the memory of the whole parameters back. Idempotent."""
         if any([flat.memory.release(self._tracker) for flat in self.flats]):
             self._streams.released()

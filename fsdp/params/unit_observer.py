@@ -7,7 +7,7 @@ class UnitObserver(ABC):
     """What hears for a unit from torch, and what the unit asks when its parameters are used outside its own forward."""
 
     @abstractmethod
-    def gradient_comes_from_outside(self) -> None:
+    def on_external_grad(self) -> None:
         """A gradient of one parameter is about to come from a use outside the unit."""
 
     @abstractmethod

@@ -17,7 +17,7 @@ class Hearer(Protocol):
     progress: BackwardProgress
     engine: Engine
 
-    def on_first_gradient(self) -> None:
+    def on_first_grad(self) -> None:
         """The first gradient of the unit has come in this backward."""
 
 
@@ -30,13 +30,13 @@ def on_gradient(reference: "weakref.ref[Hearer]", early: int | None) -> Callable
     def arrives(unsharded: Tensor) -> None:
         hearer = reference()
         if hearer is not None and not hearer.progress.has_grad:
-            hearer.on_first_gradient()
+            hearer.on_first_grad()
 
     def counts(unsharded: Tensor) -> None:
         arrives(unsharded)
         hearer = reference()
         if hearer is not None and early is not None:
-            hearer.engine.gradient_counts(early)
+            hearer.engine.on_early_grad(early)
 
     return arrives if early is None else counts
 

@@ -66,11 +66,11 @@ class Engine:
         """Whether a backward that begins now reduces its gradients (`no_sync`)."""
         self.descendants = tuple(descendants)
         self._streams = streams
-        strategies = [units[0].config.root_strategy, *(unit.config.strategy for unit in units[1:])]
-        self._backward_unshards = ReshardPolicy.AFTER_FORWARD in strategies
+        policies = [units[0].config.root_reshard_policy, *(unit.config.reshard_policy for unit in units[1:])]
+        self._backward_unshards = ReshardPolicy.AFTER_FORWARD in policies
         """Whether a backward that reduces nothing needs the other ranks all the same."""
         self.pending_backward = PendingBackward(comms)
-        self.root = Root([Lifecycle(unit.name, strategy) for unit, strategy in zip(units, strategies, strict=True)])
+        self.root = Root([Lifecycle(unit.name, policy) for unit, policy in zip(units, policies, strict=True)])
         self._stale_params = StaleParams(units, self.root, streams, comms.world_comm)
         self._residencies = tuple(Residency(unit.name) for unit in units)
         self.reducer = Reducer(units, [not inside for inside in descendants], comms, streams, tracker)
@@ -109,9 +109,9 @@ class Engine:
         self._effect_handlers: tuple[dict[Effect, Callable[[], None]], ...] = tuple(
             {
                 Effect.ALL_GATHER: partial(self._all_gather, index),
-                Effect.WAIT_ALL_GATHER: unit.wait_unshard,
-                Effect.USE_UNSHARDED: unit.show,
-                Effect.USE_SHARDED: unit.hide,
+                Effect.WAIT_ALL_GATHER: unit.wait_all_gather,
+                Effect.USE_UNSHARDED: unit.use_unsharded,
+                Effect.USE_SHARDED: unit.use_sharded,
                 Effect.FREE_UNSHARDED: partial(self._free_unsharded, index),
             }
             for index, unit in enumerate(units)
@@ -144,7 +144,7 @@ class Engine:
             self._failed = index
             add_note(error, self, index)
 
-    def backward_fails(self) -> None:
+    def on_backward_failed(self) -> None:
         """The backward that runs is dying: clean up, and let the other ranks know as soon as its exception shows."""
         failed = self.units[self._last_unit].name
         shows = add_note_to_what_ends_the_backward(self, self._last_unit, lambda error: self.notify_peers(failed, error))
@@ -153,7 +153,7 @@ class Engine:
         if not shows:
             self.notify_peers(failed, None)
 
-    def forward_begins(self, index: int) -> None:
+    def pre_forward(self, index: int) -> None:
         """A forward outside any backward begins: keep the path, and clean up after a pass that died unnoticed."""
         if (
             self._forward_stack
@@ -187,7 +187,7 @@ class Engine:
         if index in self._forward_stack:
             self.abandon_step()
 
-    def forward_ends(self, index: int, event: Event) -> None:
+    def post_forward(self, index: int, event: Event) -> None:
         """A forward outside any backward ended, in one of its three ways."""
         if index in self._forward_stack:
             del self._forward_stack[self._forward_stack.index(index) :]
@@ -201,7 +201,7 @@ class Engine:
             if event is Event.FORWARD_FAILED:
                 self.notify_peers(self.units[self._failed].name, sys.exc_info()[1])
 
-    def gradient_counts(self, bucket: int) -> None:
+    def on_early_grad(self, bucket: int) -> None:
         """A gradient of a counted bucket has come."""
         # a reentrant checkpoint may bring a second one to the same parameter
         if self.root.synchronises and graph_task() == self._task and self.reducer.arrived(bucket):
@@ -213,11 +213,11 @@ class Engine:
                 self.abandon_step(failure, unit)
                 raise
 
-    def at_the_end_of_this_task(self, callback: Callable[[], None]) -> None:
+    def call_at_end_of_graph_task(self, callback: Callable[[], None]) -> None:
         """Call back when the graph task that runs is done: the backward, or that of a reentrant checkpoint in it."""
         Variable._execution_engine.queue_callback(callback)
 
-    def backward_ends(self) -> None:
+    def on_backward_ended(self) -> None:
         """The callback of the backward runs."""
         self.close_backward(BackwardEvent.CALLBACK_RUNS_INSIDE if self._forward_stack else BackwardEvent.CALLBACK_RUNS)
 
@@ -226,7 +226,7 @@ class Engine:
         instructions = self.root.end_backward(event, self.reducer.order)
         if instructions is None:
             return False
-        self._hooks.end_backward_progress()
+        self._hooks.reset_backward_progress()
         if event not in (BackwardEvent.CALLBACK_RUNS, BackwardEvent.CALLBACK_RUNS_INSIDE):
             self._execute_all(instructions)
         else:
@@ -252,7 +252,7 @@ class Engine:
     def _reset_step(self) -> None:
         """Give up whatever is going on; afterwards every unit is IDLE and sharded, nothing is in flight."""
         self._forward_stack.clear()
-        self._hooks.end_backward_progress()
+        self._hooks.reset_backward_progress()
         self._hooks.abandon_calls()
         self._execute_all(self.root.end_backward(BackwardEvent.STEP_ABANDONED, self.reducer.order) or ())
 
@@ -269,20 +269,20 @@ class Engine:
         """What all ranks do together before a forward begins."""
         trains = torch.is_grad_enabled()
         if self.watcher is not None:
-            self.watcher.forward_begins(trains)
+            self.watcher.before_forward(trains)
         if self.pending_backward.was_abandoned():
             self._forward_schedule.forget()
             self._backward_schedule.forget()
-        given_up = self.pending_backward.given_up(self.units[0].name)
-        if given_up is not None:
-            self.abandon_step(given_up, 0)
+        restart = self.pending_backward.announce_restart(self.units[0].name)
+        if restart is not None:
+            self.abandon_step(restart, 0)
         if self.units[0].config.broadcast_buffers and trains:
             broadcast_buffers(self.units[0].module, self.comms.world_comm)
         if self.reducer.policy.find_unused_parameters:
             # a rank may not come to a unit that all of them have frozen
             for unit in self.units:
                 unit.sync_requires_grad()
-        for index in self._stale_params.pass_begins(trains):
+        for index in self._stale_params.begin_pass(trains):
             self._request(index, Request.RESHARD)
 
     # actions ------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class Engine:
 
     def _drop_stale(self, index: int) -> None:
         self.units[index].sync_requires_grad()
-        if self._stale_params.is_stale(index):
+        if self._stale_params.must_drop(index):
             self._request(index, Request.RESHARD)
 
     def _unshard(self, index: int) -> None:
@@ -322,29 +322,29 @@ class Engine:
             for ahead in self._schedule.needed(index):
                 self._request(ahead, Request.PREFETCH)
 
-    def _request(self, index: int, ask: Request) -> tuple[Effect, ...]:
-        effects, wanted = self._effect_handlers[index], self._residencies[index].on(ask)
+    def _request(self, index: int, request: Request) -> tuple[Effect, ...]:
+        effects, wanted = self._effect_handlers[index], self._residencies[index].on(request)
         for effect in wanted:
             effects[effect]()
         return wanted
 
     def _free_unsharded(self, index: int) -> None:
-        self.units[index].release()
-        self._stale_params.freed(index)
+        self.units[index].free_unsharded()
+        self._stale_params.on_freed(index)
 
     def _all_gather(self, index: int) -> None:
         self._stale_params.prepare_gather(index)
-        self.units[index].launch()
+        self.units[index].all_gather()
 
     def _commit(self, index: int) -> None:
         self.reducer.commit(index)
-        self._stale_params.committed(index)
+        self._stale_params.on_commit(index)
 
     def _join_backward(self, index: int) -> None:
         kind = kind_of_backward(self.synchronises)
         self.root.begin(kind)
         if self.watcher is not None and not self._forward_stack:
-            self.watcher.backward_begins(kind is BackwardEvent.SYNC_BEGINS)
+            self.watcher.before_backward(kind is BackwardEvent.SYNC_BEGINS)
         self.pending_backward.expected = False
         if self._forward_stack:
             self._hooks.write_back_inplace_of_forward()
@@ -355,7 +355,7 @@ class Engine:
             self.reducer.expect_accumulated()
         if kind is BackwardEvent.SYNC_BEGINS and self.reducer.policy.find_unused_parameters:
             self.reducer.expect_only_used(gets_gradient)
-        self.at_the_end_of_this_task(FinalCallback(self))
+        self.call_at_end_of_graph_task(FinalCallback(self))
         self._streams.pass_begins()
         # what this backward needs first may be gathered while the root's own layers compute
         for ahead in self._backward_schedule.begin():

@@ -11,10 +11,10 @@ class Closing(Protocol):
 
     root: Root
 
-    def backward_ends(self) -> None:
+    def on_backward_ended(self) -> None:
         """The backward has come to its end."""
 
-    def backward_fails(self) -> None:
+    def on_backward_failed(self) -> None:
         """The backward that runs is dying."""
 
 
@@ -31,11 +31,11 @@ class FinalCallback:
     def __call__(self) -> None:
         self._called = True
         if self._runs():
-            self._engine.backward_ends()
+            self._engine.on_backward_ended()
 
     def __del__(self) -> None:
         if not self._called and self._runs():
-            self._engine.backward_fails()
+            self._engine.on_backward_failed()
 
     def _runs(self) -> bool:
         # it may have been closed from elsewhere: by an abandoned step, or by the next forward

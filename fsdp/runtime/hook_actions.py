@@ -11,7 +11,7 @@ class HookActions(ABC):
         """Put pre-backward hooks on what the forward of a unit has just returned."""
 
     @abstractmethod
-    def end_backward_progress(self) -> None:
+    def reset_backward_progress(self) -> None:
         """A backward is over, and what arrived in it is no concern of the next."""
 
     @abstractmethod
@@ -27,9 +27,9 @@ class PassWatcher(ABC):
     """Is told of each pass before it begins."""
 
     @abstractmethod
-    def forward_begins(self, trains: bool) -> None:
+    def before_forward(self, trains: bool) -> None:
         """A forward of the root begins; `trains`: it records a graph."""
 
     @abstractmethod
-    def backward_begins(self, reduces: bool) -> None:
+    def before_backward(self, reduces: bool) -> None:
         """A backward begins outside any forward; `reduces`: it reduces its gradients."""

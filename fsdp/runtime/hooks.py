@@ -40,30 +40,30 @@ class EngineHooks(HookActions):
             self._unit_hooks.append(UnitHooks(engine, index, enclosing[index], modules))
             for inner in inside:
                 enclosing[inner].append(self._unit_hooks[index])
-        outer = [listener for index, listener in enumerate(self._unit_hooks) if engine.descendants[index]]
-        for listener in self._unit_hooks:
-            listener.outer = outer
+        outer = [hooks for index, hooks in enumerate(self._unit_hooks) if engine.descendants[index]]
+        for hooks in self._unit_hooks:
+            hooks.outer = outer
         engine.attach(self)
 
     def remove(self) -> None:
         """Take every hook away again."""
-        for listener in self._unit_hooks:
-            listener.remove()
+        for hooks in self._unit_hooks:
+            hooks.remove()
 
     def hook_outputs(self, index: int) -> None:
         self._unit_hooks[index].hook_outputs()
 
-    def end_backward_progress(self) -> None:
-        for listener in self._unit_hooks:
-            listener.backward_is_over()
+    def reset_backward_progress(self) -> None:
+        for hooks in self._unit_hooks:
+            hooks.reset_backward_progress()
 
     def abandon_calls(self) -> None:
-        for listener in self._unit_hooks:
-            listener.abandon_calls()
+        for hooks in self._unit_hooks:
+            hooks.abandon_calls()
 
     def write_back_inplace_of_forward(self) -> None:
-        for listener in self._unit_hooks:
-            listener.write_back_inplace_of_forward()
+        for hooks in self._unit_hooks:
+            hooks.write_back_inplace_of_forward()
 
     def run_as_forward(self, index: int, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of a unit as if it were its forward."""
@@ -94,8 +94,8 @@ class UnitHooks(RefuseCopy, UnitObserver):
         module = self._unit.module
         self._side_outputs = SideOutputs(module, list(modules_within(module, modules_of_units)))
         self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self._forward_ends, always_call=True),
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._post_forward, always_call=True),
         ]
         self._accumulate_grad_checks = AccumulateGradChecks(self._unit)
         for number in engine.reducer.of_unit[index]:
@@ -122,7 +122,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
         for handle in self._handles:
             handle.remove()
 
-    def backward_is_over(self) -> None:
+    def reset_backward_progress(self) -> None:
         """For the next one nothing has arrived and nothing is open."""
         self.progress.reset()
         self._tasks.clear()
@@ -135,21 +135,21 @@ class UnitHooks(RefuseCopy, UnitObserver):
     def run_as_forward(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of the unit between what its forward hooks hear."""
         module = self._unit.module
-        args, kwargs = self._forward_begins(module, args, kwargs) or (args, kwargs)
+        args, kwargs = self._pre_forward(module, args, kwargs) or (args, kwargs)
         try:
             output = method(*args, **kwargs)
         except Exception:
-            self._forward_ends(module, args, None)
+            self._post_forward(module, args, None)
             raise
         except BaseException as failure:
             self._engine.note(failure)
             self._engine.abandon_step(failure)
             raise
-        changed = self._forward_ends(module, args, output)
+        changed = self._post_forward(module, args, output)
         return output if changed is None else changed
 
     @uncompiled
-    def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = input_nodes_of(args, kwargs) if torch.is_grad_enabled() else ()
         call = ForwardCall(in_backward(), inputs, self._innermost, self._unit.versions.forward_begins())
         if self._calls and not call.path.recompute and self._is_nested():
@@ -162,7 +162,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
                 self._engine.on_event(self._index, Event.PRE_RECOMPUTE)
             else:
                 self._accumulate_grad_checks.check()
-                self._engine.forward_begins(self._index)
+                self._engine.pre_forward(self._index)
         call.refused = False
         unsharded = self._engine.is_unsharded(self._index)
         if unsharded:
@@ -175,7 +175,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
         return cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
 
     @uncompiled
-    def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._calls:
             return None  # a pre-hook that came before ours has failed
         call = self._calls[-1]
@@ -194,7 +194,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
                 else:
                     self._engine.note(passing, self._index)
                     self._unit.roll_back_inplace(call.taken)
-                    self._engine.forward_ends(self._index, Event.FORWARD_FAILED)
+                    self._engine.post_forward(self._index, Event.FORWARD_FAILED)
                 return None
             try:
                 if call.guard is not None:
@@ -208,12 +208,12 @@ class UnitHooks(RefuseCopy, UnitObserver):
                 self._engine.note(refusal, self._index)
                 self._unit.roll_back_inplace(call.taken)
                 if not recompute:
-                    self._engine.forward_ends(self._index, Event.FORWARD_FAILED)
+                    self._engine.post_forward(self._index, Event.FORWARD_FAILED)
                 raise
             if recompute:
                 self._engine.on_event(self._index, Event.POST_RECOMPUTE)
             else:
-                self._engine.forward_ends(self._index, Event.POST_FORWARD if call.outputs else Event.POST_FORWARD_NO_GRAD)
+                self._engine.post_forward(self._index, Event.POST_FORWARD if call.outputs else Event.POST_FORWARD_NO_GRAD)
         finally:
             self._calls.pop()
             self._side_outputs.end(call.carried)
@@ -257,8 +257,8 @@ class UnitHooks(RefuseCopy, UnitObserver):
         if not call.records:
             enclosing = [one for one in self._enclosing if one._calls]
             # in a reentrant checkpoint: what comes out of it requires grad when it is over
-            for listener in enclosing[-1:] if any(one._calls[-1].records for one in enclosing) else ():
-                listener._side_outputs.adopt([tensor for tensor in left if not tensor.requires_grad])
+            for hooks in enclosing[-1:] if any(one._calls[-1].records for one in enclosing) else ():
+                hooks._side_outputs.adopt([tensor for tensor in left if not tensor.requires_grad])
 
     def _watches(self, tensor: Tensor) -> bool:
         return (node := node_behind(tensor)) is not None and id(self) in NodePrehook.of(node).watched_by
@@ -270,36 +270,36 @@ class UnitHooks(RefuseCopy, UnitObserver):
         # an input that is returned as it is has nothing of the unit behind it
         nodes = {node: None for tensor in call.outputs if (node := node_behind(tensor)) is not None and node not in path.inputs}
         path.endpoints += map(weakref.ref, call.outputs)
-        path.enclosing = [(listener, listener._calls[-1].path) for listener in self._enclosing if listener._calls]
+        path.enclosing = [(hooks, hooks._calls[-1].path) for hooks in self._enclosing if hooks._calls]
         call.outputs = []
         self.progress.watch(path, self._engine.pending_backward.graph_is_gone)
         self._engine.pending_backward.graphs += 1
         for node in nodes:
             crossing = NodePrehook.of(node)
             crossing.watched_by.add(id(self))
-            crossing.reaches.append(partial(self._backward_reaches, path))
+            crossing.reaches.append(partial(self._pre_backward, path))
         for node in call.exits:
-            NodePrehook.of(node).leave(path, self._input_left)
+            NodePrehook.of(node).leave(path, self._on_input_grad)
 
     # backward -----------------------------------------------------------------------------
 
-    def _backward_reaches(self, path: BackwardPath, gradients: Sequence[Tensor | None]) -> None:
-        for listener, enclosing in path.enclosing:
-            if enclosing.entered_in != listener.progress.backward:
-                listener.reach_from_inside(enclosing, path.has_grad_inputs)
+    def _pre_backward(self, path: BackwardPath, gradients: Sequence[Tensor | None]) -> None:
+        for hooks, enclosing in path.enclosing:
+            if enclosing.entered_in != hooks.progress.backward:
+                hooks.enter_from_inner_unit(enclosing, path.has_grad_inputs)
         self._refuse_changed_parameters(path.versions)
         self._engine.on_event(self._index, Event.PRE_BACKWARD)
         self.progress.reach(path)
         if torch.is_grad_enabled():
             # what comes in may have been made by any of these
-            for listener in self.outer:
-                if listener.progress.entered:
-                    listener.watch_gradients(gradients)
-            for listener, enclosing in path.enclosing:
-                listener.watch_ends(enclosing.endpoints)
+            for hooks in self.outer:
+                if hooks.progress.entered:
+                    hooks.watch_gradients(gradients)
+            for hooks, enclosing in path.enclosing:
+                hooks.watch_ends(enclosing.endpoints)
             self.watch_ends()
 
-    def gradient_comes_from_outside(self) -> None:
+    def on_external_grad(self) -> None:
         self._engine.on_event(self._index, Event.EXTERNAL_GRAD)
 
     def unshard_for_backward(self) -> bool:
@@ -309,7 +309,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
         self.progress.reach_again()
         return True
 
-    def reach_from_inside(self, path: BackwardPath, goes_on: bool) -> None:
+    def enter_from_inner_unit(self, path: BackwardPath, goes_on: bool) -> None:
         """A backward has come to an inner unit past this one's call, by what the inner one left behind; it may go on in here."""
         if goes_on:  # else what the inner one got from here by other ways than its inputs is not looked at
             self._refuse_changed_parameters(path.versions)
@@ -318,7 +318,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
             self._engine.on_event(self._index, Event.PRE_BACKWARD)
             self.progress.reach_again()
 
-    def _input_left(self, path: BackwardPath, gradients: Sequence[Tensor | None]) -> None:
+    def _on_input_grad(self, path: BackwardPath, gradients: Sequence[Tensor | None]) -> None:
         if torch.is_grad_enabled():
             self.watch_gradients(gradients)
         if not self.progress.leave(path):
@@ -326,19 +326,19 @@ class UnitHooks(RefuseCopy, UnitObserver):
         if not self._unit.trains:
             self._engine.on_event(self._index, Event.INPUT_GRADS_DONE)
         elif self.progress.is_ready():
-            self._is_ready()
+            self._post_backward()
         elif path.recompute and not path.inputs_are_interior and graph_task() not in self._tasks:
             self._tasks.add(graph_task())
-            self._engine.at_the_end_of_this_task(self._checkpoint_ends)
+            self._engine.call_at_end_of_graph_task(self._post_checkpoint_backward)
 
-    def _checkpoint_ends(self) -> None:
+    def _post_checkpoint_backward(self) -> None:
         # the backward may be over with it
         if graph_task() in self._tasks and self.progress.is_ready_after_checkpoint():
-            self._is_ready()
+            self._post_backward()
 
-    def _is_ready(self) -> None:
+    def _post_backward(self) -> None:
         self.progress.has_grad = False
-        self._engine.on_event(self._index, self._engine.root.complete())
+        self._engine.on_event(self._index, self._engine.root.post_backward_event())
 
     def watch_ends(self, more: Endpoints = ()) -> None:
         """A tensor that autograd.grad was asked for is captured, and the node behind it never entered."""
@@ -384,7 +384,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
         self._engine.note(error, self._index)
         return error
 
-    def on_first_gradient(self) -> None:
+    def on_first_grad(self) -> None:
         """A gradient of one parameter has been accumulated, the first."""
         if torch.is_grad_enabled():
             raise self._refusal(

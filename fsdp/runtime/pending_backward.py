@@ -29,7 +29,7 @@ class PendingBackward:
         self.expected = self.expected and not abandoned
         return abandoned
 
-    def given_up(self, unit: str) -> PeerFailed | None:
+    def announce_restart(self, unit: str) -> PeerFailed | None:
         """A forward begins. No backward came to the last one: left out on every rank, or that step failed here where nothing
         hears it, such as in the loss, and the others were told of it by what is returned.
 

@@ -21,7 +21,7 @@ class StaleParams:
         self._streams = streams
         self._world_comm = world_comm
 
-    def pass_begins(self, trains: bool) -> Iterable[int]:
+    def begin_pass(self, trains: bool) -> Iterable[int]:
         """A forward of the root begins. Yield the units whose copies are to be dropped now.
 
         Traffic: one byte over all ranks, if a copy was kept since the last pass.
@@ -41,14 +41,14 @@ class StaleParams:
             if CopyAction.DROP in self._root.copies[index].on(CopyEvent.WEIGHTS_CHANGED if changed else CopyEvent.WEIGHTS_SAME):
                 yield index
 
-    def is_stale(self, index: int) -> bool:
+    def must_drop(self, index: int) -> bool:
         """A forward of the unit begins. Return whether its copy must be dropped before."""
         moved = self._units[index].versions.moved
         return CopyAction.DROP in self._root.copies[index].on(CopyEvent.USED_CHANGED if moved else CopyEvent.USED)
 
     def prepare_gather(self, index: int) -> None:
         """The copy of a unit is about to be gathered: check the shards, and note what the copy will be a copy of."""
-        actions = self._root.gather(index)
+        actions = self._root.before_gather(index)
         versions = self._units[index].versions
         if CopyAction.CHECK in actions:
             if self._units[index].check_shards():
@@ -59,11 +59,11 @@ class StaleParams:
         if CopyAction.SUM in actions:
             versions.remember_sums()
 
-    def committed(self, index: int) -> None:
+    def on_commit(self, index: int) -> None:
         """The shards of a unit were given gradients: an optimizer may step."""
         if self._units[index].trains:
             self._root.copies[index].on(CopyEvent.COMMITTED)
 
-    def freed(self, index: int) -> None:
+    def on_freed(self, index: int) -> None:
         """The memory of a copy was given back."""
         self._root.copies[index].on(CopyEvent.RELEASED)

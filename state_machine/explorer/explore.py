@@ -19,7 +19,7 @@ from state_machine.table import ReshardPolicy
 AFTER_BACKWARD: Final = ReshardPolicy.AFTER_BACKWARD
 NEVER_RESHARD: Final = ReshardPolicy.NEVER
 EVERYTHING: Final = Scope(breakage=True)
-ASKING: Final = Scope(breakage=True, asking=True)
+ASKING: Final = Scope(breakage=True, autograd_grad=True)
 STEPPING: Final = Scope(breakage=True, stepping=True)
 
 TREES: Final = (
@@ -29,37 +29,39 @@ TREES: Final = (
     Tree("pair-frozen", (Branch("root", 0, AFTER_BACKWARD), Branch("child", 0, frozen=True)), ASKING),
     Tree("pair-kept", (Branch("root", 0), Branch("child", 0, AFTER_BACKWARD)), Scope(prefetch=2)),
     Tree("alone-always", (Branch("root", 0, NEVER_RESHARD),), STEPPING),
-    Tree("pair-always", (Branch("root", 0, NEVER_RESHARD), Branch("child", 0, NEVER_RESHARD)), Scope(lending=False)),
+    Tree("pair-always", (Branch("root", 0, NEVER_RESHARD), Branch("child", 0, NEVER_RESHARD)), Scope(summoning=False)),
     Tree(
         "pair-stepping",
         (Branch("root", 0, AFTER_BACKWARD), Branch("child", 0, NEVER_RESHARD, frozen=True)),
-        Scope(stepping=True, lending=False, no_sync=False),
+        Scope(stepping=True, summoning=False, no_sync=False),
     ),
     Tree(
         "pair-kept-stepping",
         (Branch("root", 0), Branch("child", 0, AFTER_BACKWARD)),
-        Scope(stepping=True, lending=False, no_sync=False),
+        Scope(stepping=True, summoning=False, no_sync=False),
     ),
-    Tree("chain", (Branch("root", 0, AFTER_BACKWARD), Branch("block", 0), Branch("leaf", 1)), Scope(lending=False, again=False)),
     Tree(
-        "chain-lent",
+        "chain", (Branch("root", 0, AFTER_BACKWARD), Branch("block", 0), Branch("leaf", 1)), Scope(summoning=False, again=False)
+    ),
+    Tree(
+        "chain-summoned",
         (Branch("root", 0), Branch("block", 0, AFTER_BACKWARD), Branch("leaf", 1)),
         Scope(no_sync=False, nested=False, again=False),
     ),
     Tree(
         "chain-frozen",
         (Branch("root", 0, AFTER_BACKWARD), Branch("block", 0, frozen=True), Branch("adapter", 1)),
-        Scope(no_sync=False, lending=False),
+        Scope(no_sync=False, summoning=False),
     ),
     Tree(
         "tree",
         (Branch("root", 0, AFTER_BACKWARD), Branch("left", 0), Branch("leaf", 1), Branch("right", 0, frozen=True)),
-        Scope(nested=False, no_sync=False, lending=False),
+        Scope(nested=False, no_sync=False, summoning=False),
     ),
 )
 
 
-MANNERS: Final = {Sync.COMMITTING: " under no_sync", Sync.ASKING: " by autograd.grad"}
+MANNERS: Final = {Sync.NO_SYNC: " under no_sync", Sync.AUTOGRAD_GRAD: " by autograd.grad"}
 
 
 class Report(NamedTuple):
@@ -95,7 +97,7 @@ def explore(tree: Tree) -> Report:
                 try:
                     broke = world.perform(move, fail_after)
                 except Violation as violation:
-                    story = (*_story(tree, came_from, here), _told(tree, move, fail_after), f"=> {violation}")
+                    story = (*_story(tree, came_from, here), _describe(tree, move, fail_after), f"=> {violation}")
                     return Report(tree.name, len(came_from), transitions, refusals, 1, story, time.perf_counter() - began)
                 there = world.freeze()
                 if there not in came_from:
@@ -112,23 +114,23 @@ def _story(tree: Tree, came_from: dict[Snapshot, tuple[Snapshot, Move, int] | No
     step = came_from[snapshot]
     while step is not None:
         before, move, fail_after = step
-        steps.append(_told(tree, move, fail_after))
+        steps.append(_describe(tree, move, fail_after))
         step = came_from[before]
     return tuple(reversed(steps))
 
 
-def _told(tree: Tree, move: Move, fail_after: int) -> str:
+def _describe(tree: Tree, move: Move, fail_after: int) -> str:
     """A move in words."""
     name, event = tree.units[move.unit].name, move.event.name
     words = {
         What.FORWARD: f"{name}: {event}",
         What.BACKWARD: f"{name}: {event}" + MANNERS.get(move.sync, ""),
-        What.REPLAY: f"{name}: PRE_RECOMPUTE, POST_RECOMPUTE" + MANNERS.get(move.sync, ""),
+        What.RECOMPUTE: f"{name}: PRE_RECOMPUTE, POST_RECOMPUTE" + MANNERS.get(move.sync, ""),
         What.CLOSE: "all: " + ", ".join(["FORWARD_FAILED"] * move.depth + [event]),
         What.PREFETCH: f"{name}: prefetch wants it",
         What.OPTIMIZER_STEP: "the optimizer steps",
         What.GRAPHS_DROPPED: "the user drops every graph",
-        What.LOAN: f"{name}: {event}",
+        What.SUMMON: f"{name}: {event}",
         What.ABANDON: "all: STEP_ABANDONED",
         What.REFUSED: f"{name}: {event}, which must be refused",
     }[move.what]

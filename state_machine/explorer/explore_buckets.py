@@ -65,7 +65,7 @@ def explore_buckets(scene: Scene, used: set[tuple[BucketKind, BucketState, Bucke
             try:
                 world.perform(move)
             except Violation as violation:
-                story = (*_story(came_from, here), *_told(move, here), f"=> {violation}")
+                story = (*_story(came_from, here), *_describe(move, here), f"=> {violation}")
                 break
             there = world.freeze()
             if there not in came_from:
@@ -81,12 +81,12 @@ def _story(came_from: dict[Any, tuple[Any, Move] | None], state: Any) -> tuple[s
     step = came_from[state]
     while step is not None:
         before, move = step
-        steps += _told(move, before)
+        steps += _describe(move, before)
         step = came_from[before]
     return tuple(reversed(steps))
 
 
-def _told(move: Move, before: Any) -> tuple[str, ...]:
+def _describe(move: Move, before: Any) -> tuple[str, ...]:
     """A move in words; what a rank does by itself is the name of what it was about to do."""
     if move.what is What.GOES_ON:
         todo = before[1][move.rank][4][7]

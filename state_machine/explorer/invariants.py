@@ -6,7 +6,7 @@ Rule 2: it never reads a table. If it did, it would believe the very thing it is
 P2  what computes is in memory, shown and not stale; no memory is given back under a gather; none is gathered twice.
 P3  what arrived in a synchronising backward is reduced exactly once, before the commit.
 P4  one callback per backward; after it every unit is IDLE and sharded, and nothing is in flight.
-P5  a failed pass leaves no gradient and no loan; what earlier backwards stashed under `no_sync` survives.
+P5  a failed pass leaves no gradient and no loan; what earlier backwards accumulated under `no_sync` survives.
 """
 
 from enum import Enum, auto
@@ -34,17 +34,17 @@ class Sync(Enum):
     """Which backward runs."""
 
     NO_BACKWARD = auto()
-    SYNCHRONISING = auto()
-    COMMITTING = auto()
+    SYNC = auto()
+    NO_SYNC = auto()
     """Under `no_sync`."""
-    ASKING = auto()
+    AUTOGRAD_GRAD = auto()
     """`torch.autograd.grad`: it synchronises from the first gradient on, if one comes."""
 
 
 class Facts:
     """What the bystander knows of one unit."""
 
-    __slots__ = ("arrived", "copy", "doubt", "full_params", "open", "reduction", "shown", "stale", "stashed")
+    __slots__ = ("accumulated", "arrived", "copy", "doubt", "full_params", "open", "reduction", "shown", "stale")
 
     def __init__(self) -> None:
         self.restore((NOWHERE, False, SAME, False, False, NONE, False, False, False))
@@ -58,7 +58,7 @@ class Facts:
             self.open,
             self.arrived,
             self.reduction,
-            self.stashed,
+            self.accumulated,
             self.full_params,
             self.doubt,
         )
@@ -72,7 +72,7 @@ class Facts:
             self.open,  # a backward has reached it and its gradients are not complete
             self.arrived,  # a gradient came and is not reduced
             self.reduction,
-            self.stashed,  # gradients kept whole by earlier backwards under `no_sync`
+            self.accumulated,  # gradients kept whole by earlier backwards under `no_sync`
             self.full_params,
             self.doubt,  # since the gather something has happened after which the shards may have changed on some rank
         ) = seen
@@ -162,19 +162,19 @@ class InvariantMonitor:
                 facts.arrived = False
                 facts.reduction = REDUCING
             case Action.FLUSH_GRADS:
-                if facts.arrived or (facts.stashed and facts.reduction == NONE):
+                if facts.arrived or (facts.accumulated and facts.reduction == NONE):
                     facts.arrived = False
                     facts.reduction = REDUCING
             case Action.COMMIT:
                 self.require(unit not in self.committing, unit, "committed twice")
                 self.require(not facts.arrived, unit, "committed before a gradient that arrived was reduced")
-                self.require(not facts.stashed or facts.reduction != NONE, unit, "committed without what no_sync stashed")
+                self.require(not facts.accumulated or facts.reduction != NONE, unit, "committed without what no_sync accumulated")
                 facts.reduction = NONE
-                facts.stashed = False
+                facts.accumulated = False
                 self.committing.append(unit)
             case Action.ACCUMULATE_UNSHARDED:
                 self.committing.append(unit)
-                facts.stashed = facts.stashed or facts.arrived
+                facts.accumulated = facts.accumulated or facts.arrived
                 facts.arrived = False
             case Action.WAIT_REDUCTIONS:
                 self.effect(unit, Effect.WAIT_ALL_GATHER)
@@ -220,7 +220,7 @@ class InvariantMonitor:
                 self.require(not facts.shown, unit, "shows whole parameters and nothing computes")
                 self.require(facts.copy != IN_MEMORY or self.keeps[unit], unit, "holds memory and nothing computes")
 
-    def forward_begins(self, evaluates: bool) -> None:
+    def begin_pass(self, evaluates: bool) -> None:
         """A forward of the root begins: what may have changed before it did."""
         self.evaluates = evaluates
         for unit, facts in enumerate(self.facts):
@@ -260,7 +260,7 @@ class InvariantMonitor:
             self.require(facts.copy != IN_FLIGHT, unit, "the pass is over and a gather is in flight")
             self.require(facts.open or not failed or facts.copy == NOWHERE, unit, "the pass has failed and it is not sharded")
 
-    def check_closed(self, stashed: tuple[bool, ...], event: Event) -> None:
+    def check_closed(self, accumulated: tuple[bool, ...], event: Event) -> None:
         """P3, P4, P5, when a backward has closed."""
         for unit, facts in enumerate(self.facts):
             self.require(facts.reduction == NONE, unit, "a reduction outlives its backward")
@@ -270,15 +270,15 @@ class InvariantMonitor:
             self.require(facts.copy != IN_FLIGHT, unit, "the backward is over and a gather is in flight")
             if event is Event.FINAL_CALLBACK:
                 self.require(unit in self.committing, unit, "never committed")
-                self.require(not facts.stashed, unit, "what no_sync stashed was not reduced")
-            elif stashed[unit]:
-                self.require(facts.stashed, unit, "what earlier backwards stashed is lost")
+                self.require(not facts.accumulated, unit, "what no_sync accumulated was not reduced")
+            elif accumulated[unit]:
+                self.require(facts.accumulated, unit, "what earlier backwards accumulated is lost")
             elif event is Event.BACKWARD_FAILED:
-                self.require(not facts.stashed, unit, "a failed backward stashed its gradients")
+                self.require(not facts.accumulated, unit, "a failed backward accumulated its gradients")
         self.committing.clear()
         self.queued = False
 
-    def check_abandoned(self, stashed: tuple[bool, ...]) -> None:
+    def check_abandoned(self, accumulated: tuple[bool, ...]) -> None:
         """P5, when a pass was given up: no trace, whatever went on."""
         self.committing.clear()
         self.queued = False
@@ -288,4 +288,4 @@ class InvariantMonitor:
             self.require(facts.copy == NOWHERE and not facts.shown, unit, "given up and not sharded")
             self.require(not facts.full_params, unit, "given up and still lent")
             self.require(facts.reduction == NONE and not facts.arrived, unit, "given up and its gradients remain")
-            self.require(facts.stashed or not stashed[unit], unit, "what earlier backwards stashed is lost")
+            self.require(facts.accumulated or not accumulated[unit], unit, "what earlier backwards accumulated is lost")

@@ -44,7 +44,7 @@ class Branch(NamedTuple):
     name: str
     parent: int
     """Its place among the units; the outermost is its own parent."""
-    strategy: ReshardPolicy = ReshardPolicy.AFTER_FORWARD
+    reshard_policy: ReshardPolicy = ReshardPolicy.AFTER_FORWARD
     frozen: bool = False
 
 
@@ -55,9 +55,9 @@ class Scope(NamedTuple):
     """Backwards also inside a forward."""
     no_sync: bool = True
     """Backwards also under `no_sync`."""
-    lending: bool = True
+    summoning: bool = True
     """Full parameters are lent at rest."""
-    asking: bool = False
+    autograd_grad: bool = False
     """Backwards also by `torch.autograd.grad`."""
     again: bool = True
     """A unit that was done may be entered again in the same backward."""
@@ -82,12 +82,12 @@ class What(Enum):
 
     FORWARD = auto()
     BACKWARD = auto()
-    REPLAY = auto()
+    RECOMPUTE = auto()
     CLOSE = auto()
     PREFETCH = auto()
     OPTIMIZER_STEP = auto()
     GRAPHS_DROPPED = auto()
-    LOAN = auto()
+    SUMMON = auto()
     ABANDON = auto()
     REFUSED = auto()
 
@@ -107,14 +107,14 @@ class Move(NamedTuple):
 
 FORWARD_MOVES: Final = (Event.POST_FORWARD, Event.POST_FORWARD_NO_GRAD, Event.FORWARD_FAILED)
 CLOSING: Final = {
-    Sync.SYNCHRONISING: Event.FINAL_CALLBACK,
-    Sync.COMMITTING: Event.FINAL_CALLBACK_NO_SYNC,
-    Sync.ASKING: Event.FINAL_CALLBACK_NO_SYNC,
+    Sync.SYNC: Event.FINAL_CALLBACK,
+    Sync.NO_SYNC: Event.FINAL_CALLBACK_NO_SYNC,
+    Sync.AUTOGRAD_GRAD: Event.FINAL_CALLBACK_NO_SYNC,
 }
 COMPLETE: Final = {
-    Sync.SYNCHRONISING: Event.POST_BACKWARD,
-    Sync.COMMITTING: Event.POST_BACKWARD_NO_SYNC,
-    Sync.ASKING: Event.POST_BACKWARD_NO_SYNC,
+    Sync.SYNC: Event.POST_BACKWARD,
+    Sync.NO_SYNC: Event.POST_BACKWARD_NO_SYNC,
+    Sync.AUTOGRAD_GRAD: Event.POST_BACKWARD_NO_SYNC,
 }
 
 
@@ -134,11 +134,11 @@ class Model:
             if not seen.path:
                 yield from self._moves_at_rest(seen, live, pending_return)
             if not seen.path or self.scope.nested:
-                yield from self._backward_moves(seen, live, Sync.SYNCHRONISING)
+                yield from self._backward_moves(seen, live, Sync.SYNC)
                 if self.scope.no_sync:
-                    yield from self._backward_moves(seen, live, Sync.COMMITTING)
-                if self.scope.asking:
-                    yield from self._backward_moves(seen, live, Sync.ASKING)
+                    yield from self._backward_moves(seen, live, Sync.NO_SYNC)
+                if self.scope.autograd_grad:
+                    yield from self._backward_moves(seen, live, Sync.AUTOGRAD_GRAD)
         else:
             yield from self._backward_moves(seen, live, seen.sync)
             yield Move(What.CLOSE, event=CLOSING[seen.sync])
@@ -178,10 +178,10 @@ class Model:
             yield Move(What.OPTIMIZER_STEP)
         for unit, facts in enumerate(seen.facts):
             if facts.full_params or pending_return[unit]:
-                yield Move(What.LOAN, unit, Event.UNSUMMON_WRITEBACK)
-                yield Move(What.LOAN, unit, Event.UNSUMMON_DISCARD)
-            elif self.scope.lending:
-                yield Move(What.LOAN, unit, Event.SUMMON)
+                yield Move(What.SUMMON, unit, Event.UNSUMMON_WRITEBACK)
+                yield Move(What.SUMMON, unit, Event.UNSUMMON_DISCARD)
+            elif self.scope.summoning:
+                yield Move(What.SUMMON, unit, Event.SUMMON)
 
     def _backward_moves(self, seen: InvariantMonitor, live: int, sync: Sync) -> Iterator[Move]:
         for unit, facts in enumerate(seen.facts):
@@ -196,8 +196,8 @@ class Model:
             elif self.scope.again or facts.open or facts.reduction == NONE:
                 yield Move(What.BACKWARD, unit, Event.PRE_BACKWARD, sync)
                 yield Move(What.BACKWARD, unit, Event.PRE_RECOMPUTE, sync)
-                yield Move(What.REPLAY, unit, Event.PRE_RECOMPUTE, sync)
-                if not facts.arrived and not frozen and (sync is not Sync.ASKING or seen.queued):
+                yield Move(What.RECOMPUTE, unit, Event.PRE_RECOMPUTE, sync)
+                if not facts.arrived and not frozen and (sync is not Sync.AUTOGRAD_GRAD or seen.queued):
                     yield Move(What.BACKWARD, unit, Event.GRAD_ACCUMULATED, sync)
             if frozen and seen.queued:
                 yield Move(What.BACKWARD, unit, Event.INPUT_GRADS_DONE, sync)

@@ -12,7 +12,7 @@ import state_machine
 from state_machine import bucket, residency, staleness, table
 from state_machine.lifecycle import REMEDIES
 from state_machine.markdown import MACHINES, _step, remedies, tables
-from state_machine.vocabulary import Action, Event, State, MachineEnum
+from state_machine.vocabulary import Action, Event, MachineEnum, State
 from tests.docs.generated import PARTS, REFERENCE, generated
 
 

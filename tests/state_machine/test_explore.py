@@ -23,7 +23,7 @@ STATES = {
     "pair-stepping": 1_000,
     "pair-kept-stepping": 1_000,
     "chain": 10_000,
-    "chain-lent": 6_000,
+    "chain-summoned": 6_000,
     "chain-frozen": 1_000,
     "tree": 6_000,
 }
@@ -41,9 +41,9 @@ def test_the_trees_cover_depth_width_frozen_units_and_every_strategy() -> None:
     assert set(STATES) == set(BY_NAME)
     assert {len(tree.units) for tree in TREES} == {1, 2, 3, 4}
     assert any(unit.frozen for tree in TREES for unit in tree.units if len(tree.units) == 4)
-    assert {unit.strategy for unit in BY_NAME["chain"].units} == {AFTER_FORWARD, AFTER_BACKWARD}
-    assert {unit.strategy for unit in BY_NAME["pair-always"].units} == {ReshardPolicy.NEVER}
-    for bound in ("nested", "no_sync", "asking", "stepping", "lending", "again", "breakage"):
+    assert {unit.reshard_policy for unit in BY_NAME["chain"].units} == {AFTER_FORWARD, AFTER_BACKWARD}
+    assert {unit.reshard_policy for unit in BY_NAME["pair-always"].units} == {ReshardPolicy.NEVER}
+    for bound in ("nested", "no_sync", "autograd_grad", "stepping", "summoning", "again", "breakage"):
         assert any(getattr(tree.scope, bound) for tree in TREES if len(tree.units) > 1), f"nobody explores {bound}"
 
 

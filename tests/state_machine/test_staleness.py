@@ -170,8 +170,8 @@ def test_which_gather_it_is_depends_on_the_backward_of_the_root() -> None:
 def test_a_backward_inside_a_forward_makes_every_kept_copy_unsure() -> None:
     for end in (BackwardEvent.CALLBACK_RUNS_INSIDE, BackwardEvent.FAILS_INSIDE):
         root = Root([Lifecycle("root", RESHARD_NEVER), Lifecycle("child", ReshardPolicy.AFTER_BACKWARD)])
-        root.gather(0)
-        root.gather(1)
+        root.before_gather(0)
+        root.before_gather(1)
         root.on_event(1, Event.PRE_BACKWARD)
         root.begin(BackwardEvent.SYNC_BEGINS)
         root.end_backward(end, (0, 1))
