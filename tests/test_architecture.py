@@ -70,7 +70,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "side_outputs",
         "engine",
         "final_callback",
-        "pending_backward",
         "buffers",
         "hook_actions",
         "stale_params",
