@@ -224,8 +224,8 @@ class BackwardStep(NamedTuple):
 def _running(state: BackwardState, arrives: BackwardState, complete: E, ends: E) -> Mapping[BackwardEvent, BackwardStep]:
     """The rows of a backward that runs.
 
-    `arrives`: the state after a gradient. `complete`: the event of a unit whose gradients are complete. `ends`: the event of every
-    unit at the end.
+    `arrives` is the state after a gradient, `complete` the event of a unit whose gradients are complete, and `ends` the event of
+    every unit at the end.
     """
     return {
         BackwardEvent.UNIT_JOINS: BackwardStep(state),

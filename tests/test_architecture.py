@@ -64,6 +64,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "runtime": (
         "registry",
         "hooks",
+        "double_backward",
         "refuse_copy",
         "arrivals",
         "grad_hooks",
@@ -278,7 +279,7 @@ def test_only_hooks_registers_a_hook() -> None:
         return [one for one in last if one.startswith("register_") and one.endswith("hook") and "state_dict" not in one]
 
     only_in(
-        {"runtime.hooks", "runtime.grad_hooks", "autograd.node_hooks", "runtime.side_outputs"},
+        {"runtime.hooks", "runtime.double_backward", "runtime.grad_hooks", "autograd.node_hooks", "runtime.side_outputs"},
         {name: registrations(name) for name in FILES},
     )
 

@@ -167,7 +167,7 @@ class Engine:
             try:
                 self._prepare_pass()
             except BaseException as failure:
-                # another rank may have abandoned the last step, or differ from this one; this rank waited for it between two passes
+                # another rank may have abandoned the last step or differ from this one; this rank waited between two passes
                 add_note(failure, self, index, ours=True)
                 self.abandon_step(failure, index)
                 raise
