@@ -1,8 +1,9 @@
-"""A world in which the moves of the model are done: the real machines, an engine that obeys them, and the bystander.
+"""Executes the moves of the model: the real machines, a minimal engine, and the invariant monitor.
 
-The engine here is the shortest that obeys `Root`, `Lifecycle` and `Residency`. Any of its effects can be made to fail
-half-way (`fail_after`); then the step is abandoned, as the real engine does, and nothing may remain. Not broken off: what
-only gives memory back or shows a face, the commits (all that can fail comes before the first), and a wait inside RESHARD.
+The engine here is the shortest that follows `Root`, `Lifecycle` and `Residency`. Each of its effects can be made to fail
+half-way (`fail_after`). Then the step is abandoned, as in the real engine, and must leave nostep behind. Some effects never
+fail: those that only free memory or change what the modules use, the commits (everystep that can fail is before the first), and
+a wait in RESHARD.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from state_machine.table import BackwardEvent, BackwardState, ReshardPolicy
 from state_machine.vocabulary import Action, Event, State
 
 
-class Breakage(Exception):
+class EffectFailed(Exception):
     """An effect of the engine failed half-way."""
 
 
@@ -57,12 +58,12 @@ ENDS: Final = {
     (True, False): BackwardEvent.FAILS,
     (True, True): BackwardEvent.FAILS_INSIDE,
 }
-"""How a backward ends, by whether it fails and whether a forward runs around it."""
+"""The event at the end of a backward, by whether it fails and whether it runs inside a forward."""
 NEVER: Final = -1
 
 
 class Harness:
-    """The units of one tree, the engine that obeys the machines, and the bystander."""
+    """The units of one tree, a minimal engine, and the invariant monitor."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
@@ -76,14 +77,14 @@ class Harness:
         self.live = 0
         """The units that some graph can reach, one bit each."""
         self.pending_return = [False] * len(tree.units)
-        """The loan ended by itself (the step was abandoned); the user will still give it back."""
+        """Whether the step was abandoned while the unit was summoned: the user has still to leave `summon_full_params`."""
         self.fail_after = NEVER
-        """How many effects from now one fails."""
+        """The number of effects before the one that fails."""
 
-    # snapshots: the explorer stands outside the machines, and is the only one that may put them anywhere
+    # snapshots: only the explorer may set the states of the machines
 
     def freeze(self) -> Snapshot:
-        """Everything that decides what can come next, hashable. The story of a unit decides nothing."""
+        """Return everystep that the next moves depend on, hashable. They do not depend on the story of a unit."""
         units = tuple(
             (life._state._value_, home._state._value_, copy._state._value_, pending_return, facts.freeze())
             for life, home, copy, pending_return, facts in zip(
@@ -94,7 +95,7 @@ class Harness:
         return (units, seen.path, seen.sync, seen.may_step, seen.evaluates, self.live, self.root._backward)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Undo `freeze`."""
+        """Restore a snapshot of `freeze`."""
         seen = self.seen
         units, seen.path, seen.sync, seen.may_step, seen.evaluates, self.live, self.root._backward = snapshot
         self.seen.queued = self.seen.sync is not Sync.NO_BACKWARD
@@ -107,16 +108,16 @@ class Harness:
             self.seen.facts[unit].restore(facts)
 
     def moves(self) -> Iterator[Move]:
-        """Every move that is legal now, and some that must be refused."""
+        """Yield every move that is legal now, and some that must be refused."""
         return self.model.moves(self.seen, self.live, self.pending_return)
 
-    # doing it
+    # executing moves
 
     def perform(self, move: Move, fail_after: int = NEVER) -> bool:
-        """Do it, let the engine obey, let the bystander look. Return whether an effect failed on the way.
+        """Execute a move and check the invariants. Return whether an effect failed on the way.
 
         Raises:
-            Violation: a promise is broken, or a legal move is refused.
+            Violation: an invariant is violated, or a legal move is refused.
         """
         self.fail_after = fail_after
         accumulated = tuple(facts.accumulated for facts in self.seen.facts)
@@ -128,13 +129,13 @@ class Harness:
     def _act_or_abandon(self, move: Move, accumulated: tuple[bool, ...]) -> bool:
         try:
             self._act(move, accumulated)
-        except Breakage:
+        except EffectFailed:
             self.fail_after = NEVER
             self._abandon(accumulated)
             return True
         self.seen.check()
         if self.root.backward not in RUNS[self.seen.sync]:
-            raise Violation(f"the backward is {self.root.backward.name}, and what runs is {self.seen.sync.name}")
+            raise Violation(f"the backward is {self.root.backward.name}, but the backward that runs is {self.seen.sync.name}")
         return False
 
     def _act(self, move: Move, accumulated: tuple[bool, ...]) -> None:
@@ -175,15 +176,15 @@ class Harness:
     def _begin_pass(self, accumulated: tuple[bool, ...], evaluates: bool) -> None:
         dead = self.root.end_backward(BackwardEvent.PASS_BEGINS, self.order)
         if (dead is None) is not (self.seen.sync is Sync.NO_BACKWARD):
-            raise Violation("a dead backward was not noticed, or one that is not there was")
+            raise Violation("a failed backward was not noticed, or one was noticed that does not exist")
         if dead is not None:
             self._close(Event.BACKWARD_FAILED, dead, accumulated)
         self.seen.begin_pass(evaluates)
         event = CopyEvent.EVALUATION_BEGINS if evaluates else CopyEvent.PASS_BEGINS
-        asked = [unit for unit in self.order if CopyAction.ASK in self._copy_event(unit, event)]
-        # the ranks compare counters and checksums, which no change escapes
-        changed = any(self.seen.facts[unit].stale != SAME for unit in asked)
-        for unit in asked:
+        compared = [unit for unit in self.order if CopyAction.ASK in self._copy_event(unit, event)]
+        # the ranks compare version counters and checksums, which show every change
+        changed = any(self.seen.facts[unit].stale != SAME for unit in compared)
+        for unit in compared:
             self.seen.facts[unit].doubt = self.seen.facts[unit].doubt or changed
             self._copy_event(unit, CopyEvent.WEIGHTS_CHANGED if changed else CopyEvent.WEIGHTS_SAME)
         for unit in self.order:
@@ -222,7 +223,7 @@ class Harness:
         if event is Event.PRE_BACKWARD or event is Event.PRE_RECOMPUTE:
             facts.open = True
         elif event is Event.GRAD_ACCUMULATED:
-            # late entry: who knows what else of the unit will compute without announcing itself
+            # late entry: other parts of the unit may compute without an event
             facts.open = facts.open or facts.reduction == NONE
             facts.arrived = True
             if self.seen.sync is Sync.AUTOGRAD_GRAD:
@@ -244,7 +245,7 @@ class Harness:
 
     @property
     def _is_inside(self) -> bool:
-        """Whether a backward that ends now ends inside a forward. Where nobody steps there, it need not be known."""
+        """Whether a backward that ends now ends inside a forward. It matters only if an optimizer may step there."""
         return bool(self.seen.path) and self.tree.scope.stepping
 
     def _close(self, event: Event, instructions: tuple[Instruction, ...] | None, accumulated: tuple[bool, ...]) -> None:
@@ -265,16 +266,16 @@ class Harness:
             facts.open = False
             self.pending_return[unit] = self.pending_return[unit] or facts.full_params
         self._execute(self.root.end_backward(BackwardEvent.STEP_ABANDONED, self.order), Event.STEP_ABANDONED)
-        # the exception that made us give up now passes through the forwards it came from
+        # the exception now leaves the forwards that it came from
         for unit in reversed(path):
             self._on_event(unit, Event.FORWARD_FAILED)
         self.seen.check_abandoned(accumulated)
         if not self.root.at_rest:
-            raise Violation("given up, and the root is not at rest")
+            raise Violation("abandoned, but the root is not at rest")
 
     def _check_at_rest(self) -> None:
         if self.root.backward is not (BackwardState.RESTING_INSIDE if self._is_inside else BackwardState.RESTING):
-            raise Violation("the backward is closed, and runs")
+            raise Violation("the backward is over, but still runs")
         for unit, life in enumerate(self.root.lifecycles):
             if unit not in self.seen.path and not self.seen.facts[unit].full_params and life.state is not State.IDLE:
                 raise Violation(f"{life.unit}: the backward is over and it is {life.state.name}")
@@ -290,12 +291,12 @@ class Harness:
         else:
             raise Violation(f"{life.unit}: {event.name} was not refused")
 
-    # the engine, in short: what the machines say is done
+    # the minimal engine
 
     def _on_event(self, unit: int, event: Event) -> None:
         instructions = self.root.on_event(unit, event)
         self._execute(instructions, event)
-        self.seen.answered(unit, event, tuple(one.action for one in instructions))
+        self.seen.after_event(unit, event, tuple(one.action for one in instructions))
 
     def _execute(self, instructions: tuple[Instruction, ...] | None, event: Event) -> None:
         for unit, action in instructions or ():
@@ -324,8 +325,8 @@ class Harness:
             if effect is Effect.FREE_UNSHARDED:
                 self.root.copies[unit].on(CopyEvent.RELEASED)
 
-    def _count_down(self, thing: Action | Effect) -> None:
-        if self.fail_after != NEVER and thing in MAY_FAIL:
+    def _count_down(self, step: Action | Effect) -> None:
+        if self.fail_after != NEVER and step in MAY_FAIL:
             if self.fail_after == 0:
-                raise Breakage
+                raise EffectFailed
             self.fail_after -= 1

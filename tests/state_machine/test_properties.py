@@ -183,7 +183,7 @@ WIDE = Tree(
 
 
 class Wanderer(RuleBasedStateMachine):
-    """Legal moves of the explorer's model, in a tree far too large to exhaust. The world checks every promise itself."""
+    """Legal moves of the explorer's model, in a tree far too large to exhaust. The harness checks every invariant itself."""
 
     @initialize()
     def begin(self) -> None:
