@@ -252,7 +252,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
             if storage_key(tensor) in keys:
                 raise ShardingError(
                     f"unit {self._unit.name!r} returns one of its own parameters (or a view of one), whose memory is "
-                    "given back after the forward; return a copy instead (`weight.clone()`), or compute with it inside the unit."
+                    "freed after the forward; return a copy instead (`weight.clone()`), or compute with it inside the unit."
                 )
         left += self._side_outputs.hook_captures()
         call.outputs += [tensor for tensor in left if tensor.requires_grad]

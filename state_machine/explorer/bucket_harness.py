@@ -80,7 +80,7 @@ class What(Enum):
     GRADIENT = auto()
     LAST_GRADIENT = auto()
     EXTERNAL_GRADIENT = auto()
-    BACKWARD_ENDS = auto()
+    BACKWARD_OVER = auto()
     FAILS = auto()
     GOES_ON = auto()
 
@@ -94,7 +94,7 @@ class Move(NamedTuple):
     """The unit or the bucket."""
 
 
-SHARED: Final = (What.UNIT_GATHERED, What.UNIT_DONE, What.EXTERNAL_GRADIENT, What.BACKWARD_ENDS)
+SHARED: Final = (What.UNIT_GATHERED, What.UNIT_DONE, What.EXTERNAL_GRADIENT, What.BACKWARD_OVER)
 NOT_EARLY: Final = (BucketKind.ORDINARY, BucketKind.BEHIND_EARLY)
 MAY_FAIL: Final = ("gather", "launch", "land", "take stock", "answer", "answers")
 Todo = tuple[Any, ...]
@@ -122,7 +122,7 @@ class Rank:
         self.open: frozenset[int] = frozenset()
         """The units that are gathered and not done."""
         self.todo: tuple[Todo, ...] = ()
-        self.flights: tuple[tuple[int, tuple[int, ...]], ...] = ()
+        self.in_flight: tuple[tuple[int, tuple[int, ...]], ...] = ()
         """The reductions in flight: the number of the collective, and its buckets."""
         self.sent: tuple[tuple[tuple[int, ...], bool], ...] = ()
         """The reductions that were launched."""
@@ -144,7 +144,7 @@ class Rank:
             tuple(state.value for state in queue._unit_states),
             tuple(queue._missing),
             queue._turn,
-            (self.kept, self.here, self.came, self.complete, self.launched, self.result, self.open, self.todo, self.flights),
+            (self.kept, self.here, self.came, self.complete, self.launched, self.result, self.open, self.todo, self.in_flight),
             (self.sent, self.gathered, self.said, self.flushed, self.committed, self.position, self.running),
         )
 
@@ -154,7 +154,7 @@ class Rank:
         self.queue._states = [STATES[one] for one in states]
         self.queue._unit_states = [UNIT_STATES[one] for one in units]
         self.queue._missing = list(missing)
-        self.kept, self.here, self.came, self.complete, self.launched, self.result, self.open, self.todo, self.flights = own
+        self.kept, self.here, self.came, self.complete, self.launched, self.result, self.open, self.todo, self.in_flight = own
         self.sent, self.gathered, self.said, self.flushed, self.committed, self.position, self.running = shared
 
 
@@ -189,7 +189,7 @@ class BucketHarness:
         for rank in ranks:
             rank.position -= events
             rank.gathered, rank.sent = rank.gathered[gathers:], rank.sent[sends:]
-            rank.flights = tuple((max(-1, number - sends), buckets) for number, buckets in rank.flights)
+            rank.in_flight = tuple((max(-1, number - sends), buckets) for number, buckets in rank.in_flight)
             rank.todo = tuple(("gather", max(-1, one[1] - gathers)) if one[0] == "gather" else one for one in rank.todo)
         return (self.script, tuple(rank.freeze() for rank in ranks))
 
@@ -240,7 +240,7 @@ class BucketHarness:
                     yield Move(What.LAST_GRADIENT, index, number)
         if apart:
             yield from self._gathers(index, rank)
-            yield Move(What.BACKWARD_ENDS, index)
+            yield Move(What.BACKWARD_OVER, index)
         elif rank.position < len(self.script):
             what, of = self.script[rank.position]
             yield Move(what, index, of)
@@ -249,7 +249,7 @@ class BucketHarness:
             for number in self.numbers if self.scene.outside else ():
                 if not parts[number].frozen and not rank.here[number]:
                     yield Move(What.EXTERNAL_GRADIENT, index, number)
-            yield Move(What.BACKWARD_ENDS, index)
+            yield Move(What.BACKWARD_OVER, index)
 
     def _gathers(self, index: int, rank: Rank) -> Iterator[Move]:
         for unit in range(self.scene.units):
@@ -263,7 +263,7 @@ class BucketHarness:
         if what == "gather":
             return any(len(other.gathered) <= of[0] for other in self.ranks)
         if what == "land":
-            return bool(rank.flights) and any(len(other.sent) <= rank.flights[0][0] for other in self.ranks)
+            return bool(rank.in_flight) and any(len(other.sent) <= rank.in_flight[0][0] for other in self.ranks)
         if what in ("answer", "answers"):
             return any(other.said is None for other in self.ranks)
         return False
@@ -322,7 +322,7 @@ class BucketHarness:
                     rank.complete = changed(rank.complete, of, True)
                     if A.OFFER in self._on(rank, of, E.GRADS_COMPLETE):
                         rank.todo = (("advance",),)
-            case What.BACKWARD_ENDS:
+            case What.BACKWARD_OVER:
                 rank.open = frozenset()
                 flushes = tuple(("flush", unit) for unit in reversed(range(self.scene.units)))
                 commits = tuple(("commit", unit) for unit in reversed(range(self.scene.units)))
@@ -382,12 +382,12 @@ class BucketHarness:
         rank.todo = (("turn", group, place + 1, launched), *rank.todo)
 
     def _launch(self, rank: Rank, buckets: tuple[int, ...], remainder: bool) -> None:
-        oldest = rank.flights[0][1] if len(rank.flights) >= self.scene.lanes else ()
+        oldest = rank.in_flight[0][1] if len(rank.in_flight) >= self.scene.lanes else ()
         if oldest and all([A.AWAIT in self._on(rank, number, E.MAKE_ROOM) for number in oldest]):
             rank.todo = (("land",), ("launch", buckets, remainder), *rank.todo)
             return
         for number in buckets:
-            require(not any(number in one for _, one in rank.flights), "a bucket is filled under the reduction that reads it")
+            require(not any(number in one for _, one in rank.in_flight), "a bucket is filled under the reduction that reads it")
             require(rank.launched[number] is remainder, "what no_sync kept is reduced twice, or not at all")
             rank.launched, rank.here = changed(rank.launched, number, True), changed(rank.here, number, False)
         rank.sent += ((buckets, remainder),)
@@ -397,10 +397,10 @@ class BucketHarness:
                 self._on(rank, number, E.LANDED)
                 rank.result = changed(rank.result, number, True)
         else:
-            rank.flights += ((len(rank.sent) - 1, buckets),)
+            rank.in_flight += ((len(rank.sent) - 1, buckets),)
 
     def _land(self, rank: Rank) -> None:
-        (_, buckets), rank.flights = rank.flights[0], rank.flights[1:]
+        (_, buckets), rank.in_flight = rank.in_flight[0], rank.in_flight[1:]
         for number in buckets:
             self._on(rank, number, E.LANDED)
             rank.result = changed(rank.result, number, True)
@@ -455,11 +455,11 @@ class BucketHarness:
             rank.todo = (("launch", (number,), True), *rank.todo)
 
     def _settle(self, rank: Rank) -> None:
-        if rank.flights:
+        if rank.in_flight:
             rank.todo = (("land",), ("settle",), *rank.todo)
 
     def _commit(self, rank: Rank, unit: int) -> None:
-        require(rank.flushed == self.scene.units and not rank.flights, "a commit before all that can fail is over")
+        require(rank.flushed == self.scene.units and not rank.in_flight, "a commit before all that can fail is over")
         for number in self._of_unit(unit):
             require(not rank.here[number], "a gradient that came was not reduced")
             put = A.PUT in self._on(rank, number, E.COMMIT)
@@ -479,7 +479,7 @@ class BucketHarness:
     def _abandon(self) -> None:
         for rank in self.ranks:
             require(len(rank.committed) in (0, self.scene.units), "a step failed after a commit")
-            rank.flights = ()
+            rank.in_flight = ()
             for number in self.numbers if rank.running else ():
                 # twice, because the first time may be interrupted
                 self._on(rank, number, E.DRAINED)
