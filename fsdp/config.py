@@ -28,7 +28,7 @@ class MeshKind(Enum):
 class Sharding(NamedTuple):
     """What the name of a strategy means."""
 
-    strategy: ReshardPolicy
+    reshard_policy: ReshardPolicy
     mesh_kind: MeshKind
     keeps_buckets: bool = False
     """Whether the memory of unsharded gradients is kept between steps."""
@@ -148,7 +148,7 @@ def _is_positive(number: Any) -> bool:
 class Config:
     """The options of one unit, after all checks."""
 
-    strategy: ReshardPolicy
+    reshard_policy: ReshardPolicy
     mesh_kind: MeshKind
     keeps_buckets: bool
     keep_root: bool
@@ -177,10 +177,10 @@ class Config:
         return self.mesh_kind is MeshKind.REPLICATE and self.reduction.bucket_cap_mb is None
 
     @property
-    def root_strategy(self) -> ReshardPolicy:
+    def root_reshard_policy(self) -> ReshardPolicy:
         """The reshard policy of this unit if it is the root's own."""
-        reshards = self.strategy is ReshardPolicy.AFTER_FORWARD
-        return ReshardPolicy.AFTER_BACKWARD if reshards and self.keep_root else self.strategy
+        reshards = self.reshard_policy is ReshardPolicy.AFTER_FORWARD
+        return ReshardPolicy.AFTER_BACKWARD if reshards and self.keep_root else self.reshard_policy
 
 
 def make_config(
@@ -198,16 +198,16 @@ def make_config(
     Raises:
         ShardingError: an option has a wrong value, or two options contradict each other.
     """
-    strategy, mesh_kind, keeps_buckets = find_strategy(sharding_strategy)
+    reshard_policy, mesh_kind, keeps_buckets = find_strategy(sharding_strategy)
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
         raise ShardingError(f"reshard_after_forward must be True, False or None, not {reshard_after_forward!r}.")
-    if reshard_after_forward is True and strategy is not ReshardPolicy.AFTER_FORWARD:
+    if reshard_after_forward is True and reshard_policy is not ReshardPolicy.AFTER_FORWARD:
         raise ShardingError(
             f"reshard_after_forward=True contradicts sharding_strategy={sharding_strategy!r}, which keeps the unsharded "
             "parameters between forward and backward; leave one of them out."
         )
-    if reshard_after_forward is False and strategy is ReshardPolicy.AFTER_FORWARD:
-        strategy = ReshardPolicy.AFTER_BACKWARD
+    if reshard_after_forward is False and reshard_policy is ReshardPolicy.AFTER_FORWARD:
+        reshard_policy = ReshardPolicy.AFTER_BACKWARD
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise ShardingError(f"prefetch must be a number of units, 0 or more, not {prefetch!r}.")
     if not (guard is None or isinstance(guard, bool)):
@@ -226,7 +226,7 @@ def make_config(
         raise ShardingError(f"broadcast_buffers must be True or False, not {broadcast_buffers!r}.")
     precision = _precision(mp_policy)
     return Config(
-        strategy,
+        reshard_policy,
         mesh_kind,
         keeps_buckets,
         keep_root,

@@ -1,6 +1,6 @@
-"""The lifecycle of a sharded unit: words, tables, the walker and the explorer.
+"""The lifecycle of a sharded unit and its neighbours: states, events, tables, and the explorer.
 
-Imports the standard library and itself, nothing else; importing it never loads torch.
+It imports the standard library only; it never loads torch.
 """
 
 from state_machine.lifecycle import IllegalTransition, Lifecycle

@@ -1,16 +1,17 @@
-"""Every legal move of a bucket of gradients in one backward, one table per kind of bucket.
+"""The tables of every legal transition of a bucket of gradients in one backward, one for each kind of bucket.
 
-Rule 1: whether a bucket may be launched, may be waited for, or is looked at again is a row here, never an `if` in the reducer.
+Rule 1: whether a bucket may be launched, waited for or checked for a remainder is a row here, never an `if` in the reducer.
 Rule 2: a missing pair is an error. To ignore an event, write the row that ignores it.
 
-A *remainder* is what comes to a bucket after it was launched. It is reduced at the end of the backward, and added.
+A *remainder* is the gradients that arrive at a bucket after its launch. It is reduced at the end of the backward, and added.
+A unit is *done* when its post-backward has run.
 
 [Note: early buckets]
-A unit is done at a moment every rank comes to. A bucket whose gradients have all come may be launched before that moment, which
-peers with other gradients do not share, as long as this rank does not wait for it until then: a peer that launches it later may
-wait before that for a gather, or for what this rank has to say at the end, and this rank would not come to either.
-Behind an early bucket the others in the order are launched earlier too, on this rank alone. So wherever a bucket may be early,
-each bucket may have a remainder on some ranks only, and all ranks look.
+A unit is done at a moment that every rank reaches. The gradients of a bucket can be complete before that moment, on some ranks
+only. Such a bucket may be launched early, but this rank must not wait for it until its unit is done: a peer that launches it
+later may first wait for an all-gather or for the counts at the end of the backward, and this rank would reach neither.
+The buckets after an early bucket in the order are then launched earlier too, on this rank alone. So if any bucket of a root may
+be early, each bucket may have a remainder on some ranks only, and all ranks must check for it.
 """
 
 from collections.abc import Mapping
@@ -24,105 +25,105 @@ class BucketState(MachineEnum):
     """Where the gradients of a bucket are."""
 
     EMPTY = auto()
-    """Some have not come, and nothing was launched."""
+    """Some gradients are missing, and nothing was launched."""
     READY_EARLY = auto()
-    """All have come, and its unit is not done: peers may not be as far. It waits for its turn."""
+    """All gradients have arrived, but its unit is not done, so peers may be behind. It waits for its turn."""
     READY = auto()
     """Its unit is done. It waits for its turn."""
     HELD = auto()
     """Its unit is done, and nothing is launched before the end of the backward."""
     ASKING = auto()
-    """The backward is over, and its unit was not done: it is reduced if some rank has a gradient of it."""
+    """The backward is over, and its unit was not done. It is reduced if some rank has a gradient of it."""
     REDUCING_EARLY = auto()
     """Launched before its unit was done: peers may launch it later."""
     REDUCING = auto()
-    """Launched, and every peer launches it, whatever this rank does."""
+    """Launched, and every peer launches it without waiting for this rank."""
     REDUCED = auto()
-    """Its gradients have left its memory; the result is here, or on its way to other replicas."""
+    """Its gradients have left its memory. The result is here, or is reduced over the replicas."""
     REDUCING_REMAINDER = auto()
-    """What came after it was launched is launched too."""
+    """Its remainder is launched."""
     PASSED = auto()
-    """Its turn is over and nothing of it is reduced: it is frozen, or no rank has a gradient of it."""
+    """Its turn is over and it is not reduced: it is frozen, or no rank has a gradient of it."""
     BROKEN_OFF = auto()
-    """The step failed while it was launched or in flight. It is not any more, and there is no result."""
+    """The step failed while it was in flight. It is not in flight any more, and has no result."""
 
 
 class BucketEvent(MachineEnum):
-    """What can happen to a bucket."""
+    """An event of a bucket."""
 
     GRADS_COMPLETE = auto()
-    """The last of the gradients that it waits for has come."""
+    """The last gradient that it waits for has arrived."""
     UNUSED = auto()
-    """Autograd says that this backward comes to none of its parameters."""
+    """Autograd will reach none of its parameters in this backward."""
     POST_BACKWARD = auto()
-    """Its unit is done for the first time, at a moment every rank comes to."""
+    """Its unit is done for the first time, at a moment that every rank reaches."""
     LAUNCH_ANYWAY = auto()
-    """The backward is over, and every rank reduces every bucket, since each came through units of its own."""
+    """The backward is over, and every rank reduces every bucket, because ranks may have used different units."""
     TAKE_STOCK = auto()
-    """The backward is over: this rank is about to say which gradients it has."""
+    """The backward is over, and this rank is about to send which gradients it has."""
     FLUSH = auto()
     """The backward is over, and its unit is flushed."""
     TURN = auto()
     """Its turn in the agreed order has come."""
     TURN_FROZEN = auto()
-    """The same, and there is nothing trainable in it."""
+    """Its turn in the agreed order has come, and it has no trainable parameter."""
     SOME_RANK_HAS = auto()
-    """The answer: there is a gradient that was not reduced."""
+    """Some rank has a gradient that was not reduced."""
     NO_RANK_HAS = auto()
-    """The answer: there is none."""
+    """No rank has a gradient that was not reduced."""
     REMAINDER_TURN = auto()
-    """All buckets had their turn, and its turn for a remainder has come. Its unit was gathered and done once at most."""
+    """All buckets have had their turn, and its turn for a remainder has come. Its unit was gathered and done at most once."""
     REMAINDER_TURN_REOPENED = auto()
-    """The same, and its unit was gathered or done again after it was done, on every rank."""
+    """Its turn for a remainder has come, and its unit was gathered or done again after it was done, on every rank."""
     MAKE_ROOM = auto()
     """It is the oldest in flight, and another bucket is about to be launched."""
     LANDED = auto()
-    """It was waited for: its gradients have left its memory."""
+    """The reducer has waited for it: its gradients have left its memory."""
     DRAINED = auto()
     """The step failed, and nothing of it is in flight any more."""
     COMMIT = auto()
-    """All that can fail is over."""
+    """Everything that can fail is over."""
     ACCUMULATE = auto()
     """A backward that does not synchronise is over."""
     DROP = auto()
-    """The step failed, and nothing of it is in flight: forget its gradients."""
+    """The step failed, and its gradients must be dropped. Nothing of it is in flight."""
 
 
 class BucketAction(MachineEnum):
-    """What the reducer must do, in order."""
+    """A task of the reducer. A row lists its actions in order."""
 
     MARK = auto()
-    """Note when it was ready, and its place in the order of arrival."""
+    """Record the time when it was ready, and its place in the order of arrival."""
     OFFER = auto()
-    """It may be launched when its turn has come."""
+    """Allow its launch when its turn has come."""
     COUNT = auto()
-    """Say which of its parameters have a gradient."""
+    """Count which of its parameters have a gradient."""
     COUNT_REMAINDER = auto()
-    """Say which of its parameters have another gradient than those that were launched."""
+    """Count which of its parameters have a gradient that was not launched."""
     ASK = auto()
-    """Find out whether any rank has a gradient of it, and come back with the answer."""
+    """Find out whether any rank has a gradient of it; then apply SOME_RANK_HAS or NO_RANK_HAS."""
     LOOK_HERE = auto()
-    """Come back if this rank has a remainder."""
+    """Apply SOME_RANK_HAS if this rank has a remainder."""
     LOOK_EVERYWHERE = auto()
-    """Come back if any rank has a remainder."""
+    """Apply SOME_RANK_HAS if any rank has a remainder."""
     AWAIT = auto()
-    """Wait until it has landed, and come back."""
+    """Wait until it has landed and apply LANDED; then try again."""
     LAUNCH = auto()
-    """Fill it with its gradients, and with those kept under `no_sync`, and reduce it."""
+    """Fill it with its gradients and with those accumulated under `no_sync`, and reduce it."""
     LAUNCH_REMAINDER = auto()
-    """Fill it with what came after it was launched, and reduce that."""
+    """Fill it with its remainder, and reduce that."""
     PASS_BY = auto()
-    """Nothing of it is missing."""
+    """Count it as reduced, without a collective."""
     PUT = auto()
-    """Set or accumulate the result into `.grad` of the shards."""
+    """Put the result into `.grad` of the shards, or add it there."""
     KEEP = auto()
-    """Add its gradients to those kept under `no_sync`."""
+    """Add its gradients to those accumulated under `no_sync`."""
     FORGET = auto()
-    """Let go of its gradients, reduced or not."""
+    """Drop its gradients, reduced or not."""
 
 
 class BucketStep(NamedTuple):
-    """Where an event leads, and what the reducer must do on the way, in order."""
+    """The state after an event, and the actions of the reducer, in order."""
 
     to: BucketState
     actions: tuple[BucketAction, ...] = ()
@@ -137,11 +138,11 @@ class BucketKind(MachineEnum):
     ORDINARY = auto()
     """Launched when its unit is done. No bucket of its root is early."""
     BEHIND_EARLY = auto()
-    """Launched when its unit is done. Some bucket of its root may be launched early."""
+    """Launched when its unit is done. Another bucket of its root may be early."""
     EARLY = auto()
-    """Launched when its gradients have come; waited for when its unit is done."""
+    """Launched when its gradients have arrived, and waited for after its unit is done."""
     FIND_UNUSED = auto()
-    """The same, and ranks may come through different units (`find_unused_parameters`)."""
+    """Launched when its gradients have arrived, on ranks that may use different units (`find_unused_parameters`)."""
     AT_END = auto()
     """Launched when the backward is over (`at_end`)."""
 
@@ -154,7 +155,7 @@ ORDINARY: Final[BucketTable] = {
         _E.TAKE_STOCK: _Step(_S.EMPTY, (_A.COUNT,)),
         _E.FLUSH: _Step(_S.ASKING, (_A.OFFER,)),
         _E.ACCUMULATE: _Step(_S.EMPTY, (_A.KEEP,)),
-        # also where nothing came to it: the step may fail anywhere
+        # also without gradients: the step may fail anywhere
         _E.DRAINED: _Step(_S.EMPTY),
         _E.DROP: _Step(_S.EMPTY, (_A.FORGET,)),
     },
@@ -162,7 +163,7 @@ ORDINARY: Final[BucketTable] = {
         _E.TURN: _Step(_S.REDUCING, (_A.LAUNCH,)),
         _E.TURN_FROZEN: _Step(_S.PASSED, (_A.PASS_BY,)),
         _E.TAKE_STOCK: _Step(_S.READY, (_A.COUNT,)),
-        # it shares a collective with one that is not ready
+        # it shares a collective with a bucket that is not ready
         _E.FLUSH: _Step(_S.READY),
         _E.DRAINED: _Step(_S.READY),
         _E.DROP: _Step(_S.EMPTY, (_A.FORGET,)),
@@ -180,11 +181,11 @@ ORDINARY: Final[BucketTable] = {
         _E.LANDED: _Step(_S.REDUCED),
         _E.TAKE_STOCK: _Step(_S.REDUCING, (_A.COUNT_REMAINDER,)),
         _E.FLUSH: _Step(_S.REDUCING),
-        # only a use outside its unit can bring one, and that comes on every rank
+        # only a use outside its unit can bring a remainder, and that happens on every rank
         _E.REMAINDER_TURN: _Step(_S.REDUCING, (_A.LOOK_HERE,)),
-        # several checkpoints, outputs or calls, in which each rank may use other parameters
+        # with several checkpoints, outputs or calls, each rank may use other parameters
         _E.REMAINDER_TURN_REOPENED: _Step(_S.REDUCING, (_A.LOOK_EVERYWHERE,)),
-        # its memory would be filled under the reduction that reads it: first it lands
+        # the reduction in flight still reads its memory: it must land first
         _E.SOME_RANK_HAS: _Step(_S.REDUCING, (_A.AWAIT,)),
         _E.DRAINED: _Step(_S.BROKEN_OFF),
     },
@@ -206,7 +207,7 @@ ORDINARY: Final[BucketTable] = {
     _S.PASSED: {
         _E.TAKE_STOCK: _Step(_S.PASSED, (_A.COUNT_REMAINDER,)),
         _E.FLUSH: _Step(_S.PASSED),
-        # what is frozen has no remainder, and what no rank has comes on no rank later
+        # a frozen bucket has no remainder, and no gradient arrives later
         _E.REMAINDER_TURN: _Step(_S.PASSED),
         _E.REMAINDER_TURN_REOPENED: _Step(_S.PASSED),
         _E.COMMIT: _Step(_S.EMPTY),
@@ -214,7 +215,7 @@ ORDINARY: Final[BucketTable] = {
         _E.DROP: _Step(_S.EMPTY, (_A.FORGET,)),
     },
     _S.BROKEN_OFF: {
-        # each unit drains, the first of them for all
+        # each unit drains all buckets
         _E.DRAINED: _Step(_S.BROKEN_OFF),
         _E.DROP: _Step(_S.EMPTY, (_A.FORGET,)),
     },
@@ -222,13 +223,13 @@ ORDINARY: Final[BucketTable] = {
 
 
 def _with(table: BucketTable, changed: Mapping[BucketState, Mapping[BucketEvent, BucketStep | None]]) -> BucketTable:
-    """The table with some rows changed or added and, for None, without them."""
+    """Return the table with some rows changed or added. None removes a row."""
     states = dict.fromkeys((*table, *changed))
     rows = {state: {**table.get(state, {}), **changed.get(state, {})} for state in states}
     return {state: {event: step for event, step in row.items() if step is not None} for state, row in rows.items() if row}
 
 
-# All ranks look at the end.
+# All ranks check for remainders at the end.
 BEHIND_EARLY: Final = _with(
     ORDINARY,
     {
@@ -237,12 +238,12 @@ BEHIND_EARLY: Final = _with(
     },
 )
 
-# Between its last gradient and the end of its unit it may be launched, and this rank does not wait for it.
+# It may be launched between its last gradient and the post-backward of its unit. This rank does not wait for it there.
 EARLY: Final = _with(
     BEHIND_EARLY,
     {
         _S.EMPTY: {_E.GRADS_COMPLETE: _Step(_S.READY_EARLY, (_A.MARK, _A.OFFER))},
-        # its unit was done without a gradient that comes all the same
+        # its unit was done before this gradient arrived
         _S.READY: {_E.GRADS_COMPLETE: _Step(_S.READY)},
         _S.REDUCING: {_E.GRADS_COMPLETE: _Step(_S.REDUCING)},
         _S.READY_EARLY: {
@@ -254,11 +255,11 @@ EARLY: Final = _with(
             _E.DROP: _Step(_S.EMPTY, (_A.FORGET,)),
         },
         _S.REDUCING_EARLY: {
-            # a peer may launch it at the end of the backward only, after a gather that needs this rank
+            # do not wait: a peer may launch it only at the end of the backward, after an all-gather that needs this rank
             _E.MAKE_ROOM: _Step(_S.REDUCING_EARLY),
-            # where one rank holds the shard, gradients leave its memory with the launch, and nobody waits
+            # with one rank in the shard group, gradients leave the memory of the bucket at the launch
             _E.LANDED: _Step(_S.REDUCED),
-            # now every rank launches it before it goes on
+            # now every rank launches it before it continues
             _E.POST_BACKWARD: _Step(_S.REDUCING),
             _E.TAKE_STOCK: _Step(_S.REDUCING_EARLY, (_A.COUNT_REMAINDER,)),
             _E.FLUSH: _Step(_S.REDUCING),
@@ -268,14 +269,14 @@ EARLY: Final = _with(
     },
 )
 
-# What this rank does not come to holds nothing up, and in the end every rank launches every bucket before it says or asks
-# anything. No rank waits for a gather (NO_SHARD), so whatever is launched may be waited for.
+# A unit that this rank does not use delays nothing, and at the end every rank launches every bucket before it sends or waits for
+# counts. No rank waits for an all-gather (NO_SHARD), so every launched bucket may be waited for.
 FIND_UNUSED: Final = _with(
     {state: row for state, row in BEHIND_EARLY.items() if state is not _S.ASKING},
     {
         _S.EMPTY: {
             _E.GRADS_COMPLETE: _Step(_S.READY, (_A.MARK, _A.OFFER)),
-            # no place in the order of arrival: another backward may use it
+            # no MARK: another backward may use it, so it gets no place in the order of arrival
             _E.UNUSED: _Step(_S.READY, (_A.OFFER,)),
             _E.LAUNCH_ANYWAY: _Step(_S.READY, (_A.MARK, _A.OFFER)),
             _E.TAKE_STOCK: None,
@@ -298,18 +299,18 @@ FIND_UNUSED: Final = _with(
             _E.POST_BACKWARD: _Step(_S.REDUCED),
             _E.LAUNCH_ANYWAY: _Step(_S.REDUCED),
         },
-        # frozen, so nothing came to it, and its unit may be done all the same
+        # it is frozen, so it has no gradient, but its unit may be done
         _S.PASSED: {_E.POST_BACKWARD: _Step(_S.PASSED), _E.LAUNCH_ANYWAY: _Step(_S.PASSED)},
     },
 )
 
-# Nothing is offered before the end, so nothing comes after it was launched.
+# It is not offered before the end, so no gradient arrives after its launch.
 AT_END: Final = _with(
     {state: row for state, row in ORDINARY.items() if state is not _S.REDUCING_REMAINDER},
     {
         _S.EMPTY: {
             _E.POST_BACKWARD: _Step(_S.HELD, (_A.MARK,)),
-            # whether it is complete, or used at all, makes no difference before the end
+            # before the end it makes no difference whether it is complete or used
             _E.GRADS_COMPLETE: _Step(_S.EMPTY),
             _E.UNUSED: _Step(_S.EMPTY),
             _E.LAUNCH_ANYWAY: _Step(_S.READY, (_A.MARK, _A.OFFER)),
@@ -322,7 +323,7 @@ AT_END: Final = _with(
             _E.DRAINED: _Step(_S.HELD),
             _E.DROP: _Step(_S.EMPTY, (_A.FORGET,)),
         },
-        # it was flushed, or was launched anyway before any rank says what it has
+        # it was flushed, or launched by LAUNCH_ANYWAY, before any rank sends counts
         _S.READY: {_E.TAKE_STOCK: None, _E.FLUSH: None},
         _S.REDUCING: {
             _E.REMAINDER_TURN: _Step(_S.REDUCING),
@@ -347,38 +348,40 @@ BUCKETS: Final[Mapping[BucketKind, BucketTable]] = {
 
 
 class UnitState(MachineEnum):
-    """How often a unit was done in a backward."""
+    """How often a unit was done in one backward."""
 
     OPEN = auto()
-    """It was not done."""
+    """It is not done."""
     DONE = auto()
-    """Once."""
+    """It was done once."""
     REOPENED = auto()
-    """It was gathered or done again after that, on every rank."""
+    """It was gathered or done again after it was done, on every rank."""
 
 
 class UnitEvent(MachineEnum):
-    """What can happen to the gradients of a unit."""
+    """An event of the gradients of a unit."""
 
     GATHERED = auto()
+    """The unit was gathered in the backward."""
     POST_BACKWARD = auto()
+    """The unit is done."""
 
 
 class UnitStep(NamedTuple):
-    """Where a unit goes, and whether its buckets are told that it is done."""
+    """The state of a unit after an event, and whether its buckets get POST_BACKWARD."""
 
     to: UnitState
-    tell_buckets: bool = False
+    notify_buckets: bool = False
 
 
 UNITS: Final[Mapping[UnitState, Mapping[UnitEvent, UnitStep]]] = {
     UnitState.OPEN: {
         UnitEvent.GATHERED: UnitStep(UnitState.OPEN),
-        UnitEvent.POST_BACKWARD: UnitStep(UnitState.DONE, tell_buckets=True),
+        UnitEvent.POST_BACKWARD: UnitStep(UnitState.DONE, notify_buckets=True),
     },
     UnitState.DONE: {
         UnitEvent.GATHERED: UnitStep(UnitState.REOPENED),
-        # a unit that stays unsharded is done again and was not gathered again
+        # a unit that stays unsharded can be done again without another all-gather
         UnitEvent.POST_BACKWARD: UnitStep(UnitState.REOPENED),
     },
     UnitState.REOPENED: {

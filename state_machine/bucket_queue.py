@@ -1,6 +1,6 @@
-"""The buckets of one root together: whose turn it is, and what is asked of each.
+"""The buckets of one root together: their states, and the group of buckets whose turn it is.
 
-Pure: it turns what happens into actions; the reducer (and the explorer) carry them out.
+This file has no side effects. It turns events into actions; the reducer (and the explorer) execute them.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ OFFER: Final = BucketAction.OFFER
 
 
 class BucketQueue:
-    """The buckets of one root in one backward at a time, in groups that take turns in the agreed order.
+    """The states of the buckets of one root in a backward. Groups of buckets take turns in the agreed order.
 
-    Invariant: a bucket changes its state only in `on`, which moves or raises. A group has its turn when all groups before it had
-    theirs and each of its buckets was offered.
+    Invariant: a bucket changes its state only in `on`, which either changes it or raises. A group has its turn when all groups
+    before it have had theirs and each of its buckets was offered.
     """
 
     __slots__ = (
@@ -43,35 +43,35 @@ class BucketQueue:
 
     def __init__(self, names: Sequence[str], units: Sequence[int], kinds: Sequence[BucketKind], count: int) -> None:
         self.names = tuple(names)
-        """For each bucket, the name of its unit."""
+        """The name of the unit of each bucket."""
         self._units = tuple(units)
-        """For each bucket, the number of its unit."""
+        """The number of the unit of each bucket."""
         self._kinds = tuple(kinds)
         self._tables = [BUCKETS[kind] for kind in kinds]
         self._count = count
-        """Of units."""
+        """The number of units."""
         self.agree_on([(number,) for number in range(len(names))])
         self.begin()
 
     def agree_on(self, groups: Sequence[Sequence[int]]) -> None:
-        """From the next backward on: the groups of buckets that share a collective, in the agreed order."""
+        """Set the groups of buckets that share a collective, in the agreed order, from the next backward on."""
         self._groups = tuple(groups)
         self._place = {number: place for place, group in enumerate(groups) for number in group}
-        """For each bucket, the place of its group."""
+        """The place of the group of each bucket."""
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Begin a backward: all buckets are EMPTY, all units OPEN."""
         self._states = [BucketState.EMPTY] * len(self.names)
         self._unit_states = [UnitState.OPEN] * self._count
         self._missing = [len(group) for group in self._groups]
-        """For each group, how many of its buckets were not offered."""
+        """The number of buckets of each group that were not offered."""
         self._turn = 0
 
     def on(self, number: int, event: BucketEvent) -> tuple[BucketAction, ...]:
-        """Move one bucket along its table and return what the reducer must now do, in order.
+        """Change the state of a bucket by its table and return the actions of the reducer, in order.
 
         Raises:
-            RuntimeError: the table has no row for it, which only a bug of ours can cause. Nothing moved.
+            RuntimeError: the table has no row for the event, which is a bug of fsdp. No state has changed.
         """
         state = self._states[number]
         step = self._tables[number][state].get(event)
@@ -87,19 +87,19 @@ class BucketQueue:
         return actions
 
     def on_unit(self, unit: int, event: UnitEvent) -> bool:
-        """Move one unit; return whether its buckets are told that it is done."""
+        """Apply an event to a unit; return whether its buckets must get POST_BACKWARD."""
         step = UNITS[self._unit_states[unit]][event]
         self._unit_states[unit] = step.to
-        return step.tell_buckets
+        return step.notify_buckets
 
     def next_group(self) -> Sequence[int] | None:
-        """The buckets that have their turn now. None: it is that of a group which is not complete, or all had theirs."""
+        """Return the buckets whose turn it is, or None if that group is not complete or all groups have had their turn."""
         if self._turn == len(self._groups) or self._missing[self._turn]:
             return None
         self._turn += 1
         return self._groups[self._turn - 1]
 
     def on_remainder_turn(self, number: int) -> tuple[BucketAction, ...]:
-        """All groups had their turn: what is asked of a bucket about its remainder."""
+        """Apply the turn for a remainder to a bucket, after all groups have had their turn; return the actions."""
         reopened = self._unit_states[self._units[number]] is UnitState.REOPENED
         return self.on(number, BucketEvent.REMAINDER_TURN_REOPENED if reopened else BucketEvent.REMAINDER_TURN)

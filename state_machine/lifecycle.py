@@ -1,4 +1,4 @@
-"""Walks a table, remembers the story, and tells it when a move is refused."""
+"""The lifecycle of one unit: follows its table, records its events, and refuses illegal ones."""
 
 from collections import deque
 from typing import Final
@@ -8,14 +8,14 @@ from state_machine.vocabulary import Action, Event, State
 
 STORY_LENGTH: Final = 24
 
-# What a user can do about the refusals that user code can cause. Every other refusal is our bug.
+# Remedies for the illegal transitions that user code can cause. Every other one is a bug of fsdp.
 _TRAIN_OUTSIDE: Final = (
-    "Lent parameters cannot be trained: leave summon_full_params before a training forward, "
+    "Summoned parameters cannot be trained: leave summon_full_params before a training forward, "
     "or run this forward under torch.no_grad()."
 )
 _AFTER_BACKWARD: Final = "Call summon_full_params after backward() has returned, not from a hook inside it."
 _LEAVE_FIRST: Final = "Leave summon_full_params before calling backward()."
-_LENT_ALREADY: Final = "The full parameters are lent already; leave the first summon_full_params before entering another."
+_SUMMONED_ALREADY: Final = "The full parameters are summoned already; leave the first summon_full_params before entering another."
 _STEP_IS_OVER: Final = (
     "The step was abandoned inside this forward; let the error that caused it leave the forward, then start the step again."
 )
@@ -27,7 +27,7 @@ REMEDIES: Final[dict[tuple[State, Event], str]] = {
     (State.FORWARD, Event.SUMMON): "Call summon_full_params before or after the forward, not from inside it.",
     (State.BACKWARD_PRE, Event.SUMMON): _AFTER_BACKWARD,
     (State.BACKWARD_POST, Event.SUMMON): _AFTER_BACKWARD,
-    (State.SUMMONED, Event.SUMMON): _LENT_ALREADY,
+    (State.SUMMONED, Event.SUMMON): _SUMMONED_ALREADY,
     (State.SUMMONED, Event.POST_FORWARD): _TRAIN_OUTSIDE,
     (State.SUMMONED, Event.PRE_BACKWARD): _LEAVE_FIRST,
     (State.SUMMONED, Event.PRE_RECOMPUTE): _LEAVE_FIRST,
@@ -40,7 +40,7 @@ OUR_BUG: Final = "No use of the public interface should lead here; this is a bug
 
 
 class IllegalTransition(RuntimeError):
-    """An event the table has no row for. The unit did not move."""
+    """The table has no row for this event. The state of the unit is unchanged."""
 
     def __init__(self, unit: str, state: State, event: Event, legal: tuple[Event, ...], story: tuple[Event, ...]) -> None:
         self.unit = unit
@@ -59,16 +59,15 @@ class IllegalTransition(RuntimeError):
 class Lifecycle:
     """The lifecycle of one unit.
 
-    Invariant: `state` changes only in `on`, and `on` either moves the unit or raises; it never
-    does half of each.
+    Invariant: `state` changes only in `on`, which either changes it or raises.
     """
 
-    __slots__ = ("_state", "_story", "_table", "strategy", "unit")
+    __slots__ = ("_state", "_story", "_table", "reshard_policy", "unit")
 
-    def __init__(self, unit: str, strategy: ReshardPolicy) -> None:
+    def __init__(self, unit: str, reshard_policy: ReshardPolicy) -> None:
         self.unit = unit
-        self.strategy = strategy
-        self._table = TABLES[strategy]
+        self.reshard_policy = reshard_policy
+        self._table = TABLES[reshard_policy]
         self._state = State.IDLE
         self._story: deque[Event] = deque(maxlen=STORY_LENGTH)
 
@@ -82,7 +81,7 @@ class Lifecycle:
         return tuple(self._story)
 
     def on(self, event: Event) -> tuple[Action, ...]:
-        """Move along the table and return what the engine must now do, in order.
+        """Change the state by the table and return the actions of the engine, in order.
 
         Raises:
             IllegalTransition: the table has no row for `event` in the current state.

@@ -11,9 +11,21 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
-from state_machine import residency, table
+from state_machine import bucket, residency, staleness, table
+from state_machine.bucket import (
+    BUCKETS,
+    ORDINARY,
+    UNITS,
+    BucketAction,
+    BucketEvent,
+    BucketKind,
+    BucketState,
+    UnitEvent,
+    UnitState,
+)
 from state_machine.lifecycle import REMEDIES
 from state_machine.residency import RESIDENCES, Effect, Request, ResidencyState
+from state_machine.staleness import FROM_PASS_TO_PASS, GATHERS, WITHIN_A_PASS, CopyAction, CopyEvent, CopyState
 from state_machine.table import BACKWARD, RESHARD_AFTER_FORWARD, TABLES, BackwardEvent, BackwardState, ReshardPolicy
 from state_machine.vocabulary import Action, Event, MachineEnum, State
 
@@ -42,7 +54,24 @@ MACHINES: Final = (
     ),
     Machine("The residency of a unit", RESIDENCES, (residency, "RESIDENCES"), (ResidencyState, Request, Effect)),
     Machine("The backward of a root", BACKWARD, (table, "BACKWARD"), (BackwardState, BackwardEvent)),
+    Machine(
+        "The unsharded copy of a unit: `AFTER_FORWARD` and `AFTER_BACKWARD`",
+        WITHIN_A_PASS,
+        (staleness, "WITHIN_A_PASS"),
+        (CopyState, CopyEvent, CopyAction),
+    ),
+    Machine("The unsharded copy of a unit: `NEVER`", FROM_PASS_TO_PASS, (staleness, "FROM_PASS_TO_PASS"), (), WITHIN_A_PASS),
+    Machine("A bucket of gradients", ORDINARY, (bucket, "ORDINARY"), (BucketKind, BucketState, BucketEvent, BucketAction)),
+    *(
+        Machine(f"A bucket of gradients: `{kind.name}`", rows, (bucket, kind.name), (), ORDINARY)
+        for kind, rows in BUCKETS.items()
+        if rows is not ORDINARY
+    ),
+    Machine("The gradients of a unit in one backward", UNITS, (bucket, "UNITS"), (UnitState, UnitEvent)),
 )
+
+REFUSED: Final = "not allowed"
+"""Printed for a row of the original table that the derived table lacks."""
 
 
 def tables() -> str:
@@ -52,14 +81,31 @@ def tables() -> str:
         parts.append(f"## {machine.title}")
         parts += [_words(word) for word in machine.words]
         reasons = _reasons(*machine.source)
-        for state, row in machine.rows.items():
-            shown = {event: step for event, step in row.items() if machine.like is None or machine.like[state].get(event) != step}
-            if shown:
-                cells = [
-                    (_code(event.name), *_step(step), reasons.get((state.name, event.name), "")) for event, step in shown.items()
-                ]
-                parts.append(f"In `{state.name}`:\n\n{_markdown(('event', 'leads to', 'does, in order', 'why'), cells)}")
+        for state in dict.fromkeys((*(machine.like or ()), *machine.rows)):
+            cells = [
+                (_code(event.name), *_step(step), reasons.get((state.name, event.name), ""))
+                for event, step in changed(machine, state)
+            ]
+            reason = reasons.get((state.name, ""))
+            head = f"In `{state.name}`" + (f" ({reason})" if reason else "")
+            if cells:
+                parts.append(f"{head}:\n\n{_markdown(('event', 'leads to', 'does, in order', 'why'), cells)}")
+            elif not machine.rows.get(state, {}) and machine.like is None:
+                parts.append(f"{head}: no event is allowed.")
+    parts.append("## The gather of a copy, by the state of the backward")
+    parts.append(
+        _markdown(("backward of the root", "event"), [(_code(of.name), _code(event.name)) for of, event in GATHERS.items()])
+    )
     return "\n\n".join(parts)
+
+
+def changed(machine: Machine, state: MachineEnum) -> list[tuple[MachineEnum, Any]]:
+    """The rows of a state that are printed. In a derived table: those that differ, and None for those that it lacks."""
+    row = machine.rows.get(state, {})
+    if machine.like is None:
+        return list(row.items())
+    original = machine.like.get(state, {})
+    return [(event, row.get(event)) for event in dict.fromkeys((*original, *row)) if row.get(event) != original.get(event)]
 
 
 def remedies() -> str:
@@ -70,6 +116,8 @@ def remedies() -> str:
 
 def _step(step: Any) -> tuple[str, str]:
     """The state to which a row leads, and its actions in order; then the name of each flag that is True."""
+    if step is None:
+        return REFUSED, ""
     names: list[str] = []
     for field, does in zip(step._fields[1:], step[1:], strict=True):
         if isinstance(does, MachineEnum):
@@ -104,17 +152,31 @@ def _said(words: type[Enum]) -> dict[str, str]:
 
 
 def _reasons(module: Any, name: str) -> dict[tuple[str, str], str]:
-    """The comments above the rows of a table that is a literal, by the names of state and event."""
+    """The comments above the rows of a table, by the names of state and event.
+
+    A comment above a state belongs to the state and the event "". The rows of a state may also be written in a function.
+    """
     source = inspect.getsource(sys.modules[module.__name__])
     lines = source.splitlines()
+    body = ast.parse(source).body
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     found: dict[tuple[str, str], str] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == name and isinstance(node.value, ast.Dict):
-            for state, row in zip(node.value.keys, node.value.values, strict=True):
-                for event in row.keys if isinstance(state, ast.Attribute) and isinstance(row, ast.Dict) else ():
-                    if isinstance(state, ast.Attribute) and isinstance(event, ast.Attribute):
-                        found[state.attr, event.attr] = _comment_above(lines, event.lineno)
+    for node in body:
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == name and node.value is not None:
+            for rows in (one for one in ast.walk(node.value) if isinstance(one, ast.Dict)):
+                for state, row in zip(rows.keys, rows.values, strict=True):
+                    function = functions.get(getattr(row.func, "id", "")) if isinstance(row, ast.Call) else None
+                    if isinstance(state, ast.Attribute) and (isinstance(row, ast.Dict) or function is not None):
+                        found[state.attr, ""] = _comment_above(lines, state.lineno)
+                        for event in _keys(row if function is None else function):
+                            found[state.attr, event.attr] = _comment_above(lines, event.lineno)
     return found
+
+
+def _keys(node: ast.AST) -> list[ast.Attribute]:
+    """The keys of every mapping that is written in `node`, in order."""
+    mappings = [one for one in ast.walk(node) if isinstance(one, ast.Dict)]
+    return [key for one in mappings for key in one.keys if isinstance(key, ast.Attribute)]
 
 
 def _comment_above(lines: list[str], line: int) -> str:

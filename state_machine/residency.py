@@ -1,8 +1,7 @@
-"""Where the whole parameters of a unit are: a second, tiny machine.
+"""Where the unsharded parameters of a unit are: a second, small machine.
 
-The lifecycle asks UNSHARD, KEEP and RESHARD; only prefetch asks PREFETCH; the end of a pass is told to every unit.
-This keeps prefetch from falsifying the lifecycle, and memory from being freed under a collective that
-still writes it.
+The lifecycle requests UNSHARD, CACHE and RESHARD, and prefetch requests PREFETCH. Every unit gets the end of a pass.
+So prefetch does not change the lifecycle, and no memory is freed while a collective still writes it.
 """
 
 from collections.abc import Mapping
@@ -13,52 +12,52 @@ from state_machine.vocabulary import MachineEnum
 
 
 class ResidencyState(MachineEnum):
-    """Where the whole parameters are."""
+    """Where the unsharded parameters of a unit are."""
 
     SHARDED = auto()
-    """Nowhere: their memory is given back."""
+    """Not in memory."""
     UNSHARDING = auto()
-    """A gather into their memory is in flight."""
+    """An all-gather into their memory is in flight."""
     UNSHARDED = auto()
-    """In memory, and shown by the modules."""
+    """In memory, and the modules use them."""
     CACHED = auto()
-    """In memory, while the modules show the shards."""
+    """In memory, while the modules use the shards."""
 
 
 class Request(MachineEnum):
-    """What can be asked of the residency."""
+    """A request to the residency of a unit."""
 
     PREFETCH = auto()
-    """They will be needed soon: prefetch."""
+    """The unsharded parameters will be needed soon."""
     UNSHARD = auto()
-    """They are needed now."""
+    """The unsharded parameters are needed now."""
     CACHE = auto()
-    """They will be needed again in the backward."""
+    """The unsharded parameters will be needed again."""
     RESHARD = auto()
-    """They are not needed any more."""
+    """The unsharded parameters are not needed any more."""
     PASS_ENDS = auto()
-    """The forward of the root has returned. It may have left the record, and never called units that prefetch wanted."""
+    """The forward of the root has returned. It may not have called every unit that was prefetched."""
     PASS_FAILS = auto()
-    """The forward of the root has failed: no backward will come."""
+    """The forward of the root has failed: no backward will follow."""
 
 
 class Effect(MachineEnum):
-    """What the unit must do, in order."""
+    """A task of the unit. A row lists its effects in order."""
 
     ALL_GATHER = auto()
-    """Allocate the memory and launch the gather."""
+    """Allocate the memory and launch the all-gather."""
     WAIT_ALL_GATHER = auto()
-    """Wait for the gather."""
+    """Wait for the all-gather."""
     USE_UNSHARDED = auto()
-    """Show the whole face."""
+    """Let the modules use the unsharded parameters."""
     USE_SHARDED = auto()
-    """Show the shard face."""
+    """Let the modules use the shards."""
     FREE_UNSHARDED = auto()
-    """Give the memory back."""
+    """Free the memory of the unsharded parameters."""
 
 
 class Residence(NamedTuple):
-    """Where an ask leads, and what the unit must do on the way, in order."""
+    """The state after a request, and the effects, in order."""
 
     to: ResidencyState
     effects: tuple[Effect, ...] = ()
@@ -68,9 +67,9 @@ RESIDENCES: Final[Mapping[ResidencyState, Mapping[Request, Residence]]] = {
     ResidencyState.SHARDED: {
         Request.PREFETCH: Residence(ResidencyState.UNSHARDING, (Effect.ALL_GATHER,)),
         Request.UNSHARD: Residence(ResidencyState.UNSHARDED, (Effect.ALL_GATHER, Effect.WAIT_ALL_GATHER, Effect.USE_UNSHARDED)),
-        # nothing is there to keep
+        # there is nothing to cache
         Request.CACHE: Residence(ResidencyState.SHARDED),
-        # a gather that failed while it was awaited left its memory behind
+        # an all-gather that failed while the engine waited for it has left its memory allocated
         Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,)),
         Request.PASS_ENDS: Residence(ResidencyState.SHARDED),
         Request.PASS_FAILS: Residence(ResidencyState.SHARDED),
@@ -80,7 +79,7 @@ RESIDENCES: Final[Mapping[ResidencyState, Mapping[Request, Residence]]] = {
         Request.UNSHARD: Residence(ResidencyState.UNSHARDED, (Effect.WAIT_ALL_GATHER, Effect.USE_UNSHARDED)),
         # gathered ahead, and not needed yet
         Request.CACHE: Residence(ResidencyState.CACHED, (Effect.WAIT_ALL_GATHER,)),
-        # the collective still writes the memory: wait, then release
+        # the collective still writes the memory: wait, then free it
         Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.WAIT_ALL_GATHER, Effect.FREE_UNSHARDED)),
         Request.PASS_ENDS: Residence(ResidencyState.SHARDED, (Effect.WAIT_ALL_GATHER, Effect.FREE_UNSHARDED)),
         Request.PASS_FAILS: Residence(ResidencyState.SHARDED, (Effect.WAIT_ALL_GATHER, Effect.FREE_UNSHARDED)),
@@ -90,7 +89,7 @@ RESIDENCES: Final[Mapping[ResidencyState, Mapping[Request, Residence]]] = {
         Request.UNSHARD: Residence(ResidencyState.UNSHARDED),
         Request.CACHE: Residence(ResidencyState.CACHED, (Effect.USE_SHARDED,)),
         Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.USE_SHARDED, Effect.FREE_UNSHARDED)),
-        # an exception passes through the forward around a backward that still runs, and this unit computes in that
+        # an exception leaves the forward around a backward that still runs, and this unit computes in that backward
         Request.PASS_ENDS: Residence(ResidencyState.UNSHARDED),
         Request.PASS_FAILS: Residence(ResidencyState.UNSHARDED),
     },
@@ -99,7 +98,7 @@ RESIDENCES: Final[Mapping[ResidencyState, Mapping[Request, Residence]]] = {
         Request.UNSHARD: Residence(ResidencyState.UNSHARDED, (Effect.USE_UNSHARDED,)),
         Request.CACHE: Residence(ResidencyState.CACHED),
         Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,)),
-        # they wait for the backward
+        # the unsharded parameters wait for the backward
         Request.PASS_ENDS: Residence(ResidencyState.CACHED),
         Request.PASS_FAILS: Residence(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,)),
     },
@@ -107,7 +106,10 @@ RESIDENCES: Final[Mapping[ResidencyState, Mapping[Request, Residence]]] = {
 
 
 class Residency:
-    """The residency of one unit. `state` changes only in `on`, which moves or raises."""
+    """The residency of one unit.
+
+    Invariant: `state` changes only in `on`, which either changes it or raises.
+    """
 
     __slots__ = ("_state", "unit")
 
@@ -119,16 +121,16 @@ class Residency:
     def state(self) -> ResidencyState:
         return self._state
 
-    def on(self, ask: Request) -> tuple[Effect, ...]:
-        """Move and return what the unit must now do, in order.
+    def on(self, request: Request) -> tuple[Effect, ...]:
+        """Change the state by the table and return the effects, in order.
 
         Raises:
-            RuntimeError: the ask makes no sense here, which only a bug of ours can cause.
+            RuntimeError: the table has no row for the request. This is a bug of fsdp.
         """
-        residence = RESIDENCES[self._state].get(ask)
+        residence = RESIDENCES[self._state].get(request)
         if residence is None:
             raise RuntimeError(
-                f"unit {self.unit!r}: {ask.name} asked while {self._state.name}; this is a bug in fsdp, please report it."
+                f"unit {self.unit!r}: {request.name} requested while {self._state.name}; this is a bug in fsdp, please report it."
             )
         self._state = residence.to
         return residence.effects

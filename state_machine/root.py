@@ -1,6 +1,6 @@
-"""The units of one root together: who joins a backward, and what everyone does when it ends.
+"""The units of one root together: which unit joins a backward, and the instructions for all units at its end.
 
-Pure: it turns an event into instructions; the engine (and the explorer) carry them out.
+This file has no side effects. It turns an event into instructions; the engine (and the explorer) execute them.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from state_machine.vocabulary import Action, Event, State
 
 
 class Instruction(NamedTuple):
-    """One thing to do, and the unit to do it for."""
+    """An action, and its unit."""
 
     unit: int
     action: Action
@@ -24,21 +24,21 @@ RESTING: Final = (BackwardState.RESTING, BackwardState.RESTING_INSIDE)
 
 
 class Root:
-    """The lifecycles and the copies of the units of one root, and the one backward they may share.
+    """The lifecycles and copies of the units of one root, and the backward that they share.
 
-    Invariant: `backward` changes only in the methods below; `JOIN_BACKWARD` is among the
-    instructions exactly once per backward, and is answered by `begin`.
+    Invariant: `backward` changes only in the methods below. `JOIN_BACKWARD` is among the instructions once per backward, and the
+    engine then calls `begin`.
     """
 
     __slots__ = ("_backward", "_instruction_cache", "copies", "lifecycles", "number")
 
     def __init__(self, lifecycles: Sequence[Lifecycle]) -> None:
         self.lifecycles = tuple(lifecycles)
-        self.copies = tuple(Copy(one.unit, one.strategy) for one in self.lifecycles)
+        self.copies = tuple(Copy(one.unit, one.reshard_policy) for one in self.lifecycles)
         self._backward = BackwardState.RESTING
         self.number = 1
-        """The number of the backward that runs, or of the next one. What was noted under another number is out of date."""
-        # the same few answers come over and over
+        """The number of the backward that runs, or of the next one. Data recorded under another number is out of date."""
+        # only a few different results exist
         self._instruction_cache: dict[tuple[int, tuple[Action, ...]], tuple[Instruction, ...]] = {}
 
     @property
@@ -56,10 +56,10 @@ class Root:
         return self._backward in RESTING and all(one.state is State.IDLE for one in self.lifecycles)
 
     def on_event(self, unit: int, event: Event) -> tuple[Instruction, ...]:
-        """Tell one unit of one event; return what must be done, in order.
+        """Apply an event to a unit; return the instructions, in order.
 
         Raises:
-            IllegalTransition: the unit's table has no row for it. Nothing moved.
+            IllegalTransition: the table of the unit has no row for it. No state has changed.
         """
         actions = self.lifecycles[unit].on(event)
         if Action.JOIN_BACKWARD in actions and not self._on(BackwardEvent.UNIT_JOINS).queue_callback:
@@ -69,41 +69,41 @@ class Root:
         return self._instructions(unit, actions)
 
     def begin(self, event: BackwardEvent) -> None:
-        """JOIN_BACKWARD is carried out: say which kind of backward it is, by one of the events that end in BEGINS."""
+        """Set the kind of the backward in JOIN_BACKWARD: SYNC_BEGINS, NO_SYNC_BEGINS or GRAD_ONLY_BEGINS."""
         self._on(event)
 
-    def complete(self) -> Event:
-        """The gradients of a unit are complete: return the event that this is, which depends on the backward."""
-        told = self._on(BackwardEvent.UNIT_COMPLETE).told
-        assert told is not None
-        return told
+    def post_backward_event(self) -> Event:
+        """Return the event of a unit whose gradients are complete. It depends on the kind of the backward."""
+        unit_event = self._on(BackwardEvent.UNIT_COMPLETE).event
+        assert unit_event is not None
+        return unit_event
 
     def end_backward(self, event: BackwardEvent, order: Sequence[int]) -> tuple[Instruction, ...] | None:
-        """End the backward for every unit, in the agreed order; return what must be done, or None if there was nothing to end.
+        """End the backward for every unit, in the agreed order; return the instructions, or None if no backward runs.
 
-        All that can fail comes before the first COMMIT or ACCUMULATE_UNSHARDED, so that either every unit's gradients are kept
-        or none's.
+        Everything that can fail is before the first COMMIT or ACCUMULATE_UNSHARDED. So the gradients of all units are kept, or
+        those of none.
 
         Raises:
-            RuntimeError: no backward is running that could end so, which only a bug of ours can cause.
+            RuntimeError: no backward runs that can end in this way. This is a bug of fsdp.
         """
-        told = self._on(event).told
-        if told is None:
+        unit_event = self._on(event).event
+        if unit_event is None:
             return None
         self.number += 1
         if event is BackwardEvent.CALLBACK_RUNS_INSIDE or event is BackwardEvent.FAILS_INSIDE:
             for copy in self.copies:
                 copy.on(CopyEvent.BACKWARD_INSIDE)
-        found = tuple(one for unit in order for one in self._instructions(unit, self.lifecycles[unit].on(told)))
+        found = tuple(one for unit in order for one in self._instructions(unit, self.lifecycles[unit].on(unit_event)))
         first = tuple(one for one in found if one.action not in COMMITTING)
         return first + tuple(one for one in found if one.action in COMMITTING)
 
-    def gather(self, unit: int) -> tuple[CopyAction, ...]:
-        """A gather is about to be launched; return what must be done before."""
+    def before_gather(self, unit: int) -> tuple[CopyAction, ...]:
+        """Apply the event of an all-gather that is about to be launched; return the actions that come first."""
         return self.copies[unit].on(GATHERS[self._backward])
 
     def evaluation_ends(self) -> None:
-        """A forward of the root that recorded no graph is over."""
+        """Apply the end of a forward of the root that recorded no graph."""
         for copy in self.copies:
             copy.on(CopyEvent.EVALUATION_ENDS)
 

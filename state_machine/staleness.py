@@ -1,8 +1,9 @@
-"""Whether a forward may compute with the unsharded copy that a unit has: a machine of each unit, beside its residency.
+"""Whether a forward may compute with the unsharded copy of a unit: one machine for each unit, beside its residency.
 
-The copy is gathered from the shards of all ranks; an optimizer, or whoever else writes a shard, leaves it behind. Version
-counters show a change on the rank that made it, and an optimizer passes by empty shards, so a choice that leads to a gather
-hangs on what every rank sees alike: the strategy, the passes, the backwards, and one question put to all ranks.
+A copy is gathered from the shards of all ranks, and is stale once an optimizer or the user has changed a shard. A version
+counter shows a change only on the rank that made it, and an optimizer does not change empty shards. All ranks must decide alike
+whether to gather. So the decision depends on what is the same on all ranks: the reshard policy, the passes, the backwards, and a
+comparison over all ranks.
 """
 
 from collections.abc import Mapping
@@ -14,62 +15,64 @@ from state_machine.vocabulary import MachineEnum
 
 
 class CopyState(MachineEnum):
-    """Whether a forward may compute with the copy."""
+    """Whether a forward may compute with the copy of a unit."""
 
     STALE = auto()
-    """No: there is none, or the weights have changed since it was gathered, or may have."""
+    """It may not: there is no copy, or the weights have changed or may have changed since the gather."""
     FRESH = auto()
-    """Yes, unless the version counters have moved."""
+    """It may, unless the version counters have changed."""
     UNSURE = auto()
-    """Not before all ranks were asked whether the weights have changed."""
+    """It may not before all ranks have compared whether the weights have changed."""
 
 
 class CopyEvent(MachineEnum):
-    """What can happen to the copy of a unit."""
+    """An event of the copy of a unit."""
 
     GATHERED = auto()
-    """A gather is about to be launched, outside any backward."""
+    """An all-gather is about to be launched, outside any backward."""
     GATHERED_LATE = auto()
-    """The same, in a forward inside which a backward has run: an optimizer may step before the forward ends."""
+    """An all-gather is about to be launched in a forward inside which a backward has run: an optimizer may step in it."""
     GATHERED_IN_BACKWARD = auto()
+    """An all-gather is about to be launched in a backward."""
     PASS_BEGINS = auto()
-    """A forward of the root begins, and records a graph."""
+    """A forward of the root begins and records a graph."""
     EVALUATION_BEGINS = auto()
-    """A forward of the root begins, and records none."""
+    """A forward of the root begins and records no graph."""
     EVALUATION_ENDS = auto()
+    """A forward of the root that recorded no graph is over."""
     USED = auto()
-    """A forward of the unit begins, and the version counters are those of the gather."""
+    """A forward of the unit begins, and the version counters have not changed since the gather."""
     USED_CHANGED = auto()
-    """A forward of the unit begins, and the version counters have moved since the gather."""
+    """A forward of the unit begins, and the version counters have changed since the gather."""
     COMMITTED = auto()
-    """The shards were given gradients: an optimizer may step."""
+    """The shards have got gradients: an optimizer may step."""
     BACKWARD_INSIDE = auto()
-    """A backward inside the forward that runs is over."""
+    """A backward inside the current forward is over."""
     WEIGHTS_SAME = auto()
-    """All ranks were asked, and none has changed any weight."""
+    """All ranks have compared, and none has changed a weight."""
     WEIGHTS_CHANGED = auto()
-    """All ranks were asked, and some rank has."""
+    """All ranks have compared, and at least one has changed a weight."""
     RELEASED = auto()
-    """The memory of the copy was given back."""
+    """The memory of the copy was freed."""
 
 
 class CopyAction(MachineEnum):
-    """What the engine must do, in order."""
+    """A task of the engine. A row lists its actions in order."""
 
     DROP = auto()
     """Free the copy, if there is one."""
     ASK = auto()
-    """Ask all ranks whether weights have changed."""
+    """Compare with all ranks whether weights have changed."""
     CHECK = auto()
-    """Take over what was done to the shards from outside, and note their version counters."""
+    """Check the shards for changes by the user, and record their version counters."""
     WAIT = auto()
-    """Let the gather wait for what computes now, which may write the shards."""
+    """Let the gather wait for the current computation, which may write the shards."""
     SUM = auto()
-    """Note the checksums of the shards."""
+    """Record the checksums of the shards."""
 
 
 class CopyStep(NamedTuple):
-    """Where an event leads, and what the engine must do on the way, in order."""
+    """The state after an event, and the actions of the engine, in order."""
 
     to: CopyState
     actions: tuple[CopyAction, ...] = ()
@@ -77,83 +80,82 @@ class CopyStep(NamedTuple):
 
 CopyTable = Mapping[CopyState, Mapping[CopyEvent, CopyStep]]
 
-_STALE, _FRESH, _UNSURE = CopyState.STALE, CopyState.FRESH, CopyState.UNSURE
-_E, _A = CopyEvent, CopyAction
+_S, _E, _A = CopyState, CopyEvent, CopyAction
 
 WITHIN_A_PASS: Final[CopyTable] = {
-    _STALE: {
-        _E.GATHERED: CopyStep(_FRESH, (_A.CHECK,)),
-        _E.GATHERED_LATE: CopyStep(_FRESH, (_A.CHECK, _A.WAIT)),
-        _E.GATHERED_IN_BACKWARD: CopyStep(_FRESH),
-        # what an earlier pass left behind goes when it is in the way of a forward; a backward of that pass may still come
-        _E.USED: CopyStep(_STALE, (_A.DROP,)),
-        _E.USED_CHANGED: CopyStep(_STALE, (_A.DROP,)),
-        _E.PASS_BEGINS: CopyStep(_STALE),
-        _E.EVALUATION_BEGINS: CopyStep(_STALE),
-        _E.EVALUATION_ENDS: CopyStep(_STALE),
-        _E.COMMITTED: CopyStep(_STALE),
-        _E.BACKWARD_INSIDE: CopyStep(_STALE),
-        _E.RELEASED: CopyStep(_STALE),
+    _S.STALE: {
+        _E.GATHERED: CopyStep(_S.FRESH, (_A.CHECK,)),
+        _E.GATHERED_LATE: CopyStep(_S.FRESH, (_A.CHECK, _A.WAIT)),
+        _E.GATHERED_IN_BACKWARD: CopyStep(_S.FRESH),
+        # a copy of an earlier pass is freed only now: until here, a backward of that pass could follow
+        _E.USED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.PASS_BEGINS: CopyStep(_S.STALE),
+        _E.EVALUATION_BEGINS: CopyStep(_S.STALE),
+        _E.EVALUATION_ENDS: CopyStep(_S.STALE),
+        _E.COMMITTED: CopyStep(_S.STALE),
+        _E.BACKWARD_INSIDE: CopyStep(_S.STALE),
+        _E.RELEASED: CopyStep(_S.STALE),
     },
-    _FRESH: {
+    _S.FRESH: {
         # a second call in the same pass
-        _E.USED: CopyStep(_FRESH),
-        _E.USED_CHANGED: CopyStep(_STALE, (_A.DROP,)),
-        # no copy lasts longer than its pass, so nobody needs to ask
-        _E.PASS_BEGINS: CopyStep(_STALE),
-        _E.EVALUATION_BEGINS: CopyStep(_STALE),
-        _E.EVALUATION_ENDS: CopyStep(_FRESH),
-        # a unit in its forward, or one that goes at the end of the backward; the next pass gathers anew in any case
-        _E.COMMITTED: CopyStep(_FRESH),
-        _E.BACKWARD_INSIDE: CopyStep(_FRESH),
-        _E.RELEASED: CopyStep(_STALE),
+        _E.USED: CopyStep(_S.FRESH),
+        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        # no copy is used in another pass, so no comparison is needed
+        _E.PASS_BEGINS: CopyStep(_S.STALE),
+        _E.EVALUATION_BEGINS: CopyStep(_S.STALE),
+        _E.EVALUATION_ENDS: CopyStep(_S.FRESH),
+        # the unit is in its forward, or is freed at the end of the backward; the next pass gathers again anyway
+        _E.COMMITTED: CopyStep(_S.FRESH),
+        _E.BACKWARD_INSIDE: CopyStep(_S.FRESH),
+        _E.RELEASED: CopyStep(_S.STALE),
     },
-    # never reached: nobody asks
-    _UNSURE: {},
+    # never reached: no comparison is made
+    _S.UNSURE: {},
 }
-"""For the strategies whose copies do not outlive a pass."""
+"""The table of AFTER_FORWARD and AFTER_BACKWARD, whose copies are not used in another pass."""
 
 FROM_PASS_TO_PASS: Final[CopyTable] = {
-    _STALE: {
-        _E.GATHERED: CopyStep(_FRESH, (_A.CHECK, _A.SUM)),
-        _E.GATHERED_LATE: CopyStep(_UNSURE, (_A.CHECK, _A.WAIT, _A.SUM)),
-        _E.GATHERED_IN_BACKWARD: CopyStep(_FRESH, (_A.SUM,)),
-        # at once, so that prefetch may gather it anew
-        _E.PASS_BEGINS: CopyStep(_STALE, (_A.DROP,)),
-        _E.EVALUATION_BEGINS: CopyStep(_STALE, (_A.DROP,)),
-        _E.EVALUATION_ENDS: CopyStep(_STALE),
-        _E.USED: CopyStep(_STALE, (_A.DROP,)),
-        _E.USED_CHANGED: CopyStep(_STALE, (_A.DROP,)),
-        _E.COMMITTED: CopyStep(_STALE),
-        _E.BACKWARD_INSIDE: CopyStep(_STALE),
-        _E.RELEASED: CopyStep(_STALE),
+    _S.STALE: {
+        _E.GATHERED: CopyStep(_S.FRESH, (_A.CHECK, _A.SUM)),
+        _E.GATHERED_LATE: CopyStep(_S.UNSURE, (_A.CHECK, _A.WAIT, _A.SUM)),
+        _E.GATHERED_IN_BACKWARD: CopyStep(_S.FRESH, (_A.SUM,)),
+        # at once, so that prefetch can gather it again
+        _E.PASS_BEGINS: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.EVALUATION_BEGINS: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.EVALUATION_ENDS: CopyStep(_S.STALE),
+        _E.USED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.COMMITTED: CopyStep(_S.STALE),
+        _E.BACKWARD_INSIDE: CopyStep(_S.STALE),
+        _E.RELEASED: CopyStep(_S.STALE),
     },
-    _FRESH: {
-        _E.USED: CopyStep(_FRESH),
-        _E.USED_CHANGED: CopyStep(_STALE, (_A.DROP,)),
-        _E.PASS_BEGINS: CopyStep(_UNSURE, (_A.ASK,)),
-        # weights are swapped around evaluations, also through `.data`: gathering them is no dearer than asking
-        _E.EVALUATION_BEGINS: CopyStep(_STALE, (_A.DROP,)),
-        _E.EVALUATION_ENDS: CopyStep(_STALE),
-        _E.COMMITTED: CopyStep(_STALE),
-        _E.BACKWARD_INSIDE: CopyStep(_UNSURE),
-        _E.RELEASED: CopyStep(_STALE),
+    _S.FRESH: {
+        _E.USED: CopyStep(_S.FRESH),
+        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.PASS_BEGINS: CopyStep(_S.UNSURE, (_A.ASK,)),
+        # users swap weights around evaluations, also through `.data`; a gather costs no more than a comparison
+        _E.EVALUATION_BEGINS: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.EVALUATION_ENDS: CopyStep(_S.STALE),
+        _E.COMMITTED: CopyStep(_S.STALE),
+        _E.BACKWARD_INSIDE: CopyStep(_S.UNSURE),
+        _E.RELEASED: CopyStep(_S.STALE),
     },
-    _UNSURE: {
-        _E.WEIGHTS_SAME: CopyStep(_FRESH),
-        _E.WEIGHTS_CHANGED: CopyStep(_STALE, (_A.DROP,)),
-        # inside a forward nobody asks: the counters of ranks differ, and all of them gather anew
-        _E.USED: CopyStep(_STALE, (_A.DROP,)),
-        _E.USED_CHANGED: CopyStep(_STALE, (_A.DROP,)),
-        _E.PASS_BEGINS: CopyStep(_UNSURE, (_A.ASK,)),
-        _E.EVALUATION_BEGINS: CopyStep(_STALE, (_A.DROP,)),
-        _E.EVALUATION_ENDS: CopyStep(_STALE),
-        _E.COMMITTED: CopyStep(_STALE),
-        _E.BACKWARD_INSIDE: CopyStep(_UNSURE),
-        _E.RELEASED: CopyStep(_STALE),
+    _S.UNSURE: {
+        _E.WEIGHTS_SAME: CopyStep(_S.FRESH),
+        _E.WEIGHTS_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        # no comparison is possible inside a forward, and version counters differ between ranks: all ranks gather again
+        _E.USED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.PASS_BEGINS: CopyStep(_S.UNSURE, (_A.ASK,)),
+        _E.EVALUATION_BEGINS: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.EVALUATION_ENDS: CopyStep(_S.STALE),
+        _E.COMMITTED: CopyStep(_S.STALE),
+        _E.BACKWARD_INSIDE: CopyStep(_S.UNSURE),
+        _E.RELEASED: CopyStep(_S.STALE),
     },
 }
-"""For RESHARD_NEVER, whose copies stay from pass to pass."""
+"""The table of NEVER, whose copies are used in later passes."""
 
 COPY_TABLES: Final[Mapping[ReshardPolicy, CopyTable]] = {
     ReshardPolicy.AFTER_FORWARD: WITHIN_A_PASS,
@@ -169,17 +171,20 @@ GATHERS: Final[Mapping[BackwardState, CopyEvent]] = {
     BackwardState.RUNNING_NO_SYNC: CopyEvent.GATHERED_IN_BACKWARD,
     BackwardState.RUNNING_NO_GRADS: CopyEvent.GATHERED_IN_BACKWARD,
 }
-"""Which event a gather is, by the backward of the root."""
+"""The event of an all-gather, by the state of the backward of the root."""
 
 
 class Copy:
-    """The unsharded copy of one unit. `state` changes only in `on`, which moves or raises."""
+    """The unsharded copy of one unit.
 
-    __slots__ = ("_state", "_strategy", "unit")
+    Invariant: `state` changes only in `on`, which either changes it or raises.
+    """
 
-    def __init__(self, unit: str, strategy: ReshardPolicy) -> None:
+    __slots__ = ("_reshard_policy", "_state", "unit")
+
+    def __init__(self, unit: str, reshard_policy: ReshardPolicy) -> None:
         self.unit = unit
-        self._strategy = strategy
+        self._reshard_policy = reshard_policy
         self._state = CopyState.STALE
 
     @property
@@ -187,12 +192,12 @@ class Copy:
         return self._state
 
     def on(self, event: CopyEvent) -> tuple[CopyAction, ...]:
-        """Move and return what the engine must now do, in order.
+        """Change the state by the table and return the actions, in order.
 
         Raises:
-            RuntimeError: the event makes no sense here, which only a bug of ours can cause.
+            RuntimeError: the table has no row for the event. This is a bug of fsdp.
         """
-        step = COPY_TABLES[self._strategy][self._state].get(event)
+        step = COPY_TABLES[self._reshard_policy][self._state].get(event)
         if step is None:
             raise RuntimeError(
                 f"the copy of unit {self.unit!r}: {event.name} is not allowed in {self._state.name}; "

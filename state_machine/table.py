@@ -1,6 +1,6 @@
-"""Every legal move of a unit, and of the backward of a root. Start reading here.
+"""The tables of every legal transition of a unit and of the backward of a root. Start reading here.
 
-Rule 1: whatever decides what a unit may do next is a row here, never an `if` in the engine.
+Rule 1: every decision about the next state of a unit is a row here, never an `if` in the engine.
 Rule 2: this file knows nothing of torch, streams, ranks or sharding arithmetic.
 Rule 3: a missing pair is an error. To ignore an event, write the row that ignores it.
 """
@@ -16,7 +16,7 @@ from state_machine.vocabulary import State as S
 
 
 class Step(NamedTuple):
-    """Where an event leads, and what the engine must do on the way, in order."""
+    """The state after an event, and the actions of the engine, in order."""
 
     to: S
     actions: tuple[A, ...] = ()
@@ -26,14 +26,14 @@ Table = Mapping[S, Mapping[E, Step]]
 
 
 class ReshardPolicy(MachineEnum):
-    """Whether the whole parameters outlive the forward."""
+    """When the unsharded parameters of a unit are freed."""
 
     AFTER_FORWARD = auto()
-    """Gathered again for the backward (`FULL_SHARD`)."""
+    """After the forward, and gathered again for the backward (`FULL_SHARD`)."""
     AFTER_BACKWARD = auto()
-    """Kept until the backward has used them (`SHARD_GRAD_OP`, and the root's own unit)."""
+    """After the backward (`SHARD_GRAD_OP`, and the unit of the root itself)."""
     NEVER = auto()
-    """Kept until the weights change (`SHARD_GRADIENTS`, `SHARD_OPTIMIZER`)."""
+    """When the weights change (`SHARD_GRADIENTS`, `SHARD_OPTIMIZER`)."""
 
 
 _GIVE_UP: Final = (A.WAIT_REDUCTIONS, A.RESHARD, A.DROP_GRADS)
@@ -42,31 +42,31 @@ RESHARD_AFTER_FORWARD: Final[Table] = {
     S.IDLE: {
         E.PRE_FORWARD: Step(S.FORWARD, (A.DROP_STALE, A.UNSHARD)),
         E.PRE_BACKWARD: Step(S.BACKWARD_PRE, (A.JOIN_BACKWARD, A.UNSHARD)),
-        # a checkpoint around the unit: its first forward ran without grad, nothing was watched
+        # a checkpoint around the unit: its first forward ran without grad, so its outputs have no hooks
         E.PRE_RECOMPUTE: Step(S.BACKWARD_PRE, (A.JOIN_BACKWARD, A.UNSHARD)),
-        # a gradient came by a path no hook could see, such as a bias that needs no input
+        # the gradient came by a path without hooks, such as a bias that needs no input
         E.GRAD_ACCUMULATED: Step(S.BACKWARD_PRE, (A.JOIN_BACKWARD, A.UNSHARD)),
         E.EXTERNAL_GRAD: Step(S.BACKWARD_POST, (A.JOIN_BACKWARD,)),
-        # this backward never came here: a kept copy goes, and peers that did come need our zeros
+        # this backward did not reach the unit on this rank: free a cached copy, and send zeros to the ranks that it reached
         E.FINAL_CALLBACK: Step(S.IDLE, (A.RESHARD, A.FLUSH_GRADS, A.COMMIT)),
         E.FINAL_CALLBACK_NO_SYNC: Step(S.IDLE, (A.RESHARD,)),
         E.BACKWARD_FAILED: Step(S.IDLE, _GIVE_UP),
         E.SUMMON: Step(S.SUMMONED, (A.RESHARD, A.GATHER_FULL)),
         # the step was abandoned inside its forward: the exception that caused it passes through here
         E.FORWARD_FAILED: Step(S.IDLE),
-        # a frozen unit whose output is unused: its input got a gradient by another way
+        # a frozen unit whose output is unused: its input got a gradient by another path
         E.INPUT_GRADS_DONE: Step(S.IDLE),
-        # the step was abandoned while they were lent: the loan is over already
+        # the step was abandoned while the parameters were summoned: they are freed already
         E.UNSUMMON_WRITEBACK: Step(S.IDLE),
         E.UNSUMMON_DISCARD: Step(S.IDLE),
-        # FREE_FULL: the write-back of a loan may be what failed half-way
+        # FREE_FULL: the write-back may have failed half-way
         E.STEP_ABANDONED: Step(S.IDLE, (A.WAIT_REDUCTIONS, A.FREE_FULL, A.RESHARD, A.DROP_GRADS)),
     },
     S.FORWARD: {
         E.POST_FORWARD: Step(S.IDLE, (A.HOOK_OUTPUTS, A.RESHARD)),
         E.POST_FORWARD_NO_GRAD: Step(S.IDLE, (A.RESHARD,)),
         E.FORWARD_FAILED: Step(S.IDLE, (A.RESHARD,)),
-        # a backward inside the forward (a gradient penalty, an inner optimisation): stay whole through it
+        # a backward inside the forward (a gradient penalty, an inner optimisation): stay unsharded through it
         E.PRE_BACKWARD: Step(S.FORWARD, (A.JOIN_BACKWARD,)),
         E.PRE_RECOMPUTE: Step(S.FORWARD, (A.JOIN_BACKWARD,)),
         E.POST_RECOMPUTE: Step(S.FORWARD, (A.HOOK_OUTPUTS,)),
@@ -87,11 +87,11 @@ RESHARD_AFTER_FORWARD: Final[Table] = {
         E.INPUT_GRADS_DONE: Step(S.BACKWARD_POST, (A.RESHARD,)),
         E.GRAD_ACCUMULATED: Step(S.BACKWARD_PRE),
         E.EXTERNAL_GRAD: Step(S.BACKWARD_PRE),
-        # one announcement per output; costs nothing when already whole
+        # one event per output; UNSHARD does nothing if the unit is unsharded
         E.PRE_BACKWARD: Step(S.BACKWARD_PRE, (A.UNSHARD,)),
         E.PRE_RECOMPUTE: Step(S.BACKWARD_PRE, (A.UNSHARD,)),
         E.POST_RECOMPUTE: Step(S.BACKWARD_PRE, (A.HOOK_OUTPUTS,)),
-        # some gradient never came: unused parameters, `backward(inputs=...)`, a frozen part
+        # some gradients are missing: unused parameters, `backward(inputs=...)`, a frozen part
         E.FINAL_CALLBACK: Step(S.IDLE, (A.RESHARD, A.FLUSH_GRADS, A.COMMIT)),
         E.FINAL_CALLBACK_NO_SYNC: Step(S.IDLE, (A.RESHARD, A.ACCUMULATE_UNSHARDED)),
         E.BACKWARD_FAILED: Step(S.IDLE, _GIVE_UP),
@@ -105,7 +105,7 @@ RESHARD_AFTER_FORWARD: Final[Table] = {
         E.EXTERNAL_GRAD: Step(S.BACKWARD_POST),
         E.POST_BACKWARD: Step(S.BACKWARD_POST, (A.REDUCE_GRADS,)),
         E.POST_BACKWARD_NO_SYNC: Step(S.BACKWARD_POST),
-        # a frozen unit called several times is left several times
+        # a frozen unit that is called several times gets this event several times
         E.INPUT_GRADS_DONE: Step(S.BACKWARD_POST),
         E.FINAL_CALLBACK: Step(S.IDLE, (A.RESHARD, A.FLUSH_GRADS, A.COMMIT)),
         E.FINAL_CALLBACK_NO_SYNC: Step(S.IDLE, (A.RESHARD, A.ACCUMULATE_UNSHARDED)),
@@ -115,21 +115,21 @@ RESHARD_AFTER_FORWARD: Final[Table] = {
     S.SUMMONED: {
         E.UNSUMMON_WRITEBACK: Step(S.IDLE, (A.WRITE_BACK, A.FREE_FULL)),
         E.UNSUMMON_DISCARD: Step(S.IDLE, (A.FREE_FULL,)),
-        # a forward on lent parameters computes with what the user sees
+        # a forward uses the full parameters that the user sees
         E.PRE_FORWARD: Step(S.SUMMONED),
         E.POST_FORWARD_NO_GRAD: Step(S.SUMMONED),
         E.FORWARD_FAILED: Step(S.SUMMONED),
-        # a backward of other units of the root runs and ends while this one is lent
+        # a backward of other units of the root runs and ends while this one is summoned
         E.INPUT_GRADS_DONE: Step(S.SUMMONED),
         E.FINAL_CALLBACK: Step(S.SUMMONED, (A.FLUSH_GRADS, A.COMMIT)),
         E.FINAL_CALLBACK_NO_SYNC: Step(S.SUMMONED),
         E.BACKWARD_FAILED: Step(S.SUMMONED, (A.WAIT_REDUCTIONS, A.DROP_GRADS)),
-        # RESHARD: the summon may be what failed half-way
+        # RESHARD: the summon may have failed half-way
         E.STEP_ABANDONED: Step(S.IDLE, (A.WAIT_REDUCTIONS, A.FREE_FULL, A.RESHARD, A.DROP_GRADS)),
     },
 }
 
-# One row differs: after the forward the whole parameters are kept instead of freed.
+# One row differs: after the forward the unsharded parameters are cached instead of freed.
 RESHARD_AFTER_BACKWARD: Final[Table] = {
     **RESHARD_AFTER_FORWARD,
     S.FORWARD: {
@@ -138,8 +138,8 @@ RESHARD_AFTER_BACKWARD: Final[Table] = {
     },
 }
 
-# Wherever a pass goes well, they are kept instead of freed; DROP_STALE frees what the weights have left behind.
-_GOES_WELL: Final = (
+# Where a pass succeeds, the unsharded parameters are cached instead of freed. DROP_STALE frees them when they are stale.
+_SUCCEEDS: Final = (
     E.POST_FORWARD,
     E.POST_FORWARD_NO_GRAD,
     E.POST_BACKWARD,
@@ -151,7 +151,7 @@ _GOES_WELL: Final = (
 RESHARD_NEVER: Final[Table] = {
     state: {
         event: Step(step.to, tuple(A.KEEP_UNSHARDED if action is A.RESHARD else action for action in step.actions))
-        if event in _GOES_WELL
+        if event in _SUCCEEDS
         else step
         for event, step in row.items()
     }
@@ -166,56 +166,67 @@ TABLES: Final[Mapping[ReshardPolicy, Table]] = {
 
 
 class BackwardState(MachineEnum):
-    """Whether a backward of the root is running, and what becomes of its gradients."""
+    """Whether a backward of the root runs, and whether its gradients are reduced."""
 
     RESTING = auto()
+    """No backward runs."""
     RESTING_INSIDE = auto()
-    """One inside the forward that runs is over: an optimizer may step before the forward ends."""
+    """No backward runs, but one has run inside the current forward: an optimizer may step before the forward ends."""
     BEGINNING = auto()
-    """The first unit has joined, and the engine finds out which kind of backward it is."""
+    """The first unit has joined, and the engine finds out the kind of the backward."""
     RUNNING_SYNC = auto()
-    """Its gradients are reduced."""
+    """A backward runs whose gradients are reduced."""
     RUNNING_NO_SYNC = auto()
-    """Its gradients stay here: it began under `no_sync`."""
+    """A backward runs whose gradients are not reduced: it began under `no_sync`."""
     RUNNING_NO_GRADS = auto()
-    """It began as `torch.autograd.grad`, which brings no gradient to a parameter, so there is nothing to reduce, on any rank."""
+    """A backward runs that began as `torch.autograd.grad`. It accumulates no gradient in a parameter, so no rank reduces."""
 
 
 class BackwardEvent(MachineEnum):
-    """What can happen to the backward of a root."""
+    """An event of the backward of a root."""
 
     UNIT_JOINS = auto()
+    """A unit joins the backward."""
     SYNC_BEGINS = auto()
+    """The backward synchronises."""
     NO_SYNC_BEGINS = auto()
+    """The backward runs under `no_sync`."""
     GRAD_ONLY_BEGINS = auto()
-    """As far as can be seen, the backward is `torch.autograd.grad` alone."""
+    """The backward seems to be `torch.autograd.grad` alone."""
     GRAD_ACCUMULATED = auto()
-    """The first gradient of some unit."""
+    """The first gradient of one unit was accumulated."""
     UNIT_COMPLETE = auto()
     """The gradients of a unit are complete."""
     CALLBACK_RUNS = auto()
+    """The final callback runs, outside any forward."""
     CALLBACK_RUNS_INSIDE = auto()
-    """The same, inside a forward."""
+    """The final callback runs inside a forward."""
     FAILS = auto()
-    """It died by an exception."""
+    """The backward was ended by an exception, outside any forward."""
     FAILS_INSIDE = auto()
-    """The same, inside a forward, which may catch the exception and go on."""
+    """The backward was ended by an exception inside a forward, which may catch it and continue."""
     PASS_BEGINS = auto()
     """A forward begins, outside any backward and any other forward."""
     STEP_ABANDONED = auto()
+    """The engine has failed half-way and abandons the step."""
 
 
 class BackwardStep(NamedTuple):
-    """Where the backward goes, and the event that this is: for the unit that is complete, else for every unit of the root."""
+    """The next state of the backward, and the event that follows for its units."""
 
     to: BackwardState
-    told: E | None = None
+    event: E | None = None
+    """For UNIT_COMPLETE, the event of that unit; else the event of every unit of the root."""
     queue_callback: bool = False
-    """Its one callback must be queued now."""
+    """Whether the final callback must be queued now."""
 
 
 def _running(state: BackwardState, arrives: BackwardState, complete: E, ends: E) -> Mapping[BackwardEvent, BackwardStep]:
-    """The rows of a backward that runs: what a gradient makes of it, and what its units are told when they are done, and it."""
+    """The rows of a backward that runs.
+
+    `arrives` is the state after a gradient, `complete` the event of a unit whose gradients are complete, and `ends` the event of
+    every unit at the end.
+    """
     return {
         BackwardEvent.UNIT_JOINS: BackwardStep(state),
         BackwardEvent.GRAD_ACCUMULATED: BackwardStep(arrives),
@@ -224,7 +235,7 @@ def _running(state: BackwardState, arrives: BackwardState, complete: E, ends: E)
         BackwardEvent.CALLBACK_RUNS_INSIDE: BackwardStep(BackwardState.RESTING_INSIDE, ends),
         BackwardEvent.FAILS: BackwardStep(BackwardState.RESTING, E.BACKWARD_FAILED),
         BackwardEvent.FAILS_INSIDE: BackwardStep(BackwardState.RESTING_INSIDE, E.BACKWARD_FAILED),
-        # it died and nobody noticed
+        # the backward failed unnoticed
         BackwardEvent.PASS_BEGINS: BackwardStep(BackwardState.RESTING, E.BACKWARD_FAILED),
         BackwardEvent.STEP_ABANDONED: BackwardStep(BackwardState.RESTING, E.STEP_ABANDONED),
     }
@@ -247,12 +258,16 @@ BACKWARD: Final[Mapping[BackwardState, Mapping[BackwardEvent, BackwardStep]]] = 
         BackwardEvent.SYNC_BEGINS: BackwardStep(_SYNC),
         BackwardEvent.NO_SYNC_BEGINS: BackwardStep(_NO_SYNC),
         BackwardEvent.GRAD_ONLY_BEGINS: BackwardStep(_NO_GRADS),
-        # the gradient was the first that any unit heard of the backward; what kind it is comes next
+        # the gradient is the first event of the backward; its kind is found out next
         BackwardEvent.GRAD_ACCUMULATED: BackwardStep(BackwardState.BEGINNING),
         BackwardEvent.STEP_ABANDONED: BackwardStep(BackwardState.RESTING, E.STEP_ABANDONED),
     },
-    _SYNC: _running(_SYNC, arrives=_SYNC, complete=E.POST_BACKWARD, ends=E.FINAL_CALLBACK),
-    _NO_SYNC: _running(_NO_SYNC, arrives=_NO_SYNC, complete=E.POST_BACKWARD_NO_SYNC, ends=E.FINAL_CALLBACK_NO_SYNC),
-    # a backward inside what looked like autograd.grad alone brings a gradient after all
-    _NO_GRADS: _running(_NO_GRADS, arrives=_SYNC, complete=E.POST_BACKWARD_NO_SYNC, ends=E.FINAL_CALLBACK_NO_SYNC),
+    BackwardState.RUNNING_SYNC: _running(_SYNC, arrives=_SYNC, complete=E.POST_BACKWARD, ends=E.FINAL_CALLBACK),
+    BackwardState.RUNNING_NO_SYNC: _running(
+        _NO_SYNC, arrives=_NO_SYNC, complete=E.POST_BACKWARD_NO_SYNC, ends=E.FINAL_CALLBACK_NO_SYNC
+    ),
+    # a backward inside `torch.autograd.grad` has accumulated a gradient
+    BackwardState.RUNNING_NO_GRADS: _running(
+        _NO_GRADS, arrives=_SYNC, complete=E.POST_BACKWARD_NO_SYNC, ends=E.FINAL_CALLBACK_NO_SYNC
+    ),
 }

@@ -1,107 +1,107 @@
-"""The words of the lifecycle: where a unit can be, what can happen to it, what must be done.
+"""The states, events and actions of a unit's lifecycle. Each member has one meaning, written below it.
 
-Every word has one meaning, written beside it. The tables (table.py) are made of these words alone.
+The tables (table.py) are made of these members alone.
 """
 
 from enum import Enum, auto
 
 
 class MachineEnum(Enum):
-    """A word of the machine. There is one object for each, so its identity is its hash (Enum's own is slow)."""
+    """An enum of a machine. It hashes by identity, because the hash of `Enum` is slow."""
 
     __hash__ = object.__hash__
 
 
 class State(MachineEnum):
-    """Where a unit is."""
+    """The state of a unit."""
 
     IDLE = auto()
-    """At rest: the shard is all there is, or a kept copy waits for the backward."""
+    """No forward or backward runs in the unit. Its shards are in memory, and unsharded parameters only if they are cached."""
     FORWARD = auto()
     """Its forward runs, outside any backward."""
     BACKWARD_PRE = auto()
-    """A backward has reached it; its gradients are not complete."""
+    """A backward has entered the unit, and its gradients are not complete."""
     BACKWARD_POST = auto()
-    """Its gradients are complete, or come from outside it; the backward goes on elsewhere."""
+    """Its gradients are complete in this backward, or all came from uses outside it. The backward still runs in other units."""
     SUMMONED = auto()
-    """Its full parameters are lent to the user."""
+    """The user has its full parameters (`summon_full_params`)."""
 
 
 class Event(MachineEnum):
-    """What can happen to a unit."""
+    """An event of a unit."""
 
     PRE_FORWARD = auto()
     """Its forward is called, outside any backward."""
     POST_FORWARD = auto()
-    """Its forward returned something a backward can come back through."""
+    """Its forward has returned an output that requires grad."""
     POST_FORWARD_NO_GRAD = auto()
-    """Its forward returned and nothing of it requires grad: no backward will come."""
+    """Its forward has returned and no output requires grad: no backward will follow."""
     FORWARD_FAILED = auto()
-    """An exception passes through its forward."""
+    """Its forward was left by an exception."""
     PRE_RECOMPUTE = auto()
-    """Its forward is called inside a backward: activation checkpointing."""
+    """Its forward is called inside a backward, by activation checkpointing."""
     POST_RECOMPUTE = auto()
-    """That forward returned. May never come: a replay can be stopped early by an exception."""
+    """A recomputed forward has returned. It may never do so: an exception of torch can stop a recompute early."""
     PRE_BACKWARD = auto()
     """Autograd is about to enter the unit through one of its outputs."""
     GRAD_ACCUMULATED = auto()
-    """The first gradient of one of its parameters in this backward."""
+    """The first gradient of one of its parameters in this backward was accumulated."""
     EXTERNAL_GRAD = auto()
-    """A gradient comes from a use of a parameter outside the unit, which needs none of the unit's own memory."""
+    """A gradient is about to come from a use of a parameter outside the unit. It does not need the unsharded parameters."""
     POST_BACKWARD = auto()
-    """Its gradients are complete, at a moment every rank comes to, in a backward that synchronises."""
+    """Its gradients are complete in a backward that synchronises, at a moment that every rank reaches."""
     POST_BACKWARD_NO_SYNC = auto()
-    """They are complete, and stay here: under `no_sync`, or because other ranks may not have come to this moment."""
+    """Its gradients are complete and are not reduced now: under `no_sync`, or because other ranks may not reach this moment."""
     INPUT_GRADS_DONE = auto()
-    """The gradients of its inputs are computed; how a frozen unit learns that it is done."""
+    """The gradients of its inputs are computed. This event ends the backward of a frozen unit."""
     FINAL_CALLBACK = auto()
-    """The root callback of a backward that synchronises. Told to every unit of the root."""
+    """A backward that synchronises is over. Every unit of the root gets this event."""
     FINAL_CALLBACK_NO_SYNC = auto()
-    """The root callback of a backward under `no_sync`. Told to every unit of the root."""
+    """A backward that does not synchronise is over. Every unit of the root gets this event."""
     BACKWARD_FAILED = auto()
-    """The backward died by an exception. Told to every unit of the root."""
+    """The backward was ended by an exception. Every unit of the root gets this event."""
     SUMMON = auto()
-    """The user asks for the full parameters."""
+    """The user calls `summon_full_params`."""
     UNSUMMON_WRITEBACK = auto()
-    """The user gives them back, and the changes shall be kept."""
+    """The user leaves `summon_full_params(writeback=True)`."""
     UNSUMMON_DISCARD = auto()
-    """The user gives them back, and the changes shall be forgotten."""
+    """The user leaves `summon_full_params(writeback=False)`."""
     STEP_ABANDONED = auto()
-    """Something of ours failed half-way: give up the pass. Legal everywhere."""
+    """The engine has failed half-way and abandons the step. Allowed in every state."""
 
 
 class Action(MachineEnum):
-    """What the engine must do, in the order the table gives."""
+    """A task of the engine. A row of a table lists its actions in order."""
 
     DROP_STALE = auto()
-    """Take over what the user froze or thawed, and forget a copy gathered in an earlier pass."""
+    """Apply changes of `requires_grad`, and reshard if the unsharded parameters are stale."""
     UNSHARD = auto()
-    """Have the whole parameters now, and show them."""
+    """Gather the parameters if necessary, wait for them, and let the modules use them."""
     KEEP_UNSHARDED = auto()
-    """Show the shards again and keep the memory of the whole parameters for the backward."""
+    """Let the modules use the shards again, and keep the unsharded parameters in memory."""
     RESHARD = auto()
-    """Show the shards and give the memory of the whole parameters back."""
+    """Let the modules use the shards again, and free the unsharded parameters."""
     HOOK_OUTPUTS = auto()
-    """Put a pre-backward hook on everything the forward returned."""
+    """Put pre-backward hooks on the outputs of the forward."""
     INTERCEPT_READS = auto()
-    """An optimizer may step inside the forward: from now on, answer each read of a parameter with its value then."""
+    """Return a fresh copy for each read of a parameter from now on: an optimizer may step inside the forward."""
     JOIN_BACKWARD = auto()
-    """Be part of the running backward; the first unit to join queues the root callback."""
+    """Join the backward that runs. The first unit that joins queues the final callback."""
     REDUCE_GRADS = auto()
-    """Hand the gradients to the reducer, which launches in the agreed order."""
+    """Pass the gradients to the reducer, which launches buckets in the agreed order."""
     FLUSH_GRADS = auto()
-    """Reduce what did arrive and was not reduced yet, zeros for the rest."""
+    """Reduce the gradients that were not reduced yet, with zeros for missing ones."""
     COMMIT = auto()
-    """Await the reduced gradients and put them into `.grad` of the shards."""
+    """Wait for the reduced gradients and put them into `.grad` of the shards."""
     ACCUMULATE_UNSHARDED = auto()
-    """Add this backward's whole gradients to those kept under `no_sync`."""
+    """Add the unsharded gradients of this backward to those accumulated under `no_sync`."""
     WAIT_REDUCTIONS = auto()
     """Wait until no reduction is in flight."""
     DROP_GRADS = auto()
-    """Forget the gradients of this backward, reduced or not."""
+    """Drop the gradients of this backward, reduced or not."""
     GATHER_FULL = auto()
-    """Gather the full parameters into memory of their own and let the user see them."""
+    """Gather the full parameters into memory of their own, and let the user see them."""
     WRITE_BACK = auto()
-    """Copy what the user changed into the shards."""
+    """Copy the user's changes of the full parameters into the shards."""
     FREE_FULL = auto()
-    """Show the shards again and give the lent memory back."""
+    """Let the modules use the shards again, and free the full parameters."""

@@ -68,12 +68,12 @@ ORDER: dict[str, tuple[str, ...]] = {
     "runtime": (
         "registry",
         "hooks",
+        "double_backward",
         "refuse_copy",
         "grad_hooks",
         "side_outputs",
         "engine",
         "final_callback",
-        "pending_backward",
         "buffers",
         "hook_actions",
         "stale_params",
@@ -302,7 +302,7 @@ def test_only_hooks_registers_a_hook() -> None:
         return [one for one in last if one.startswith("register_") and one.endswith("hook") and "state_dict" not in one]
 
     only_in(
-        {"runtime.hooks", "runtime.grad_hooks", "autograd.node_hooks", "runtime.side_outputs"},
+        {"runtime.hooks", "runtime.double_backward", "runtime.grad_hooks", "autograd.node_hooks", "runtime.side_outputs"},
         {name: registrations(name) for name in FILES},
     )
 

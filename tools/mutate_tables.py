@@ -32,8 +32,10 @@ from state_machine.table import BACKWARD, TABLES, BackwardEvent, BackwardStep
 from state_machine.vocabulary import Event
 from tests.state_machine_tests import stories, test_bucket, test_properties, test_residency, test_root, test_staleness
 
-TOLD = sorted({step.told for row in BACKWARD.values() for step in row.values() if step.told}, key=lambda event: event.value)
-"""What a backward can tell its units."""
+UNIT_EVENTS = sorted(
+    {step.event for row in BACKWARD.values() for step in row.values() if step.event}, key=lambda event: event.value
+)
+"""The events that a backward sends to its units."""
 Row = MutableMapping[Any, Any]
 
 
@@ -71,9 +73,9 @@ def changed_actions(name: str, state: Any, word: Any, step: Any) -> Iterator[tup
     """The changes of what a row asks for."""
     if isinstance(step, BackwardStep):
         yield "callback flipped", name, state, word, step._replace(queue_callback=not step.queue_callback)
-        for told in (None, *TOLD):
-            if told is not step.told:
-                yield "told otherwise", f"{name}: {told and told.name}", state, word, step._replace(told=told)
+        for event in (None, *UNIT_EVENTS):
+            if event is not step.event:
+                yield "other event", f"{name}: {event and event.name}", state, word, step._replace(event=event)
         return
     field, asked = step._fields[1], step[1]
     if isinstance(asked, bool):
@@ -119,7 +121,7 @@ def copy_mutants() -> Iterator[Mutant]:
         for other in {one: None for one in GATHERS.values()}:
             if other is not event:
                 yield Mutant(
-                    "GATHERS", "told otherwise", f"{backward.name}: {other.name}", planter(cast(Row, GATHERS), backward, other)
+                    "GATHERS", "other event", f"{backward.name}: {other.name}", planter(cast(Row, GATHERS), backward, other)
                 )
 
 

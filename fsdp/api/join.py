@@ -19,8 +19,8 @@ from fsdp.runtime.hook_actions import PassWatcher
 from fsdp.runtime.registry import engines_in, unit_ref_of
 
 
-class _Deed(IntEnum):
-    """What ranks with data are about to do, and its place in the message."""
+class _Operation(IntEnum):
+    """The next operation of the ranks with data. The value is its place in the message."""
 
     TRAINS = 0
     EVALUATES = 1
@@ -29,8 +29,8 @@ class _Deed(IntEnum):
     STEPS = 4
 
 
-_CLEARED = len(_Deed)
-"""The place in the message of how many ranks have no gradients: where all of them have none, they were set to none."""
+_CLEARED = len(_Operation)
+"""The place in the message of the number of ranks without gradients. If it is all of them, they have set gradients to None."""
 
 
 class Joined(PassWatcher):
@@ -51,19 +51,19 @@ class Joined(PassWatcher):
         Raises:
             ShardingError: the ranks with data do different things.
         """
-        self._say(_Deed.STEPS)
+        self._announce(_Operation.STEPS)
         self._step()
 
-    def _say(self, deed: _Deed | None) -> _Deed | None:
-        """Tell the ranks what this one does next, or that it has finished; return what those with data do, if there are any.
+    def _announce(self, operation: _Operation | None) -> _Operation | None:
+        """Announce the next operation of this rank, or None if it has finished; return that of the ranks with data, if any.
 
         Raises:
-            ShardingError: they do not all do the same.
+            ShardingError: the ranks with data do different things.
         """
         message = torch.zeros(_CLEARED + 1, dtype=torch.int64, device=self._engine.units[0].device)
         shards = [parameter for unit in self._engine.units for parameter in unit.sharded_params]
-        if deed is not None:
-            message[deed] = 1
+        if operation is not None:
+            message[operation] = 1
             message[_CLEARED] = all(parameter.grad is None for parameter in shards)
         self._engine.comms.world_comm.all_reduce(message, "sum", "who has data left").wait()
         *counts, cleared = message.tolist()
@@ -72,61 +72,61 @@ class Joined(PassWatcher):
             return None
         self._engine.reducer.set_averaging_ranks(left)
         if counts.count(0) != len(counts) - 1:
-            told = ", ".join(f"{count} {of.name.lower()}" for of, count in zip(_Deed, counts, strict=True) if count)
-            raise ShardingError(f"inside fsdp.join, of {left} ranks that have data left {told} at the same time.")
+            counted = ", ".join(f"{count} {of.name.lower()}" for of, count in zip(_Operation, counts, strict=True) if count)
+            raise ShardingError(f"inside fsdp.join, of {left} ranks that have data left {counted} at the same time.")
         if self._finished and cleared == left:
             for parameter in shards:
                 parameter.grad = None
-        return _Deed(counts.index(left))
+        return _Operation(counts.index(left))
 
-    def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _store_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._finished:
             self._args, self._kwargs = args, kwargs
 
-    def forward_begins(self, trains: bool) -> None:
-        self._hears(_Deed.TRAINS if trains else _Deed.EVALUATES)
+    def before_forward(self, records_graph: bool) -> None:
+        self._announce_own(_Operation.TRAINS if records_graph else _Operation.EVALUATES)
 
-    def backward_begins(self, reduces: bool) -> None:
-        self._hears(_Deed.REDUCES if reduces else _Deed.KEEPS)
+    def before_backward(self, reduces: bool) -> None:
+        self._announce_own(_Operation.REDUCES if reduces else _Operation.KEEPS)
 
-    def _hears(self, deed: _Deed) -> None:
+    def _announce_own(self, operation: _Operation) -> None:
         if not self._finished:
-            self._say(deed)
+            self._announce(operation)
 
-    def _serve(self) -> None:
-        """Do what the others do, until nobody has data left."""
+    def _serve_shards(self) -> None:
+        """Do what the other ranks do, until no rank has data left."""
         self._finished = True
         self._engine.reducer.set_ignores_local_grads(True)
-        # half of an accumulation that will not be completed
+        # gradients accumulated under `no_sync`, whose backward will not follow
         self._engine.reducer.forget_kept()
         try:
-            while (deed := self._say(None)) is not None:
-                if deed is _Deed.STEPS:
+            while (operation := self._announce(None)) is not None:
+                if operation is _Operation.STEPS:
                     self._step()
-                elif deed in (_Deed.TRAINS, _Deed.EVALUATES):
-                    self._run(deed is _Deed.TRAINS)
+                elif operation in (_Operation.TRAINS, _Operation.EVALUATES):
+                    self._run_forward(operation is _Operation.TRAINS)
                 else:
-                    self._go_back(deed is _Deed.REDUCES)
+                    self._run_backward(operation is _Operation.REDUCES)
         finally:
             self._engine.reducer.set_ignores_local_grads(False)
             self._outputs.clear()
 
-    def _run(self, trains: bool) -> None:
+    def _run_forward(self, records_graph: bool) -> None:
         if self._args is None:
             raise ShardingError(
                 "a rank had no batch at all inside fsdp.join, so it does not know what to compute beside the others; give one as "
                 "inputs=(...), whose gradients will count for nothing."
             )
         buffers = [(buffer, buffer._version, buffer.clone()) for buffer in self._model.buffers()]
-        with torch.set_grad_enabled(trains):
+        with torch.set_grad_enabled(records_graph):
             output = self._model(*self._args, **self._kwargs)
         for buffer, version, before in buffers:
             if buffer._version != version:
-                # running statistics have seen this batch already; by .data, as the backward does not read them
+                # restore running statistics, which have seen this batch; by `.data`, because the backward does not read them
                 buffer.data.copy_(before)
         self._outputs += [tensor for tensor in tensors_in(output) if tensor.requires_grad]
 
-    def _go_back(self, reduces: bool) -> None:
+    def _run_backward(self, reduces: bool) -> None:
         outputs, self._outputs = self._outputs, []
         if not outputs:
             raise ShardingError(
@@ -191,11 +191,11 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
     if engine.units[0].config.broadcast_buffers:
         raise ShardingError("join: rank 0, whose buffers broadcast_buffers=True gives to all, may have finished; leave it out.")
     joined = Joined(model, engine, step, inputs)
-    handle = sharded.hooks.on_call(joined._remember)
+    handle = sharded.hooks.on_call(joined._store_inputs)
     engine.watcher = joined
     try:
         yield joined
-        joined._serve()
+        joined._serve_shards()
     finally:
         engine.watcher = None
         engine.reducer.set_averaging_ranks(engine.comms.size)

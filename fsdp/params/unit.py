@@ -200,7 +200,7 @@ class Unit:
         return value
 
     def _on_external_grad(self) -> None:
-        self.observer.gradient_comes_from_outside()
+        self.observer.on_external_grad()
 
     def _locate(self, index: int) -> tuple[FlatBuffer, int]:
         """The flat buffer of a parameter of this unit, and its index there."""

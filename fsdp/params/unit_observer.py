@@ -1,15 +1,15 @@
-"""Calls from a unit up to the hooks of the runtime, when its parameters are used outside its own forward."""
+"""The calls of a unit to the hooks of the runtime, for uses of its parameters outside its own forward."""
 
 from abc import ABC, abstractmethod
 
 
 class UnitObserver(ABC):
-    """What hears for a unit from torch, and what the unit asks when its parameters are used outside its own forward."""
+    """Handles uses of the parameters of a unit outside its own forward."""
 
     @abstractmethod
-    def gradient_comes_from_outside(self) -> None:
+    def on_external_grad(self) -> None:
         """A gradient of one parameter is about to come from a use outside the unit."""
 
     @abstractmethod
     def unshard_for_backward(self) -> bool:
-        """Have the unsharded parameters until the end of the backward; return whether that will do."""
+        """Unshard the unit until the end of the backward; return whether its parameters may then be used."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp.comm.process_group import Communicator
+from fsdp.comm.communicator import Communicator
 from fsdp.config import Config, MeshKind
 from fsdp.device.storage import size_of
 from fsdp.reduction.bucket import Bucket

@@ -1,8 +1,8 @@
-"""Events -> root -> instructions -> units, across the units of one root.
+"""The engine of one root: turns events into instructions and executes them on the units.
 
-Rule 1: the tables decide, the engine carries out. It asks no state to choose what to do.
-Rule 2: the root moves first, so an illegal event changes nothing at all.
-Rule 3: if carrying out fails half-way, the whole step is abandoned before the error goes on.
+Rule 1: the tables decide, the engine executes. It reads no state to choose an action.
+Rule 2: the root changes its state first, so an illegal event changes nothing.
+Rule 3: if an action fails half-way, the step is abandoned before the error is raised.
 
 [Note: how a backward ends]
 The first unit that joins queues one callback. It runs when the outermost graph task is done, also around reentrant checkpoints.
@@ -28,9 +28,8 @@ from fsdp.errors import WorldError
 from fsdp.params.unit import Unit
 from fsdp.reduction.reducer import Reducer
 from fsdp.runtime.buffers import broadcast_buffers
-from fsdp.runtime.final_callback import FinalCallback, kind_of_backward
+from fsdp.runtime.final_callback import FinalCallback, PendingBackward, kind_of_backward
 from fsdp.runtime.hook_actions import HookActions, PassWatcher
-from fsdp.runtime.pending_backward import PendingBackward
 from fsdp.runtime.prefetch import PrefetchSchedule
 from fsdp.runtime.stale_params import StaleParams
 from state_machine import (
@@ -50,7 +49,7 @@ from state_machine import (
 
 
 class Engine:
-    """Drives the units of one root through their lifecycles."""
+    """Moves the units of one root through their lifecycles, and executes what the tables return."""
 
     def __init__(
         self,
@@ -64,14 +63,14 @@ class Engine:
         self.comms = comms
         self.tracker = tracker
         self.synchronises = True
-        """Whether a backward that begins now reduces its gradients (`no_sync`)."""
+        """Whether a backward that begins now reduces its gradients. False under `no_sync`."""
         self.descendants = tuple(descendants)
         self._streams = streams
-        strategies = [units[0].config.root_strategy, *(unit.config.strategy for unit in units[1:])]
-        self._backward_unshards = ReshardPolicy.AFTER_FORWARD in strategies
-        """Whether a backward that reduces nothing needs the other ranks all the same."""
+        policies = [units[0].config.root_reshard_policy, *(unit.config.reshard_policy for unit in units[1:])]
+        self._backward_unshards = ReshardPolicy.AFTER_FORWARD in policies
+        """Whether a backward gathers, so that it needs the other ranks even if it reduces nothing."""
         self.pending_backward = PendingBackward(comms)
-        self.root = Root([Lifecycle(unit.name, strategy) for unit, strategy in zip(units, strategies, strict=True)])
+        self.root = Root([Lifecycle(unit.name, policy) for unit, policy in zip(units, policies, strict=True)])
         self._stale_params = StaleParams(units, self.root, streams, comms.world_comm)
         self._residencies = tuple(Residency(unit.name) for unit in units)
         self.reducer = Reducer(units, [not inside for inside in descendants], comms, streams, tracker)
@@ -79,16 +78,17 @@ class Engine:
         self._forward_schedule, self._backward_schedule = PrefetchSchedule(depth), PrefetchSchedule(depth)
         self._schedule = self._forward_schedule
         self._forward_stack: list[int] = []
-        """The units whose forward is running, outermost first."""
+        """The units whose forward runs, outermost first."""
         self._last_unit = 0
         """The unit of the last event."""
         self._failed = 0
-        """The unit in which a forward failed last."""
+        """The unit whose forward failed last."""
         self._task = -1
-        """The graph task in which the backward came to the first unit."""
-        self.watcher: PassWatcher | None = None  # inside `join`
+        """The graph task in which the first unit joined the backward."""
+        self.watcher: PassWatcher | None = None
+        """Set inside `fsdp.join`."""
         self._hooks: HookActions
-        # named methods of this object, of the reducer and of the units, and nothing else; a `match` is seven times as slow
+        # named methods only, no lambdas; a `match` statement takes seven times as long
         self._action_handlers: dict[Action, Callable[[int], None]] = {
             Action.DROP_STALE: self._drop_stale,
             Action.UNSHARD: self._unshard,
@@ -119,16 +119,16 @@ class Engine:
         )
 
     def attach(self, hooks: HookActions) -> None:
-        """From now on, let these hooks do what only they can. Called once."""
+        """Set the hooks that execute actions on autograd graphs. Called once."""
         self._hooks = hooks
 
     # events -------------------------------------------------------------------------------
 
     def on_event(self, index: int, event: Event) -> None:
-        """Take one event of one unit and do what the table answers, in order.
+        """Apply an event to a unit and execute the actions of the table, in order.
 
         Raises:
-            IllegalTransition: nothing moved.
+            IllegalTransition: the table has no row for the event. No state has changed.
         """
         self._last_unit = index
         try:
@@ -139,23 +139,23 @@ class Engine:
         self._execute(instructions)
 
     def note(self, error: BaseException, index: int | None = None) -> None:
-        """Say on `error` which unit it came from: of `index`, or the innermost one whose forward runs."""
+        """Note on `error` the unit that it came from: unit `index`, or the innermost one whose forward runs."""
         index = index if index is not None else self._forward_stack[-1] if self._forward_stack else self._last_unit
         if not is_noted(error):
             self._failed = index
             add_note(error, self.snapshot, index)
 
-    def backward_fails(self) -> None:
-        """The backward that runs is dying: clean up, and let the other ranks know as soon as its exception shows."""
+    def on_backward_failed(self) -> None:
+        """Clean up after a backward that failed, and notify the other ranks as soon as its exception is known."""
         failed = self.units[self._last_unit].name
         shows = add_note_to_what_ends_the_backward(self.snapshot, self._last_unit, lambda error: self.notify_peers(failed, error))
-        with suppress(WorldError):  # it may die because of one
+        with suppress(WorldError):  # the backward may have failed because of one
             self.close_backward(BackwardEvent.FAILS_INSIDE if self._forward_stack else BackwardEvent.FAILS)
         if not shows:
             self.notify_peers(failed, None)
 
-    def forward_begins(self, index: int) -> None:
-        """A forward outside any backward begins: keep the path, and clean up after a pass that died unnoticed."""
+    def pre_forward(self, index: int) -> None:
+        """Begin a forward outside any backward. Clean up first after a pass that failed unnoticed."""
         outer = self._forward_stack[-1] if self._forward_stack else None
         if outer is not None and index not in self.descendants[outer] and not is_running(self.units[outer].module):
             self.abandon_step()
@@ -165,7 +165,7 @@ class Engine:
             try:
                 self._prepare_pass()
             except BaseException as failure:
-                # a peer may have abandoned the step before, or disagree; this rank waited for it between two passes
+                # another rank may have abandoned the last step or differ from this one; this rank waited between two passes
                 add_note(failure, self.snapshot, index, ours=True)
                 self.abandon_step(failure, index)
                 raise
@@ -176,17 +176,17 @@ class Engine:
         self._forward_stack.append(index)
 
     def clean_up_dead_forward(self) -> None:
-        """Clean up after a forward that Ctrl-C ended: no hook hears that."""
+        """Clean up after a forward that Ctrl-C ended, which no hook sees."""
         if self._forward_stack and not is_running(self.units[self._forward_stack[0]].module):
             self.abandon_step()
 
     def clean_up_dead_forward_of(self, index: int) -> None:
-        """A forward of this unit has died unheard: clean up after it, unless that was done."""
+        """Clean up after a forward of this unit that failed unnoticed, unless that was done."""
         if index in self._forward_stack:
             self.abandon_step()
 
-    def forward_ends(self, index: int, event: Event) -> None:
-        """A forward outside any backward ended, in one of its three ways."""
+    def post_forward(self, index: int, event: Event) -> None:
+        """End a forward outside any backward, with POST_FORWARD, POST_FORWARD_NO_GRAD or FORWARD_FAILED."""
         if index in self._forward_stack:
             del self._forward_stack[self._forward_stack.index(index) :]
         self.on_event(index, event)
@@ -199,9 +199,9 @@ class Engine:
             if event is Event.FORWARD_FAILED:
                 self.notify_peers(self.units[self._failed].name, sys.exc_info()[1])
 
-    def gradient_counts(self, bucket: int) -> None:
-        """A gradient of a counted bucket has come."""
-        # a reentrant checkpoint may bring a second one to the same parameter
+    def on_early_grad(self, bucket: int) -> None:
+        """A gradient of an early bucket was accumulated."""
+        # a reentrant checkpoint may accumulate a second gradient in the same parameter
         if self.root.synchronises and graph_task() == self._task and self.reducer.arrived(bucket):
             try:
                 self.reducer.advance()
@@ -211,20 +211,20 @@ class Engine:
                 self.abandon_step(failure, unit)
                 raise
 
-    def at_the_end_of_this_task(self, callback: Callable[[], None]) -> None:
-        """Call back when the graph task that runs is done: the backward, or that of a reentrant checkpoint in it."""
+    def call_at_end_of_graph_task(self, callback: Callable[[], None]) -> None:
+        """Call `callback` at the end of the current graph task: of the backward, or of a reentrant checkpoint in it."""
         Variable._execution_engine.queue_callback(callback)
 
-    def backward_ends(self) -> None:
-        """The callback of the backward runs."""
+    def on_backward_ended(self) -> None:
+        """End the backward. The final callback calls this."""
         self.close_backward(BackwardEvent.CALLBACK_RUNS_INSIDE if self._forward_stack else BackwardEvent.CALLBACK_RUNS)
 
     def close_backward(self, event: BackwardEvent) -> bool:
-        """Tell every unit how the backward ended, in the agreed order; return whether there was one to end."""
+        """End the backward for every unit, in the agreed order; return whether a backward was running."""
         instructions = self.root.end_backward(event, self.reducer.order)
         if instructions is None:
             return False
-        self._hooks.end_backward_progress()
+        self._hooks.reset_backward_progress()
         if event not in (BackwardEvent.CALLBACK_RUNS, BackwardEvent.CALLBACK_RUNS_INSIDE):
             self._execute_all(instructions)
         else:
@@ -234,53 +234,53 @@ class Engine:
         return True
 
     def abandon_step(self, failure: BaseException | None = None, index: int | None = None) -> None:
-        """A step has failed: abandon it, and let the other ranks know."""
+        """Abandon a step that failed, and notify the other ranks."""
         index = index if index is not None else self._forward_stack[-1] if self._forward_stack else self._last_unit
-        with suppress(Exception):  # none may hide the failure
+        with suppress(Exception):  # no other error may hide the failure
             self._reset_step()
         self.notify_peers(self.units[index].name, failure)
 
     def notify_peers(self, unit: str, failure: BaseException | None) -> None:
-        """A step is over before its end: let the other ranks know, who may wait for this one."""
+        """Notify the other ranks, which may wait for this one, that a step has ended early."""
         self.pending_backward.expected = False
         self._forward_schedule.forget()
         self._backward_schedule.forget()
         self.comms.abandon(unit, failure)
 
     def _reset_step(self) -> None:
-        """Give up whatever is going on; afterwards every unit is IDLE and sharded, nothing is in flight."""
+        """Abandon the forward or backward that runs. Then every unit is IDLE and sharded, and nothing is in flight."""
         self._forward_stack.clear()
-        self._hooks.end_backward_progress()
+        self._hooks.reset_backward_progress()
         self._hooks.abandon_calls()
         self._execute_all(self.root.end_backward(BackwardEvent.STEP_ABANDONED, self.reducer.order) or ())
 
     @property
     def residency(self) -> list[ResidencyState]:
-        """Where the whole parameters of each unit are."""
+        """The residency of each unit."""
         return [residency.state for residency in self._residencies]
 
     def is_unsharded(self, index: int) -> bool:
-        """Whether the unit computes with its whole face."""
+        """Whether the modules of the unit use its unsharded parameters."""
         return self._residencies[index].state is ResidencyState.UNSHARDED
 
     def _prepare_pass(self) -> None:
-        """What all ranks do together before a forward begins."""
-        trains = torch.is_grad_enabled()
+        """Do what all ranks do together before a forward begins."""
+        records_graph = torch.is_grad_enabled()
         if self.watcher is not None:
-            self.watcher.forward_begins(trains)
+            self.watcher.before_forward(records_graph)
         if self.pending_backward.was_abandoned():
             self._forward_schedule.forget()
             self._backward_schedule.forget()
-        given_up = self.pending_backward.given_up(self.units[0].name)
-        if given_up is not None:
-            self.abandon_step(given_up, 0)
-        if self.units[0].config.broadcast_buffers and trains:
+        restart = self.pending_backward.announce_restart(self.units[0].name)
+        if restart is not None:
+            self.abandon_step(restart, 0)
+        if self.units[0].config.broadcast_buffers and records_graph:
             broadcast_buffers(self.units[0].module, self.comms.world_comm)
         if self.reducer.policy.find_unused_parameters:
-            # a rank may not come to a unit that all of them have frozen
+            # a rank may not use a unit that is frozen on all ranks
             for unit in self.units:
                 unit.sync_requires_grad()
-        for index in self._stale_params.pass_begins(trains):
+        for index in self._stale_params.begin_pass(records_graph):
             self._request(index, Request.RESHARD)
 
     # actions ------------------------------------------------------------------------------
@@ -308,27 +308,27 @@ class Engine:
 
     def _drop_stale(self, index: int) -> None:
         self.units[index].sync_requires_grad()
-        if self._stale_params.is_stale(index):
+        if self._stale_params.must_drop(index):
             self._request(index, Request.RESHARD)
 
     def _unshard(self, index: int) -> None:
         done = self._request(index, Request.UNSHARD)
         if done:
-            # of no consequence outside a backward: the next one begins anew
+            # this has no effect outside a backward: the next one begins anew
             self.reducer.gathered(index)
         if Effect.WAIT_ALL_GATHER in done:
             for ahead in self._schedule.needed(index):
                 self._request(ahead, Request.PREFETCH)
 
-    def _request(self, index: int, ask: Request) -> tuple[Effect, ...]:
-        effects, wanted = self._effect_handlers[index], self._residencies[index].on(ask)
-        for effect in wanted:
-            effects[effect]()
-        return wanted
+    def _request(self, index: int, request: Request) -> tuple[Effect, ...]:
+        handlers, effects = self._effect_handlers[index], self._residencies[index].on(request)
+        for effect in effects:
+            handlers[effect]()
+        return effects
 
     def _free_unsharded(self, index: int) -> None:
         self.units[index].free_unsharded()
-        self._stale_params.freed(index)
+        self._stale_params.on_freed(index)
 
     def _all_gather(self, index: int) -> None:
         self._stale_params.prepare_gather(index)
@@ -336,13 +336,13 @@ class Engine:
 
     def _commit(self, index: int) -> None:
         self.reducer.commit(index)
-        self._stale_params.committed(index)
+        self._stale_params.on_commit(index)
 
     def _join_backward(self, index: int) -> None:
         kind = kind_of_backward(self.synchronises)
         self.root.begin(kind)
         if self.watcher is not None and not self._forward_stack:
-            self.watcher.backward_begins(kind is BackwardEvent.SYNC_BEGINS)
+            self.watcher.before_backward(kind is BackwardEvent.SYNC_BEGINS)
         self.pending_backward.expected = False
         if self._forward_stack:
             self._hooks.write_back_inplace_of_forward()
@@ -353,26 +353,26 @@ class Engine:
             self.reducer.expect_accumulated()
         if kind is BackwardEvent.SYNC_BEGINS and self.reducer.policy.find_unused_parameters:
             self.reducer.expect_only_used(gets_gradient)
-        self.at_the_end_of_this_task(FinalCallback(self))
+        self.call_at_end_of_graph_task(FinalCallback(self.root, self.on_backward_ended, self.on_backward_failed))
         self._streams.pass_begins()
-        # what this backward needs first may be gathered while the root's own layers compute
+        # gather the first units of this backward while the layers of the root itself compute
         for ahead in self._backward_schedule.begin():
             self._request(ahead, Request.PREFETCH)
 
     def _execute(self, instructions: Iterable[Instruction]) -> None:
-        """Carry out instructions in order; if one fails, give up the step before the error goes on."""
+        """Execute instructions in order; if one fails, abandon the step before the error is raised."""
         unit, action = self._last_unit, Action.UNSHARD
         try:
             for unit, action in instructions:
                 self._action_handlers[action](unit)
         except BaseException as failure:
-            # the first commit settles the whole backward
+            # the first commit waits for the reductions of all units
             add_note(failure, self.snapshot, 0 if action is Action.COMMIT else unit, ours=True)
             self.abandon_step(failure, unit)
             raise
 
     def _execute_all(self, instructions: Iterable[Instruction]) -> None:
-        """Carry out every instruction even if some fail; then raise the first failure."""
+        """Execute every instruction even if some fail; then raise the first failure."""
         failures: list[BaseException] = []
         for unit, action in instructions:
             try:

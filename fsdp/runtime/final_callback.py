@@ -1,49 +1,84 @@
-"""How a backward begins and ends: its kind, and its one callback."""
+"""How a backward begins and ends: its kind, its final callback, and whether one is expected."""
 
-from typing import Protocol
+from collections.abc import Callable
 
 from fsdp.autograd.frames import in_autograd_grad
+from fsdp.comm.context import CommContext
+from fsdp.errors import PeerFailed
 from state_machine import BackwardEvent, Root
 
 
-class Closing(Protocol):
-    """What closes a backward: an engine."""
-
-    root: Root
-
-    def backward_ends(self) -> None:
-        """The backward has come to its end."""
-
-    def backward_fails(self) -> None:
-        """The backward that runs is dying."""
-
-
 class FinalCallback:
-    """Runs when the backward is over. Dropped uncalled, it says that the backward failed."""
+    """The callback at the end of a backward. If torch drops it uncalled, the backward has failed."""
 
-    __slots__ = ("_called", "_engine", "_number")
+    __slots__ = ("_called", "_number", "_on_ended", "_on_failed", "_root")
 
-    def __init__(self, engine: Closing) -> None:
-        self._engine = engine
-        self._number = engine.root.number
+    def __init__(self, root: Root, on_ended: Callable[[], None], on_failed: Callable[[], None]) -> None:
+        self._root = root
+        self._on_ended = on_ended
+        self._on_failed = on_failed
+        self._number = root.number
         self._called = False
 
     def __call__(self) -> None:
         self._called = True
-        if self._runs():
-            self._engine.backward_ends()
+        if self._is_current():
+            self._on_ended()
 
     def __del__(self) -> None:
-        if not self._called and self._runs():
-            self._engine.backward_fails()
+        if not self._called and self._is_current():
+            self._on_failed()
 
-    def _runs(self) -> bool:
-        # it may have been closed from elsewhere: by an abandoned step, or by the next forward
-        return self._engine.root.number == self._number
+    def _is_current(self) -> bool:
+        # an abandoned step or the next forward may have ended the backward already
+        return self._root.number == self._number
 
 
 def kind_of_backward(synchronises: bool) -> BackwardEvent:
-    """How the backward that runs has begun; `synchronises`: not under `no_sync`."""
+    """Return the event with which the backward that runs begins. `synchronises`: whether it is not under `no_sync`."""
     if not synchronises:
         return BackwardEvent.NO_SYNC_BEGINS
     return BackwardEvent.GRAD_ONLY_BEGINS if in_autograd_grad() else BackwardEvent.SYNC_BEGINS
+
+
+class PendingBackward:
+    """Whether a backward may still follow the last forward of a root, here and on the other ranks.
+
+    A step can fail between its forward and its backward, where no hook sees it, such as in the loss.
+    """
+
+    __slots__ = ("_comms", "_epoch", "expected", "graphs")
+
+    def __init__(self, comms: CommContext) -> None:
+        self._comms = comms
+        self._epoch = 0
+        """The epoch of the communicators when the last pass began."""
+        self.expected = False
+        """Whether the last forward made a graph, and no backward in which other ranks would wait has entered it."""
+        self.graphs = 0
+        """The number of calls of units whose graphs are alive."""
+
+    def graph_is_gone(self, _: object) -> None:
+        """The graph of one call, and of the calls inside it, was freed."""
+        self.graphs -= 1
+
+    def was_abandoned(self) -> bool:
+        """Return whether another model on the same communicators has abandoned a step since the last pass began."""
+        epoch, self._epoch = self._epoch, self._comms.epoch()
+        abandoned = epoch != self._epoch
+        self.expected = self.expected and not abandoned
+        return abandoned
+
+    def announce_restart(self, unit: str) -> PeerFailed | None:
+        """Announce a forward that follows a forward without a backward; return the error if that step failed on another rank.
+
+        All ranks may have left the backward out, or the step has failed on this rank where no hook sees it.
+
+        Raises:
+            PeerFailed: the step failed on another rank, and a graph of it is alive on this rank, so that it may continue.
+        """
+        awaited, self.expected = self.expected, False
+        failure = self._comms.shard_comm.announce_restart(unit) if awaited else None
+        if failure is not None and self.graphs:
+            raise failure
+        return failure

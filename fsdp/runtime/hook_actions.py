@@ -1,35 +1,35 @@
-"""What the engine and its units ask of those above them, who are attached once, when the model is wrapped."""
+"""The calls of the engine to the layers above it: to its hooks, and to `fsdp.join`."""
 
 from abc import ABC, abstractmethod
 
 
 class HookActions(ABC):
-    """What the hooks of the units do for their engine."""
+    """The actions that the hooks of the units execute for their engine."""
 
     @abstractmethod
     def hook_outputs(self, index: int) -> None:
-        """Put pre-backward hooks on what the forward of a unit has just returned."""
+        """Put pre-backward hooks on the outputs of the forward of a unit that has just returned."""
 
     @abstractmethod
-    def end_backward_progress(self) -> None:
-        """A backward is over, and what arrived in it is no concern of the next."""
+    def reset_backward_progress(self) -> None:
+        """Reset what the hooks recorded in a backward that is over."""
 
     @abstractmethod
     def abandon_calls(self) -> None:
-        """The calls that run have been given up."""
+        """Mark the calls that run as abandoned."""
 
     @abstractmethod
     def write_back_inplace_of_forward(self) -> None:
-        """A backward begins inside a forward, which may have changed parameters in place."""
+        """Write back the in-place updates of a forward inside which a backward begins."""
 
 
 class PassWatcher(ABC):
-    """Is told of each pass before it begins."""
+    """Gets each pass before it begins."""
 
     @abstractmethod
-    def forward_begins(self, trains: bool) -> None:
-        """A forward of the root begins; `trains`: it records a graph."""
+    def before_forward(self, records_graph: bool) -> None:
+        """A forward of the root begins."""
 
     @abstractmethod
-    def backward_begins(self, reduces: bool) -> None:
-        """A backward begins outside any forward; `reduces`: it reduces its gradients."""
+    def before_backward(self, reduces: bool) -> None:
+        """A backward begins outside any forward. `reduces`: whether it reduces its gradients."""

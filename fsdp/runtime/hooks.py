@@ -1,4 +1,7 @@
-"""Torch hooks -> events. Registers every hook, but for those on nodes (crossings, accumulators) and in units (escapes)."""
+"""The torch hooks of every unit, and the events that they turn into.
+
+Hooks on autograd nodes are in node_hooks.py, grad_hooks.py and double_backward.py, and those inside units in side_outputs.py.
+"""
 
 import sys
 import weakref
@@ -13,13 +16,14 @@ from torch.utils.hooks import RemovableHandle
 from fsdp.autograd.backward_progress import BackwardProgress
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import graph_is_made, graph_task, in_backward, times_running
-from fsdp.autograd.node_hooks import BackwardPath, Endpoints, ForwardCall, NodePrehook, grad_inputs, is_batched, node_behind
+from fsdp.autograd.node_hooks import BackwardPath, ForwardCall, NodePrehook, grad_inputs, node_behind
 from fsdp.autograd.pytree import cast_floating, modules_within, tensors_in
 from fsdp.debug.guard import Guard
 from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
 from fsdp.params.external_use import RefuseShardGrad
 from fsdp.params.unit_observer import UnitObserver
+from fsdp.runtime.double_backward import DoubleBackward
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.grad_hooks import AccumulateGradChecks, post_accumulate_hook, trainable
 from fsdp.runtime.hook_actions import HookActions
@@ -29,7 +33,7 @@ from state_machine import Event
 
 
 class EngineHooks(HookActions):
-    """Every hook of the units of one engine."""
+    """The hooks of all units of one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._unit_hooks: list[UnitHooks] = []
@@ -39,42 +43,42 @@ class EngineHooks(HookActions):
             self._unit_hooks.append(UnitHooks(engine, index, enclosing[index], modules))
             for inner in inside:
                 enclosing[inner].append(self._unit_hooks[index])
-        outer = [listener for index, listener in enumerate(self._unit_hooks) if engine.descendants[index]]
-        for listener in self._unit_hooks:
-            listener.outer = outer
+        outer = [hooks for index, hooks in enumerate(self._unit_hooks) if engine.descendants[index]]
+        for hooks in self._unit_hooks:
+            hooks.outer = outer
         engine.attach(self)
 
     def remove(self) -> None:
-        """Take every hook away again."""
-        for listener in self._unit_hooks:
-            listener.remove()
+        """Remove every hook."""
+        for hooks in self._unit_hooks:
+            hooks.remove()
 
     def hook_outputs(self, index: int) -> None:
         self._unit_hooks[index].hook_outputs()
 
-    def end_backward_progress(self) -> None:
-        for listener in self._unit_hooks:
-            listener.backward_is_over()
+    def reset_backward_progress(self) -> None:
+        for hooks in self._unit_hooks:
+            hooks.reset_backward_progress()
 
     def abandon_calls(self) -> None:
-        for listener in self._unit_hooks:
-            listener.abandon_calls()
+        for hooks in self._unit_hooks:
+            hooks.abandon_calls()
 
     def write_back_inplace_of_forward(self) -> None:
-        for listener in self._unit_hooks:
-            listener.write_back_inplace_of_forward()
+        for hooks in self._unit_hooks:
+            hooks.write_back_inplace_of_forward()
 
     def run_as_forward(self, index: int, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of a unit as if it were its forward."""
         return self._unit_hooks[index].run_as_forward(method, args, kwargs)
 
     def on_call(self, callback: Callable[..., None]) -> RemovableHandle:
-        """Before each forward of the root, call back with the module, args and kwargs."""
+        """Call `callback` before each forward of the root, with the module, args and kwargs."""
         return self._unit_hooks[0].module.register_forward_pre_hook(callback, prepend=True, with_kwargs=True)
 
 
 class UnitHooks(RefuseCopy, UnitObserver):
-    """Hears torch's hooks for one unit and tells the engine."""
+    """The torch hooks of one unit. They send events to the engine."""
 
     def __init__(self, engine: Engine, index: int, enclosing: "Sequence[UnitHooks]", modules_of_units: set[int]) -> None:
         self._engine = engine
@@ -84,17 +88,17 @@ class UnitHooks(RefuseCopy, UnitObserver):
         self._calls: list[ForwardCall] = []
         self.progress = BackwardProgress()
         self._tasks: set[int] = set()
-        """The graph tasks of reentrant checkpoints whose end is waited for."""
+        """The graph tasks of reentrant checkpoints that call `_post_checkpoint_backward` at their end."""
         self._unit.observer = self
         self._enclosing = enclosing
         self.outer: Sequence[UnitHooks] = ()
-        """Those of all units with units inside, which autograd can leave by ways nobody watches."""
-        self._handles_of_ends: dict[int, RemovableHandle] = {}
+        """The hooks of all units with inner units. Autograd can leave such a unit by a path without hooks."""
+        self.double_backward = DoubleBackward(self._unit, self.progress, self._pre_double_backward, self._refusal)
         module = self._unit.module
         self._side_outputs = SideOutputs(module, list(modules_within(module, modules_of_units)))
         self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self._forward_ends, always_call=True),
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._post_forward, always_call=True),
         ]
         self._accumulate_grad_checks = AccumulateGradChecks(self._unit)
         for number in engine.reducer.of_unit[index]:
@@ -116,53 +120,51 @@ class UnitHooks(RefuseCopy, UnitObserver):
         return self._unit.module
 
     def remove(self) -> None:
-        """Take the hooks away again."""
+        """Remove the hooks of the unit."""
         self._side_outputs.remove()
         self._accumulate_grad_checks.remove()
         for handle in self._handles:
             handle.remove()
 
-    def backward_is_over(self) -> None:
-        """For the next one nothing has arrived and nothing is open."""
+    def reset_backward_progress(self) -> None:
+        """Reset what was recorded in a backward that is over."""
         self.progress.reset()
         self._tasks.clear()
-        for handle in self._handles_of_ends.values():
-            handle.remove()
-        self._handles_of_ends.clear()
+        self.double_backward.remove_endpoint_hooks()
 
     # forward ------------------------------------------------------------------------------
 
     def run_as_forward(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the unit between what its forward hooks hear."""
+        """Call a method of the unit between its forward hooks."""
         module = self._unit.module
-        args, kwargs = self._forward_begins(module, args, kwargs) or (args, kwargs)
+        args, kwargs = self._pre_forward(module, args, kwargs) or (args, kwargs)
         try:
             output = method(*args, **kwargs)
         except Exception:
-            self._forward_ends(module, args, None)
+            self._post_forward(module, args, None)
             raise
         except BaseException as failure:
             self._engine.note(failure)
             self._engine.abandon_step(failure)
             raise
-        changed = self._forward_ends(module, args, output)
+        changed = self._post_forward(module, args, output)
         return output if changed is None else changed
 
     @uncompiled
-    def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = grad_inputs(args, kwargs) if torch.is_grad_enabled() else ()
         call = ForwardCall(in_backward(), inputs, self._innermost, self._unit.versions.forward_begins())
         if self._calls and not call.path.recompute and self._is_nested():
             call.nest_in(self._calls[-1])
         self._calls.append(call)
         call.refused = True
-        if not call.nested:  # else a part of the call it is in
+        if not call.nested:  # a nested call is a part of the call around it
             call.carried = self._side_outputs.begin()
             if call.path.recompute:
                 self._engine.on_event(self._index, Event.PRE_RECOMPUTE)
             else:
                 self._accumulate_grad_checks.check()
-                self._engine.forward_begins(self._index)
+                self._engine.pre_forward(self._index)
         call.refused = False
         unsharded = self._engine.is_unsharded(self._index)
         if unsharded:
@@ -175,9 +177,9 @@ class UnitHooks(RefuseCopy, UnitObserver):
         return cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
 
     @uncompiled
-    def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._calls:
-            return None  # a pre-hook that came before ours has failed
+            return None  # a pre-hook before ours has failed
         call = self._calls[-1]
         if call.refused or call.nested:
             self._calls.pop()
@@ -188,13 +190,13 @@ class UnitHooks(RefuseCopy, UnitObserver):
         try:
             passing = sys.exc_info()[1]
             if passing is not None and passing is not call.handled:
-                # a replay may be stopped early by an exception of torch's own
+                # torch can stop a recompute early by an exception
                 if recompute:
                     self._unit.write_back_inplace_of_recompute()
                 else:
                     self._engine.note(passing, self._index)
                     self._unit.roll_back_inplace(call.taken)
-                    self._engine.forward_ends(self._index, Event.FORWARD_FAILED)
+                    self._engine.post_forward(self._index, Event.FORWARD_FAILED)
                 return None
             try:
                 if call.guard is not None:
@@ -208,12 +210,12 @@ class UnitHooks(RefuseCopy, UnitObserver):
                 self._engine.note(refusal, self._index)
                 self._unit.roll_back_inplace(call.taken)
                 if not recompute:
-                    self._engine.forward_ends(self._index, Event.FORWARD_FAILED)
+                    self._engine.post_forward(self._index, Event.FORWARD_FAILED)
                 raise
             if recompute:
                 self._engine.on_event(self._index, Event.POST_RECOMPUTE)
             else:
-                self._engine.forward_ends(self._index, Event.POST_FORWARD if call.outputs else Event.POST_FORWARD_NO_GRAD)
+                self._engine.post_forward(self._index, Event.POST_FORWARD if call.outputs else Event.POST_FORWARD_NO_GRAD)
         finally:
             self._calls.pop()
             self._side_outputs.end(call.carried)
@@ -223,17 +225,17 @@ class UnitHooks(RefuseCopy, UnitObserver):
         return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
 
     def abandon_calls(self) -> None:
-        """The calls that run may never be heard to end."""
+        """Mark the calls that run as abandoned: no hook may see their end."""
         for call in self._calls:
             call.discard()
 
     def write_back_inplace_of_forward(self) -> None:
-        """A backward begins inside a call that runs, and what that changed in place so far may be gathered anew."""
+        """Write back the in-place updates of the call that runs: a backward inside it may gather again."""
         for call in self._calls[:1]:
             call.path.versions += self._unit.write_back_inplace(call.taken)
 
     def _is_nested(self) -> bool:
-        """Whether the unit is called from inside its own forward; if it only seems so, Ctrl-C has ended that one unheard."""
+        """Whether the unit is called inside its own forward. If not, Ctrl-C has ended an earlier call unnoticed: clean up."""
         if times_running(self._unit.module, UnitHooks.run_as_forward.__code__, self) > 1:
             return True
         self.abandon_calls()
@@ -242,7 +244,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
         return False
 
     def _find_outputs(self, call: ForwardCall, output: Any) -> None:
-        """Note every output a backward can come back through; refuse the unit's own parameters among them."""
+        """Record every output through which a backward can enter; refuse the parameters of the unit among them."""
         keys = self._unit.keys
         left = [output] if isinstance(output, Tensor) else list(tensors_in(output))
         left += self._side_outputs.new_attributes(self._watches)
@@ -250,127 +252,103 @@ class UnitHooks(RefuseCopy, UnitObserver):
             if storage_key(tensor) in keys:
                 raise ShardingError(
                     f"unit {self._unit.name!r} returns one of its own parameters (or a view of one), whose memory is "
-                    "given back after the forward; return a copy instead (`weight.clone()`), or compute with it inside the unit."
+                    "freed after the forward; return a copy instead (`weight.clone()`), or compute with it inside the unit."
                 )
         left += self._side_outputs.hook_captures()
         call.outputs += [tensor for tensor in left if tensor.requires_grad]
         if not call.records:
             enclosing = [one for one in self._enclosing if one._calls]
-            # in a reentrant checkpoint: what comes out of it requires grad when it is over
-            for listener in enclosing[-1:] if any(one._calls[-1].records for one in enclosing) else ():
-                listener._side_outputs.adopt([tensor for tensor in left if not tensor.requires_grad])
+            # in a reentrant checkpoint, whose outputs require grad only when it is over
+            for hooks in enclosing[-1:] if any(one._calls[-1].records for one in enclosing) else ():
+                hooks._side_outputs.adopt([tensor for tensor in left if not tensor.requires_grad])
 
     def _watches(self, tensor: Tensor) -> bool:
         return (node := node_behind(tensor)) is not None and id(self) in NodePrehook.of(node).watched_by
 
     def hook_outputs(self) -> None:
-        """Put a pre-backward hook on every node behind the outputs of the call that just returned."""
+        """Put a pre-backward hook on every node behind the outputs of the call that has just returned."""
         call = self._calls[-1]
         path = call.path
-        # an input that is returned as it is has nothing of the unit behind it
+        # an input that is returned unchanged has no node of the unit behind it
         nodes = {node: None for node in map(node_behind, call.outputs) if node is not None and node not in path.input_nodes}
         path.endpoints += map(weakref.ref, call.outputs)
-        path.enclosing = [(listener, listener._calls[-1].path) for listener in self._enclosing if listener._calls]
+        path.enclosing = [(hooks, hooks._calls[-1].path) for hooks in self._enclosing if hooks._calls]
         call.outputs = []
         self.progress.watch(path, self._engine.pending_backward.graph_is_gone)
         self._engine.pending_backward.graphs += 1
         for node in nodes:
-            crossing = NodePrehook.of(node)
-            crossing.watched_by.add(id(self))
-            crossing.reaches.append(partial(self._backward_reaches, path))
+            prehook = NodePrehook.of(node)
+            prehook.watched_by.add(id(self))
+            prehook.reaches.append(partial(self._pre_backward, path))
         for node in call.input_nodes:
-            NodePrehook.of(node).leave(path, self._input_left)
+            NodePrehook.of(node).leave(path, self._on_input_grad)
 
     # backward -----------------------------------------------------------------------------
 
-    def _backward_reaches(self, path: BackwardPath, gradients: Sequence[Tensor | None]) -> None:
-        for listener, enclosing in path.enclosing:
-            if enclosing.entered_in != listener.progress.backward:
-                listener.reach_from_inside(enclosing, path.has_grad_inputs)
+    def _pre_backward(self, path: BackwardPath, gradients: Sequence[Tensor | None]) -> None:
+        for hooks, enclosing in path.enclosing:
+            if enclosing.entered_in != hooks.progress.backward:
+                hooks.enter_from_inner_unit(enclosing, path.has_grad_inputs)
         self._refuse_changed_parameters(path.versions)
         self._engine.on_event(self._index, Event.PRE_BACKWARD)
         self.progress.reach(path)
         if torch.is_grad_enabled():
-            # what comes in may have been made by any of these
-            for listener in self.outer:
-                if listener.progress.entered:
-                    listener.watch_gradients(gradients)
-            for listener, enclosing in path.enclosing:
-                listener.watch_ends(enclosing.endpoints)
-            self.watch_ends()
+            # any of these units may have made the gradients
+            for hooks in self.outer:
+                if hooks.progress.entered:
+                    hooks.double_backward.hook_gradients(gradients)
+            for hooks, enclosing in path.enclosing:
+                hooks.double_backward.hook_endpoints(enclosing.endpoints)
+            self.double_backward.hook_endpoints()
 
-    def gradient_comes_from_outside(self) -> None:
+    def on_external_grad(self) -> None:
         self._engine.on_event(self._index, Event.EXTERNAL_GRAD)
 
     def unshard_for_backward(self) -> bool:
         if graph_is_made():
-            return False  # it is gone through when the unit may be sharded again
+            return False  # a second backward goes through it when the unit may be sharded again
         self._engine.on_event(self._index, Event.PRE_BACKWARD)
         self.progress.reach_again()
         return True
 
-    def reach_from_inside(self, path: BackwardPath, goes_on: bool) -> None:
-        """A backward has come to an inner unit past this one's call, by what the inner one left behind; it may go on in here."""
-        if goes_on:  # else what the inner one got from here by other ways than its inputs is not looked at
+    def enter_from_inner_unit(self, path: BackwardPath, goes_on: bool) -> None:
+        """Enter a call of this unit through a side output of an inner unit. `goes_on`: the backward may continue here."""
+        if goes_on:  # else it can continue only through a side input, which is not checked
             self._refuse_changed_parameters(path.versions)
         path.entered_in = self.progress.backward
         if not self.progress.entered:
             self._engine.on_event(self._index, Event.PRE_BACKWARD)
             self.progress.reach_again()
 
-    def _input_left(self, path: BackwardPath, gradients: Sequence[Tensor | None]) -> None:
+    def _on_input_grad(self, path: BackwardPath, gradients: Sequence[Tensor | None]) -> None:
         if torch.is_grad_enabled():
-            self.watch_gradients(gradients)
+            self.double_backward.hook_gradients(gradients)
         if not self.progress.leave(path):
             return
         if not self._unit.trains:
             self._engine.on_event(self._index, Event.INPUT_GRADS_DONE)
         elif self.progress.is_ready():
-            self._is_ready()
+            self._post_backward()
         elif path.recompute and not path.inputs_are_interior and graph_task() not in self._tasks:
             self._tasks.add(graph_task())
-            self._engine.at_the_end_of_this_task(self._checkpoint_ends)
+            self._engine.call_at_end_of_graph_task(self._post_checkpoint_backward)
 
-    def _checkpoint_ends(self) -> None:
-        # the backward may be over with it
+    def _post_checkpoint_backward(self) -> None:
+        # the backward may have ended with the checkpoint
         if graph_task() in self._tasks and self.progress.is_ready_after_checkpoint():
-            self._is_ready()
+            self._post_backward()
 
-    def _is_ready(self) -> None:
+    def _post_backward(self) -> None:
         self.progress.has_grad = False
-        self._engine.on_event(self._index, self._engine.root.complete())
+        self._engine.on_event(self._index, self._engine.root.post_backward_event())
 
-    def watch_ends(self, more: Endpoints = ()) -> None:
-        """A tensor that autograd.grad was asked for is captured, and the node behind it never entered."""
-        for reference in (*more, *(end for path in self.progress.living_paths() for end in path.endpoints)):
-            tensor = reference()
-            if tensor is not None and id(tensor) not in self._handles_of_ends:
-                self._handles_of_ends[id(tensor)] = tensor.register_hook(self._captured)  # type: ignore[no-untyped-call]
-
-    def _captured(self, gradient: Tensor) -> None:
-        self.watch_gradients((gradient,))
-
-    def watch_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """In a backward with create_graph=True: what comes out of the unit is made by nodes a second backward may enter."""
-        for gradient in gradients:
-            if gradient is not None and is_batched(gradient):
-                raise self._refusal(
-                    f"a backward with is_grads_batched=True and create_graph=True goes through unit {self._unit.name!r}, and its "
-                    "graph cannot be followed; take the gradients one by one."
-                )
-            node = None if gradient is None else node_behind(gradient)
-            if node is not None:
-                # the ways are kept: of the first graph, only what the second needs may be alive
-                paths = self.progress.living_paths()
-                NodePrehook.of(node).reaches.append(partial(self._backward_reaches_again, paths, self._unit.versions.now()))
-
-    def _backward_reaches_again(self, paths: Sequence[BackwardPath], versions: int, gradients: Sequence[Tensor | None]) -> None:
+    def _pre_double_backward(self, versions: int, gradients: Sequence[Tensor | None]) -> None:
         self._refuse_changed_parameters(versions)
         self._engine.on_event(self._index, Event.PRE_BACKWARD)
         self.progress.reach_again()
         if torch.is_grad_enabled():
-            self.watch_gradients(gradients)
-            self.watch_ends()
+            self.double_backward.hook_gradients(gradients)
+            self.double_backward.hook_endpoints()
 
     def _refuse_changed_parameters(self, versions: int) -> None:
         if versions != self._unit.versions.now():
@@ -387,11 +365,11 @@ class UnitHooks(RefuseCopy, UnitObserver):
     def on_gradient(self, early_bucket: int | None) -> None:
         """Handle an accumulated gradient of one parameter. `early_bucket` is its bucket, if that is an early one."""
         if not self.progress.has_grad:
-            self._on_first_gradient()
+            self._on_first_grad()
         if early_bucket is not None:
-            self._engine.gradient_counts(early_bucket)
+            self._engine.on_early_grad(early_bucket)
 
-    def _on_first_gradient(self) -> None:
+    def _on_first_grad(self) -> None:
         if torch.is_grad_enabled():
             raise self._refusal(
                 f"a backward with create_graph=True brings gradients to the parameters of unit {self._unit.name!r}, which are "

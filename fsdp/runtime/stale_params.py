@@ -1,6 +1,6 @@
-"""Feeds the staleness machine of each unit with events and carries out its checks before a gather.
+"""Sends events to the staleness machine of each unit, and executes its checks before an all-gather.
 
-Rule 1: `state_machine/staleness.py` decides which unsharded copy is dropped. This file reads version counters and asks ranks.
+Rule 1: `state_machine/staleness.py` decides which unsharded copy is dropped. This file reads version counters and communicates.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from state_machine import CopyAction, CopyEvent, Root
 
 
 class StaleParams:
-    """The unsharded copies of all units of one root, and whether a forward may compute with them."""
+    """The staleness of the unsharded copies of all units of one root."""
 
     def __init__(self, units: Sequence[Unit], root: Root, streams: Streams, world_comm: Communicator) -> None:
         self._units = tuple(units)
@@ -21,34 +21,34 @@ class StaleParams:
         self._streams = streams
         self._world_comm = world_comm
 
-    def pass_begins(self, trains: bool) -> Iterable[int]:
-        """A forward of the root begins. Yield the units whose copies are to be dropped now.
+    def begin_pass(self, records_graph: bool) -> Iterable[int]:
+        """Begin a forward of the root. Yield the units whose copies must be dropped.
 
-        Traffic: one byte over all ranks, if a copy was kept since the last pass.
+        Traffic: one byte over all ranks, if a copy is in memory since the last pass.
         """
-        event = CopyEvent.PASS_BEGINS if trains else CopyEvent.EVALUATION_BEGINS
-        asked = []
+        event = CopyEvent.PASS_BEGINS if records_graph else CopyEvent.EVALUATION_BEGINS
+        compared = []
         for index, copy in enumerate(self._root.copies):
             actions = copy.on(event)
             if CopyAction.ASK in actions:
-                asked.append(index)
+                compared.append(index)
             if CopyAction.DROP in actions:
                 yield index
-        if not asked:
+        if not compared:
             return
-        changed = any_changed([self._units[index].versions for index in asked], self._world_comm)
-        for index in asked:
+        changed = any_changed([self._units[index].versions for index in compared], self._world_comm)
+        for index in compared:
             if CopyAction.DROP in self._root.copies[index].on(CopyEvent.WEIGHTS_CHANGED if changed else CopyEvent.WEIGHTS_SAME):
                 yield index
 
-    def is_stale(self, index: int) -> bool:
-        """A forward of the unit begins. Return whether its copy must be dropped before."""
+    def must_drop(self, index: int) -> bool:
+        """Begin a forward of a unit. Return whether its copy must be dropped first."""
         moved = self._units[index].versions.moved
         return CopyAction.DROP in self._root.copies[index].on(CopyEvent.USED_CHANGED if moved else CopyEvent.USED)
 
     def prepare_gather(self, index: int) -> None:
-        """The copy of a unit is about to be gathered: check the shards, and note what the copy will be a copy of."""
-        actions = self._root.gather(index)
+        """Check the shards of a unit before its all-gather, and record their version counters."""
+        actions = self._root.before_gather(index)
         versions = self._units[index].versions
         if CopyAction.CHECK in actions:
             if self._units[index].check_shards():
@@ -59,11 +59,11 @@ class StaleParams:
         if CopyAction.SUM in actions:
             versions.remember_sums()
 
-    def committed(self, index: int) -> None:
-        """The shards of a unit were given gradients: an optimizer may step."""
+    def on_commit(self, index: int) -> None:
+        """The shards of a unit have got gradients: an optimizer may step."""
         if self._units[index].trains:
             self._root.copies[index].on(CopyEvent.COMMITTED)
 
-    def freed(self, index: int) -> None:
-        """The memory of a copy was given back."""
+    def on_freed(self, index: int) -> None:
+        """The memory of a copy was freed."""
         self._root.copies[index].on(CopyEvent.RELEASED)

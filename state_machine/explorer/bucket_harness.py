@@ -1,19 +1,19 @@
-"""One or two ranks that reduce their buckets through backwards: what may happen, a reducer in short, and what may never be seen.
+"""One or two ranks that reduce their buckets in backwards: the possible moves, a minimal reducer, and the invariants.
 
-What may happen is stated by permission. In a backward that synchronises:
+The moves are listed as permissions. In a backward that synchronises:
 
-* Every rank comes to the same *shared* events in the same order, at its own pace: a unit is gathered, which waits for all ranks;
-  a unit that was gathered is done; a gradient comes to a bucket from a use outside its unit; the backward is over. With `apart`
-  each rank gathers (without waiting) and is done with units of its own choice.
-* While a unit is gathered and not done, gradients come to its buckets on one rank and not on another, or never; those of an early
-  bucket complete it, at any moment or never. What is frozen gets none.
+* Every rank reaches the same *shared* events in the same order, at its own pace: a unit is gathered, which waits for all ranks;
+  a gathered unit is done; a gradient arrives from a use outside the unit of its bucket; the backward is over. With `apart` each
+  rank gathers units of its own choice (without waiting) and is done with them.
+* While a unit is gathered and not done, gradients arrive at its buckets, on some ranks or on none. Those of an early bucket
+  complete it at any moment or never. A frozen bucket gets none.
 * A rank waits for a collective until every rank has launched it. Nothing else blocks.
-* At rest, a backward under `no_sync` leaves a gradient of any bucket on any rank.
-* Whatever can fail may fail (`breakage`); then all ranks give up.
+* At rest, a backward under `no_sync` accumulates a gradient of any bucket on any rank.
+* Every step that can fail may fail (`breakage`); then all ranks abandon the step.
 
-A rank's next step depends on its own past and on what collectives bring, never on how far its peers are. So it is enough to let
-the rank go on that is furthest behind of those that are not waiting: in any other order the same ones end up waiting for each
-other.
+The next step of a rank depends on its own past and on results of collectives, never on the progress of its peers. So it is
+enough to advance the rank that is furthest behind among those that do not wait: in any other order the same ranks end up
+waiting.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ A, E = BucketAction, BucketEvent
 
 
 class Violation(AssertionError):
-    """A promise was broken, or a legal move was refused."""
+    """An invariant was violated, or a legal move was refused."""
 
 
 class Part(NamedTuple):
@@ -48,22 +48,21 @@ class Scene(NamedTuple):
     ranks: int = 2
     lanes: int = 1
     gathers: bool = True
-    """Between the ranks: a gather waits for all of them."""
+    """An all-gather waits for all ranks."""
     at_once: bool = False
-    """One rank holds the shard: gradients leave the memory of their buckets with the launch."""
+    """The shard group has one rank: gradients leave the memory of their buckets at the launch."""
     apart: bool = False
-    """Ranks come through units of their own choice (`find_unused_parameters`)."""
+    """Ranks use units of their own choice (`find_unused_parameters`)."""
     outside: bool = True
     """Gradients also come from uses outside a unit."""
     more: bool = True
-    """More than one gradient comes to a bucket."""
+    """A bucket gets more than one gradient."""
     no_sync: bool = False
-    """Backwards also under `no_sync`."""
+    """Backwards also run under `no_sync`."""
     breakage: bool = False
-    """Whatever can fail may fail."""
-
+    """Every step that can fail may fail."""
     bare: int = 0
-    """Units that have no bucket."""
+    """The number of units without a bucket."""
 
     @property
     def units(self) -> int:
@@ -80,14 +79,14 @@ class What(Enum):
     UNUSED = auto()
     GRADIENT = auto()
     LAST_GRADIENT = auto()
-    GRADIENT_FROM_OUTSIDE = auto()
-    BACKWARD_ENDS = auto()
+    EXTERNAL_GRADIENT = auto()
+    BACKWARD_OVER = auto()
     FAILS = auto()
     GOES_ON = auto()
 
 
 class Move(NamedTuple):
-    """One thing that happens on one rank."""
+    """One step of one rank."""
 
     what: What
     rank: int = 0
@@ -95,14 +94,14 @@ class Move(NamedTuple):
     """The unit or the bucket."""
 
 
-SHARED: Final = (What.UNIT_GATHERED, What.UNIT_DONE, What.GRADIENT_FROM_OUTSIDE, What.BACKWARD_ENDS)
-NOT_COUNTED: Final = (BucketKind.ORDINARY, BucketKind.BEHIND_EARLY)
+SHARED: Final = (What.UNIT_GATHERED, What.UNIT_DONE, What.EXTERNAL_GRADIENT, What.BACKWARD_OVER)
+NOT_EARLY: Final = (BucketKind.ORDINARY, BucketKind.BEHIND_EARLY)
 MAY_FAIL: Final = ("gather", "launch", "land", "take stock", "answer", "answers")
 Todo = tuple[Any, ...]
 
 
 class Rank:
-    """What one rank has, and what it is about to do."""
+    """The gradients of one rank, and its next steps."""
 
     def __init__(self, scene: Scene) -> None:
         parts = scene.parts
@@ -110,11 +109,11 @@ class Rank:
         self.queue = BucketQueue(names, [part.unit for part in parts], [part.kind for part in parts], scene.units)
         self.queue.agree_on(scene.groups)
         self.kept = (False,) * len(parts)
-        """By bucket: a gradient of an earlier backward is kept here."""
+        """For each bucket: whether a gradient of an earlier backward is accumulated here."""
         self.rest()
 
     def rest(self) -> None:
-        """No backward runs."""
+        """Reset the rank: no backward runs."""
         count = len(self.kept)
         self.queue.begin()
         self.here = self.came = self.complete = self.launched = self.result = (False,) * count
@@ -123,39 +122,39 @@ class Rank:
         self.open: frozenset[int] = frozenset()
         """The units that are gathered and not done."""
         self.todo: tuple[Todo, ...] = ()
-        self.flights: tuple[tuple[int, tuple[int, ...]], ...] = ()
-        """The number of the collective, and its buckets."""
+        self.in_flight: tuple[tuple[int, tuple[int, ...]], ...] = ()
+        """The reductions in flight: the number of the collective, and its buckets."""
         self.sent: tuple[tuple[tuple[int, ...], bool], ...] = ()
-        """The reductions launched."""
+        """The reductions that were launched."""
         self.gathered: tuple[int, ...] = ()
-        """The units gathered."""
+        """The units that were gathered."""
         self.said: tuple[tuple[bool, ...], tuple[bool, ...]] | None = None
-        """Which buckets had a gradient here, and which have a remainder."""
+        """The buckets that had a gradient here, and those with a remainder, as sent to all ranks."""
         self.flushed = 0
         self.committed: tuple[int, ...] = ()
         self.position = 0
-        """How many of the shared events it has come to."""
+        """The number of shared events that it has reached."""
         self.running = False
 
     def freeze(self) -> Any:
-        """Everything, hashable."""
+        """Return everything, hashable."""
         queue = self.queue
         return (
             tuple(state.value for state in queue._states),
             tuple(state.value for state in queue._unit_states),
             tuple(queue._missing),
             queue._turn,
-            (self.kept, self.here, self.came, self.complete, self.launched, self.result, self.open, self.todo, self.flights),
+            (self.kept, self.here, self.came, self.complete, self.launched, self.result, self.open, self.todo, self.in_flight),
             (self.sent, self.gathered, self.said, self.flushed, self.committed, self.position, self.running),
         )
 
     def restore(self, frozen: Any) -> None:
-        """Undo `freeze`."""
+        """Restore what `freeze` returned."""
         states, units, missing, self.queue._turn, own, shared = frozen
         self.queue._states = [STATES[one] for one in states]
         self.queue._unit_states = [UNIT_STATES[one] for one in units]
         self.queue._missing = list(missing)
-        self.kept, self.here, self.came, self.complete, self.launched, self.result, self.open, self.todo, self.flights = own
+        self.kept, self.here, self.came, self.complete, self.launched, self.result, self.open, self.todo, self.in_flight = own
         self.sent, self.gathered, self.said, self.flushed, self.committed, self.position, self.running = shared
 
 
@@ -164,24 +163,24 @@ UNIT_STATES: Final = {state.value: state for state in UnitState}
 
 
 def changed(flags: tuple[bool, ...], number: int, value: bool) -> tuple[bool, ...]:
-    """The same flags with another one."""
+    """Return the flags with one of them set to `value`."""
     return (*flags[:number], value, *flags[number + 1 :])
 
 
-class BucketWorld:
-    """The ranks of a scene. Raises Violation the moment a promise is broken."""
+class BucketHarness:
+    """The ranks of a scene. Raises Violation as soon as an invariant is violated."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         self.numbers = range(len(scene.parts))
         self.ranks = tuple(Rank(scene) for _ in range(scene.ranks))
         self.script: tuple[tuple[What, int], ...] = ()
-        """The shared events that some rank has come to."""
+        """The shared events that some rank has reached."""
         self.used: set[tuple[BucketKind, BucketState, BucketEvent]] = set()
-        """The rows that were taken."""
+        """The rows that were used."""
 
     def freeze(self) -> Any:
-        """Everything that decides what can come next, hashable. What all ranks have behind them decides nothing."""
+        """Return everything that the next moves depend on, hashable. They do not depend on what all ranks have passed."""
         ranks = self.ranks
         events, gathers, sends = (
             min(len(getattr(rank, name)) if name else rank.position for rank in ranks) for name in ("", "gathered", "sent")
@@ -190,23 +189,23 @@ class BucketWorld:
         for rank in ranks:
             rank.position -= events
             rank.gathered, rank.sent = rank.gathered[gathers:], rank.sent[sends:]
-            rank.flights = tuple((max(-1, number - sends), buckets) for number, buckets in rank.flights)
+            rank.in_flight = tuple((max(-1, number - sends), buckets) for number, buckets in rank.in_flight)
             rank.todo = tuple(("gather", max(-1, one[1] - gathers)) if one[0] == "gather" else one for one in rank.todo)
         return (self.script, tuple(rank.freeze() for rank in ranks))
 
     def restore(self, frozen: Any) -> None:
-        """Undo `freeze`."""
+        """Restore what `freeze` returned."""
         self.script, ranks = frozen
         for rank, one in zip(self.ranks, ranks, strict=True):
             rank.restore(one)
 
-    # what may happen
+    # the possible moves
 
     def moves(self) -> Iterator[Move]:
-        """Every move that is legal now.
+        """Yield every move that is legal now.
 
         Raises:
-            Violation: ranks wait for each other.
+            Violation: a deadlock.
         """
         if not any(rank.running for rank in self.ranks):
             yield Move(What.BACKWARD_BEGINS)
@@ -237,11 +236,11 @@ class BucketWorld:
             if parts[number].unit in rank.open and not parts[number].frozen:
                 if not rank.here[number] and self.scene.more:
                     yield Move(What.GRADIENT, index, number)
-                if not rank.complete[number] and parts[number].kind not in NOT_COUNTED:
+                if not rank.complete[number] and parts[number].kind not in NOT_EARLY:
                     yield Move(What.LAST_GRADIENT, index, number)
         if apart:
             yield from self._gathers(index, rank)
-            yield Move(What.BACKWARD_ENDS, index)
+            yield Move(What.BACKWARD_OVER, index)
         elif rank.position < len(self.script):
             what, of = self.script[rank.position]
             yield Move(what, index, of)
@@ -249,33 +248,33 @@ class BucketWorld:
             yield from self._gathers(index, rank)
             for number in self.numbers if self.scene.outside else ():
                 if not parts[number].frozen and not rank.here[number]:
-                    yield Move(What.GRADIENT_FROM_OUTSIDE, index, number)
-            yield Move(What.BACKWARD_ENDS, index)
+                    yield Move(What.EXTERNAL_GRADIENT, index, number)
+            yield Move(What.BACKWARD_OVER, index)
 
     def _gathers(self, index: int, rank: Rank) -> Iterator[Move]:
         for unit in range(self.scene.units):
             yield Move(What.UNIT_DONE if unit in rank.open else What.UNIT_GATHERED, index, unit)
 
     def waits(self, rank: Rank) -> bool:
-        """Whether what it is about to do needs a collective that some rank has not launched."""
+        """Whether the next step of the rank needs a collective that some rank has not launched."""
         if not rank.todo:
             return False
         what, *of = rank.todo[0]
         if what == "gather":
             return any(len(other.gathered) <= of[0] for other in self.ranks)
         if what == "land":
-            return bool(rank.flights) and any(len(other.sent) <= rank.flights[0][0] for other in self.ranks)
+            return bool(rank.in_flight) and any(len(other.sent) <= rank.in_flight[0][0] for other in self.ranks)
         if what in ("answer", "answers"):
             return any(other.said is None for other in self.ranks)
         return False
 
-    # doing it
+    # executing moves
 
     def perform(self, move: Move) -> None:
-        """Do it.
+        """Execute a move.
 
         Raises:
-            Violation: a promise is broken, or a legal move is refused.
+            Violation: an invariant is violated, or a legal move is refused.
         """
         rank = self.ranks[move.rank]
         try:
@@ -294,7 +293,7 @@ class BucketWorld:
                     one.rest()
                     one.running = True
                     if self.scene.apart:
-                        # autograd says so of the first unit on the first rank
+                        # autograd will not reach the first unit on the first rank
                         for number in self.numbers if one is self.ranks[0] else ():
                             if self.scene.parts[number].unit == 0:
                                 self._on(one, number, E.UNUSED)
@@ -317,13 +316,13 @@ class BucketWorld:
                     for number in self._of_unit(of):
                         self._on(rank, number, E.POST_BACKWARD)
                     rank.todo = (("advance",),)
-            case What.GRADIENT | What.GRADIENT_FROM_OUTSIDE | What.LAST_GRADIENT:
+            case What.GRADIENT | What.EXTERNAL_GRADIENT | What.LAST_GRADIENT:
                 rank.here, rank.came = changed(rank.here, of, True), changed(rank.came, of, True)
                 if what is What.LAST_GRADIENT:
                     rank.complete = changed(rank.complete, of, True)
                     if A.OFFER in self._on(rank, of, E.GRADS_COMPLETE):
                         rank.todo = (("advance",),)
-            case What.BACKWARD_ENDS:
+            case What.BACKWARD_OVER:
                 rank.open = frozenset()
                 flushes = tuple(("flush", unit) for unit in reversed(range(self.scene.units)))
                 commits = tuple(("commit", unit) for unit in reversed(range(self.scene.units)))
@@ -342,13 +341,13 @@ class BucketWorld:
         self.used.add((self.scene.parts[number].kind, rank.queue._states[number], event))
         return rank.queue.on(number, event)
 
-    # the reducer, in short
+    # the minimal reducer
 
     def _gather(self, rank: Rank, number: int) -> None:
-        """It was waited for."""
+        """The rank has waited for it."""
 
     def _answers(self, rank: Rank) -> None:
-        """They were waited for."""
+        """The rank has waited for them."""
 
     def _advance(self, rank: Rank) -> None:
         group = rank.queue.next_group()
@@ -356,7 +355,7 @@ class BucketWorld:
             rank.todo = (("turn", tuple(group), 0, ()), ("advance",), *rank.todo)
 
     def _turn(self, rank: Rank, group: tuple[int, ...], place: int, launched: tuple[int, ...]) -> None:
-        """One bucket of a group after the other, then their launch."""
+        """Take the turn of one bucket of a group after the other, then launch the group."""
         if place == len(group):
             rank.todo = ((("launch", launched, False),) if launched else ()) + rank.todo
             return
@@ -383,12 +382,12 @@ class BucketWorld:
         rank.todo = (("turn", group, place + 1, launched), *rank.todo)
 
     def _launch(self, rank: Rank, buckets: tuple[int, ...], remainder: bool) -> None:
-        oldest = rank.flights[0][1] if len(rank.flights) >= self.scene.lanes else ()
+        oldest = rank.in_flight[0][1] if len(rank.in_flight) >= self.scene.lanes else ()
         if oldest and all([A.AWAIT in self._on(rank, number, E.MAKE_ROOM) for number in oldest]):
             rank.todo = (("land",), ("launch", buckets, remainder), *rank.todo)
             return
         for number in buckets:
-            require(not any(number in one for _, one in rank.flights), "a bucket is filled under the reduction that reads it")
+            require(not any(number in one for _, one in rank.in_flight), "a bucket is filled under the reduction that reads it")
             require(rank.launched[number] is remainder, "what no_sync kept is reduced twice, or not at all")
             rank.launched, rank.here = changed(rank.launched, number, True), changed(rank.here, number, False)
         rank.sent += ((buckets, remainder),)
@@ -398,10 +397,10 @@ class BucketWorld:
                 self._on(rank, number, E.LANDED)
                 rank.result = changed(rank.result, number, True)
         else:
-            rank.flights += ((len(rank.sent) - 1, buckets),)
+            rank.in_flight += ((len(rank.sent) - 1, buckets),)
 
     def _land(self, rank: Rank) -> None:
-        (_, buckets), rank.flights = rank.flights[0], rank.flights[1:]
+        (_, buckets), rank.in_flight = rank.in_flight[0], rank.in_flight[1:]
         for number in buckets:
             self._on(rank, number, E.LANDED)
             rank.result = changed(rank.result, number, True)
@@ -456,11 +455,11 @@ class BucketWorld:
             rank.todo = (("launch", (number,), True), *rank.todo)
 
     def _settle(self, rank: Rank) -> None:
-        if rank.flights:
+        if rank.in_flight:
             rank.todo = (("land",), ("settle",), *rank.todo)
 
     def _commit(self, rank: Rank, unit: int) -> None:
-        require(rank.flushed == self.scene.units and not rank.flights, "a commit before all that can fail is over")
+        require(rank.flushed == self.scene.units and not rank.in_flight, "a commit before all that can fail is over")
         for number in self._of_unit(unit):
             require(not rank.here[number], "a gradient that came was not reduced")
             put = A.PUT in self._on(rank, number, E.COMMIT)
@@ -480,9 +479,9 @@ class BucketWorld:
     def _abandon(self) -> None:
         for rank in self.ranks:
             require(len(rank.committed) in (0, self.scene.units), "a step failed after a commit")
-            rank.flights = ()
+            rank.in_flight = ()
             for number in self.numbers if rank.running else ():
-                # twice: somebody may interrupt the first time
+                # twice, because the first time may be interrupted
                 self._on(rank, number, E.DRAINED)
                 self._on(rank, number, E.DRAINED)
                 if A.FORGET in self._on(rank, number, E.DROP):
@@ -496,7 +495,7 @@ class BucketWorld:
         for rank in self.ranks:
             rank.rest()
 
-    # what may never be seen
+    # the invariants
 
     def _some_rank(self, which: int, number: int) -> bool:
         return any(other.said is not None and other.said[which][number] for other in self.ranks)
@@ -507,7 +506,7 @@ class BucketWorld:
             require(state is BucketState.EMPTY, f"the backward is over, and bucket {number} is {state.name}")
 
     def _check_alike(self, name: str) -> None:
-        """The same collectives in the same order on every rank."""
+        """Check that every rank launches the same collectives in the same order."""
         for one in self.ranks:
             for other in self.ranks:
                 for mine, theirs in zip(getattr(one, name), getattr(other, name), strict=False):

@@ -1,9 +1,9 @@
-"""Visits every state that small trees of units can reach together, and reports the shortest way to a broken promise.
+"""Visits every reachable joint state of small trees of units, and reports the shortest path to a violated invariant.
 
-Breadth first, from rest, without a bound on depth: the search ends when nothing new is reachable, so what it reports
-holds for passes of any length. Deterministic: moves come in the order of the model, no set or hash decides anything.
-The trees are small because whatever goes wrong between units goes wrong between two or three of them; what each
-exploration leaves out to stay small is written in its scope, and some other tree has it.
+The search is breadth first, from rest, and has no bound on depth. It ends when no new state is reachable, so its result holds for
+passes of any length. It is deterministic: moves come in the order of the model, and never from a set or hash.
+The trees are small because an error between units shows up between two or three of them. The scope of each tree says what its
+exploration leaves out, and some other tree includes it.
 """
 
 import time
@@ -19,51 +19,53 @@ from state_machine.table import ReshardPolicy
 AFTER_BACKWARD: Final = ReshardPolicy.AFTER_BACKWARD
 NEVER_RESHARD: Final = ReshardPolicy.NEVER
 EVERYTHING: Final = Scope(breakage=True)
-ASKING: Final = Scope(breakage=True, asking=True)
+WITH_AUTOGRAD_GRAD: Final = Scope(breakage=True, autograd_grad=True)
 STEPPING: Final = Scope(breakage=True, stepping=True)
 
 TREES: Final = (
-    Tree("alone", (Branch("root", 0, AFTER_BACKWARD),), ASKING),
-    Tree("alone-frozen", (Branch("root", 0, frozen=True),), ASKING),
+    Tree("alone", (Branch("root", 0, AFTER_BACKWARD),), WITH_AUTOGRAD_GRAD),
+    Tree("alone-frozen", (Branch("root", 0, frozen=True),), WITH_AUTOGRAD_GRAD),
     Tree("pair", (Branch("root", 0, AFTER_BACKWARD), Branch("child", 0)), EVERYTHING),
-    Tree("pair-frozen", (Branch("root", 0, AFTER_BACKWARD), Branch("child", 0, frozen=True)), ASKING),
+    Tree("pair-frozen", (Branch("root", 0, AFTER_BACKWARD), Branch("child", 0, frozen=True)), WITH_AUTOGRAD_GRAD),
     Tree("pair-kept", (Branch("root", 0), Branch("child", 0, AFTER_BACKWARD)), Scope(prefetch=2)),
     Tree("alone-always", (Branch("root", 0, NEVER_RESHARD),), STEPPING),
-    Tree("pair-always", (Branch("root", 0, NEVER_RESHARD), Branch("child", 0, NEVER_RESHARD)), Scope(lending=False)),
+    Tree("pair-always", (Branch("root", 0, NEVER_RESHARD), Branch("child", 0, NEVER_RESHARD)), Scope(summoning=False)),
     Tree(
         "pair-stepping",
         (Branch("root", 0, AFTER_BACKWARD), Branch("child", 0, NEVER_RESHARD, frozen=True)),
-        Scope(stepping=True, lending=False, no_sync=False),
+        Scope(stepping=True, summoning=False, no_sync=False),
     ),
     Tree(
         "pair-kept-stepping",
         (Branch("root", 0), Branch("child", 0, AFTER_BACKWARD)),
-        Scope(stepping=True, lending=False, no_sync=False),
+        Scope(stepping=True, summoning=False, no_sync=False),
     ),
-    Tree("chain", (Branch("root", 0, AFTER_BACKWARD), Branch("block", 0), Branch("leaf", 1)), Scope(lending=False, again=False)),
     Tree(
-        "chain-lent",
+        "chain", (Branch("root", 0, AFTER_BACKWARD), Branch("block", 0), Branch("leaf", 1)), Scope(summoning=False, again=False)
+    ),
+    Tree(
+        "chain-summoned",
         (Branch("root", 0), Branch("block", 0, AFTER_BACKWARD), Branch("leaf", 1)),
         Scope(no_sync=False, nested=False, again=False),
     ),
     Tree(
         "chain-frozen",
         (Branch("root", 0, AFTER_BACKWARD), Branch("block", 0, frozen=True), Branch("adapter", 1)),
-        Scope(no_sync=False, lending=False),
+        Scope(no_sync=False, summoning=False),
     ),
     Tree(
         "tree",
         (Branch("root", 0, AFTER_BACKWARD), Branch("left", 0), Branch("leaf", 1), Branch("right", 0, frozen=True)),
-        Scope(nested=False, no_sync=False, lending=False),
+        Scope(nested=False, no_sync=False, summoning=False),
     ),
 )
 
 
-MANNERS: Final = {Sync.COMMITTING: " under no_sync", Sync.ASKING: " by autograd.grad"}
+KINDS: Final = {Sync.NO_SYNC: " under no_sync", Sync.AUTOGRAD_GRAD: " by autograd.grad"}
 
 
 class Report(NamedTuple):
-    """What one exploration found."""
+    """The result of one exploration."""
 
     tree: str
     states: int
@@ -71,33 +73,33 @@ class Report(NamedTuple):
     refusals: int
     violations: int
     story: tuple[str, ...]
-    """The shortest way to the first violation, and the violation."""
+    """The shortest path to the first violation, and the violation."""
     seconds: float
 
 
 def explore(tree: Tree) -> Report:
     """Visit every reachable joint state of the tree. Stops at the first depth with a violation."""
     began = time.perf_counter()
-    world = Harness(tree)
-    start = world.freeze()
+    harness = Harness(tree)
+    start = harness.freeze()
     came_from: dict[Snapshot, tuple[Snapshot, Move, int] | None] = {start: None}
     frontier = deque((start,))
     transitions = refusals = 0
     while frontier:
         here = frontier.popleft()
-        world.restore(here)
-        for move in tuple(world.moves()):
+        harness.restore(here)
+        for move in tuple(harness.moves()):
             fail_after = NEVER
             while True:
-                world.restore(here)
+                harness.restore(here)
                 transitions += 1
                 refusals += move.what is What.REFUSED
                 try:
-                    broke = world.perform(move, fail_after)
+                    broke = harness.perform(move, fail_after)
                 except Violation as violation:
-                    story = (*_story(tree, came_from, here), _told(tree, move, fail_after), f"=> {violation}")
+                    story = (*_story(tree, came_from, here), _describe(tree, move, fail_after), f"=> {violation}")
                     return Report(tree.name, len(came_from), transitions, refusals, 1, story, time.perf_counter() - began)
-                there = world.freeze()
+                there = harness.freeze()
                 if there not in came_from:
                     came_from[there] = (here, move, fail_after)
                     frontier.append(there)
@@ -112,23 +114,23 @@ def _story(tree: Tree, came_from: dict[Snapshot, tuple[Snapshot, Move, int] | No
     step = came_from[snapshot]
     while step is not None:
         before, move, fail_after = step
-        steps.append(_told(tree, move, fail_after))
+        steps.append(_describe(tree, move, fail_after))
         step = came_from[before]
     return tuple(reversed(steps))
 
 
-def _told(tree: Tree, move: Move, fail_after: int) -> str:
-    """A move in words."""
+def _describe(tree: Tree, move: Move, fail_after: int) -> str:
+    """Describe a move in words."""
     name, event = tree.units[move.unit].name, move.event.name
     words = {
         What.FORWARD: f"{name}: {event}",
-        What.BACKWARD: f"{name}: {event}" + MANNERS.get(move.sync, ""),
-        What.REPLAY: f"{name}: PRE_RECOMPUTE, POST_RECOMPUTE" + MANNERS.get(move.sync, ""),
+        What.BACKWARD: f"{name}: {event}" + KINDS.get(move.sync, ""),
+        What.RECOMPUTE: f"{name}: PRE_RECOMPUTE, POST_RECOMPUTE" + KINDS.get(move.sync, ""),
         What.CLOSE: "all: " + ", ".join(["FORWARD_FAILED"] * move.depth + [event]),
-        What.PREFETCH: f"{name}: prefetch wants it",
+        What.PREFETCH: f"{name}: prefetched",
         What.OPTIMIZER_STEP: "the optimizer steps",
         What.GRAPHS_DROPPED: "the user drops every graph",
-        What.LOAN: f"{name}: {event}",
+        What.SUMMON: f"{name}: {event}",
         What.ABANDON: "all: STEP_ABANDONED",
         What.REFUSED: f"{name}: {event}, which must be refused",
     }[move.what]
@@ -136,7 +138,7 @@ def _told(tree: Tree, move: Move, fail_after: int) -> str:
 
 
 def chosen(name: str) -> Sequence[Tree]:
-    """The trees of that name, or all of them."""
+    """Return the trees of that name, or all of them."""
     return [tree for tree in TREES if name in ("all", tree.name)]
 
 

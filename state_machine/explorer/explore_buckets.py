@@ -1,6 +1,6 @@
-"""Visits every state that a few buckets can reach together on one or two ranks, and reports the shortest way to a broken promise.
+"""Visits every reachable joint state of a few buckets on one or two ranks, and reports the shortest path to a violated invariant.
 
-As explore.py does for units: breadth first, from rest, without a bound on depth.
+The search is that of explore.py: breadth first, from rest, without a bound on depth.
 """
 
 import time
@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any, Final
 
 from state_machine.bucket import BucketEvent, BucketKind, BucketState
-from state_machine.explorer.bucket_harness import BucketWorld, Move, Part, Scene, Violation, What
+from state_machine.explorer.bucket_harness import BucketHarness, Move, Part, Scene, Violation, What
 from state_machine.explorer.explore import Report
 
 ORDINARY, BEHIND, EARLY, UNUSED, AT_END = BucketKind
@@ -43,36 +43,36 @@ SCENES: Final = (
 
 
 def explore_buckets(scene: Scene, used: set[tuple[BucketKind, BucketState, BucketEvent]] | None = None) -> Report:
-    """Visit every reachable joint state of the scene. Stops at the first depth with a violation. `used` gets the rows taken."""
+    """Visit every reachable joint state of the scene. Stops at the first violation. `used` gets the rows that were used."""
     began = time.perf_counter()
-    world = BucketWorld(scene)
-    start = world.freeze()
+    harness = BucketHarness(scene)
+    start = harness.freeze()
     came_from: dict[Any, tuple[Any, Move] | None] = {start: None}
     frontier = deque((start,))
     transitions = 0
     story: tuple[str, ...] = ()
     while frontier and not story:
         here = frontier.popleft()
-        world.restore(here)
+        harness.restore(here)
         try:
-            moves = tuple(world.moves())
+            moves = tuple(harness.moves())
         except Violation as violation:
             story = (*_story(came_from, here), f"=> {violation}")
             break
         for move in moves:
-            world.restore(here)
+            harness.restore(here)
             transitions += 1
             try:
-                world.perform(move)
+                harness.perform(move)
             except Violation as violation:
-                story = (*_story(came_from, here), *_told(move, here), f"=> {violation}")
+                story = (*_story(came_from, here), *_describe(move, here), f"=> {violation}")
                 break
-            there = world.freeze()
+            there = harness.freeze()
             if there not in came_from:
                 came_from[there] = (here, move)
                 frontier.append(there)
     if used is not None:
-        used |= world.used
+        used |= harness.used
     return Report(scene.name, len(came_from), transitions, 0, int(bool(story)), story, time.perf_counter() - began)
 
 
@@ -81,13 +81,13 @@ def _story(came_from: dict[Any, tuple[Any, Move] | None], state: Any) -> tuple[s
     step = came_from[state]
     while step is not None:
         before, move = step
-        steps += _told(move, before)
+        steps += _describe(move, before)
         step = came_from[before]
     return tuple(reversed(steps))
 
 
-def _told(move: Move, before: Any) -> tuple[str, ...]:
-    """A move in words; what a rank does by itself is the name of what it was about to do."""
+def _describe(move: Move, before: Any) -> tuple[str, ...]:
+    """Describe a move in words. A step that a rank takes by itself is described by its name in `todo`."""
     if move.what is What.GOES_ON:
         todo = before[1][move.rank][4][7]
         return (f"rank {move.rank}: {' '.join(str(one) for one in todo[0])}",)

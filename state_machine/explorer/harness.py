@@ -1,8 +1,9 @@
-"""A world in which the moves of the model are done: the real machines, an engine that obeys them, and the bystander.
+"""Executes the moves of the model: the real machines, a minimal engine, and the invariant monitor.
 
-The engine here is the shortest that obeys `Root`, `Lifecycle` and `Residency`. Any of its effects can be made to fail
-half-way (`fail_after`); then the step is abandoned, as the real engine does, and nothing may remain. Not broken off: what
-only gives memory back or shows a face, the commits (all that can fail comes before the first), and a wait inside RESHARD.
+The engine here is the shortest that follows `Root`, `Lifecycle` and `Residency`. Each of its effects can be made to fail
+half-way (`fail_after`). Then the step is abandoned, as in the real engine, and must leave nostep behind. Some effects never
+fail: those that only free memory or change what the modules use, the commits (everystep that can fail is before the first), and
+a wait in RESHARD.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from state_machine.table import BackwardEvent, BackwardState, ReshardPolicy
 from state_machine.vocabulary import Action, Event, State
 
 
-class Breakage(Exception):
+class EffectFailed(Exception):
     """An effect of the engine failed half-way."""
 
 
@@ -28,7 +29,7 @@ Snapshot = tuple[tuple[UnitSnapshot, ...], tuple[int, ...], Sync, bool, bool, in
 STATES: Final = {state.value: state for state in State}
 RESIDENCES: Final = {state.value: state for state in ResidencyState}
 COPIES: Final = {state.value: state for state in CopyState}
-ASKS: Final = {Action.UNSHARD: Request.UNSHARD, Action.KEEP_UNSHARDED: Request.CACHE, Action.RESHARD: Request.RESHARD}
+REQUESTS: Final = {Action.UNSHARD: Request.UNSHARD, Action.KEEP_UNSHARDED: Request.CACHE, Action.RESHARD: Request.RESHARD}
 MAY_FAIL: Final = frozenset(
     {
         Effect.ALL_GATHER,
@@ -41,15 +42,15 @@ MAY_FAIL: Final = frozenset(
     }
 )
 BEGINS: Final = {
-    Sync.SYNCHRONISING: BackwardEvent.SYNC_BEGINS,
-    Sync.COMMITTING: BackwardEvent.NO_SYNC_BEGINS,
-    Sync.ASKING: BackwardEvent.GRAD_ONLY_BEGINS,
+    Sync.SYNC: BackwardEvent.SYNC_BEGINS,
+    Sync.NO_SYNC: BackwardEvent.NO_SYNC_BEGINS,
+    Sync.AUTOGRAD_GRAD: BackwardEvent.GRAD_ONLY_BEGINS,
 }
 RUNS: Final = {
     Sync.NO_BACKWARD: (BackwardState.RESTING, BackwardState.RESTING_INSIDE),
-    Sync.SYNCHRONISING: (BackwardState.RUNNING_SYNC,),
-    Sync.COMMITTING: (BackwardState.RUNNING_NO_SYNC,),
-    Sync.ASKING: (BackwardState.RUNNING_NO_GRADS,),
+    Sync.SYNC: (BackwardState.RUNNING_SYNC,),
+    Sync.NO_SYNC: (BackwardState.RUNNING_NO_SYNC,),
+    Sync.AUTOGRAD_GRAD: (BackwardState.RUNNING_NO_GRADS,),
 }
 ENDS: Final = {
     (False, False): BackwardEvent.CALLBACK_RUNS,
@@ -57,33 +58,33 @@ ENDS: Final = {
     (True, False): BackwardEvent.FAILS,
     (True, True): BackwardEvent.FAILS_INSIDE,
 }
-"""How a backward ends, by whether it fails and whether a forward runs around it."""
+"""The event at the end of a backward, by whether it fails and whether it runs inside a forward."""
 NEVER: Final = -1
 
 
 class Harness:
-    """The units of one tree, the engine that obeys the machines, and the bystander."""
+    """The units of one tree, a minimal engine, and the invariant monitor."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self.order = tuple(range(len(tree.units)))
         self.model = Model(tree)
-        self.root = Root([Lifecycle(unit.name, unit.strategy) for unit in tree.units])
+        self.root = Root([Lifecycle(unit.name, unit.reshard_policy) for unit in tree.units])
         self.residencies = tuple(Residency(unit.name) for unit in tree.units)
-        keeps = tuple(unit.strategy is not ReshardPolicy.AFTER_FORWARD for unit in tree.units)
-        always = tuple(unit.strategy is ReshardPolicy.NEVER for unit in tree.units)
+        keeps = tuple(unit.reshard_policy is not ReshardPolicy.AFTER_FORWARD for unit in tree.units)
+        always = tuple(unit.reshard_policy is ReshardPolicy.NEVER for unit in tree.units)
         self.seen = InvariantMonitor(tuple(unit.name for unit in tree.units), keeps, always)
         self.live = 0
         """The units that some graph can reach, one bit each."""
         self.pending_return = [False] * len(tree.units)
-        """The loan ended by itself (the step was abandoned); the user will still give it back."""
+        """Whether the step was abandoned while the unit was summoned: the user has still to leave `summon_full_params`."""
         self.fail_after = NEVER
-        """How many effects from now one fails."""
+        """The number of effects before the one that fails."""
 
-    # snapshots: the explorer stands outside the machines, and is the only one that may put them anywhere
+    # snapshots: only the explorer may set the states of the machines
 
     def freeze(self) -> Snapshot:
-        """Everything that decides what can come next, hashable. The story of a unit decides nothing."""
+        """Return everystep that the next moves depend on, hashable. They do not depend on the story of a unit."""
         units = tuple(
             (life._state._value_, home._state._value_, copy._state._value_, pending_return, facts.freeze())
             for life, home, copy, pending_return, facts in zip(
@@ -94,7 +95,7 @@ class Harness:
         return (units, seen.path, seen.sync, seen.may_step, seen.evaluates, self.live, self.root._backward)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Undo `freeze`."""
+        """Restore a snapshot of `freeze`."""
         seen = self.seen
         units, seen.path, seen.sync, seen.may_step, seen.evaluates, self.live, self.root._backward = snapshot
         self.seen.queued = self.seen.sync is not Sync.NO_BACKWARD
@@ -107,56 +108,56 @@ class Harness:
             self.seen.facts[unit].restore(facts)
 
     def moves(self) -> Iterator[Move]:
-        """Every move that is legal now, and some that must be refused."""
+        """Yield every move that is legal now, and some that must be refused."""
         return self.model.moves(self.seen, self.live, self.pending_return)
 
-    # doing it
+    # executing moves
 
     def perform(self, move: Move, fail_after: int = NEVER) -> bool:
-        """Do it, let the engine obey, let the bystander look. Return whether an effect failed on the way.
+        """Execute a move and check the invariants. Return whether an effect failed on the way.
 
         Raises:
-            Violation: a promise is broken, or a legal move is refused.
+            Violation: an invariant is violated, or a legal move is refused.
         """
         self.fail_after = fail_after
-        stashed = tuple(facts.stashed for facts in self.seen.facts)
+        accumulated = tuple(facts.accumulated for facts in self.seen.facts)
         try:
-            return self._act_or_abandon(move, stashed)
+            return self._act_or_abandon(move, accumulated)
         except (IllegalTransition, RuntimeError) as refused:
             raise Violation(f"a legal move was refused: {refused}") from refused
 
-    def _act_or_abandon(self, move: Move, stashed: tuple[bool, ...]) -> bool:
+    def _act_or_abandon(self, move: Move, accumulated: tuple[bool, ...]) -> bool:
         try:
-            self._act(move, stashed)
-        except Breakage:
+            self._act(move, accumulated)
+        except EffectFailed:
             self.fail_after = NEVER
-            self._abandon(stashed)
+            self._abandon(accumulated)
             return True
         self.seen.check()
         if self.root.backward not in RUNS[self.seen.sync]:
-            raise Violation(f"the backward is {self.root.backward.name}, and what runs is {self.seen.sync.name}")
+            raise Violation(f"the backward is {self.root.backward.name}, but the backward that runs is {self.seen.sync.name}")
         return False
 
-    def _act(self, move: Move, stashed: tuple[bool, ...]) -> None:
+    def _act(self, move: Move, accumulated: tuple[bool, ...]) -> None:
         unit, event = move.unit, move.event
         match move.what:
             case What.FORWARD:
                 if event is Event.PRE_FORWARD and not self.seen.path:
-                    self._begin_pass(stashed, move.evaluates)
+                    self._begin_pass(accumulated, move.evaluates)
                 self._move_forward(unit, event)
-            case What.BACKWARD | What.REPLAY:
+            case What.BACKWARD | What.RECOMPUTE:
                 self.seen.sync = move.sync
                 self._move_backward(unit, event)
-                if move.what is What.REPLAY:
+                if move.what is What.RECOMPUTE:
                     self.seen.check()
-                    self._hear(unit, Event.POST_RECOMPUTE)
+                    self._on_event(unit, Event.POST_RECOMPUTE)
             case What.CLOSE:
                 for _ in range(move.depth):
                     self._move_forward(self.seen.path[-1], Event.FORWARD_FAILED)
                 kind = ENDS[event is Event.BACKWARD_FAILED, self._is_inside]
-                self._close(event, self.root.end_backward(kind, self.order), stashed)
+                self._close(event, self.root.end_backward(kind, self.order), accumulated)
             case What.PREFETCH:
-                self._ask(unit, Request.PREFETCH)
+                self._request(unit, Request.PREFETCH)
             case What.OPTIMIZER_STEP:
                 for facts, always in zip(self.seen.facts, self.seen.always, strict=True):
                     if facts.copy != NOWHERE:
@@ -164,37 +165,37 @@ class Harness:
                 self.live = 0
             case What.GRAPHS_DROPPED:
                 self.live = 0
-            case What.LOAN:
+            case What.SUMMON:
                 self.pending_return[unit] = False
-                self._hear(unit, event)
+                self._on_event(unit, event)
             case What.ABANDON:
-                self._abandon(stashed)
+                self._abandon(accumulated)
             case What.REFUSED:
                 self._expect_refusal(unit, event)
 
-    def _begin_pass(self, stashed: tuple[bool, ...], evaluates: bool) -> None:
+    def _begin_pass(self, accumulated: tuple[bool, ...], evaluates: bool) -> None:
         dead = self.root.end_backward(BackwardEvent.PASS_BEGINS, self.order)
         if (dead is None) is not (self.seen.sync is Sync.NO_BACKWARD):
-            raise Violation("a dead backward was not noticed, or one that is not there was")
+            raise Violation("a failed backward was not noticed, or one was noticed that does not exist")
         if dead is not None:
-            self._close(Event.BACKWARD_FAILED, dead, stashed)
-        self.seen.forward_begins(evaluates)
+            self._close(Event.BACKWARD_FAILED, dead, accumulated)
+        self.seen.begin_pass(evaluates)
         event = CopyEvent.EVALUATION_BEGINS if evaluates else CopyEvent.PASS_BEGINS
-        asked = [unit for unit in self.order if CopyAction.ASK in self._tell_copy(unit, event)]
-        # the ranks compare counters and checksums, which no change escapes
-        changed = any(self.seen.facts[unit].stale != SAME for unit in asked)
-        for unit in asked:
+        compared = [unit for unit in self.order if CopyAction.ASK in self._copy_event(unit, event)]
+        # the ranks compare version counters and checksums, which show every change
+        changed = any(self.seen.facts[unit].stale != SAME for unit in compared)
+        for unit in compared:
             self.seen.facts[unit].doubt = self.seen.facts[unit].doubt or changed
-            self._tell_copy(unit, CopyEvent.WEIGHTS_CHANGED if changed else CopyEvent.WEIGHTS_SAME)
+            self._copy_event(unit, CopyEvent.WEIGHTS_CHANGED if changed else CopyEvent.WEIGHTS_SAME)
         for unit in self.order:
             if self.seen.always[unit] and self.seen.facts[unit].stale != SAME:
                 raise Violation(f"{self.tree.units[unit].name}: a stale copy was kept from pass to pass")
 
-    def _tell_copy(self, unit: int, event: CopyEvent) -> tuple[CopyAction, ...]:
+    def _copy_event(self, unit: int, event: CopyEvent) -> tuple[CopyAction, ...]:
         actions = self.root.copies[unit].on(event)
         if CopyAction.DROP in actions:
             self.seen.drop(unit)
-            self._ask(unit, Request.RESHARD)
+            self._request(unit, Request.RESHARD)
         return actions
 
     def _move_forward(self, unit: int, event: Event) -> None:
@@ -204,13 +205,13 @@ class Harness:
                 self.live |= 1 << unit
         else:
             self.seen.path = self.seen.path[:-1]
-        self._hear(unit, event)
+        self._on_event(unit, event)
         if event is Event.PRE_FORWARD:
             self.seen.check_used(unit)
         if not self.seen.path:
             failed = event is Event.FORWARD_FAILED
             for other in self.order:
-                self._ask(other, Request.PASS_FAILS if failed else Request.PASS_ENDS)
+                self._request(other, Request.PASS_FAILS if failed else Request.PASS_ENDS)
             if self.seen.evaluates:
                 self.root.evaluation_ends()
                 for facts in self.seen.facts:
@@ -222,11 +223,11 @@ class Harness:
         if event is Event.PRE_BACKWARD or event is Event.PRE_RECOMPUTE:
             facts.open = True
         elif event is Event.GRAD_ACCUMULATED:
-            # late entry: who knows what else of the unit will compute without announcing itself
+            # late entry: other parts of the unit may compute without an event
             facts.open = facts.open or facts.reduction == NONE
             facts.arrived = True
-            if self.seen.sync is Sync.ASKING:
-                self.seen.sync = Sync.SYNCHRONISING
+            if self.seen.sync is Sync.AUTOGRAD_GRAD:
+                self.seen.sync = Sync.SYNC
         elif event is Event.EXTERNAL_GRAD:
             facts.arrived = True
         elif event is Event.INPUT_GRADS_DONE or event is Event.POST_BACKWARD_NO_SYNC:
@@ -235,46 +236,46 @@ class Harness:
             facts.open = False
             facts.arrived = True
         if event is Event.POST_BACKWARD or event is Event.POST_BACKWARD_NO_SYNC:
-            told = self.root.complete()
-            if told is not event:
-                raise Violation(f"{self.tree.units[unit].name}: told {told.name} where {event.name} is true")
-        self._hear(unit, event)
+            found = self.root.post_backward_event()
+            if found is not event:
+                raise Violation(f"{self.tree.units[unit].name}: got {found.name} where {event.name} is true")
+        self._on_event(unit, event)
         if unit not in self.seen.path and facts.open:
             self.seen.check_used(unit)
 
     @property
     def _is_inside(self) -> bool:
-        """Whether a backward that ends now ends inside a forward. Where nobody steps there, it need not be known."""
+        """Whether a backward that ends now ends inside a forward. It matters only if an optimizer may step there."""
         return bool(self.seen.path) and self.tree.scope.stepping
 
-    def _close(self, event: Event, instructions: tuple[Instruction, ...] | None, stashed: tuple[bool, ...]) -> None:
+    def _close(self, event: Event, instructions: tuple[Instruction, ...] | None, accumulated: tuple[bool, ...]) -> None:
         for facts in self.seen.facts:
             facts.open = False
         if self._is_inside:
             self.seen.backward_inside()
-        self._obey(instructions, event)
+        self._execute(instructions, event)
         self.seen.sync = Sync.NO_BACKWARD
-        self.seen.check_closed(stashed, event)
+        self.seen.check_closed(accumulated, event)
         self._check_at_rest()
 
-    def _abandon(self, stashed: tuple[bool, ...]) -> None:
+    def _abandon(self, accumulated: tuple[bool, ...]) -> None:
         path, self.seen.path = self.seen.path, ()
         self.seen.sync = Sync.NO_BACKWARD
         self.seen.committing.clear()
         for unit, facts in enumerate(self.seen.facts):
             facts.open = False
             self.pending_return[unit] = self.pending_return[unit] or facts.full_params
-        self._obey(self.root.end_backward(BackwardEvent.STEP_ABANDONED, self.order), Event.STEP_ABANDONED)
-        # the exception that made us give up now passes through the forwards it came from
+        self._execute(self.root.end_backward(BackwardEvent.STEP_ABANDONED, self.order), Event.STEP_ABANDONED)
+        # the exception now leaves the forwards that it came from
         for unit in reversed(path):
-            self._hear(unit, Event.FORWARD_FAILED)
-        self.seen.check_abandoned(stashed)
+            self._on_event(unit, Event.FORWARD_FAILED)
+        self.seen.check_abandoned(accumulated)
         if not self.root.at_rest:
-            raise Violation("given up, and the root is not at rest")
+            raise Violation("abandoned, but the root is not at rest")
 
     def _check_at_rest(self) -> None:
         if self.root.backward is not (BackwardState.RESTING_INSIDE if self._is_inside else BackwardState.RESTING):
-            raise Violation("the backward is closed, and runs")
+            raise Violation("the backward is over, but still runs")
         for unit, life in enumerate(self.root.lifecycles):
             if unit not in self.seen.path and not self.seen.facts[unit].full_params and life.state is not State.IDLE:
                 raise Violation(f"{life.unit}: the backward is over and it is {life.state.name}")
@@ -290,23 +291,23 @@ class Harness:
         else:
             raise Violation(f"{life.unit}: {event.name} was not refused")
 
-    # the engine, in short: what the machines say is done
+    # the minimal engine
 
-    def _hear(self, unit: int, event: Event) -> None:
+    def _on_event(self, unit: int, event: Event) -> None:
         instructions = self.root.on_event(unit, event)
-        self._obey(instructions, event)
-        self.seen.answered(unit, event, tuple(one.action for one in instructions))
+        self._execute(instructions, event)
+        self.seen.after_event(unit, event, tuple(one.action for one in instructions))
 
-    def _obey(self, instructions: tuple[Instruction, ...] | None, event: Event) -> None:
+    def _execute(self, instructions: tuple[Instruction, ...] | None, event: Event) -> None:
         for unit, action in instructions or ():
-            ask = ASKS.get(action)
-            if ask is not None:
-                self._ask(unit, ask)
+            request = REQUESTS.get(action)
+            if request is not None:
+                self._request(unit, request)
             elif action is Action.DROP_STALE:
                 moved = self.seen.facts[unit].stale == SHOWN
-                self._tell_copy(unit, CopyEvent.USED_CHANGED if moved else CopyEvent.USED)
+                self._copy_event(unit, CopyEvent.USED_CHANGED if moved else CopyEvent.USED)
             else:
-                self._burn(action)
+                self._count_down(action)
                 self.seen.action(unit, action, event)
                 if action is Action.JOIN_BACKWARD:
                     self.root.begin(BEGINS[self.seen.sync])
@@ -314,18 +315,18 @@ class Harness:
                     self.root.copies[unit].on(CopyEvent.COMMITTED)
                     self.seen.facts[unit].doubt = self.seen.facts[unit].doubt or self.seen.always[unit]
 
-    def _ask(self, unit: int, ask: Request) -> None:
-        for effect in self.residencies[unit].on(ask):
+    def _request(self, unit: int, request: Request) -> None:
+        for effect in self.residencies[unit].on(request):
             if effect is Effect.ALL_GATHER:
-                actions = self.root.gather(unit)
+                actions = self.root.before_gather(unit)
                 self.seen.gathers(unit, CopyAction.CHECK in actions, CopyAction.WAIT in actions, CopyAction.SUM in actions)
-            self._burn(effect)
+            self._count_down(effect)
             self.seen.effect(unit, effect)
             if effect is Effect.FREE_UNSHARDED:
                 self.root.copies[unit].on(CopyEvent.RELEASED)
 
-    def _burn(self, thing: Action | Effect) -> None:
-        if self.fail_after != NEVER and thing in MAY_FAIL:
+    def _count_down(self, step: Action | Effect) -> None:
+        if self.fail_after != NEVER and step in MAY_FAIL:
             if self.fail_after == 0:
-                raise Breakage
+                raise EffectFailed
             self.fail_after -= 1

@@ -1,12 +1,13 @@
-"""An independent statement of the promises: what may never be seen, whatever the tables say.
+"""The invariants of the units of one root, stated without the tables.
 
-Rule 1: the bystander sees what happens to units (a call, a gradient) and what the engine does (actions, effects).
-Rule 2: it never reads a table. If it did, it would believe the very thing it is there to doubt.
+Rule 1: the monitor sees what happens to units (a call, a gradient) and what the engine does (actions, effects).
+Rule 2: it never reads a table, because it checks the tables.
 
-P2  what computes is in memory, shown and not stale; no memory is given back under a gather; none is gathered twice.
-P3  what arrived in a synchronising backward is reduced exactly once, before the commit.
-P4  one callback per backward; after it every unit is IDLE and sharded, and nothing is in flight.
-P5  a failed pass leaves no gradient and no loan; what earlier backwards stashed under `no_sync` survives.
+P2  A unit that computes has current unsharded parameters in memory, and its modules use them. No memory is freed during an
+    all-gather, and no unit is gathered twice.
+P3  Gradients of a backward that synchronises are reduced exactly once, before the commit.
+P4  A backward has one final callback. After it every unit is IDLE and sharded, and nothing is in flight.
+P5  A failed pass leaves no gradients and no full parameters. Gradients accumulated under `no_sync` by earlier backwards survive.
 """
 
 from enum import Enum, auto
@@ -18,39 +19,39 @@ from state_machine.vocabulary import Action, Event
 NOWHERE, IN_FLIGHT, IN_MEMORY = 0, 1, 2
 """Where the copy of a unit's parameters is."""
 NONE, REDUCING, REDUCED = 0, 1, 2
-"""Where the reduction of a unit's gradients is: none, in flight, awaited and not committed."""
+"""The reduction of a unit's gradients: none, in flight, or finished and not committed."""
 
 SAME, HIDDEN, SHOWN = 0, 1, 2
-"""Whether the weights have changed since the copy was gathered: no, without a trace on this rank, in its version counters."""
+"""Whether the weights have changed since the gather: no, yes without a trace on this rank, yes with changed version counters."""
 
 Seen = tuple[int, bool, int, bool, bool, int, bool, bool, bool]
 
 
 class Violation(AssertionError):
-    """A promise was broken, or a legal move was refused."""
+    """An invariant was violated, or a legal move was refused."""
 
 
 class Sync(Enum):
-    """Which backward runs."""
+    """The kind of the backward that runs."""
 
     NO_BACKWARD = auto()
-    SYNCHRONISING = auto()
-    COMMITTING = auto()
-    """Under `no_sync`."""
-    ASKING = auto()
-    """`torch.autograd.grad`: it synchronises from the first gradient on, if one comes."""
+    SYNC = auto()
+    NO_SYNC = auto()
+    """A backward under `no_sync`."""
+    AUTOGRAD_GRAD = auto()
+    """`torch.autograd.grad`. It synchronises from the first accumulated gradient on, if there is one."""
 
 
 class Facts:
-    """What the bystander knows of one unit."""
+    """What the monitor knows about one unit."""
 
-    __slots__ = ("arrived", "copy", "doubt", "full_params", "open", "reduction", "shown", "stale", "stashed")
+    __slots__ = ("accumulated", "arrived", "copy", "doubt", "full_params", "open", "reduction", "shown", "stale")
 
     def __init__(self) -> None:
         self.restore((NOWHERE, False, SAME, False, False, NONE, False, False, False))
 
     def freeze(self) -> Seen:
-        """Everything, hashable."""
+        """Return all facts, hashable."""
         return (
             self.copy,
             self.shown,
@@ -58,28 +59,28 @@ class Facts:
             self.open,
             self.arrived,
             self.reduction,
-            self.stashed,
+            self.accumulated,
             self.full_params,
             self.doubt,
         )
 
     def restore(self, seen: Seen) -> None:
-        """Undo `freeze`."""
+        """Restore the facts of `freeze`."""
         (
             self.copy,
             self.shown,
             self.stale,  # whether the shards changed since the copy was gathered
-            self.open,  # a backward has reached it and its gradients are not complete
-            self.arrived,  # a gradient came and is not reduced
+            self.open,  # a backward has entered the unit and its gradients are not complete
+            self.arrived,  # a gradient was accumulated and is not reduced
             self.reduction,
-            self.stashed,  # gradients kept whole by earlier backwards under `no_sync`
+            self.accumulated,  # gradients accumulated by earlier backwards under `no_sync`
             self.full_params,
-            self.doubt,  # since the gather something has happened after which the shards may have changed on some rank
+            self.doubt,  # the shards may have changed on some rank since the gather
         ) = seen
 
 
 EXPECTED: Final = {
-    # actions that a fact of the event itself demands or forbids, whatever the state
+    # the only events that may cause an action, in any state
     Action.HOOK_OUTPUTS: (Event.POST_FORWARD, Event.POST_RECOMPUTE),
     Action.COMMIT: (Event.FINAL_CALLBACK,),
     Action.FLUSH_GRADS: (Event.FINAL_CALLBACK,),
@@ -92,28 +93,28 @@ EXPECTED: Final = {
 
 
 class InvariantMonitor:
-    """Watches the units of one root. Raises Violation the moment a promise is broken."""
+    """Watches the units of one root, and raises Violation as soon as an invariant is violated."""
 
     __slots__ = ("always", "committing", "evaluates", "facts", "keeps", "may_step", "names", "path", "queued", "sync")
 
     def __init__(self, names: tuple[str, ...], keeps: tuple[bool, ...], always: tuple[bool, ...]) -> None:
         self.names = names
         self.keeps = keeps
-        """Which units may be in memory and not compute."""
+        """The units that may be in memory and not compute."""
         self.always = always
-        """Which may be in memory after the backward too."""
+        """The units that may be in memory after the backward too."""
         self.facts = tuple(Facts() for _ in names)
         self.path: tuple[int, ...] = ()
         """The units whose forward runs, outermost first."""
         self.sync = Sync.NO_BACKWARD
         self.may_step = False
-        """A backward inside the forward that runs is over, so that an optimizer may step before the forward ends."""
+        """Whether a backward inside the current forward is over, so that an optimizer may step before the forward ends."""
         self.evaluates = False
-        """The forward that runs records no graph."""
+        """Whether the current forward records no graph."""
         self.queued = False
-        """The callback of this backward is queued."""
+        """Whether the final callback of this backward is queued."""
         self.committing: list[int] = []
-        """Who committed since the backward closed."""
+        """The units that have committed since the backward ended."""
 
     def require(self, condition: bool, unit: int, what: str) -> None:
         """Raise Violation unless `condition`."""
@@ -121,7 +122,7 @@ class InvariantMonitor:
             raise Violation(f"{self.names[unit]}: {what}")
 
     def effect(self, unit: int, effect: Effect) -> None:
-        """Something happened to the memory of a unit."""
+        """Record an effect on the memory of a unit."""
         facts = self.facts[unit]
         match effect:
             case Effect.ALL_GATHER:
@@ -133,21 +134,21 @@ class InvariantMonitor:
                 if facts.copy == IN_FLIGHT:
                     facts.copy = IN_MEMORY
             case Effect.USE_UNSHARDED:
-                self.require(facts.copy == IN_MEMORY, unit, "showed parameters that are not in memory")
+                self.require(facts.copy == IN_MEMORY, unit, "used parameters that are not in memory")
                 facts.shown = True
             case Effect.USE_SHARDED:
                 facts.shown = False
             case Effect.FREE_UNSHARDED:
-                self.require(facts.copy != IN_FLIGHT, unit, "released memory under a gather in flight")
-                self.require(not facts.shown, unit, "released memory that the modules still show")
+                self.require(facts.copy != IN_FLIGHT, unit, "freed memory during an all-gather")
+                self.require(not facts.shown, unit, "freed memory that the modules still use")
                 facts.copy = NOWHERE
                 facts.stale = SAME
                 facts.doubt = False
 
     def action(self, unit: int, action: Action, event: Event) -> None:
-        """The engine did something other than moving memory, in answer to `event`."""
+        """Record an action that the engine has executed for `event`."""
         facts = self.facts[unit]
-        self.require(event in EXPECTED.get(action, (event,)), unit, f"{action.name} in answer to {event.name}")
+        self.require(event in EXPECTED.get(action, (event,)), unit, f"{action.name} for {event.name}")
         self.require(
             not self.committing or action in (Action.COMMIT, Action.ACCUMULATE_UNSHARDED),
             unit,
@@ -162,19 +163,19 @@ class InvariantMonitor:
                 facts.arrived = False
                 facts.reduction = REDUCING
             case Action.FLUSH_GRADS:
-                if facts.arrived or (facts.stashed and facts.reduction == NONE):
+                if facts.arrived or (facts.accumulated and facts.reduction == NONE):
                     facts.arrived = False
                     facts.reduction = REDUCING
             case Action.COMMIT:
                 self.require(unit not in self.committing, unit, "committed twice")
                 self.require(not facts.arrived, unit, "committed before a gradient that arrived was reduced")
-                self.require(not facts.stashed or facts.reduction != NONE, unit, "committed without what no_sync stashed")
+                self.require(not facts.accumulated or facts.reduction != NONE, unit, "committed without the gradients of no_sync")
                 facts.reduction = NONE
-                facts.stashed = False
+                facts.accumulated = False
                 self.committing.append(unit)
             case Action.ACCUMULATE_UNSHARDED:
                 self.committing.append(unit)
-                facts.stashed = facts.stashed or facts.arrived
+                facts.accumulated = facts.accumulated or facts.arrived
                 facts.arrived = False
             case Action.WAIT_REDUCTIONS:
                 self.effect(unit, Effect.WAIT_ALL_GATHER)
@@ -184,108 +185,112 @@ class InvariantMonitor:
                 facts.arrived = False
                 facts.reduction = NONE
             case Action.GATHER_FULL:
-                self.require(facts.copy == NOWHERE, unit, "lent full parameters beside a whole copy")
+                self.require(facts.copy == NOWHERE, unit, "gathered full parameters beside an unsharded copy")
                 facts.full_params = True
             case Action.WRITE_BACK:
-                self.require(facts.full_params, unit, "wrote back what was not lent")
+                self.require(facts.full_params, unit, "wrote back parameters that were not summoned")
             case Action.FREE_FULL:
                 facts.full_params = False
 
-    def answered(self, unit: int, event: Event, actions: tuple[Action, ...]) -> None:
-        """What must be among the answers to an event, seen from outside."""
+    def after_event(self, unit: int, event: Event, actions: tuple[Action, ...]) -> None:
+        """Check that the actions for an event include those that it requires."""
         facts = self.facts[unit]
-        self.require(self.queued or self.sync is Sync.NO_BACKWARD, unit, "a backward touched a unit and no callback is queued")
+        self.require(
+            self.queued or self.sync is Sync.NO_BACKWARD, unit, "a backward has entered a unit and no callback is queued"
+        )
         if event is Event.POST_FORWARD or event is Event.POST_RECOMPUTE:
-            self.require(Action.HOOK_OUTPUTS in actions, unit, "nobody watches its outputs")
+            self.require(Action.HOOK_OUTPUTS in actions, unit, "its outputs have no hooks")
         elif event is Event.POST_BACKWARD:
             self.require(not facts.arrived, unit, "its gradients are complete and not reduced")
         elif event is Event.SUMMON:
-            self.require(facts.full_params, unit, "asked for, and not lent")
+            self.require(facts.full_params, unit, "summoned, but it has no full parameters")
         elif event is Event.UNSUMMON_WRITEBACK or event is Event.UNSUMMON_DISCARD:
-            self.require(not facts.full_params, unit, "given back, and still lent")
+            self.require(not facts.full_params, unit, "unsummoned, but it still has full parameters")
 
     def computes(self, unit: int) -> bool:
-        """Does its forward, a replay of it, or its backward run now?"""
+        """Whether its forward, a recompute of it, or its backward runs now."""
         return self.facts[unit].open or unit in self.path
 
     def check(self) -> None:
-        """P2 and P8, at any moment: whole exactly where something computes."""
+        """Check P2 at any moment: a unit is unsharded if and only if it computes."""
         for unit, facts in enumerate(self.facts):
             if facts.full_params:
-                self.require(facts.copy == NOWHERE, unit, "lent, and gathered beside the loan")
+                self.require(facts.copy == NOWHERE, unit, "summoned, and gathered beside the full parameters")
             elif facts.open or unit in self.path:
                 self.require(facts.copy == IN_MEMORY, unit, "computes and its parameters are not in memory")
-                self.require(facts.shown, unit, "computes and its modules show the shards")
+                self.require(facts.shown, unit, "computes and its modules use the shards")
             else:
-                self.require(not facts.shown, unit, "shows whole parameters and nothing computes")
+                self.require(not facts.shown, unit, "its modules use unsharded parameters and nothing computes")
                 self.require(facts.copy != IN_MEMORY or self.keeps[unit], unit, "holds memory and nothing computes")
 
-    def forward_begins(self, evaluates: bool) -> None:
-        """A forward of the root begins: what may have changed before it did."""
+    def begin_pass(self, evaluates: bool) -> None:
+        """Begin a forward of the root: the weights may have changed before it."""
         self.evaluates = evaluates
         for unit, facts in enumerate(self.facts):
             facts.doubt = facts.doubt or evaluates or not self.always[unit]
 
     def backward_inside(self) -> None:
-        """A backward inside a forward is over. One that failed may come after one that brought gradients."""
+        """End a backward inside a forward. One that failed may follow one that accumulated gradients."""
         self.may_step = True
         for unit, facts in enumerate(self.facts):
-            # what other strategies hold is compared by version counters
+            # the copies of other reshard policies are checked by version counters
             facts.doubt = facts.doubt or self.always[unit]
 
     def check_used(self, unit: int) -> None:
-        """P2, when a forward or a backward has come to a unit."""
+        """Check P2 when a forward or a backward has entered a unit."""
         facts = self.facts[unit]
         self.require(facts.full_params or facts.stale == SAME, unit, "computes with a stale copy")
 
     def gathers(self, unit: int, checks: bool, waits: bool, sums: bool) -> None:
-        """What the engine does before a gather."""
+        """Check what the engine does before an all-gather."""
         self.require(checks or self.sync is not Sync.NO_BACKWARD, unit, "gathered shards that were not checked")
         self.require(
-            waits or not self.may_step or self.sync is not Sync.NO_BACKWARD, unit, "gathered shards that may be written now"
+            waits or not self.may_step or self.sync is not Sync.NO_BACKWARD,
+            unit,
+            "gathered shards that may be written at the same time",
         )
-        self.require(sums or not self.always[unit], unit, "gathered what will be asked for, without checksums")
+        self.require(sums or not self.always[unit], unit, "gathered without checksums for the later comparison")
 
     def drop(self, unit: int) -> None:
-        """The engine gives a copy back, to gather it anew if it is needed."""
+        """Check that a copy which the engine drops may be stale."""
         facts = self.facts[unit]
         needed = facts.copy == NOWHERE or facts.stale != SAME or facts.doubt
-        self.require(needed, unit, "dropped a copy that nothing has made stale")
+        self.require(needed, unit, "dropped a copy that is not stale")
 
     def check_pass_ended(self, failed: bool) -> None:
-        """When the forward of the root is over."""
+        """Check the units when the forward of the root is over."""
         self.may_step = False
         self.evaluates = False
         for unit, facts in enumerate(self.facts):
             self.require(facts.copy != IN_FLIGHT, unit, "the pass is over and a gather is in flight")
             self.require(facts.open or not failed or facts.copy == NOWHERE, unit, "the pass has failed and it is not sharded")
 
-    def check_closed(self, stashed: tuple[bool, ...], event: Event) -> None:
-        """P3, P4, P5, when a backward has closed."""
+    def check_closed(self, accumulated: tuple[bool, ...], event: Event) -> None:
+        """Check P3, P4 and P5 when a backward has ended."""
         for unit, facts in enumerate(self.facts):
             self.require(facts.reduction == NONE, unit, "a reduction outlives its backward")
-            self.require(not facts.arrived, unit, "a gradient outlives its backward, neither reduced nor kept nor dropped")
+            self.require(not facts.arrived, unit, "a gradient outlives its backward, neither reduced nor accumulated nor dropped")
             if unit not in self.path and (event is Event.BACKWARD_FAILED or not self.always[unit]):
                 self.require(facts.copy == NOWHERE, unit, "the backward is over and it is not sharded")
             self.require(facts.copy != IN_FLIGHT, unit, "the backward is over and a gather is in flight")
             if event is Event.FINAL_CALLBACK:
                 self.require(unit in self.committing, unit, "never committed")
-                self.require(not facts.stashed, unit, "what no_sync stashed was not reduced")
-            elif stashed[unit]:
-                self.require(facts.stashed, unit, "what earlier backwards stashed is lost")
+                self.require(not facts.accumulated, unit, "gradients of no_sync were not reduced")
+            elif accumulated[unit]:
+                self.require(facts.accumulated, unit, "gradients of earlier backwards are lost")
             elif event is Event.BACKWARD_FAILED:
-                self.require(not facts.stashed, unit, "a failed backward stashed its gradients")
+                self.require(not facts.accumulated, unit, "a failed backward has accumulated its gradients")
         self.committing.clear()
         self.queued = False
 
-    def check_abandoned(self, stashed: tuple[bool, ...]) -> None:
-        """P5, when a pass was given up: no trace, whatever went on."""
+    def check_abandoned(self, accumulated: tuple[bool, ...]) -> None:
+        """Check P5 when a step was abandoned."""
         self.committing.clear()
         self.queued = False
         self.may_step = False
         self.evaluates = False
         for unit, facts in enumerate(self.facts):
-            self.require(facts.copy == NOWHERE and not facts.shown, unit, "given up and not sharded")
-            self.require(not facts.full_params, unit, "given up and still lent")
-            self.require(facts.reduction == NONE and not facts.arrived, unit, "given up and its gradients remain")
-            self.require(facts.stashed or not stashed[unit], unit, "what earlier backwards stashed is lost")
+            self.require(facts.copy == NOWHERE and not facts.shown, unit, "abandoned and not sharded")
+            self.require(not facts.full_params, unit, "abandoned and still summoned")
+            self.require(facts.reduction == NONE and not facts.arrived, unit, "abandoned and its gradients remain")
+            self.require(facts.accumulated or not accumulated[unit], unit, "gradients of earlier backwards are lost")

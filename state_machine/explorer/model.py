@@ -1,32 +1,32 @@
 """What autograd and a user may legally do to a small tree of units.
 
-What may happen is stated by permission, and where in doubt more is permitted than torch can do, so that what holds
-here holds there. The world (harness.py) does it. The permissions:
+The model lists permissions. In doubt it permits more than torch can do, so its results hold for torch. The harness (harness.py)
+executes the moves. The permissions:
 
-* The graphs that exist are one set, `live`: the units some graph can still reach. A forward adds to it, a backward
-  reaches any of it in any order and may leave it as it is (`retain_graph`, a second graph), and the user may drop it.
-  So any number of forwards, then any number of backwards, in any order, with any output unused.
-* A unit is called from inside its parent, any number of times, in any order, and ends as it likes: with a graph, with
-  nothing that requires grad (evaluation, a detached output, the first forward under reentrant checkpointing), or by an
-  exception, which the parent may catch.
-* In a backward, an output is reached before a gradient arrives or never (late entry), gradients become complete or
-  never do, a replay may come at any time, and a unit may be entered again after it was done (several checkpoints).
-* A replay blocks autograd's thread, so nothing but replays and prefetch can come between its begin and its end, and
-  both leave the lifecycle where the begin put it: it is one move, with its end or (stopped early) without.
-* A gradient from a use of a parameter outside its unit may come in any backward, also when no graph reaches the unit.
-* A frozen unit has no gradients; its inputs' gradients (INPUT_GRADS_DONE) come also when its own output is unused.
-* An optimizer step makes every copy stale, and autograd refuses the graphs from before it: both in one move. It comes at rest,
-  or in a forward inside which a backward has run. On this rank it may pass all shards by and leave no trace in their version
-  counters; inside a forward, units that do not keep their copies always are only promised what the counters show.
+* All graphs together are one set, `live`: the units that some graph can still reach. A forward adds to it. A backward enters any
+  of its units in any order and may leave the set unchanged (`retain_graph`, a second graph). The user may drop it. So any number
+  of forwards can precede any number of backwards, in any order, with any output unused.
+* A parent calls a unit any number of times, in any order. A call ends with a graph, without an output that requires grad
+  (evaluation, a detached output, the first forward under reentrant checkpointing), or by an exception, which the parent may
+  catch.
+* In a backward, an output is entered before a gradient arrives or never (late entry), gradients may stay incomplete, a recompute
+  may come at any time, and a unit may be entered again after it was done (several checkpoints).
+* A recompute blocks autograd's thread, so only recomputes and prefetch can come between its begin and its end, and neither
+  changes the lifecycle. So a recompute is one move, with its end or (stopped early) without.
+* A gradient from a use of a parameter outside its unit may arrive in any backward, even if no graph reaches the unit.
+* A frozen unit has no gradients. The gradients of its inputs (INPUT_GRADS_DONE) come even if its own output is unused.
+* An optimizer step makes every copy stale, and autograd refuses earlier graphs: both are one move. A step happens at rest, or in
+  a forward inside which a backward has run. It may leave the shards of this rank, and so their version counters, unchanged.
+  Inside a forward, units whose reshard policy is not NEVER only react to changed counters.
 * A forward of the root records a graph, or is an evaluation.
-* Prefetch may want any unit that is not lent, at any moment, with a bound on the gathers in flight.
-* A backward may die unnoticed: the next that is heard is a forward outside any other, at rest.
-* `torch.autograd.grad` brings no gradient to a parameter, unless a backward inside it does; it never begins with one.
-* An exception in a backward inside a forward may pass through some of the forwards before the engine hears of it.
+* Prefetch may gather any unit that is not summoned, at any moment, with a bound on the all-gathers in flight.
+* A backward may fail unnoticed. Then the next event is a forward outside any other, at rest.
+* `torch.autograd.grad` accumulates no gradient in a parameter, unless a backward inside it does. It never begins with one.
+* An exception in a backward inside a forward may leave some of the forwards before the engine notices it.
 
-Left out: a backward through a call during which an optimizer has stepped (the version counters refuse it), a forward
-that catches a failure of ours and goes on (refused at its end), and a frozen unit left by one call while a backward is
-inside another call of it (autograd runs one device's nodes latest first, so calls do not overlap).
+Left out: a backward through a call during which an optimizer has stepped (the version counters refuse it), a forward that
+catches an error of fsdp and continues (refused at its end), and a frozen unit that one call leaves while a backward is inside
+another call of it (autograd runs the nodes of one device latest first, so calls do not overlap).
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,34 +43,34 @@ class Branch(NamedTuple):
 
     name: str
     parent: int
-    """Its place among the units; the outermost is its own parent."""
-    strategy: ReshardPolicy = ReshardPolicy.AFTER_FORWARD
+    """The index of its parent. The outermost unit is its own parent."""
+    reshard_policy: ReshardPolicy = ReshardPolicy.AFTER_FORWARD
     frozen: bool = False
 
 
 class Scope(NamedTuple):
-    """What the user does in one exploration. Nothing is bounded but what is said here."""
+    """The limits of one exploration. Nothing else is bounded."""
 
     nested: bool = True
     """Backwards also inside a forward."""
     no_sync: bool = True
     """Backwards also under `no_sync`."""
-    lending: bool = True
-    """Full parameters are lent at rest."""
-    asking: bool = False
+    summoning: bool = True
+    """The user summons full parameters at rest."""
+    autograd_grad: bool = False
     """Backwards also by `torch.autograd.grad`."""
     again: bool = True
-    """A unit that was done may be entered again in the same backward."""
+    """A unit that is done may be entered again in the same backward."""
     stepping: bool = False
     """An optimizer steps inside a forward too, and there are evaluations."""
     prefetch: int = 1
-    """The most gathers that prefetch has in flight."""
+    """The most all-gathers that prefetch has in flight."""
     breakage: bool = False
-    """Every single effect that can fail (see harness.py) may fail half-way, at any moment."""
+    """Every effect that can fail (see harness.py) may fail half-way, at any moment."""
 
 
 class Tree(NamedTuple):
-    """Units, outermost first, and what is done to them."""
+    """Units, outermost first, and the limits of their exploration."""
 
     name: str
     units: tuple[Branch, ...]
@@ -82,44 +82,44 @@ class What(Enum):
 
     FORWARD = auto()
     BACKWARD = auto()
-    REPLAY = auto()
+    RECOMPUTE = auto()
     CLOSE = auto()
     PREFETCH = auto()
     OPTIMIZER_STEP = auto()
     GRAPHS_DROPPED = auto()
-    LOAN = auto()
+    SUMMON = auto()
     ABANDON = auto()
     REFUSED = auto()
 
 
 class Move(NamedTuple):
-    """One thing autograd, the user or prefetch does."""
+    """One step of autograd, the user or prefetch."""
 
     what: What
     unit: int = 0
     event: Event = Event.STEP_ABANDONED
     sync: Sync = Sync.NO_BACKWARD
     depth: int = 0
-    """How many forwards the exception has passed through."""
+    """The number of forwards that the exception has left."""
     evaluates: bool = False
-    """The forward is one of the root that records no graph."""
+    """Whether it is a forward of the root that records no graph."""
 
 
 FORWARD_MOVES: Final = (Event.POST_FORWARD, Event.POST_FORWARD_NO_GRAD, Event.FORWARD_FAILED)
 CLOSING: Final = {
-    Sync.SYNCHRONISING: Event.FINAL_CALLBACK,
-    Sync.COMMITTING: Event.FINAL_CALLBACK_NO_SYNC,
-    Sync.ASKING: Event.FINAL_CALLBACK_NO_SYNC,
+    Sync.SYNC: Event.FINAL_CALLBACK,
+    Sync.NO_SYNC: Event.FINAL_CALLBACK_NO_SYNC,
+    Sync.AUTOGRAD_GRAD: Event.FINAL_CALLBACK_NO_SYNC,
 }
 COMPLETE: Final = {
-    Sync.SYNCHRONISING: Event.POST_BACKWARD,
-    Sync.COMMITTING: Event.POST_BACKWARD_NO_SYNC,
-    Sync.ASKING: Event.POST_BACKWARD_NO_SYNC,
+    Sync.SYNC: Event.POST_BACKWARD,
+    Sync.NO_SYNC: Event.POST_BACKWARD_NO_SYNC,
+    Sync.AUTOGRAD_GRAD: Event.POST_BACKWARD_NO_SYNC,
 }
 
 
 class Model:
-    """Says what may come next, from what the bystander saw and what the user holds."""
+    """Yields the next possible moves, from the facts of the monitor and the graphs of the user."""
 
     def __init__(self, tree: Tree) -> None:
         self.units = tree.units
@@ -128,17 +128,17 @@ class Model:
         self.children = tuple(tuple(u for u in order if tree.units[u].parent == p and u != p) for p in order)
 
     def moves(self, seen: InvariantMonitor, live: int, pending_return: Sequence[bool]) -> Iterator[Move]:
-        """Every move that is legal now, and some that must be refused."""
+        """Yield every move that is legal now, and some that must be refused."""
         if seen.sync is Sync.NO_BACKWARD:
             yield from self._forward_moves(seen)
             if not seen.path:
                 yield from self._moves_at_rest(seen, live, pending_return)
             if not seen.path or self.scope.nested:
-                yield from self._backward_moves(seen, live, Sync.SYNCHRONISING)
+                yield from self._backward_moves(seen, live, Sync.SYNC)
                 if self.scope.no_sync:
-                    yield from self._backward_moves(seen, live, Sync.COMMITTING)
-                if self.scope.asking:
-                    yield from self._backward_moves(seen, live, Sync.ASKING)
+                    yield from self._backward_moves(seen, live, Sync.NO_SYNC)
+                if self.scope.autograd_grad:
+                    yield from self._backward_moves(seen, live, Sync.AUTOGRAD_GRAD)
         else:
             yield from self._backward_moves(seen, live, seen.sync)
             yield Move(What.CLOSE, event=CLOSING[seen.sync])
@@ -178,10 +178,10 @@ class Model:
             yield Move(What.OPTIMIZER_STEP)
         for unit, facts in enumerate(seen.facts):
             if facts.full_params or pending_return[unit]:
-                yield Move(What.LOAN, unit, Event.UNSUMMON_WRITEBACK)
-                yield Move(What.LOAN, unit, Event.UNSUMMON_DISCARD)
-            elif self.scope.lending:
-                yield Move(What.LOAN, unit, Event.SUMMON)
+                yield Move(What.SUMMON, unit, Event.UNSUMMON_WRITEBACK)
+                yield Move(What.SUMMON, unit, Event.UNSUMMON_DISCARD)
+            elif self.scope.summoning:
+                yield Move(What.SUMMON, unit, Event.SUMMON)
 
     def _backward_moves(self, seen: InvariantMonitor, live: int, sync: Sync) -> Iterator[Move]:
         for unit, facts in enumerate(seen.facts):
@@ -196,8 +196,8 @@ class Model:
             elif self.scope.again or facts.open or facts.reduction == NONE:
                 yield Move(What.BACKWARD, unit, Event.PRE_BACKWARD, sync)
                 yield Move(What.BACKWARD, unit, Event.PRE_RECOMPUTE, sync)
-                yield Move(What.REPLAY, unit, Event.PRE_RECOMPUTE, sync)
-                if not facts.arrived and not frozen and (sync is not Sync.ASKING or seen.queued):
+                yield Move(What.RECOMPUTE, unit, Event.PRE_RECOMPUTE, sync)
+                if not facts.arrived and not frozen and (sync is not Sync.AUTOGRAD_GRAD or seen.queued):
                     yield Move(What.BACKWARD, unit, Event.GRAD_ACCUMULATED, sync)
             if frozen and seen.queued:
                 yield Move(What.BACKWARD, unit, Event.INPUT_GRADS_DONE, sync)

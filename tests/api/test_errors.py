@@ -197,7 +197,7 @@ class TestUse:
             with fsdp.summon_full_params(model):
                 loss_of(model(X)).backward()
 
-        self.refused(use, "Lent parameters cannot be trained: leave summon_full_params", fsdp.IllegalTransition)
+        self.refused(use, "Summoned parameters cannot be trained: leave summon_full_params", fsdp.IllegalTransition)
 
     def test_a_backward_under_a_summon(self) -> None:
         def use(model: nn.Module) -> None:

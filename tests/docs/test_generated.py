@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 import pytest
 
 import state_machine
-from state_machine import residency, table
+from state_machine import bucket, residency, staleness, table
 from state_machine.lifecycle import REMEDIES
 from state_machine.markdown import MACHINES, _step, remedies, tables
 from state_machine.vocabulary import Action, Event, MachineEnum, State
@@ -61,18 +61,22 @@ def test_a_derived_table_shows_the_rows_that_differ_and_no_other() -> None:
     for machine in (machine for machine in MACHINES if machine.like is not None):
         part = tables().partition(f"## {machine.title}\n")[2].partition("\n## ")[0]
         differing = [
-            (state, event) for state, row in machine.rows.items() for event in row if row[event] != machine.like[state].get(event)
+            (state, event)
+            for state in {*machine.rows, *machine.like}
+            for event in {*machine.rows.get(state, {}), *machine.like.get(state, {})}
+            if machine.rows.get(state, {}).get(event) != machine.like.get(state, {}).get(event)
         ]
         assert part.count("\n| `") == len(differing)
 
 
 def test_reasons_are_the_comments_above_the_rows() -> None:
     printed = tables()
-    for module in (table, residency):
+    for module in (table, residency, staleness, bucket):
         reasons = re.findall(r"# (.+)\n +\w+\.(\w+): ", inspect.getsource(module))
         assert reasons
-        for reason, event in reasons:
-            assert re.search(rf"\| `{event}` \| .*{re.escape(reason)} \|", printed), reason
+        for reason, word in reasons:
+            said = re.escape(reason)
+            assert re.search(rf"\| `{word}` \| .*{said} \||^In `{word}` \(.*{said}\):", printed, re.MULTILINE), reason
 
 
 def test_every_remedy_is_printed() -> None:

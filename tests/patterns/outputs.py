@@ -380,7 +380,7 @@ class ReturnsWeight(nn.Module):
 
 @pattern(
     "a unit that returns its weight",
-    "its memory is given back after the forward",
+    "its memory is freed after the forward",
     refused="returns one of its own parameters",
     gathers=2,
     reductions=1,

@@ -23,7 +23,7 @@ STATES = {
     "pair-stepping": 1_000,
     "pair-kept-stepping": 1_000,
     "chain": 10_000,
-    "chain-lent": 6_000,
+    "chain-summoned": 6_000,
     "chain-frozen": 1_000,
     "tree": 6_000,
 }
@@ -41,9 +41,9 @@ def test_the_trees_cover_depth_width_frozen_units_and_every_strategy() -> None:
     assert set(STATES) == set(BY_NAME)
     assert {len(tree.units) for tree in TREES} == {1, 2, 3, 4}
     assert any(unit.frozen for tree in TREES for unit in tree.units if len(tree.units) == 4)
-    assert {unit.strategy for unit in BY_NAME["chain"].units} == {AFTER_FORWARD, AFTER_BACKWARD}
-    assert {unit.strategy for unit in BY_NAME["pair-always"].units} == {ReshardPolicy.NEVER}
-    for bound in ("nested", "no_sync", "asking", "stepping", "lending", "again", "breakage"):
+    assert {unit.reshard_policy for unit in BY_NAME["chain"].units} == {AFTER_FORWARD, AFTER_BACKWARD}
+    assert {unit.reshard_policy for unit in BY_NAME["pair-always"].units} == {ReshardPolicy.NEVER}
+    for bound in ("nested", "no_sync", "autograd_grad", "stepping", "summoning", "again", "breakage"):
         assert any(getattr(tree.scope, bound) for tree in TREES if len(tree.units) > 1), f"nobody explores {bound}"
 
 
@@ -67,12 +67,12 @@ BUGS = {
             "root: PRE_FORWARD",
             "child: PRE_FORWARD",
             "child: POST_FORWARD",
-            "=> child: shows whole parameters and nothing computes",
+            "=> child: its modules use unsharded parameters and nothing computes",
         ),
     ),
     "a kept copy survives an optimizer step": (
         ("alone", AFTER_BACKWARD, State.IDLE, {Event.PRE_FORWARD: Step(State.FORWARD, (Action.UNSHARD,))}),
-        ("root: prefetch wants it", "the optimizer steps", "root: PRE_FORWARD", "=> root: computes with a stale copy"),
+        ("root: prefetched", "the optimizer steps", "root: PRE_FORWARD", "=> root: computes with a stale copy"),
     ),
     "a second entry is refused": (
         ("alone", AFTER_BACKWARD, State.BACKWARD_PRE, {Event.PRE_BACKWARD: None}),
@@ -107,7 +107,7 @@ BUGS = {
             State.SUMMONED,
             {Event.STEP_ABANDONED: Step(State.IDLE, (Action.WAIT_REDUCTIONS, Action.DROP_GRADS))},
         ),
-        ("root: SUMMON", "all: STEP_ABANDONED", "=> root: given up and still lent"),
+        ("root: SUMMON", "all: STEP_ABANDONED", "=> root: abandoned and still summoned"),
     ),
     "a unit may be summoned from inside its forward": (
         ("alone", AFTER_BACKWARD, State.FORWARD, {Event.SUMMON: Step(State.SUMMONED, (Action.RESHARD, Action.GATHER_FULL))}),
@@ -132,7 +132,7 @@ def test_a_planted_bug_is_reported_with_its_shortest_story(bug: str, monkeypatch
 def test_a_gather_freed_under_its_own_writes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {**RESIDENCES[ResidencyState.UNSHARDING], Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,))}
     monkeypatch.setitem(RESIDENCES, ResidencyState.UNSHARDING, row)  # type: ignore[arg-type]
-    assert explore(BY_NAME["alone"]).story[-1] == "=> root: released memory under a gather in flight"
+    assert explore(BY_NAME["alone"]).story[-1] == "=> root: freed memory during an all-gather"
 
 
 def test_a_second_callback_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +151,9 @@ def test_the_command_prints_a_table_and_the_story_of_a_violation(
     assert line.split()[0] == "alone"
     plant(monkeypatch, AFTER_BACKWARD, State.FORWARD, {Event.POST_FORWARD_NO_GRAD: Step(State.IDLE)})
     assert run("alone") == 1
-    assert "    root: POST_FORWARD_NO_GRAD\n    => root: shows whole parameters and nothing computes" in capsys.readouterr().out
+    assert (
+        "    root: POST_FORWARD_NO_GRAD\n    => root: its modules use unsharded parameters and nothing computes"
+        in capsys.readouterr().out
+    )
     assert run("forest") == 2
     assert "no tree 'forest'; there are: all, alone, " in capsys.readouterr().out

@@ -72,7 +72,7 @@ def test_the_whole_text_of_a_refusal_that_a_user_can_cause() -> None:
         "(allowed here: UNSUMMON_WRITEBACK, UNSUMMON_DISCARD, PRE_FORWARD, POST_FORWARD_NO_GRAD, FORWARD_FAILED, "
         "INPUT_GRADS_DONE, FINAL_CALLBACK, FINAL_CALLBACK_NO_SYNC, BACKWARD_FAILED, STEP_ABANDONED). "
         "Events so far: SUMMON. "
-        "The full parameters are lent already; leave the first summon_full_params before entering another."
+        "The full parameters are summoned already; leave the first summon_full_params before entering another."
     )
 
 

@@ -67,7 +67,7 @@ class UnitsSeenFromOutside(RuleBasedStateMachine):
     @precondition(lambda self: self.root.backward not in RESTING)
     @rule()
     def complete(self) -> None:
-        assert self.root.complete() is (Event.POST_BACKWARD if self.reduces else Event.POST_BACKWARD_NO_SYNC)
+        assert self.root.post_backward_event() is (Event.POST_BACKWARD if self.reduces else Event.POST_BACKWARD_NO_SYNC)
 
     @precondition(lambda self: self.root.backward not in RESTING)
     @rule(ends=st.sampled_from(ENDS), order=st.permutations(range(3)))
@@ -178,12 +178,12 @@ WIDE = Tree(
         Branch("block1.adapter", 5),
         Branch("head", 0),
     ),
-    Scope(prefetch=3, asking=True, stepping=True),
+    Scope(prefetch=3, autograd_grad=True, stepping=True),
 )
 
 
 class Wanderer(RuleBasedStateMachine):
-    """Legal moves of the explorer's model, in a tree far too large to exhaust. The world checks every promise itself."""
+    """Legal moves of the explorer's model, in a tree far too large to exhaust. The harness checks every invariant itself."""
 
     @initialize()
     def begin(self) -> None:
@@ -207,5 +207,5 @@ TestWanderer.settings = settings(stateful_step_count=25)
 
 def test_the_wide_tree_has_frozen_kept_and_nested_units() -> None:
     assert {unit.frozen for unit in WIDE.units} == {True, False}
-    assert {unit.strategy for unit in WIDE.units} == set(ReshardPolicy)
+    assert {unit.reshard_policy for unit in WIDE.units} == set(ReshardPolicy)
     assert any(WIDE.units[unit.parent].parent != unit.parent for unit in WIDE.units)

@@ -112,7 +112,7 @@ def test_a_root_is_not_at_rest_while_a_unit_is_away_or_a_backward_runs() -> None
 
 def test_the_cells_above_are_all_there_are() -> None:
     table = {
-        f"{state.name} {event.name} -> {step.to.name}: {'callback' * step.queue_callback}{step.told.name if step.told else ''}"
+        f"{state.name} {event.name} -> {step.to.name}: {'callback' * step.queue_callback}{step.event.name if step.event else ''}"
         for state, row in BACKWARD.items()
         for event, step in row.items()
     }
@@ -142,7 +142,7 @@ def test_only_the_first_unit_to_join_queues_the_callback_and_the_next_backward_q
 @pytest.mark.parametrize(("kind", "told"), [*zip(KINDS, (Event.POST_BACKWARD, *[Event.POST_BACKWARD_NO_SYNC] * 2), strict=True)])
 def test_what_it_means_that_a_unit_is_complete_depends_on_the_backward(kind: B, told: Event) -> None:
     root = begun(0, kind)
-    assert root.complete() is told
+    assert root.post_backward_event() is told
 
 
 def test_a_gradient_that_is_the_first_of_a_backward_does_not_say_its_kind() -> None:
@@ -206,7 +206,7 @@ def test_a_backward_that_reduces_nothing_commits_nothing(kind: B) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failed_backward_commits_nothing_and_tells_every_unit(kind: B, fails: B) -> None:
     root = begun(0, kind)
-    root.on_event(0, root.complete())
+    root.on_event(0, root.post_backward_event())
     told = closed(root, fails)
     assert told == tuple(
         Instruction(unit, action) for unit in ORDER for action in (Action.WAIT_REDUCTIONS, Action.RESHARD, Action.DROP_GRADS)

@@ -154,24 +154,24 @@ def test_which_gather_it_is_depends_on_the_backward_of_the_root() -> None:
         return root
 
     late = (CopyAction.CHECK, CopyAction.WAIT, CopyAction.SUM)
-    assert root_in().gather(0) == (CopyAction.CHECK, CopyAction.SUM)
+    assert root_in().before_gather(0) == (CopyAction.CHECK, CopyAction.SUM)
     for kind in (BackwardEvent.SYNC_BEGINS, BackwardEvent.NO_SYNC_BEGINS, BackwardEvent.GRAD_ONLY_BEGINS):
-        assert root_in(kind).gather(0) == (CopyAction.SUM,)
-        assert root_in(kind, BackwardEvent.CALLBACK_RUNS).gather(0) == (CopyAction.CHECK, CopyAction.SUM)
-        assert root_in(kind, BackwardEvent.CALLBACK_RUNS_INSIDE).gather(0) == late
-        assert root_in(kind, BackwardEvent.FAILS_INSIDE).gather(0) == late
-        assert root_in(kind, BackwardEvent.CALLBACK_RUNS_INSIDE, BackwardEvent.PASS_BEGINS).gather(0) == late[::2]
+        assert root_in(kind).before_gather(0) == (CopyAction.SUM,)
+        assert root_in(kind, BackwardEvent.CALLBACK_RUNS).before_gather(0) == (CopyAction.CHECK, CopyAction.SUM)
+        assert root_in(kind, BackwardEvent.CALLBACK_RUNS_INSIDE).before_gather(0) == late
+        assert root_in(kind, BackwardEvent.FAILS_INSIDE).before_gather(0) == late
+        assert root_in(kind, BackwardEvent.CALLBACK_RUNS_INSIDE, BackwardEvent.PASS_BEGINS).before_gather(0) == late[::2]
     beginning = Root([Lifecycle("root", RESHARD_NEVER)])
     beginning.on_event(0, Event.PRE_BACKWARD)
-    assert beginning.gather(0) == (CopyAction.SUM,)
+    assert beginning.before_gather(0) == (CopyAction.SUM,)
     assert set(GATHERS) == set(BackwardState)
 
 
 def test_a_backward_inside_a_forward_makes_every_kept_copy_unsure() -> None:
     for end in (BackwardEvent.CALLBACK_RUNS_INSIDE, BackwardEvent.FAILS_INSIDE):
         root = Root([Lifecycle("root", RESHARD_NEVER), Lifecycle("child", ReshardPolicy.AFTER_BACKWARD)])
-        root.gather(0)
-        root.gather(1)
+        root.before_gather(0)
+        root.before_gather(1)
         root.on_event(1, Event.PRE_BACKWARD)
         root.begin(BackwardEvent.SYNC_BEGINS)
         root.end_backward(end, (0, 1))

@@ -290,7 +290,7 @@ def is_at_rest(model: nn.Module) -> bool:
     if any(engine.tracker.held.get("bucket") for engine in engines) and not any(unit.config.keeps_buckets for unit in units):
         return False
     return all(e.root.at_rest and not any(e.is_unsharded(i) for i in range(len(e.units))) for e in engines) and all(
-        flat.is_shared or unit.config.strategy is ReshardPolicy.NEVER or flat.unsharded.untyped_storage().size() == 0
+        flat.is_shared or unit.config.reshard_policy is ReshardPolicy.NEVER or flat.unsharded.untyped_storage().size() == 0
         for unit in units
         for flat in unit.flats
     )
@@ -298,7 +298,7 @@ def is_at_rest(model: nn.Module) -> bool:
 
 def kept_always(model: nn.Module) -> int:
     """Bytes of whole parameters that a strategy keeps between steps."""
-    units = [unit for engine in _engines(model) for unit in engine.units if unit.config.strategy is ReshardPolicy.NEVER]
+    units = [unit for engine in _engines(model) for unit in engine.units if unit.config.reshard_policy is ReshardPolicy.NEVER]
     return sum(flat.unsharded.untyped_storage().size() for unit in units for flat in unit.flats if not flat.is_shared)
 
 

@@ -150,7 +150,7 @@ class ShardedRun:
             assert engine.tracker.held.get("kept", 0) == sum(
                 kept.unsharded.nbytes for bucket in engine.reducer.buckets for kept in bucket.accumulated.values()
             )
-            if self.may_keep or any(unit.config.strategy is ReshardPolicy.NEVER for unit in engine.units):
+            if self.may_keep or any(unit.config.reshard_policy is ReshardPolicy.NEVER for unit in engine.units):
                 held.pop("whole", None)
             if any(unit.config.keeps_buckets for unit in engine.units):
                 held.pop("bucket", None)
