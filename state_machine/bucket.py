@@ -61,7 +61,7 @@ class BucketEvent(MachineEnum):
     """The backward is over, and every rank reduces every bucket, because ranks may have used different units."""
     TAKE_STOCK = auto()
     """The backward is over, and this rank is about to send which gradients it has."""
-    FLUSH = auto()
+    FLUSH_GRADS = auto()
     """The backward is over, and its unit is flushed."""
     TURN = auto()
     """Its turn in the agreed order has come."""
@@ -85,7 +85,7 @@ class BucketEvent(MachineEnum):
     """Everything that can fail is over."""
     ACCUMULATE = auto()
     """A backward that does not synchronise is over."""
-    DROP = auto()
+    DROP_GRADS = auto()
     """The step failed, and its gradients must be dropped. Nothing of it is in flight."""
 
 
@@ -106,9 +106,9 @@ class BucketAction(MachineEnum):
     """Apply SOME_RANK_HAS if this rank has a remainder."""
     LOOK_EVERYWHERE = auto()
     """Apply SOME_RANK_HAS if any rank has a remainder."""
-    AWAIT = auto()
+    WAIT = auto()
     """Wait until it has landed and apply LANDED; then try again."""
-    LAUNCH = auto()
+    LAUNCH_REDUCTION = auto()
     """Fill it with its gradients and with those accumulated under `no_sync`, and reduce it."""
     LAUNCH_REMAINDER = auto()
     """Fill it with its remainder, and reduce that."""
@@ -116,7 +116,7 @@ class BucketAction(MachineEnum):
     """Count it as reduced, without a collective."""
     PUT = auto()
     """Put the result into `.grad` of the shards, or add it there."""
-    KEEP = auto()
+    ACCUMULATE_UNSHARDED = auto()
     """Add its gradients to those accumulated under `no_sync`."""
     FORGET = auto()
     """Drop its gradients, reduced or not."""
@@ -153,71 +153,71 @@ ORDINARY: Final[BucketTable] = {
     _S.EMPTY: {
         _E.POST_BACKWARD: _Step(_S.READY, (_A.MARK, _A.OFFER)),
         _E.TAKE_STOCK: _Step(_S.EMPTY, (_A.COUNT,)),
-        _E.FLUSH: _Step(_S.ASKING, (_A.OFFER,)),
-        _E.ACCUMULATE: _Step(_S.EMPTY, (_A.KEEP,)),
+        _E.FLUSH_GRADS: _Step(_S.ASKING, (_A.OFFER,)),
+        _E.ACCUMULATE: _Step(_S.EMPTY, (_A.ACCUMULATE_UNSHARDED,)),
         # also without gradients: the step may fail anywhere
         _E.DRAINED: _Step(_S.EMPTY),
-        _E.DROP: _Step(_S.EMPTY, (_A.FORGET,)),
+        _E.DROP_GRADS: _Step(_S.EMPTY, (_A.FORGET,)),
     },
     _S.READY: {
-        _E.TURN: _Step(_S.REDUCING, (_A.LAUNCH,)),
+        _E.TURN: _Step(_S.REDUCING, (_A.LAUNCH_REDUCTION,)),
         _E.TURN_FROZEN: _Step(_S.PASSED, (_A.PASS_BY,)),
         _E.TAKE_STOCK: _Step(_S.READY, (_A.COUNT,)),
         # it shares a collective with a bucket that is not ready
-        _E.FLUSH: _Step(_S.READY),
+        _E.FLUSH_GRADS: _Step(_S.READY),
         _E.DRAINED: _Step(_S.READY),
-        _E.DROP: _Step(_S.EMPTY, (_A.FORGET,)),
+        _E.DROP_GRADS: _Step(_S.EMPTY, (_A.FORGET,)),
     },
     _S.ASKING: {
         _E.TURN: _Step(_S.ASKING, (_A.ASK,)),
-        _E.SOME_RANK_HAS: _Step(_S.REDUCING, (_A.MARK, _A.LAUNCH)),
+        _E.SOME_RANK_HAS: _Step(_S.REDUCING, (_A.MARK, _A.LAUNCH_REDUCTION)),
         _E.NO_RANK_HAS: _Step(_S.PASSED, (_A.MARK,)),
         _E.TURN_FROZEN: _Step(_S.PASSED, (_A.MARK, _A.PASS_BY)),
         _E.DRAINED: _Step(_S.ASKING),
-        _E.DROP: _Step(_S.EMPTY, (_A.FORGET,)),
+        _E.DROP_GRADS: _Step(_S.EMPTY, (_A.FORGET,)),
     },
     _S.REDUCING: {
-        _E.MAKE_ROOM: _Step(_S.REDUCING, (_A.AWAIT,)),
+        _E.MAKE_ROOM: _Step(_S.REDUCING, (_A.WAIT,)),
         _E.LANDED: _Step(_S.REDUCED),
         _E.TAKE_STOCK: _Step(_S.REDUCING, (_A.COUNT_REMAINDER,)),
-        _E.FLUSH: _Step(_S.REDUCING),
+        _E.FLUSH_GRADS: _Step(_S.REDUCING),
         # only a use outside its unit can bring a remainder, and that happens on every rank
         _E.REMAINDER_TURN: _Step(_S.REDUCING, (_A.LOOK_HERE,)),
         # with several checkpoints, outputs or calls, each rank may use other parameters
         _E.REMAINDER_TURN_REOPENED: _Step(_S.REDUCING, (_A.LOOK_EVERYWHERE,)),
         # the reduction in flight still reads its memory: it must land first
-        _E.SOME_RANK_HAS: _Step(_S.REDUCING, (_A.AWAIT,)),
+        _E.SOME_RANK_HAS: _Step(_S.REDUCING, (_A.WAIT,)),
         _E.DRAINED: _Step(_S.BROKEN_OFF),
     },
     _S.REDUCED: {
         _E.TAKE_STOCK: _Step(_S.REDUCED, (_A.COUNT_REMAINDER,)),
-        _E.FLUSH: _Step(_S.REDUCED),
+        _E.FLUSH_GRADS: _Step(_S.REDUCED),
         _E.REMAINDER_TURN: _Step(_S.REDUCED, (_A.LOOK_HERE,)),
         _E.REMAINDER_TURN_REOPENED: _Step(_S.REDUCED, (_A.LOOK_EVERYWHERE,)),
         _E.SOME_RANK_HAS: _Step(_S.REDUCING_REMAINDER, (_A.LAUNCH_REMAINDER,)),
         _E.COMMIT: _Step(_S.EMPTY, (_A.PUT,)),
         _E.DRAINED: _Step(_S.REDUCED),
-        _E.DROP: _Step(_S.EMPTY, (_A.FORGET,)),
+        _E.DROP_GRADS: _Step(_S.EMPTY, (_A.FORGET,)),
     },
     _S.REDUCING_REMAINDER: {
-        _E.MAKE_ROOM: _Step(_S.REDUCING_REMAINDER, (_A.AWAIT,)),
+        _E.MAKE_ROOM: _Step(_S.REDUCING_REMAINDER, (_A.WAIT,)),
         _E.LANDED: _Step(_S.REDUCED),
         _E.DRAINED: _Step(_S.BROKEN_OFF),
     },
     _S.PASSED: {
         _E.TAKE_STOCK: _Step(_S.PASSED, (_A.COUNT_REMAINDER,)),
-        _E.FLUSH: _Step(_S.PASSED),
+        _E.FLUSH_GRADS: _Step(_S.PASSED),
         # a frozen bucket has no remainder, and no gradient arrives later
         _E.REMAINDER_TURN: _Step(_S.PASSED),
         _E.REMAINDER_TURN_REOPENED: _Step(_S.PASSED),
         _E.COMMIT: _Step(_S.EMPTY),
         _E.DRAINED: _Step(_S.PASSED),
-        _E.DROP: _Step(_S.EMPTY, (_A.FORGET,)),
+        _E.DROP_GRADS: _Step(_S.EMPTY, (_A.FORGET,)),
     },
     _S.BROKEN_OFF: {
         # each unit drains all buckets
         _E.DRAINED: _Step(_S.BROKEN_OFF),
-        _E.DROP: _Step(_S.EMPTY, (_A.FORGET,)),
+        _E.DROP_GRADS: _Step(_S.EMPTY, (_A.FORGET,)),
     },
 }
 
@@ -247,12 +247,12 @@ EARLY: Final = _with(
         _S.READY: {_E.GRADS_COMPLETE: _Step(_S.READY)},
         _S.REDUCING: {_E.GRADS_COMPLETE: _Step(_S.REDUCING)},
         _S.READY_EARLY: {
-            _E.TURN: _Step(_S.REDUCING_EARLY, (_A.LAUNCH,)),
+            _E.TURN: _Step(_S.REDUCING_EARLY, (_A.LAUNCH_REDUCTION,)),
             _E.POST_BACKWARD: _Step(_S.READY),
             _E.TAKE_STOCK: _Step(_S.READY_EARLY, (_A.COUNT,)),
-            _E.FLUSH: _Step(_S.READY),
+            _E.FLUSH_GRADS: _Step(_S.READY),
             _E.DRAINED: _Step(_S.READY_EARLY),
-            _E.DROP: _Step(_S.EMPTY, (_A.FORGET,)),
+            _E.DROP_GRADS: _Step(_S.EMPTY, (_A.FORGET,)),
         },
         _S.REDUCING_EARLY: {
             # do not wait: a peer may launch it only at the end of the backward, after an all-gather that needs this rank
@@ -262,7 +262,7 @@ EARLY: Final = _with(
             # now every rank launches it before it continues
             _E.POST_BACKWARD: _Step(_S.REDUCING),
             _E.TAKE_STOCK: _Step(_S.REDUCING_EARLY, (_A.COUNT_REMAINDER,)),
-            _E.FLUSH: _Step(_S.REDUCING),
+            _E.FLUSH_GRADS: _Step(_S.REDUCING),
             _E.DRAINED: _Step(_S.BROKEN_OFF),
         },
         _S.REDUCED: {_E.GRADS_COMPLETE: _Step(_S.REDUCED), _E.POST_BACKWARD: _Step(_S.REDUCED)},
@@ -280,14 +280,14 @@ FIND_UNUSED: Final = _with(
             _E.UNUSED: _Step(_S.READY, (_A.OFFER,)),
             _E.LAUNCH_ANYWAY: _Step(_S.READY, (_A.MARK, _A.OFFER)),
             _E.TAKE_STOCK: None,
-            _E.FLUSH: None,
+            _E.FLUSH_GRADS: None,
         },
         _S.READY: {
             _E.GRADS_COMPLETE: _Step(_S.READY),
             _E.POST_BACKWARD: _Step(_S.READY),
             _E.LAUNCH_ANYWAY: _Step(_S.READY),
             _E.TAKE_STOCK: None,
-            _E.FLUSH: None,
+            _E.FLUSH_GRADS: None,
         },
         _S.REDUCING: {
             _E.GRADS_COMPLETE: _Step(_S.REDUCING),
@@ -319,12 +319,12 @@ AT_END: Final = _with(
             _E.GRADS_COMPLETE: _Step(_S.HELD),
             _E.LAUNCH_ANYWAY: _Step(_S.READY, (_A.OFFER,)),
             _E.TAKE_STOCK: _Step(_S.HELD, (_A.COUNT,)),
-            _E.FLUSH: _Step(_S.READY, (_A.OFFER,)),
+            _E.FLUSH_GRADS: _Step(_S.READY, (_A.OFFER,)),
             _E.DRAINED: _Step(_S.HELD),
-            _E.DROP: _Step(_S.EMPTY, (_A.FORGET,)),
+            _E.DROP_GRADS: _Step(_S.EMPTY, (_A.FORGET,)),
         },
         # it was flushed, or launched by LAUNCH_ANYWAY, before any rank sends counts
-        _S.READY: {_E.TAKE_STOCK: None, _E.FLUSH: None},
+        _S.READY: {_E.TAKE_STOCK: None, _E.FLUSH_GRADS: None},
         _S.REDUCING: {
             _E.REMAINDER_TURN: _Step(_S.REDUCING),
             _E.REMAINDER_TURN_REOPENED: _Step(_S.REDUCING),

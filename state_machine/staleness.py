@@ -59,7 +59,7 @@ class CopyEvent(MachineEnum):
 class CopyAction(MachineEnum):
     """A task of the engine. A row lists its actions in order."""
 
-    DROP = auto()
+    DROP_COPY = auto()
     """Free the copy, if there is one."""
     ASK = auto()
     """Compare with all ranks whether weights have changed."""
@@ -88,8 +88,8 @@ WITHIN_A_PASS: Final[CopyTable] = {
         _E.GATHERED_LATE: CopyStep(_S.FRESH, (_A.CHECK, _A.WAIT)),
         _E.GATHERED_IN_BACKWARD: CopyStep(_S.FRESH),
         # a copy of an earlier pass is freed only now: until here, a backward of that pass could follow
-        _E.USED: CopyStep(_S.STALE, (_A.DROP,)),
-        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.USED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
+        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
         _E.PASS_BEGINS: CopyStep(_S.STALE),
         _E.EVALUATION_BEGINS: CopyStep(_S.STALE),
         _E.EVALUATION_ENDS: CopyStep(_S.STALE),
@@ -100,7 +100,7 @@ WITHIN_A_PASS: Final[CopyTable] = {
     _S.FRESH: {
         # a second call in the same pass
         _E.USED: CopyStep(_S.FRESH),
-        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
         # no copy is used in another pass, so no comparison is needed
         _E.PASS_BEGINS: CopyStep(_S.STALE),
         _E.EVALUATION_BEGINS: CopyStep(_S.STALE),
@@ -121,21 +121,21 @@ FROM_PASS_TO_PASS: Final[CopyTable] = {
         _E.GATHERED_LATE: CopyStep(_S.UNSURE, (_A.CHECK, _A.WAIT, _A.SUM)),
         _E.GATHERED_IN_BACKWARD: CopyStep(_S.FRESH, (_A.SUM,)),
         # at once, so that prefetch can gather it again
-        _E.PASS_BEGINS: CopyStep(_S.STALE, (_A.DROP,)),
-        _E.EVALUATION_BEGINS: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.PASS_BEGINS: CopyStep(_S.STALE, (_A.DROP_COPY,)),
+        _E.EVALUATION_BEGINS: CopyStep(_S.STALE, (_A.DROP_COPY,)),
         _E.EVALUATION_ENDS: CopyStep(_S.STALE),
-        _E.USED: CopyStep(_S.STALE, (_A.DROP,)),
-        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.USED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
+        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
         _E.COMMITTED: CopyStep(_S.STALE),
         _E.BACKWARD_INSIDE: CopyStep(_S.STALE),
         _E.RELEASED: CopyStep(_S.STALE),
     },
     _S.FRESH: {
         _E.USED: CopyStep(_S.FRESH),
-        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
         _E.PASS_BEGINS: CopyStep(_S.UNSURE, (_A.ASK,)),
         # users swap weights around evaluations, also through `.data`; a gather costs no more than a comparison
-        _E.EVALUATION_BEGINS: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.EVALUATION_BEGINS: CopyStep(_S.STALE, (_A.DROP_COPY,)),
         _E.EVALUATION_ENDS: CopyStep(_S.STALE),
         _E.COMMITTED: CopyStep(_S.STALE),
         _E.BACKWARD_INSIDE: CopyStep(_S.UNSURE),
@@ -143,12 +143,12 @@ FROM_PASS_TO_PASS: Final[CopyTable] = {
     },
     _S.UNSURE: {
         _E.WEIGHTS_SAME: CopyStep(_S.FRESH),
-        _E.WEIGHTS_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.WEIGHTS_CHANGED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
         # no comparison is possible inside a forward, and version counters differ between ranks: all ranks gather again
-        _E.USED: CopyStep(_S.STALE, (_A.DROP,)),
-        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.USED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
+        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
         _E.PASS_BEGINS: CopyStep(_S.UNSURE, (_A.ASK,)),
-        _E.EVALUATION_BEGINS: CopyStep(_S.STALE, (_A.DROP,)),
+        _E.EVALUATION_BEGINS: CopyStep(_S.STALE, (_A.DROP_COPY,)),
         _E.EVALUATION_ENDS: CopyStep(_S.STALE),
         _E.COMMITTED: CopyStep(_S.STALE),
         _E.BACKWARD_INSIDE: CopyStep(_S.UNSURE),

@@ -168,7 +168,7 @@ POINTS: Final[dict[str, Point]] = {
     "a node of the backward": (lambda m, f: m.blocks[1].up.register_full_backward_hook(f.fire), Mine, ""),
     "a hook on a parameter": (_parameter_hook, Mine, ""),
     "the communication hook": (_comm_hook, Mine, ""),
-    "the root callback": (_root_callback, Mine, ""),
+    "the final callback": (_root_callback, Mine, ""),
     "a post-accumulate hook": (_post_hook, Mine, ""),
     "Ctrl-C in a module": (lambda m, f: m.blocks[1].up.register_forward_hook(f.fire), KeyboardInterrupt, ""),
     "Ctrl-C in a node": (lambda m, f: m.blocks[1].up.register_full_backward_hook(f.fire), KeyboardInterrupt, ""),
@@ -178,7 +178,7 @@ POINTS: Final[dict[str, Point]] = {
 }
 
 
-LATE: Final = ("a hook on a parameter", "the root callback")
+LATE: Final = ("a hook on a parameter", "the final callback")
 """When they fail the other ranks have completed the backward."""
 UNHEARD: Final = ("a forward hook of the root", "the loss", "a node of the loss")
 """Outside the model, between its forward and its backward: no note can be made, what is kept for the backward stays until the

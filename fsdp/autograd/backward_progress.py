@@ -54,7 +54,7 @@ class BackwardProgress:
         self.has_grad = False
         self._open_calls = 0
 
-    def watch(self, path: BackwardPath, on_freed: Callable[[weakref.ref[BackwardPath]], None]) -> None:
+    def add_path(self, path: BackwardPath, on_freed: Callable[[weakref.ref[BackwardPath]], None]) -> None:
         """Follow the path through a call that has returned. `on_freed` is called when its graph is freed."""
         self._paths = [*(reference for reference in self._paths if reference() is not None), weakref.ref(path, on_freed)]
 

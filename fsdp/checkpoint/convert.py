@@ -163,7 +163,7 @@ def _read(value: Any) -> Any:
 def _to_torch(state: dict[str, Any], out: Path) -> None:
     """Write a file of torch.save: first with a hole for each tensor, then the tensors, one by one, into the holes.
 
-    torch tells where the holes are. The archive has no checksums of the tensors, which torch never reads.
+    torch reports where the holes are. The archive has no checksums of the tensors, which torch never reads.
     """
     with FakeTensorMode():
         outline = tree_map(lambda value: torch.empty(value.shape, dtype=value.dtype) if _is_tensor(value) else value, state)

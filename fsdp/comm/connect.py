@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp.comm import simulated
 from fsdp.comm.communicator import Communicator, SingleRankCommunicator
-from fsdp.comm.context import REDUCE, REPLICA, SHARD, WORLD, CommContext, Lane, lane_name
+from fsdp.comm.context import REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
 from fsdp.comm.process_group import GlooCommunicator, ProcessGroupCommunicator
 from fsdp.config import MeshKind
 from fsdp.errors import ShardingError
@@ -103,7 +103,7 @@ def _simulated_comms(
 ) -> CommContext:
     if process_group is not None or (mesh is not None and mesh_kind is not MeshKind.HYBRID):
         raise ShardingError("process_group and mesh have no meaning inside fsdp.simulate; leave them out.")
-    shard_comm, names = here.comm(SHARD), [lane_name(REDUCE, number) for number in range(lanes)]
+    shard_comm, names = here.comm(SHARD_NAME), [lane_name(REDUCE_NAME, number) for number in range(lanes)]
     if mesh_kind is MeshKind.SHARD:
         return CommContext(shard_comm, shard_comm, tuple(Lane(here.comm(name), _alone) for name in names))
     if mesh_kind is MeshKind.REPLICATE:
@@ -118,10 +118,10 @@ def _simulated_comms(
     def comm(name: str, ranks: tuple[int, ...]) -> Communicator:
         return here.comm(name, ranks) if len(ranks) > 1 else _alone
 
-    columns = [lane_name(REPLICA, number) for number in range(lanes)]
+    columns = [lane_name(REPLICA_NAME, number) for number in range(lanes)]
     opened = (Lane(comm(name, shards), comm(column, replicas)) for name, column in zip(names, columns, strict=True))
     # not the row's, even if there is only one row: questions to all ranks must not come between its reductions
-    return CommContext(comm(SHARD, shards), here.comm(WORLD), tuple(opened))
+    return CommContext(comm(SHARD_NAME, shards), here.comm(WORLD_NAME), tuple(opened))
 
 
 def _hybrid_comms(mesh: Any, lanes: int) -> CommContext:
@@ -161,7 +161,7 @@ def _default_group() -> dist.ProcessGroup:
 
 def _shard_comm(group: dist.ProcessGroup) -> Communicator:
     """The communicator for all-gathers over the ranks of a group."""
-    return _comm(group, SHARD, lambda peers: group)
+    return _comm(group, SHARD_NAME, lambda peers: group)
 
 
 def _reduce_comm(group: dist.ProcessGroup, number: int) -> Communicator:
@@ -173,7 +173,7 @@ def _reduce_comm(group: dist.ProcessGroup, number: int) -> Communicator:
             return group
         return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
 
-    return _comm(group, lane_name(REDUCE, number), carrier)
+    return _comm(group, lane_name(REDUCE_NAME, number), carrier)
 
 
 def _comm(group: dist.ProcessGroup, name: str, carrier: Callable[[PeerMonitor | None], Any]) -> Communicator:

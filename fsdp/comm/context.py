@@ -11,10 +11,10 @@ from typing import Final, NamedTuple
 from fsdp.comm.communicator import Communicator
 
 # The names of communicators in stories and errors. Each is an attribute of CommContext without its "_comm".
-SHARD: Final = "shard"
-REDUCE: Final = "reduce"
-REPLICA: Final = "replica"
-WORLD: Final = "world"
+SHARD_NAME: Final = "shard"
+REDUCE_NAME: Final = "reduce"
+REPLICA_NAME: Final = "replica"
+WORLD_NAME: Final = "world"
 
 
 def lane_name(name: str, number: int) -> str:
@@ -84,8 +84,8 @@ class CommContext(NamedTuple):
         lanes = [
             (lane_name(name, number), comm)
             for number, lane in enumerate(self.lanes)
-            for name, comm in zip((REDUCE, REPLICA), lane, strict=True)
+            for name, comm in zip((REDUCE_NAME, REPLICA_NAME), lane, strict=True)
         ]
-        names = {id(comm): name for name, comm in ((WORLD, self.world_comm), *lanes, (SHARD, self.shard_comm))}
-        found = {SHARD: self.shard_comm, **dict(lanes), WORLD: self.world_comm}
+        names = {id(comm): name for name, comm in ((WORLD_NAME, self.world_comm), *lanes, (SHARD_NAME, self.shard_comm))}
+        found = {SHARD_NAME: self.shard_comm, **dict(lanes), WORLD_NAME: self.world_comm}
         return {name: comm for name, comm in found.items() if names[id(comm)] == name}

@@ -25,9 +25,9 @@ from fsdp.failure.peers import PeerMonitor
 # The three collectives of every step are methods of the group itself: torch's functions around them cost 3 to 5 µs a call, and
 # 2.13 renamed two of them, while the group's methods have had the same names since 2.11.
 _GATHER: Final = c10d.AllgatherOptions()  # type: ignore[attr-defined]
-_REDUCE: Final = c10d.ReduceScatterOptions()
+_SCATTER: Final = c10d.ReduceScatterOptions()
 _EXCHANGE: Final = c10d.AllToAllOptions()
-for _options in (_GATHER, _REDUCE, _EXCHANGE):
+for _options in (_GATHER, _SCATTER, _EXCHANGE):
     _options.asyncOp = True
 _LARGE: Final = 2**16
 """Chunks of at least this many bytes are gathered over gloo by W broadcasts, which then take less time than its all-gather."""
@@ -100,7 +100,7 @@ class ProcessGroupCommunicator:
             return self._reduce_scatter_on_host(bucket, into, label)
         if fixed_order:
             return self._exchange_and_sum(bucket, into, label)
-        return self._launch("reduce_scatter", label, bucket, lambda group: group._reduce_scatter_base(into, bucket, _REDUCE))
+        return self._launch("reduce_scatter", label, bucket, lambda group: group._reduce_scatter_base(into, bucket, _SCATTER))
 
     def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
         # on the host a reduction is an exchange, which gloo cannot coalesce
@@ -114,7 +114,7 @@ class ProcessGroupCommunicator:
             group._start_coalescing(device)
             try:
                 for bucket, chunk in zip(buckets, into, strict=True):
-                    group._reduce_scatter_base(chunk, bucket, _REDUCE)
+                    group._reduce_scatter_base(chunk, bucket, _SCATTER)
             finally:
                 work = group._end_coalescing(device)
             return work

@@ -133,7 +133,7 @@ class SimulatedCommunicator:
         """Whether `device` is the CPU, where simulated ranks compute."""
         return device.type == "cpu"
 
-    def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> "_InFlight":
+    def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> "_PendingWork":
         """Fill `unsharded` (W * C,) with the chunks of all ranks, as bytes."""
         if unsharded.numel() % self.size:
             raise ShardingError(f"all_gather({label!r}) takes {self.size} equal chunks, not {describe(unsharded)}.")
@@ -146,7 +146,7 @@ class SimulatedCommunicator:
         side = Side(f"all_gather({label!r}, {unsharded.numel()} bytes)", label, move_chunks, (buffer,))
         return self._launch("all_gather", side, unsharded.numel() - chunk)
 
-    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> "_InFlight":
+    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> "_PendingWork":
         """Sum chunk `rank` of every rank's `bucket` (W * C,) into `into` (C,), in rank order, half precision in fp32."""
         if bucket.numel() != self.size * into.numel() or bucket.dtype is not into.dtype:
             raise ShardingError(f"reduce_scatter({label!r}, {self.size} ranks): {describe(bucket)} into {describe(into)}.")
@@ -174,7 +174,7 @@ class SimulatedCommunicator:
         """Zero."""
         return 0
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> "_InFlight":
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> "_PendingWork":
         """Combine `tensor` (any shape) over all ranks, in place, in rank order, half precision in fp32."""
         if op not in ("sum", "max"):
             raise ShardingError(f"all_reduce({label!r}) knows 'sum' and 'max', not {op!r}.")
@@ -184,7 +184,7 @@ class SimulatedCommunicator:
         side = Side(f"all_reduce({label!r}, {describe(tensor)}, {op})", label, partial(move_total, op=op), (buffer,))
         return self._launch("all_reduce", side, 2 * (self.size - 1) * tensor.nbytes // self.size)
 
-    def broadcast(self, tensor: Tensor, source: int, label: str) -> "_InFlight":
+    def broadcast(self, tensor: Tensor, source: int, label: str) -> "_PendingWork":
         """Overwrite `tensor` (any shape) with the one of rank `source`."""
         if not 0 <= source < self.size:
             raise ShardingError(f"broadcast({label!r}) from rank {source}: the ranks are 0 to {self.size - 1}.")
@@ -228,14 +228,14 @@ class SimulatedCommunicator:
     def reconnect(self) -> None:
         """Do nothing: there are no connections."""
 
-    def _launch(self, kind: str, side: Side, received: int) -> "_InFlight":
+    def _launch(self, kind: str, side: Side, received: int) -> "_PendingWork":
         self._log.append(Call(self.name, kind, side.label, received))
         rank = self._ranks[self.rank]
         epoch = self._world.epoch_of(self.name, rank)
         if epoch != self._epoch:
             self._epoch, self._called = epoch, 0
         number, self._called = self._called, self._called + 1
-        return _InFlight(self._world, rank, self._world.launch(rank, Operation(self.name, self._ranks, epoch, number), side))
+        return _PendingWork(self._world, rank, self._world.launch(rank, Operation(self.name, self._ranks, epoch, number), side))
 
 
 class Abandoned(NamedTuple):
@@ -247,7 +247,7 @@ class Abandoned(NamedTuple):
     why: str
 
 
-class _InFlight:
+class _PendingWork:
     """A collective in flight, for one rank."""
 
     __slots__ = ("_rank", "_world", "operation")
@@ -272,7 +272,7 @@ class _Coalesced:
 
     __slots__ = ("_works",)
 
-    def __init__(self, works: Sequence[_InFlight]) -> None:
+    def __init__(self, works: Sequence[_PendingWork]) -> None:
         self._works = works
 
     def wait(self) -> None:

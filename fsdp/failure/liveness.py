@@ -1,4 +1,4 @@
-"""Identifies processes of this host, and tells which of them have ended."""
+"""Identifies processes of this host, and finds which of them have ended."""
 
 import os
 from collections.abc import Sequence

@@ -72,7 +72,7 @@ class PeerMonitor:
         self._process, self._exit_published = os.getpid(), False
         self.connections: dict[str, Any] = {}
         """For each communicator with connections of its own: the process group for its collectives on the host."""
-        self._device_may_hang = True
+        self._device_may_wait_forever = True
         """True if collectives launched on a device may never finish once this group is declared dead. The watchdog then aborts
         the communicators."""
         self._closing: Thread | None = None
@@ -142,12 +142,12 @@ class PeerMonitor:
         self.detector.declare_fatal(fatal)
         with suppress(RuntimeError):
             if not self._store.check(["fatal"]):
-                self._store.set("fatal", json.dumps((fatal, self._device_may_hang)))
+                self._store.set("fatal", json.dumps((fatal, self._device_may_wait_forever)))
 
     def _raise_fatal(self) -> None:
         """Raise WorldError if a rank has written that no rank can go on."""
         if self._store.check(["fatal"]):
-            fatal, self._device_may_hang = json.loads(self._store.get("fatal"))
+            fatal, self._device_may_wait_forever = json.loads(self._store.get("fatal"))
             self._fail_for_good(fatal)
 
     def _fail_for_good(self, why: str) -> NoReturn:
@@ -204,7 +204,7 @@ class PeerMonitor:
         other = next((rank for rank, (_, launched) in enumerate(states) if launched != states[0][1]), None)
         counts = [completed for completed, _ in states]
         if len(set(counts)) > 1:
-            self._device_may_hang = other is not None
+            self._device_may_wait_forever = other is not None
             ahead, behind = counts.index(max(counts)), counts.index(min(counts))
             self._fail_for_good(
                 f"rank {self._ranks[ahead]} has completed a backward that rank {self._ranks[behind]} has abandoned, so their "

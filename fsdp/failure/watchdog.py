@@ -174,7 +174,7 @@ class DevicePeerMonitor(PeerMonitor):
                 raise WorldError(detector.fatal)
         except WorldError as failure:
             self._unwatched = True
-            if self._device_may_hang:
+            if self._device_may_wait_forever:
                 self._watchdog.abort_all(failure)
         except RuntimeError:
             self._failures += 1
@@ -220,7 +220,7 @@ class DevicePeerMonitor(PeerMonitor):
             error = PeerFailed(text, failure.rank, failure.unit, failure.reason)
         self._unwatched, self._aborted, self.pending_error = True, text, PendingError(None, error)
         self.detector.declare_fatal(text)
-        self._device_may_hang = True
+        self._device_may_wait_forever = True
         self._publish_fatal(text)
 
 

@@ -14,11 +14,11 @@ from fsdp.params.param_info import ParamInfo
 
 
 def make_flat_buffers(param_infos: Sequence[ParamInfo], config: Config, comm: Communicator) -> tuple[FlatBuffer, ...]:
-    """The flat buffers of a unit, one for each piece of its parameters."""
+    """The flat buffers of a unit, as planned by dtype, `requires_grad` and the bucket cap."""
     replicated = config.mesh_kind is MeshKind.REPLICATE
     return tuple(
-        FlatBuffer(piece, _compute_dtype(piece[0].parameter.dtype, config), comm, replicated)
-        for piece in _split_into_pieces(param_infos, config)
+        FlatBuffer(members, _compute_dtype(members[0].parameter.dtype, config), comm, replicated)
+        for members in _plan(param_infos, config)
     )
 
 
@@ -27,11 +27,11 @@ def _compute_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
     return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
 
 
-def _split_into_pieces(param_infos: Sequence[ParamInfo], config: Config) -> Iterator[list[ParamInfo]]:
-    """The parameters of a unit, grouped by dtype and `requires_grad`, each group cut into pieces of one bucket.
+def _plan(param_infos: Sequence[ParamInfo], config: Config) -> Iterator[list[ParamInfo]]:
+    """The parameters of a unit, grouped by dtype and `requires_grad`, each group cut at the size of a bucket.
 
     Frozen parameters are cut in the same way, so that a frozen copy of a trained unit (a momentum encoder) has its layout.
-    A parameter whose gradients stay sparse is a piece by itself.
+    A parameter whose gradients stay sparse has a flat buffer of its own.
     """
     groups: dict[tuple[Any, ...], list[ParamInfo]] = {}
     for info in param_infos:
@@ -42,18 +42,18 @@ def _split_into_pieces(param_infos: Sequence[ParamInfo], config: Config) -> Iter
 
 
 def _cut(members: Sequence[ParamInfo], config: Config) -> Iterator[list[ParamInfo]]:
-    """Consecutive pieces. They are filled in the order of the backward, so that what is left over is reduced last."""
-    pieces: list[list[ParamInfo]] = []
+    """Consecutive parts of a group. They are filled in the order of the backward, so that what is left over is reduced last."""
+    parts: list[list[ParamInfo]] = []
     limit, filled, remaining = 0, 0, sum(size_of(info.parameter) for info in members)
     is_complete = True
     for info in reversed(members):
         size = size_of(info.parameter)
         if is_complete or filled + size > limit:
-            pieces.append([])
+            parts.append([])
             limit, filled = next_bucket_limit(remaining, config.bucket_bytes or remaining, config.tapers), 0
-        pieces[-1].append(info)
+        parts[-1].append(info)
         filled += size
         remaining -= size
         is_complete = info.names[0] in config.reduction.triggers
-    for piece in reversed(pieces):
-        yield piece[::-1]
+    for part in reversed(parts):
+        yield part[::-1]

@@ -126,8 +126,8 @@ def _fit(shapes: Sequence[Shape], uncut_rows: frozenset[int], step: int, num_sha
     shard_numel = _round_up(max(-(-total // num_shards), 1), step)
     for _ in range(8):
         # a parameter longer than a chunk crosses several boundaries, so the chunk must be a multiple of its row
-        crossing = [_row(s) for s in shapes if len(s) > 1 and _row(s) in uncut_rows and prod(s) > shard_numel]
-        shard_numel = _round_up(shard_numel, lcm(step, *crossing))
+        spanning = [_row(s) for s in shapes if len(s) > 1 and _row(s) in uncut_rows and prod(s) > shard_numel]
+        shard_numel = _round_up(shard_numel, lcm(step, *spanning))
         if limit is not None and shard_numel > limit:
             return None
         slots = _place(shapes, uncut_rows, step, shard_numel)

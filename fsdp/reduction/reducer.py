@@ -171,7 +171,7 @@ class Reducer:
                 if BucketAction.ASK in actions:
                     has = self._used_params.any_rank_has_grad(number)
                     actions = self._on(number, BucketEvent.SOME_RANK_HAS if has else BucketEvent.NO_RANK_HAS)
-                if BucketAction.LAUNCH in actions:
+                if BucketAction.LAUNCH_REDUCTION in actions:
                     launched.append(number)
                 elif BucketAction.PASS_BY in actions:
                     self.buckets[number].skip()
@@ -184,7 +184,7 @@ class Reducer:
             self._exchange_used()
         self._flushed += 1
         for number in self.of_unit[index]:
-            self._on(number, BucketEvent.FLUSH)
+            self._on(number, BucketEvent.FLUSH_GRADS)
         self.advance()
         if self._flushed == len(self._units):
             self._launch_remainders()
@@ -214,7 +214,7 @@ class Reducer:
             bucket = self.buckets[number]
             if self.ignores_local_grads:
                 bucket.clear_unsharded_grads()
-            if BucketAction.KEEP in self._queue.on(number, BucketEvent.ACCUMULATE):
+            if BucketAction.ACCUMULATE_UNSHARDED in self._queue.on(number, BucketEvent.ACCUMULATE):
                 bucket.accumulate_all()
 
     def drain(self, index: int) -> None:
@@ -229,7 +229,7 @@ class Reducer:
     def drop(self, index: int) -> None:
         """Drop the gradients of a unit of this backward. Accumulated ones of earlier backwards stay. Idempotent."""
         for number in self.of_unit[index]:
-            if BucketAction.FORGET in self._queue.on(number, BucketEvent.DROP):
+            if BucketAction.FORGET in self._queue.on(number, BucketEvent.DROP_GRADS):
                 self.buckets[number].drop()
 
     # helpers ------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class Reducer:
 
     def _may_wait_for(self, buckets: Sequence[Bucket]) -> bool:
         """Whether the reduction of these buckets may be waited for (see the note in `state_machine.bucket`)."""
-        return all([BucketAction.AWAIT in self._queue.on(bucket.number, BucketEvent.MAKE_ROOM) for bucket in buckets])
+        return all([BucketAction.WAIT in self._queue.on(bucket.number, BucketEvent.MAKE_ROOM) for bucket in buckets])
 
     def _wait_next(self) -> None:
         buckets = self._reductions.oldest
@@ -307,7 +307,7 @@ class Reducer:
             else:
                 has = BucketAction.LOOK_EVERYWHERE in actions and used_params.any_rank_has_remainder(number)
             if has:
-                while BucketAction.AWAIT in self._queue.on(number, BucketEvent.SOME_RANK_HAS):
+                while BucketAction.WAIT in self._queue.on(number, BucketEvent.SOME_RANK_HAS):
                     self._wait_next()
                 self._launch((number,), remainder=True)
 

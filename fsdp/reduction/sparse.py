@@ -1,4 +1,4 @@
-"""Sparse gradients of whole parameters, as embeddings with sparse=True have them: rows, and the indices of these rows.
+"""Sparse gradients of unsharded parameters, as embeddings with sparse=True have them: rows, and the indices of these rows.
 
 Rule 1: they are summed without ever being dense; a rank sends as many rows as the rank with the most rows has.
 """

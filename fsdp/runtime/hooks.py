@@ -274,7 +274,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
         path.endpoints += map(weakref.ref, call.outputs)
         path.enclosing = [(hooks, hooks._calls[-1].path) for hooks in self._enclosing if hooks._calls]
         call.outputs = []
-        self.progress.watch(path, self._engine.pending_backward.graph_is_gone)
+        self.progress.add_path(path, self._engine.pending_backward.graph_is_gone)
         self._engine.pending_backward.graphs += 1
         for node in nodes:
             prehook = NodePrehook.of(node)

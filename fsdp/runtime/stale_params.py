@@ -32,19 +32,20 @@ class StaleParams:
             actions = copy.on(event)
             if CopyAction.ASK in actions:
                 compared.append(index)
-            if CopyAction.DROP in actions:
+            if CopyAction.DROP_COPY in actions:
                 yield index
         if not compared:
             return
         changed = any_changed([self._units[index].versions for index in compared], self._world_comm)
+        answer = CopyEvent.WEIGHTS_CHANGED if changed else CopyEvent.WEIGHTS_SAME
         for index in compared:
-            if CopyAction.DROP in self._root.copies[index].on(CopyEvent.WEIGHTS_CHANGED if changed else CopyEvent.WEIGHTS_SAME):
+            if CopyAction.DROP_COPY in self._root.copies[index].on(answer):
                 yield index
 
     def must_drop(self, index: int) -> bool:
         """Begin a forward of a unit. Return whether its copy must be dropped first."""
         moved = self._units[index].versions.moved
-        return CopyAction.DROP in self._root.copies[index].on(CopyEvent.USED_CHANGED if moved else CopyEvent.USED)
+        return CopyAction.DROP_COPY in self._root.copies[index].on(CopyEvent.USED_CHANGED if moved else CopyEvent.USED)
 
     def prepare_gather(self, index: int) -> None:
         """Check the shards of a unit before its all-gather, and record their version counters."""

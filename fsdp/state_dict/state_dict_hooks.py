@@ -118,7 +118,7 @@ class StateHooks(RefuseCopy):
 
 
 def _renames(target: nn.Module) -> bool:
-    """True if some module may load from other names than its own, so that only torch can tell which names are missing."""
+    """True if some module may load from other names than its own, so that only torch knows which names are missing."""
     return any(_takes_other_names(module) for module in target.modules())
 
 

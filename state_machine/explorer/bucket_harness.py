@@ -299,7 +299,7 @@ class BucketHarness:
                                 self._on(one, number, E.UNUSED)
             case What.NO_SYNC_KEEPS:
                 rank.here = changed(rank.here, of, True)
-                if A.KEEP in self._on(rank, of, E.ACCUMULATE):
+                if A.ACCUMULATE_UNSHARDED in self._on(rank, of, E.ACCUMULATE):
                     rank.here = changed(rank.here, of, False)
                     rank.kept = changed(rank.kept, of, True)
                 require(not rank.here[of], "a gradient outlives a backward under no_sync, and is not kept")
@@ -377,13 +377,13 @@ class BucketHarness:
     def _turn_taken(
         self, rank: Rank, group: tuple[int, ...], place: int, launched: tuple[int, ...], actions: Sequence[BucketAction]
     ) -> None:
-        if A.LAUNCH in actions:
+        if A.LAUNCH_REDUCTION in actions:
             launched += (group[place],)
         rank.todo = (("turn", group, place + 1, launched), *rank.todo)
 
     def _launch(self, rank: Rank, buckets: tuple[int, ...], remainder: bool) -> None:
         oldest = rank.in_flight[0][1] if len(rank.in_flight) >= self.scene.lanes else ()
-        if oldest and all([A.AWAIT in self._on(rank, number, E.MAKE_ROOM) for number in oldest]):
+        if oldest and all([A.WAIT in self._on(rank, number, E.MAKE_ROOM) for number in oldest]):
             rank.todo = (("land",), ("launch", buckets, remainder), *rank.todo)
             return
         for number in buckets:
@@ -420,7 +420,7 @@ class BucketHarness:
 
     def _flush(self, rank: Rank, unit: int) -> None:
         for number in self._of_unit(unit):
-            self._on(rank, number, E.FLUSH)
+            self._on(rank, number, E.FLUSH_GRADS)
         rank.flushed += 1
         last = (("remainder", 0),) if rank.flushed == self.scene.units else ()
         rank.todo = (("advance",), *last, *rank.todo)
@@ -449,7 +449,7 @@ class BucketHarness:
 
     def _first_lands(self, rank: Rank, number: int) -> None:
         actions = self._on(rank, number, E.SOME_RANK_HAS)
-        if A.AWAIT in actions:
+        if A.WAIT in actions:
             rank.todo = (("land",), ("first lands", number), *rank.todo)
         if A.LAUNCH_REMAINDER in actions:
             rank.todo = (("launch", (number,), True), *rank.todo)
@@ -484,7 +484,7 @@ class BucketHarness:
                 # twice, because the first time may be interrupted
                 self._on(rank, number, E.DRAINED)
                 self._on(rank, number, E.DRAINED)
-                if A.FORGET in self._on(rank, number, E.DROP):
+                if A.FORGET in self._on(rank, number, E.DROP_GRADS):
                     rank.here, rank.result = changed(rank.here, number, False), changed(rank.result, number, False)
                 require(not rank.here[number] and not rank.result[number], "a gradient outlives a step that was given up")
             self._check_at_rest(rank)

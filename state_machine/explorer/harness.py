@@ -193,7 +193,7 @@ class Harness:
 
     def _copy_event(self, unit: int, event: CopyEvent) -> tuple[CopyAction, ...]:
         actions = self.root.copies[unit].on(event)
-        if CopyAction.DROP in actions:
+        if CopyAction.DROP_COPY in actions:
             self.seen.drop(unit)
             self._request(unit, Request.RESHARD)
         return actions

@@ -16,7 +16,7 @@ from typing import Final
 from state_machine.residency import Effect
 from state_machine.vocabulary import Action, Event
 
-NOWHERE, IN_FLIGHT, IN_MEMORY = 0, 1, 2
+NOWHERE, UNSHARDING_NOW, IN_MEMORY = 0, 1, 2
 """Where the copy of a unit's parameters is."""
 NONE, REDUCING, REDUCED = 0, 1, 2
 """The reduction of a unit's gradients: none, in flight, or finished and not committed."""
@@ -127,11 +127,11 @@ class InvariantMonitor:
         match effect:
             case Effect.ALL_GATHER:
                 self.require(facts.copy == NOWHERE, unit, "gathered what was in memory or in flight already")
-                facts.copy = IN_FLIGHT
+                facts.copy = UNSHARDING_NOW
                 facts.stale = SAME
                 facts.doubt = self.may_step
             case Effect.WAIT_ALL_GATHER:
-                if facts.copy == IN_FLIGHT:
+                if facts.copy == UNSHARDING_NOW:
                     facts.copy = IN_MEMORY
             case Effect.USE_UNSHARDED:
                 self.require(facts.copy == IN_MEMORY, unit, "used parameters that are not in memory")
@@ -139,7 +139,7 @@ class InvariantMonitor:
             case Effect.USE_SHARDED:
                 facts.shown = False
             case Effect.FREE_UNSHARDED:
-                self.require(facts.copy != IN_FLIGHT, unit, "freed memory during an all-gather")
+                self.require(facts.copy != UNSHARDING_NOW, unit, "freed memory during an all-gather")
                 self.require(not facts.shown, unit, "freed memory that the modules still use")
                 facts.copy = NOWHERE
                 facts.stale = SAME
@@ -262,7 +262,7 @@ class InvariantMonitor:
         self.may_step = False
         self.evaluates = False
         for unit, facts in enumerate(self.facts):
-            self.require(facts.copy != IN_FLIGHT, unit, "the pass is over and a gather is in flight")
+            self.require(facts.copy != UNSHARDING_NOW, unit, "the pass is over and a gather is in flight")
             self.require(facts.open or not failed or facts.copy == NOWHERE, unit, "the pass has failed and it is not sharded")
 
     def check_closed(self, accumulated: tuple[bool, ...], event: Event) -> None:
@@ -272,7 +272,7 @@ class InvariantMonitor:
             self.require(not facts.arrived, unit, "a gradient outlives its backward, neither reduced nor accumulated nor dropped")
             if unit not in self.path and (event is Event.BACKWARD_FAILED or not self.always[unit]):
                 self.require(facts.copy == NOWHERE, unit, "the backward is over and it is not sharded")
-            self.require(facts.copy != IN_FLIGHT, unit, "the backward is over and a gather is in flight")
+            self.require(facts.copy != UNSHARDING_NOW, unit, "the backward is over and a gather is in flight")
             if event is Event.FINAL_CALLBACK:
                 self.require(unit in self.committing, unit, "never committed")
                 self.require(not facts.accumulated, unit, "gradients of no_sync were not reduced")

@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from state_machine.explorer.invariants import IN_FLIGHT, NONE, NOWHERE, InvariantMonitor, Sync
+from state_machine.explorer.invariants import NONE, NOWHERE, UNSHARDING_NOW, InvariantMonitor, Sync
 from state_machine.table import ReshardPolicy
 from state_machine.vocabulary import Event
 
@@ -146,7 +146,7 @@ class Model:
                 yield Move(What.CLOSE, event=Event.BACKWARD_FAILED, depth=depth)
             if not seen.path:
                 yield Move(What.FORWARD, 0, Event.PRE_FORWARD)
-        gathers = sum(facts.copy == IN_FLIGHT for facts in seen.facts)
+        gathers = sum(facts.copy == UNSHARDING_NOW for facts in seen.facts)
         for unit, facts in enumerate(seen.facts):
             if not facts.full_params and (facts.copy != NOWHERE or gathers < self.scope.prefetch):
                 yield Move(What.PREFETCH, unit)

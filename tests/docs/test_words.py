@@ -22,29 +22,6 @@ import pytest
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 GLOSSARY: Final = ROOT / "docs" / "reference" / "glossary.md"
-NOT_YET: Final = frozenset(
-    {
-        "fsdp/api/join.py",
-        "fsdp/autograd",
-        "fsdp/checkpoint",
-        "fsdp/comm",
-        "fsdp/device",
-        "fsdp/failure",
-        "fsdp/params",
-        "fsdp/reduction",
-        "fsdp/runtime/engine.py",
-        "fsdp/runtime/final_callback.py",
-        "fsdp/runtime/hooks.py",
-        "fsdp/runtime/pending_backward.py",
-        "fsdp/runtime/registry.py",
-        "fsdp/runtime/stale_params.py",
-        "fsdp/state_dict",
-        "state_machine",
-        "docs",
-    }
-)
-"""Files and folders that still have retired words. This list only ever gets shorter."""
-
 ANYWHERE: Final[dict[str, str]] = {
     "whole parameter": r"whole[- ]param(eter)?s?",
     "parcel": r"parcels?",
@@ -140,7 +117,7 @@ _PARTS: Final = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 def retired_name(name: str) -> bool:
     """Whether a name in code, or in backticks, is retired or has a retired part."""
-    parts = _PARTS.findall(name.replace("in_flight", ""))
+    parts = _PARTS.findall(name.replace("in_flight", "").replace("hugging_face", ""))
     return name.strip("_") in words_of_tables() or any(_PART.fullmatch(part.lower()) for part in parts)
 
 
@@ -191,15 +168,9 @@ def hits_in(path: Path) -> list[Hit]:
     return [*(hits_in_code(name, text) if path.suffix == ".py" else hits_in_prose(name, 1, text, False))]
 
 
-def is_held(name: str) -> bool:
-    """Whether a file is held to the rules already."""
-    return not any(name == one or name.startswith(f"{one}/") for one in NOT_YET)
-
-
 @pytest.mark.parametrize("path", scanned(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_retired_word_is_in_use(path: Path) -> None:
-    if is_held(path.relative_to(ROOT).as_posix()):
-        assert not hits_in(path)
+    assert not hits_in(path)
 
 
 def test_every_retired_word_of_the_glossary_has_a_pattern() -> None:

@@ -12,7 +12,7 @@ from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, steps, train
 
 @pattern(
     "two losses of one forward, retain_graph",
-    "the second backward comes after the first one gave everything back",
+    "the second backward comes after the first one freed everything",
     gathers=3 + 2 + 3,
     reductions=6,
     cost="3 forward, 2 in the first backward, 3 in the second",
@@ -80,7 +80,7 @@ def _(run: Run) -> Yields:
 
 @pattern(
     "torch.autograd.grad of activations and inputs",
-    "pipelines split the backward in two; the root callback may never come",
+    "pipelines split the backward in two; the final callback may never come",
     gathers=3 + 1 + 3 + 3 + 3,
     reductions=3,
     cost="forward 3; down to the second activation 1, then everything three times. Only backward() accumulates, and reduces",
@@ -151,7 +151,7 @@ PENALTY: dict[str, Any] = {
 }
 
 
-@pattern("a gradient penalty over a leaf", "the second backward reads parameters that the first one gave back", **PENALTY)
+@pattern("a gradient penalty over a leaf", "the second backward reads parameters that the first one freed", **PENALTY)
 def _(run: Run) -> Yields:
     model = run.shard(Nonlinear(), {Block})
     for step in range(2):

@@ -177,7 +177,7 @@ def _checkpoints(kind: str, reentrant: bool) -> None:
 
     @pattern(
         f"two forwards with {kind} checkpoints, one backward",
-        "preference training; the second replay sees what the first one gave back",
+        "preference training; the second replay sees what the first one freed",
         gathers=3 + 3 + (4 if reentrant else 2),
         reductions=3 + (2 if reentrant else 0),
         cost="2 forwards of 3; reentrant replays each gather, the others once a unit",

@@ -194,7 +194,7 @@ class Bare(nn.Module):
         return self.net(self.scale(x))
 
 
-@pattern("units and a root without parameters", "nothing to gather, and still the root callback", gathers=2 * 3, reductions=3)
+@pattern("units and a root without parameters", "nothing to gather, and still the final callback", gathers=2 * 3, reductions=3)
 def _(run: Run) -> Yields:
     model = run.shard(Bare(), {nn.Tanh, Net, Block})
     train(model, run.data(0, 2, WIDTH))

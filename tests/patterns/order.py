@@ -24,7 +24,7 @@ def _(run: Run) -> Yields:
 
 @pattern(
     "two forwards, one backward of both",
-    "an engine with one flag a forward gives the parameters back after the first of the two",
+    "an engine with one flag a forward frees the parameters after the first of the two",
     gathers=8,
     reductions=3,
     cost="2 forwards of 3, one backward of 2: the blocks stay until both calls are left",
@@ -40,7 +40,7 @@ def _(run: Run) -> Yields:
     "the schedule of a pipeline; a forward must not disturb the graph of another",
     gathers=17,
     reductions=9,
-    cost="3 forwards of 3; 3 backwards of 2, the second and third also of the root's own, which the first gave back",
+    cost="3 forwards of 3; 3 backwards of 2, the second and third also of the root's own, which the first freed",
 )
 def _(run: Run) -> Yields:
     model = run.shard(Net(), {Block})
@@ -419,7 +419,7 @@ class EditsAndReads(nn.Module):
 
 @pattern(
     "a forward that changes a parameter of its own, runs a backward and reads it",
-    "that backward gives the copy back which has the change",
+    "that backward frees the copy which has the change",
     gathers=2 * (2 + 2 * 2),
     reductions=2 * (1 + 2),
     cost="2 steps: root when it begins and when it reads, block forward and backward, twice; the second backward reaches root",

@@ -287,7 +287,7 @@ def _(run: Run) -> Yields:
 
 @pattern(
     "an auxiliary loss kept as an attribute, in a backward after",
-    "as above, when everything was given back",
+    "as above, when everything was freed",
     gathers=2 * (3 + 2 + 3),
     reductions=2 * 2 * 3,
     cost="a step: 3 forward, 2 in the first backward, 3 in the second",

@@ -123,7 +123,7 @@ class Clamps(Block):
         return super().forward(x)
 
 
-@pattern("weights changed in their own forward", "the change is made to whole parameters that are given back", **steps(2))
+@pattern("weights changed in their own forward", "the change is made to unsharded parameters that are freed", **steps(2))
 def _(run: Run) -> Yields:
     model = run.shard(Net(block=Clamps), {Clamps})
     optimizer = sgd(model)
@@ -144,7 +144,7 @@ class Replaces(Block):
 
 @pattern(
     "weights replaced through .data in their own forward",
-    "the new data is no part of what is gathered, nor of what is given back; the next edit of the shard must be seen",
+    "the new data is no part of what is gathered, nor of what is freed; the next edit of the shard must be seen",
     **steps(3),
 )
 def _(run: Run) -> Yields:

@@ -325,7 +325,7 @@ def on_parameters(model: nn.Module, heard: Heard) -> None:
         model.get_parameter(name).register_hook(lambda gradient, name=name: heard.note(name, gradient))
 
 
-def test_on_parameters_before_wrapping_see_the_whole_gradient_of_this_rank_once_a_backward() -> None:
+def test_on_parameters_before_wrapping_see_the_unsharded_gradient_of_this_rank_once_a_backward() -> None:
     def one_rank(rank: int) -> None:
         found = run(rank, on_parameters, True, before=True)[0]
         assert_heard_alike(found, run(rank, on_parameters, False)[0])
@@ -424,7 +424,7 @@ def on_the_accumulating_node(model: nn.Module, heard: Heard) -> None:
         node.register_hook(lambda inputs, outputs, name=name: heard.note(name, (*inputs, *outputs)))
 
 
-def test_on_the_accumulating_node_before_wrapping_see_the_whole_gradient_of_this_rank_once_a_backward() -> None:
+def test_on_the_accumulating_node_before_wrapping_see_the_unsharded_gradient_of_this_rank_once_a_backward() -> None:
     """Beside hooks on the tensor itself, which hear of each gradient once, as on the plain module."""
 
     def both(model: nn.Module, heard: Heard) -> None:
@@ -475,7 +475,7 @@ def test_on_the_accumulating_node_do_not_step_an_optimizer() -> None:
     fsdp.simulate(RANKS, one_rank)
 
 
-def test_of_several_parameters_before_wrapping_are_heard_or_refused() -> None:
+def test_of_several_parameters_before_wrapping_run_or_are_refused() -> None:
     def one_rank(rank: int) -> None:
         heard: list[Any] = []
         model = make()
