@@ -7,7 +7,7 @@ a wait in RESHARD.
 """
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, assert_never
 
 from state_machine.explorer.invariants import HIDDEN, NONE, NOWHERE, SAME, SHOWN, InvariantMonitor, Seen, Sync, Violation
 from state_machine.explorer.model import Model, Move, Tree, What
@@ -172,6 +172,8 @@ class Harness:
                 self._abandon(accumulated)
             case What.REFUSED:
                 self._expect_refusal(unit, event)
+            case _:
+                assert_never(move.what)
 
     def _begin_pass(self, accumulated: tuple[bool, ...], evaluates: bool) -> None:
         dead = self.root.end_backward(BackwardEvent.PASS_BEGINS, self.order)

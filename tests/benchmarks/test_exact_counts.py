@@ -56,7 +56,7 @@ def test_clipping_takes_one_collective_whatever_the_number_of_parameters() -> No
             loss_of(model(torch.ones(2, 6))).backward()
             link.reset()
             fsdp.clip_grad_norm_(model, 1.0)
-            assert link.comm.total() <= 1
+            assert link.collectives.total() <= 1
 
 
 def test_every_chunk_that_travels_begins_at_a_multiple_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def test_what_is_launched_together_goes_one_after_another_whatever_the_group(lin
     assert time.perf_counter() - begin >= 2 * (1e-3 + 3e-3)
     assert works[0].is_completed()
     assert link.busy == pytest.approx(2 * 4.072e-3)
-    assert link.comm == {"all_gather": 2} and link.received == {"all_gather": 2 * 3072}
+    assert link.collectives == {"all_gather": 2} and link.received == {"all_gather": 2 * 3072}
 
 
 def test_a_future_is_kept_when_the_wire_is_done_and_an_all_reduce_goes_twice(link: Link) -> None:

@@ -1,10 +1,10 @@
-"""What must be possible and what must be refused, told action by action.
+"""What must be possible and what must be refused, told event by event.
 
     EVENT -> STATE: ACTIONS      moves there, and asks the engine for exactly these actions in this order
     EVENT: refused               raises IllegalTransition and stays
 
-A story is told to a unit of every strategy, unless it says which; to one that always keeps with KEEP for RESHARD where
-all goes well. Every row is used, and every missing pair refused,
+A story is told to a unit of every strategy, unless it says which; to one that never reshards, with `KEEP_UNSHARDED`
+for `RESHARD` where all goes well. Every row is used, and every missing pair refused,
 by some story: a new row needs a story first.
 """
 

@@ -1,4 +1,4 @@
-"""How much of the training patterns is run: a part by default, everything if the environment says `FSDP_TESTS=all`."""
+"""How much of the training patterns and of the explorer is run: a part, or all with `FSDP_TESTS=all` in the environment."""
 
 import os
 from typing import Final
@@ -8,4 +8,4 @@ if _ASKED not in ("default", "all"):
     raise ValueError(f"FSDP_TESTS is 'default' or 'all', not {_ASKED!r}")
 
 EVERYTHING: Final = _ASKED == "all"
-"""True if every pattern runs in every simulated world, and over gloo with two and three processes."""
+"""True if every pattern runs in every simulated world, and over gloo with two and three processes, and every tree is explored."""
