@@ -24,7 +24,7 @@ class HookActions(ABC):
 
 
 class PassWatcher(ABC):
-    """Gets each pass before it begins."""
+    """An object that the engine calls before each forward of the root and before each backward, such as that of `fsdp.join`."""
 
     @abstractmethod
     def before_forward(self, records_graph: bool) -> None:
