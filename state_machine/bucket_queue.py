@@ -76,15 +76,28 @@ class BucketQueue:
         state = self._states[number]
         step = self._tables[number][state].get(event)
         if step is None:
-            raise RuntimeError(
-                f"bucket {number} of unit {self.names[number]!r} ({self._kinds[number].name}): {event.name} while {state.name}; "
-                "this is a bug in fsdp, please report it."
-            )
+            raise self._refusal(number, event)
         to, actions = step
         self._states[number] = to
         if actions and OFFER in actions:
             self._missing[self._place[number]] -= 1
         return actions
+
+    def check(self, event: BucketEvent) -> None:
+        """Check that every bucket has a row for the event, before the first of them gets it. No state changes.
+
+        Raises:
+            RuntimeError: some bucket has none, which is a bug of fsdp.
+        """
+        for number, (table, state) in enumerate(zip(self._tables, self._states, strict=True)):
+            if event not in table[state]:
+                raise self._refusal(number, event)
+
+    def _refusal(self, number: int, event: BucketEvent) -> RuntimeError:
+        return RuntimeError(
+            f"bucket {number} of unit {self.names[number]!r} ({self._kinds[number].name}): {event.name} while "
+            f"{self._states[number].name}; this is a bug in fsdp, please report it."
+        )
 
     def on_unit(self, unit: int, event: UnitEvent) -> bool:
         """Apply an event to a unit; return whether its buckets must get POST_BACKWARD."""

@@ -318,6 +318,7 @@ class Reducer:
             self._wait_next()
         self._reductions.finish()
         self._used_params.wait_all()
+        self._queue.check(BucketEvent.COMMIT)  # all buckets or none
         if self._order.learn(self._comms.world_comm, self._device):
             self._make_groups()
         for number, bucket in enumerate(self.buckets):

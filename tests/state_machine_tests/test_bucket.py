@@ -321,3 +321,16 @@ def test_a_unit_that_is_never_reopened_is_noticed(monkeypatch: pytest.MonkeyPatc
     row = {**UNITS[UnitState.DONE], UnitEvent.GATHERED: UnitStep(UnitState.DONE)}
     monkeypatch.setitem(UNITS, UnitState.DONE, row)  # type: ignore[arg-type]
     assert explore_buckets(BY_NAME["ordinary"]).violations == 1
+
+
+def test_a_commit_is_checked_for_all_buckets_before_the_first() -> None:
+    queue = BucketQueue(("a", "b"), (0, 1), (BucketKind.ORDINARY, BucketKind.ORDINARY), 2)
+    with pytest.raises(RuntimeError, match=r"bucket 0 of unit 'a' .*: COMMIT while EMPTY; this is a bug in fsdp"):
+        queue.check(BucketEvent.COMMIT)
+    for event in (BucketEvent.POST_BACKWARD, BucketEvent.TURN, BucketEvent.LANDED):
+        queue.on(0, event)
+    with pytest.raises(RuntimeError, match=r"bucket 1 of unit 'b' .*: COMMIT while EMPTY"):
+        queue.check(BucketEvent.COMMIT)
+    for event in (BucketEvent.POST_BACKWARD, BucketEvent.TURN, BucketEvent.LANDED):
+        queue.on(1, event)
+    queue.check(BucketEvent.COMMIT)
