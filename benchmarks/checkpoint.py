@@ -46,7 +46,7 @@ def with_state(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW after one step of zeros: its state is there."""
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
-        p.grad = torch.zeros_like(p) if p.numel() else None
+        p.grad = torch.zeros_like(p)
     optimizer.step()
     optimizer.zero_grad()
     return optimizer

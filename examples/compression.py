@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from model import GPT, Block, byte_loss
 from torch import Tensor
 from torch.futures import Future
-from train import join_world
+from world import join_world
 
 import fsdp
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from model import GPT, Block, byte_loss
 from torch import Tensor, nn
-from train import join_world
+from world import join_world
 
 import fsdp
 

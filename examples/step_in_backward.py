@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from model import GPT, Block, byte_loss
 from torch import Tensor
-from train import join_world
+from world import join_world
 
 import fsdp
 

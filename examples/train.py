@@ -24,18 +24,23 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 from model import BYTES, GPT, Block, byte_loss, generate
 from torch import Tensor, nn
-from tqdm import tqdm
+from world import World, join_world, local_rank, rank_before_joining
 
 import fsdp
+
+try:
+    from tqdm import tqdm
+except ImportError:  # the progress bar is optional
+    tqdm = None
 
 HELD_OUT = 0.05  # the last part of the corpus is never trained on
 HELD_OUT_WINDOWS = 128  # and this many stretches of it, evenly spread, are what an evaluation reads
@@ -49,18 +54,27 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "node_modules", "test", "te
 
 def main() -> int:
     args = parse_arguments()
-    corpus = read_corpus(args)
-    if rank_before_joining() == 0:
-        make_folder(args.out)
-    world = join_world()
     try:
-        check_agreement(corpus)
-        return run(args, corpus, world)
-    finally:
-        dist.destroy_process_group()
+        corpus = read_corpus(args)
+        if rank_before_joining() == 0:
+            make_folder(args.out)
+        world = join_world()
+        try:
+            check_agreement(corpus)
+            return run(args, corpus, world)
+        finally:
+            dist.destroy_process_group()
+    except fsdp.ShardingError as error:  # a damaged checkpoint, or no room for one
+        refuse(str(error), status=1)
+    except OSError as error:  # a full disk, a file without permission
+        refuse(f"{error.filename or args.out}: {error.strerror or error}", status=1)
+    except fsdp.PeerFailed as failure:
+        refuse(f"rank {failure.rank} has ended, and training with it: {failure.reason}", status=1)
+    except KeyboardInterrupt:
+        refuse("stopped from the keyboard", status=130)
 
 
-def run(args: argparse.Namespace, corpus: "Corpus", world: "Harness") -> int:
+def run(args: argparse.Namespace, corpus: "Corpus", world: World) -> int:
     """Train, and leave the curve, the numbers and the sample behind. Returns the exit status."""
     module = make_model(args, world)
     size = sum(parameter.numel() for parameter in module.parameters())
@@ -81,8 +95,9 @@ def run(args: argparse.Namespace, corpus: "Corpus", world: "Harness") -> int:
         print(f"--- sample ---\n{printable(sample)}\n--------------")
         (args.out / "sample.txt").write_text(sample, encoding="utf-8")
         (args.out / "losses.json").write_text(json.dumps(curve.as_json(args, world), indent=1), encoding="utf-8")
-        curve.draw(args.out / "loss.png")
-        print(f"wrote loss.png, losses.json and sample.txt to {args.out}")
+        drawn = curve.draw(args.out / "loss.png")
+        missing = "" if drawn else "; a picture of the losses needs the package matplotlib"
+        print(f"wrote {'loss.png, ' if drawn else ''}losses.json and sample.txt to {args.out}{missing}")
 
     if args.compare:
         weights = fsdp.full_state_dict(model)  # a collective: every rank calls it
@@ -103,7 +118,7 @@ def shard(module: nn.Module, args: argparse.Namespace) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: "Harness") -> "Curve":
+def train(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: World) -> "Curve":
     """All the steps, with a progress bar on rank 0, an evaluation every `--eval-every` steps, and checkpoints if asked for."""
     optimizer = make_optimizer(model, args)
     curve = Curve(train=[], held_out=[], entropy=corpus.entropy)
@@ -119,7 +134,7 @@ def train(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: "
     mine = slice(world.rank * args.batch, (world.rank + 1) * args.batch)
     seconds = 0.0
     saving: fsdp.Saving | None = None
-    with tqdm(total=args.steps, initial=begin, unit="step", disable=world.rank != 0, dynamic_ncols=True) as bar:
+    with progress_bar(args, begin, world) as bar:
         for step in range(begin, args.steps):
             start = time.perf_counter()
             tokens = corpus.batch(args, step, world.size)[mine].to(world.device)
@@ -127,21 +142,32 @@ def train(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: "
             curve.train.append((step + 1, world.mean(loss)))
             seconds += time.perf_counter() - start
             curve.tokens_per_second = (step + 1 - begin) * world.size * args.batch * args.context / seconds
-            if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
+            evaluated = (step + 1) % args.eval_every == 0 or step + 1 == args.steps
+            if evaluated:
                 curve.held_out.append((step + 1, evaluate(model, args, corpus, world)))
             if args.checkpoint_every and (step + 1) % args.checkpoint_every == 0:
                 # the data of a step follow from its number
                 extra = {"train": curve.train, "held_out": curve.held_out}
                 saving = fsdp.save(folder / f"step-{step + 1}", model, optimizer, extra=extra, keep_last=2, async_=True)
-            bar.set_postfix_str(
+            progress = (
                 f"loss {curve.train[-1][1]:.3f}, held-out {curve.held_out[-1][1]:.3f}, {curve.tokens_per_second:,.0f} tokens/s, "
-                f"{megabytes(fsdp.memory_bytes(model))}/rank",
-                refresh=False,
+                f"{megabytes(fsdp.memory_bytes(model))}/rank"
             )
-            bar.update()
+            if bar is not None:
+                bar.set_postfix_str(progress, refresh=False)
+                bar.update()
+            elif evaluated:
+                world.say(f"step {step + 1} of {args.steps}: {progress}")
     if saving is not None:
         saving.wait()  # before the group is destroyed, over which the ranks agree on it
     return curve
+
+
+def progress_bar(args: argparse.Namespace, begin: int, world: World) -> Any:
+    """A bar, or a context of None: on other ranks than 0, and without the package tqdm."""
+    if tqdm is None or world.rank != 0:
+        return nullcontext()
+    return tqdm(total=args.steps, initial=begin, unit="step", dynamic_ncols=True)
 
 
 def take_step(
@@ -166,7 +192,7 @@ def take_step(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: "Harness") -> float:
+def evaluate(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: World) -> float:
     """The loss on held-out text, in nats per byte. Every rank reads its share of the same windows."""
     share = corpus.held_out_windows(args.context, world.size)[world.rank :: world.size]
     total = torch.zeros((), device=world.device)
@@ -175,7 +201,7 @@ def evaluate(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world
     return world.mean(total / len(share))
 
 
-def write_sample(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: "Harness") -> str:
+def write_sample(model: nn.Module, args: argparse.Namespace, corpus: "Corpus", world: World) -> str:
     """Held-out text continued by the model; empty on the other ranks, which only lend rank 0 their shards."""
     with fsdp.summon_full_params(model, writeback=False):
         if world.rank != 0:
@@ -193,7 +219,7 @@ def judge(curve: "Curve") -> int:
     return 0 if loss < CLEARLY_BELOW * entropy else 1
 
 
-def compare(curve: "Curve", weights: dict[str, Tensor], args: argparse.Namespace, corpus: "Corpus", world: "Harness") -> int:
+def compare(curve: "Curve", weights: dict[str, Tensor], args: argparse.Namespace, corpus: "Corpus", world: World) -> int:
     """Train the same model unsharded, in this process alone and in plain torch, and print the largest differences."""
 
     def clip(model: nn.Module, max_norm: float) -> Tensor:
@@ -202,7 +228,8 @@ def compare(curve: "Curve", weights: dict[str, Tensor], args: argparse.Namespace
     model = make_model(args, world)
     optimizer = make_optimizer(model, args)
     losses = []
-    for step in tqdm(range(args.steps), desc="unsharded", unit="step", dynamic_ncols=True):
+    steps = range(args.steps)
+    for step in steps if tqdm is None else tqdm(steps, desc="unsharded", unit="step", dynamic_ncols=True):
         tokens = corpus.batch(args, step, world.size).to(world.device)
         losses.append(take_step(model, optimizer, clip, tokens, args, step).item())
 
@@ -236,7 +263,7 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tu
     return largest.values.item(), names[int(largest.indices)]
 
 
-def make_model(args: argparse.Namespace, world: "Harness") -> GPT:
+def make_model(args: argparse.Namespace, world: World) -> GPT:
     """The initial model, the same on every call and on every rank."""
     torch.manual_seed(args.seed)
     module = GPT(
@@ -321,7 +348,11 @@ def read_corpus(args: argparse.Namespace) -> Corpus:
 
 def text_files(folder: Path) -> Iterator[Path]:
     """Files that begin with UTF-8 and without a zero byte, whatever their names end in."""
-    for here, folders, names in os.walk(folder):
+
+    def stop(error: OSError) -> NoReturn:
+        raise error
+
+    for here, folders, names in os.walk(folder, onerror=stop):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith(".")]
         for path in (Path(here, name) for name in names if not name.startswith(".")):
             if path.is_file():
@@ -330,58 +361,6 @@ def text_files(folder: Path) -> Iterator[Path]:
                 # a character cut by the end of the head is no fault of the file
                 if b"\0" not in head and "\ufffd" not in head.decode("utf-8", errors="replace")[:-1]:
                     yield path
-
-
-@dataclass(frozen=True)
-class Harness:
-    """Which of how many processes this is, and where it computes."""
-
-    rank: int
-    size: int
-    device: torch.device
-    description: str
-
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            print(text, flush=True)
-
-    def mean(self, value: Tensor) -> float:
-        """The mean over all ranks. Every rank calls it, and every rank gets the same."""
-        total = value.detach().clone()
-        dist.all_reduce(total)
-        return float(total.item()) / self.size
-
-
-def join_world() -> Harness:
-    """Join the processes that torchrun started, or be the only one. NCCL if there is a GPU for each, gloo if not."""
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if torch.cuda.device_count() >= local_size:
-        device, backend = torch.device("cuda", local_rank), "nccl"
-        torch.cuda.set_device(device)
-    else:
-        device, backend = torch.device("cpu"), "gloo"
-    if "RANK" in os.environ:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, store=open_store(size), rank=rank, world_size=size)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return Harness(rank, size, device, f"{size} {'process' if size == 1 else 'processes'} ({device.type}, {backend})")
-
-
-def open_store(size: int) -> dist.Store:
-    """Where the ranks of this start find each other.
-
-    After a restart torchrun's own store (2.13) still holds the addresses of those that died; so each start has names of its own.
-    """
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, size, is_master=not shared and rank_before_joining() == 0)
-    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def rank_before_joining() -> int:
-    return int(os.environ.get("RANK", 0))
 
 
 def check_agreement(corpus: Corpus) -> None:
@@ -401,7 +380,7 @@ class Curve:
     entropy: float
     tokens_per_second: float = 0.0
 
-    def as_json(self, args: argparse.Namespace, world: Harness) -> dict[str, Any]:
+    def as_json(self, args: argparse.Namespace, world: World) -> dict[str, Any]:
         options = {name: value if isinstance(value, int | float) else str(value) for name, value in vars(args).items()}
         return {
             "options": options,
@@ -412,7 +391,12 @@ class Curve:
             "held_out": self.held_out,
         }
 
-    def draw(self, path: Path) -> None:
+    def draw(self, path: Path) -> bool:
+        """Draw the losses; False without the package matplotlib."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            return False
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
         axes.plot(*zip(*self.train, strict=True), linewidth=1, label="training")
@@ -422,6 +406,7 @@ class Curve:
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(path, dpi=120)
+        return True
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -485,11 +470,13 @@ def make_folder(folder: Path) -> None:
         refuse(f"--out {folder} cannot be a folder: {error.strerror}")
 
 
-def refuse(reason: str) -> NoReturn:
-    """End with a sentence, said once, and the exit status of a wrong command line."""
-    if rank_before_joining() == 0:
+def refuse(reason: str, status: int = 2) -> NoReturn:
+    """End with a sentence, said once on each host, and the exit status of a wrong command line."""
+    if local_rank() == 0:
         print(f"train.py: {reason}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    else:
+        time.sleep(10)  # torchrun ends all processes when the first one ends, which is to be the one that speaks
+    sys.exit(status)
 
 
 def megabytes(count: int) -> str:

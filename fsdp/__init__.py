@@ -3,8 +3,6 @@
 Start with `fsdp.FullyShardedDataParallel`. Every public name is imported here. Names that are only in a subpackage may change.
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
 from fsdp.api.clipping import ShardedGradScaler, clip_grad_norm_
 from fsdp.api.comm_hooks import register_comm_hook
 from fsdp.api.forward_methods import register_forward_method
@@ -65,10 +63,8 @@ __all__ = [
     "to_local",
 ]
 
-try:
-    __version__ = version("fsdp")
-except PackageNotFoundError:  # a source tree that is not installed
-    __version__ = "0+unknown"
+__version__ = "0.1.0"
+"""The one place of the version. pyproject.toml reads it from here."""
 
 
 def __dir__() -> list[str]:

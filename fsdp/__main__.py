@@ -8,6 +8,7 @@ from pathlib import Path
 from fsdp.checkpoint.convert import convert, damage_in, describe
 from fsdp.checkpoint.hf_safetensors import size_in_bytes
 from fsdp.errors import ShardingError
+from fsdp.file_errors import file_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,18 +29,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     try:
-        if given.command == "convert":
-            convert(given.path, given.out, given.to, size_in_bytes(given.max_shard_size))
-            print(f"wrote {given.out}")
-            return 0
-        for line in describe(given.path, given.tensors):
-            print(line)
-        damage = damage_in(given.path)
-        print("damaged:" if damage else "healthy", *damage, sep="\n  " if damage else "")
-        return 1 if damage else 0
+        with file_errors(given.command, given.path):
+            return run(given)
     except ShardingError as refusal:
         print(f"fsdp: {refusal}", file=sys.stderr)
         return 1
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the command that was given; return the exit status."""
+    if given.command == "convert":
+        convert(given.path, given.out, given.to, size_in_bytes(given.max_shard_size))
+        print(f"wrote {given.out}")
+        return 0
+    for line in describe(given.path, given.tensors):
+        print(line)
+    damage = damage_in(given.path)
+    print("damaged:" if damage else "healthy", *damage, sep="\n  " if damage else "")
+    return 1 if damage else 0
 
 
 if __name__ == "__main__":

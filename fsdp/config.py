@@ -48,10 +48,11 @@ STRATEGIES: Final[dict[str, Sharding]] = {
 class MixedPrecisionPolicy:
     """The dtypes of computation and reduction. None leaves a dtype as it is.
 
-    The fields are those of torch's own `MixedPrecisionPolicy`, which is accepted too.
+    The first four fields are those of FSDP2's class of the same name. That class is accepted too, and so is FSDP1's
+    `MixedPrecision`, unless a field of it asks for something that is not done here.
 
     Raises:
-        ShardingError: a dtype is not a floating-point one.
+        ShardingError: a dtype is not a floating-point one, or a flag is not True or False.
     """
 
     param_dtype: torch.dtype | None = None
@@ -62,12 +63,22 @@ class MixedPrecisionPolicy:
     """The dtype to which floating-point outputs of a unit's forward are cast."""
     cast_forward_inputs: bool = True
     """Whether floating-point inputs of a unit's forward are cast to `param_dtype`."""
+    cast_root_forward_inputs: bool = False
+    """Whether those of the root's own unit are cast even if `cast_forward_inputs` is False, as in FSDP1."""
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ShardingError(f"mp_policy.{name} must be a floating-point torch.dtype or None, not {dtype!r}.")
+        for name in ("cast_forward_inputs", "cast_root_forward_inputs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ShardingError(f"mp_policy.{name} must be True or False, not {getattr(self, name)!r}.")
+
+    def input_dtype(self, is_root: bool) -> torch.dtype | None:
+        """The dtype to which inputs of a unit's forward are cast; None if they are not."""
+        casts = self.cast_forward_inputs or (is_root and self.cast_root_forward_inputs)
+        return self.param_dtype if casts else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +173,10 @@ class Config:
     reduction: ReductionPolicy
     broadcast_buffers: bool
     """Whether a forward of the root overwrites the buffers with rank 0's."""
+    aligned: bool
+    """Whether the shards of a flat buffer are multiples of 16 bytes."""
+    plain_shards: bool
+    """Whether shards are ordinary parameters, whose operators compute on this rank's part."""
 
     @property
     def bucket_bytes(self) -> int | None:
@@ -184,14 +199,16 @@ class Config:
 
 
 def make_config(
-    sharding_strategy: str | Any = "FULL_SHARD",
-    reshard_after_forward: bool | None = None,
-    mp_policy: Any = None,
-    prefetch: int = 1,
-    sync_module_states: bool = False,
-    guard: bool | None = None,
-    reduction: Any = None,
-    broadcast_buffers: bool = False,
+    sharding_strategy: str | Enum | None,
+    reshard_after_forward: bool | None,
+    mp_policy: MixedPrecisionPolicy,
+    prefetch: int,
+    sync_module_states: bool,
+    guard: bool | None,
+    reduction: ReductionPolicy | None,
+    broadcast_buffers: bool,
+    aligned: bool,
+    plain_shards: bool,
 ) -> Config:
     """Check each option and all of them together.
 
@@ -224,42 +241,33 @@ def make_config(
         )
     if not isinstance(broadcast_buffers, bool):
         raise ShardingError(f"broadcast_buffers must be True or False, not {broadcast_buffers!r}.")
-    precision = _precision(mp_policy)
+    if not isinstance(aligned, bool):
+        raise ShardingError(f"aligned must be True or False, not {aligned!r}.")
+    if not isinstance(plain_shards, bool):
+        raise ShardingError(f"plain_shards must be True or False, not {plain_shards!r}.")
     return Config(
         reshard_policy,
         mesh_kind,
         keeps_buckets,
         keep_root,
-        precision,
+        mp_policy,
         guarded,
         prefetch,
         bool(sync_module_states),
         reduction,
         broadcast_buffers,
+        aligned,
+        plain_shards,
     )
 
 
-def find_strategy(sharding_strategy: Any) -> Sharding:
-    """Return what a strategy means. It is given by name or as a member of torch's enum.
+def find_strategy(sharding_strategy: str | Enum | None) -> Sharding:
+    """Return what a strategy means. It is given by name or as a member of torch's enum. None is FSDP1's default.
 
     Raises:
         ShardingError: the strategy is not known.
     """
-    name = getattr(sharding_strategy, "name", sharding_strategy)
+    name = "FULL_SHARD" if sharding_strategy is None else getattr(sharding_strategy, "name", sharding_strategy)
     if not isinstance(name, str) or name not in STRATEGIES:
         raise ShardingError(f"sharding_strategy {sharding_strategy!r} is not known; choose one of {', '.join(STRATEGIES)}.")
     return STRATEGIES[name]
-
-
-def _precision(policy: Any) -> MixedPrecisionPolicy:
-    if policy is None:
-        return MixedPrecisionPolicy()
-    if isinstance(policy, MixedPrecisionPolicy):
-        return policy
-    fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    if not all(hasattr(policy, field) for field in fields):
-        raise ShardingError(
-            f"mp_policy must be a fsdp.MixedPrecisionPolicy (fields {', '.join(fields)}) or torch's class of that "
-            f"name, not {policy!r}."
-        )
-    return MixedPrecisionPolicy(*(getattr(policy, field) for field in fields))

@@ -1,11 +1,16 @@
 """Every class of errors that fsdp raises on purpose."""
 
 from collections.abc import Sequence
-from typing import Any
+from importlib import import_module
+from typing import Any, Final
 
 from state_machine import IllegalTransition
 
 __all__ = ["IllegalTransition", "PeerFailed", "ShardingError", "WorldError"]
+
+EVERY_RANK: Final = "Every rank must call it."
+FEWER_BATCHES: Final = "If a rank has fewer batches than the others, train inside fsdp.join."
+"""The remedy for a rank that has left the training loop before the others."""
 
 
 class ShardingError(ValueError):
@@ -28,6 +33,16 @@ class PeerFailed(WorldError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.rank, self.unit, self.reason), self.__dict__
+
+
+def require_package(name: str, package: str) -> None:
+    """Raises:
+    ShardingError: `name` needs `package`, and it cannot be imported.
+    """
+    try:
+        import_module(package)
+    except ImportError:
+        raise ShardingError(f"{name} needs the package {package}: pip install {package}.") from None
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -12,6 +12,11 @@ only. Such a bucket may be launched early, but this rank must not wait for it un
 later may first wait for an all-gather or for the counts at the end of the backward, and this rank would reach neither.
 The buckets after an early bucket in the order are then launched earlier too, on this rank alone. So if any bucket of a root may
 be early, each bucket may have a remainder on some ranks only, and all ranks must check for it.
+
+[Note: uses outside the unit]
+A parameter can be read outside its unit before the unit runs. Its gradient then arrives after the unit is done: a remainder. All
+ranks read it, because reading gathers, but the value may reach the loss on some ranks only. So from its first such read on, all
+ranks check the unit for a remainder in every backward. No rank knows when the last graph with such a value is gone.
 """
 
 from collections.abc import Mapping
@@ -73,8 +78,8 @@ class BucketEvent(MachineEnum):
     """No rank has a gradient that was not reduced."""
     REMAINDER_TURN = auto()
     """All buckets have had their turn, and its turn for a remainder has come. Its unit was gathered and done at most once."""
-    REMAINDER_TURN_REOPENED = auto()
-    """Its turn for a remainder has come, and its unit was gathered or done again after it was done, on every rank."""
+    REMAINDER_TURN_CHECKED = auto()
+    """Its turn for a remainder has come, and all ranks check its unit: it was gathered or done again, or used outside."""
     MAKE_ROOM = auto()
     """It is the oldest in flight, and another bucket is about to be launched."""
     LANDED = auto()
@@ -181,10 +186,10 @@ ORDINARY: Final[BucketTable] = {
         _E.LANDED: _Step(_S.REDUCED),
         _E.TAKE_STOCK: _Step(_S.REDUCING, (_A.COUNT_REMAINDER,)),
         _E.FLUSH_GRADS: _Step(_S.REDUCING),
-        # only a use outside its unit can bring a remainder, and that happens on every rank
+        # only an unsharded parameter that user code has stored can bring a remainder, and that happens on every rank
         _E.REMAINDER_TURN: _Step(_S.REDUCING, (_A.LOOK_HERE,)),
         # with several checkpoints, outputs or calls, each rank may use other parameters
-        _E.REMAINDER_TURN_REOPENED: _Step(_S.REDUCING, (_A.LOOK_EVERYWHERE,)),
+        _E.REMAINDER_TURN_CHECKED: _Step(_S.REDUCING, (_A.LOOK_EVERYWHERE,)),
         # the reduction in flight still reads its memory: it must land first
         _E.SOME_RANK_HAS: _Step(_S.REDUCING, (_A.WAIT,)),
         _E.DRAINED: _Step(_S.BROKEN_OFF),
@@ -193,7 +198,7 @@ ORDINARY: Final[BucketTable] = {
         _E.TAKE_STOCK: _Step(_S.REDUCED, (_A.COUNT_REMAINDER,)),
         _E.FLUSH_GRADS: _Step(_S.REDUCED),
         _E.REMAINDER_TURN: _Step(_S.REDUCED, (_A.LOOK_HERE,)),
-        _E.REMAINDER_TURN_REOPENED: _Step(_S.REDUCED, (_A.LOOK_EVERYWHERE,)),
+        _E.REMAINDER_TURN_CHECKED: _Step(_S.REDUCED, (_A.LOOK_EVERYWHERE,)),
         _E.SOME_RANK_HAS: _Step(_S.REDUCING_REMAINDER, (_A.LAUNCH_REMAINDER,)),
         _E.COMMIT: _Step(_S.EMPTY, (_A.PUT,)),
         _E.DRAINED: _Step(_S.REDUCED),
@@ -209,7 +214,7 @@ ORDINARY: Final[BucketTable] = {
         _E.FLUSH_GRADS: _Step(_S.PASSED),
         # a frozen bucket has no remainder, and no gradient arrives later
         _E.REMAINDER_TURN: _Step(_S.PASSED),
-        _E.REMAINDER_TURN_REOPENED: _Step(_S.PASSED),
+        _E.REMAINDER_TURN_CHECKED: _Step(_S.PASSED),
         _E.COMMIT: _Step(_S.EMPTY),
         _E.DRAINED: _Step(_S.PASSED),
         _E.DROP_GRADS: _Step(_S.EMPTY, (_A.FORGET,)),
@@ -327,12 +332,12 @@ AT_END: Final = _with(
         _S.READY: {_E.TAKE_STOCK: None, _E.FLUSH_GRADS: None},
         _S.REDUCING: {
             _E.REMAINDER_TURN: _Step(_S.REDUCING),
-            _E.REMAINDER_TURN_REOPENED: _Step(_S.REDUCING),
+            _E.REMAINDER_TURN_CHECKED: _Step(_S.REDUCING),
             _E.SOME_RANK_HAS: None,
         },
         _S.REDUCED: {
             _E.REMAINDER_TURN: _Step(_S.REDUCED),
-            _E.REMAINDER_TURN_REOPENED: _Step(_S.REDUCED),
+            _E.REMAINDER_TURN_CHECKED: _Step(_S.REDUCED),
             _E.SOME_RANK_HAS: None,
         },
     },
@@ -348,7 +353,7 @@ BUCKETS: Final[Mapping[BucketKind, BucketTable]] = {
 
 
 class UnitState(MachineEnum):
-    """How often a unit was done in one backward."""
+    """How often a unit was done in one backward, and whether its parameters were ever used outside it."""
 
     OPEN = auto()
     """It is not done."""
@@ -356,15 +361,23 @@ class UnitState(MachineEnum):
     """It was done once."""
     REOPENED = auto()
     """It was gathered or done again after it was done, on every rank."""
+    OPEN_OUTSIDE = auto()
+    """It is not done, and its parameters were used outside it, on every rank."""
+    DONE_OUTSIDE = auto()
+    """It was done, and its parameters were used outside it, on every rank."""
 
 
 class UnitEvent(MachineEnum):
     """An event of the gradients of a unit."""
 
+    BEGINS = auto()
+    """A backward begins."""
     GATHERED = auto()
     """The unit was gathered in the backward."""
     POST_BACKWARD = auto()
     """The unit is done."""
+    USED_OUTSIDE = auto()
+    """A parameter was read outside the unit, and its value requires a gradient."""
 
 
 class UnitStep(NamedTuple):
@@ -376,16 +389,38 @@ class UnitStep(NamedTuple):
 
 UNITS: Final[Mapping[UnitState, Mapping[UnitEvent, UnitStep]]] = {
     UnitState.OPEN: {
+        UnitEvent.BEGINS: UnitStep(UnitState.OPEN),
         UnitEvent.GATHERED: UnitStep(UnitState.OPEN),
         UnitEvent.POST_BACKWARD: UnitStep(UnitState.DONE, notify_buckets=True),
+        UnitEvent.USED_OUTSIDE: UnitStep(UnitState.OPEN_OUTSIDE),
     },
     UnitState.DONE: {
+        UnitEvent.BEGINS: UnitStep(UnitState.OPEN),
         UnitEvent.GATHERED: UnitStep(UnitState.REOPENED),
         # a unit that stays unsharded can be done again without another all-gather
         UnitEvent.POST_BACKWARD: UnitStep(UnitState.REOPENED),
+        # in a recompute, or in the next forward
+        UnitEvent.USED_OUTSIDE: UnitStep(UnitState.DONE_OUTSIDE),
     },
     UnitState.REOPENED: {
+        UnitEvent.BEGINS: UnitStep(UnitState.OPEN),
         UnitEvent.GATHERED: UnitStep(UnitState.REOPENED),
         UnitEvent.POST_BACKWARD: UnitStep(UnitState.REOPENED),
+        UnitEvent.USED_OUTSIDE: UnitStep(UnitState.DONE_OUTSIDE),
+    },
+    UnitState.OPEN_OUTSIDE: {
+        UnitEvent.BEGINS: UnitStep(UnitState.OPEN_OUTSIDE),
+        UnitEvent.GATHERED: UnitStep(UnitState.OPEN_OUTSIDE),
+        UnitEvent.POST_BACKWARD: UnitStep(UnitState.DONE_OUTSIDE, notify_buckets=True),
+        UnitEvent.USED_OUTSIDE: UnitStep(UnitState.OPEN_OUTSIDE),
+    },
+    UnitState.DONE_OUTSIDE: {
+        UnitEvent.BEGINS: UnitStep(UnitState.OPEN_OUTSIDE),
+        UnitEvent.GATHERED: UnitStep(UnitState.DONE_OUTSIDE),
+        UnitEvent.POST_BACKWARD: UnitStep(UnitState.DONE_OUTSIDE),
+        UnitEvent.USED_OUTSIDE: UnitStep(UnitState.DONE_OUTSIDE),
     },
 }
+
+CHECKED: Final = frozenset({UnitState.REOPENED, UnitState.OPEN_OUTSIDE, UnitState.DONE_OUTSIDE})
+"""The states in which all ranks check the unit for a remainder."""

@@ -8,6 +8,7 @@ from typing import Final
 
 from state_machine.bucket import (
     BUCKETS,
+    CHECKED,
     UNITS,
     BucketAction,
     BucketEvent,
@@ -28,7 +29,6 @@ class BucketQueue:
     """
 
     __slots__ = (
-        "_count",
         "_groups",
         "_kinds",
         "_missing",
@@ -48,8 +48,7 @@ class BucketQueue:
         """The number of the unit of each bucket."""
         self._kinds = tuple(kinds)
         self._tables = [BUCKETS[kind] for kind in kinds]
-        self._count = count
-        """The number of units."""
+        self._unit_states = [UnitState.OPEN] * count
         self.agree_on([(number,) for number in range(len(names))])
         self.begin()
 
@@ -60,9 +59,9 @@ class BucketQueue:
         """The place of the group of each bucket."""
 
     def begin(self) -> None:
-        """Begin a backward: all buckets are EMPTY, all units OPEN."""
+        """Begin a backward: all buckets are EMPTY, and no unit is done."""
         self._states = [BucketState.EMPTY] * len(self.names)
-        self._unit_states = [UnitState.OPEN] * self._count
+        self._unit_states = [UNITS[state][UnitEvent.BEGINS].to for state in self._unit_states]
         self._missing = [len(group) for group in self._groups]
         """The number of buckets of each group that were not offered."""
         self._turn = 0
@@ -114,5 +113,5 @@ class BucketQueue:
 
     def on_remainder_turn(self, number: int) -> tuple[BucketAction, ...]:
         """Apply the turn for a remainder to a bucket, after all groups have had their turn; return the actions."""
-        reopened = self._unit_states[self._units[number]] is UnitState.REOPENED
-        return self.on(number, BucketEvent.REMAINDER_TURN_REOPENED if reopened else BucketEvent.REMAINDER_TURN)
+        checked = self._unit_states[self._units[number]] in CHECKED
+        return self.on(number, BucketEvent.REMAINDER_TURN_CHECKED if checked else BucketEvent.REMAINDER_TURN)

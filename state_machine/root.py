@@ -55,6 +55,11 @@ class Root:
         """No backward runs and every unit is IDLE."""
         return self._backward in RESTING and all(one.state is State.IDLE for one in self.lifecycles)
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs."""
+        return self._backward not in RESTING
+
     def on_event(self, unit: int, event: Event) -> tuple[Instruction, ...]:
         """Apply an event to a unit; return the instructions, in order.
 

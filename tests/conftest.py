@@ -1,4 +1,4 @@
-"""Hypothesis profiles, and the order of files."""
+"""Hypothesis profiles, the order of files, and the wheel."""
 
 import os
 from pathlib import Path
@@ -31,3 +31,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = [Path(__file__).parent / name for name in FIRST]
     assert all(path.exists() for path in first), first
     items.sort(key=lambda item: item.path not in first)
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this repository."""
+    from tests.support.wheel import build_wheel  # after its assertions are registered
+
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder on which nothing but that wheel is installed, to be named in PYTHONPATH."""
+    from tests.support.wheel import unpack
+
+    return unpack(wheel, tmp_path_factory.mktemp("installed"))

@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 ARCHITECTURE = (DOCS / "explanation" / "architecture.md").read_text(encoding="utf-8")
 
 
-def test_the_usage_example_runs_as_printed(tmp_path: Path) -> None:
+def test_the_example_runs_as_printed(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len([line for line in example.splitlines() if line.strip()]) <= 15
     script = tmp_path / "example.py"

@@ -1,4 +1,4 @@
-"""The parts of pages that are printed from the tables of the state machine.
+"""The parts of pages that are printed from tables: of the state machine, of other engines' options, and of optimizers.
 
 python -m tools.generated     writes them
 """
@@ -7,15 +7,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from fsdp.api.peer_options import PEER_OPTIONS
 from state_machine.markdown import remedies, tables
+from tests.shards import optimizer_table
 
 REFERENCE: Final = Path(__file__).resolve().parents[1] / "docs" / "reference"
 MARK: Final = "<!-- {}: written by tools/generated.py -->\n{}<!-- /{} -->"
 
 
+def peer_options() -> str:
+    """Options of other engines by remedy, with the values that are accepted."""
+    by_remedy: dict[str, list[str]] = {}
+    for name, option in PEER_OPTIONS.items():
+        by_remedy.setdefault(option.remedy, []).append(name)
+    rows = ["| the text | options of other engines | accepted |", "| --- | --- | --- |"]
+    for remedy, names in by_remedy.items():
+        accepted = [f"`{name}={value}`" for name in names for value in PEER_OPTIONS[name].accepted]
+        rows.append(f"| ``{remedy}`` | {', '.join(f'`{name}`' for name in names)} | {', '.join(accepted) or 'no value'} |")
+    return "\n".join(rows)
+
+
 PARTS: Final[dict[str, dict[str, Callable[[], str]]]] = {
     "state-machine.md": {"tables": tables},
-    "errors.md": {"illegal moves": remedies},
+    "errors.md": {"illegal moves": remedies, "options of other engines": peer_options},
+    "optimizers.md": {"optimizers": optimizer_table.page},
 }
 """By page and by the name of the marks."""
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp.shards.shard_tensor import ShardTensor, plain
 from tests.support.models import Net, loss_of
 from tests.support.processes import command, environment
 from tools.failures import BESIDE, NOT_REACHED, PAGE, PHASES, Checkpointed, Fault, Mine, same, x_of
@@ -65,7 +66,7 @@ class Seen(NamedTuple):
 
 
 def local(tensor: Tensor) -> Tensor:
-    part: Any = tensor.detach()
+    part: Any = plain(tensor) if isinstance(tensor, ShardTensor) else tensor.detach()
     return part.to_local() if hasattr(part, "to_local") else part
 
 

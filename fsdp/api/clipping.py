@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call, engines_in, refusal, refuse_unless_resting
+from fsdp.shards.shard_parameter import EmptyShardParameter
+from fsdp.shards.shard_tensor import local_operators
 
 
 @collective_call
@@ -27,14 +29,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         raise ShardingError(f"norm_type must be a positive number or inf, not {norm_type!r}.")
     engines = engines_in(model, "clip_grad_norm_")
     comms = engines[0].comms
-    named = {id(p): (name, p) for name, p in model.named_parameters()}
-    sharded = {id(p): p for engine in engines for unit in engine.units for p in unit.sharded_params}
-    unsharded = [key for key in named if key not in sharded]
+    sharded = {id(p) for engine in engines for unit in engine.units for p in unit.sharded_params}
+    parameters = list(model.parameters())
+    unsharded = [id(p) for p in parameters if id(p) not in sharded]
     if unsharded:  # gradients of ignored modules are left out
         inside = {id(p) for engine in engines for p in engine.units[0].module.parameters()}
         unsharded = [key for key in unsharded if key not in inside]
     if unsharded or not all(engine.comms.same_ranks_as(comms) for engine in engines):
-        why = f"{named[unsharded[0]][0]!r} is not sharded" if unsharded else "the roots have different process groups"
+        names = {id(p): name for name, p in model.named_parameters()}
+        why = f"{names[unsharded[0]]!r} is not sharded" if unsharded else "the roots have different process groups"
         raise ShardingError(
             f"clip_grad_norm_: {why}, so the norm over all of them is not defined here; wrap the whole model over one group."
         )
@@ -42,24 +45,33 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         refuse_unless_resting("clip_grad_norm_", engine)
         if engine.reducer.keeps_gradients:
             raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
-    gradients = [p.grad for key, (_, p) in named.items() if p.grad is not None and key in sharded]
+    # only parameters of which this rank holds elements
+    held = [p for p in parameters if type(p) is not EmptyShardParameter and id(p) in sharded]
+    gradients = [gradient for p in held if (gradient := p.grad) is not None]
     sparse = [gradient for gradient in gradients if gradient.is_sparse]
-    strided = [gradient for gradient in gradients if not gradient.is_sparse]
-    filled = [values for values in (*strided, *(one.coalesce().values() for one in sparse)) if values.numel()]
-    device = engines[0].units[0].device
-    if not filled:
-        local = torch.zeros((), device=device)
-    else:
-        norms = list(torch._foreach_norm(filled, power))
-        if any([norm.dtype is not torch.float32 or norm.device != device for norm in norms]):
-            norms = [norm.to(device, torch.float32) for norm in norms]
-        local = torch.linalg.vector_norm(torch.stack(norms), power)
+    with local_operators():
+        strided = [gradient.detach() for gradient in gradients if not gradient.is_sparse]
+    # every rank must choose one dtype, also one that holds no gradient
+    is_double = any(flat.shard.dtype is torch.float64 for engine in engines for unit in engine.units for flat in unit.flats)
+    local = _local_norm(strided, sparse, power, torch.float64 if is_double else torch.float32, engines[0].units[0].device)
     total = _combine(comms.reduce_comm, local, power)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if strided:
         torch._foreach_mul_(strided, factor)
     for gradient in sparse:
         gradient.mul_(factor)
+    return total
+
+
+def _local_norm(strided: list[Tensor], sparse: list[Tensor], power: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The norm over this rank's parts of the gradients: ()."""
+    filled = [values for values in (*strided, *(one.coalesce().values() for one in sparse)) if values.size().numel()]
+    if not filled:
+        return torch.zeros((), dtype=dtype, device=device)
+    norms: list[Tensor] = list(torch._foreach_norm(filled, power))
+    if any([norm.dtype is not dtype or norm.device != device for norm in norms]):
+        norms = [norm.to(device, dtype) for norm in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), power)
     return total
 
 
@@ -78,13 +90,28 @@ class ShardedGradScaler(torch.amp.GradScaler):
     Args:
         model: the wrapped model whose gradients are scaled.
         device: "cuda" or "cpu"; None means the device of the model.
-        options: the other options of `torch.amp.GradScaler`.
+        init_scale: the first scale, as all others as in `torch.amp.GradScaler`.
+        growth_factor: what the scale is multiplied by after `growth_interval` steps without an overflow.
+        backoff_factor: what it is multiplied by after an overflow.
+        growth_interval: the number of steps without an overflow before it grows.
+        enabled: False makes every method do nothing.
     """
 
-    def __init__(self, model: nn.Module, device: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: str | None = None,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
         engine = engines_in(model, "ShardedGradScaler")[0]
         self._found_on = engine.units[0].device
-        super().__init__(device or self._found_on.type, **options)
+        kind = device or self._found_on.type
+        super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._comm = engine.comms.world_comm
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:

@@ -1,16 +1,16 @@
 """Communication hooks: a function of the user reduces the buckets."""
 
 from collections.abc import Callable
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.futures import Future
 
 from fsdp.errors import ShardingError
 from fsdp.reduction.comm_hook import CommHook
 from fsdp.runtime.registry import engines_in, refuse_unless_resting
 
 
-def register_comm_hook(model: nn.Module, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Future[Tensor]]) -> None:
     """Let `hook(state, bucket)` reduce every bucket of `model` from now on, in place of the engine.
 
     The bucket has the methods of `torch.distributed.GradBucket`, so torch's all-reduce, fp16 compression and PowerSGD hooks run

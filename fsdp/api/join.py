@@ -137,17 +137,18 @@ class Joined(PassWatcher):
         gradients = [one.grad for one in leaves]
         for leaf in leaves:
             leaf.grad = None
-        synchronises, self._engine.synchronises = self._engine.synchronises, reduces
+        synchronises = self._engine.synchronises
+        self._engine.set_synchronises(reduces)
         try:
             torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
         finally:
-            self._engine.synchronises = synchronises
+            self._engine.set_synchronises(synchronises)
             for leaf, gradient in zip(leaves, gradients, strict=True):
                 leaf.grad = gradient
 
 
 @contextmanager
-def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] | None = None) -> Iterator[Joined]:
+def join(model: nn.Module, step: Callable[[], object], inputs: tuple[object, ...] | None = None) -> Iterator[Joined]:
     """Train on ranks that have different numbers of batches.
 
         with fsdp.join(model, optimizer.step) as joined:
@@ -192,11 +193,11 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[Any, ...] |
         raise ShardingError("join: rank 0, whose buffers broadcast_buffers=True gives to all, may have finished; leave it out.")
     joined = Joined(model, engine, step, inputs)
     handle = sharded.hooks.on_call(joined._store_inputs)
-    engine.watcher = joined
+    engine.set_watcher(joined)
     try:
         yield joined
         joined._serve_shards()
     finally:
-        engine.watcher = None
+        engine.set_watcher(None)
         engine.reducer.set_averaging_ranks(engine.comms.size)
         handle.remove()

@@ -34,3 +34,15 @@ def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[Non
     finally:
         for unit in entered:
             unit.on_event(Event.UNSUMMON_WRITEBACK if writes_back else Event.UNSUMMON_DISCARD)
+
+
+@contextmanager
+def summoned_unit(unit: UnitRef, writeback: bool) -> Iterator[None]:
+    """Give the parameters of one unit their full values inside; see `summon_full_params`. Communicates on entry."""
+    unit.on_event(Event.SUMMON)
+    writes_back = False
+    try:
+        yield
+        writes_back = writeback
+    finally:
+        unit.on_event(Event.UNSUMMON_WRITEBACK if writes_back else Event.UNSUMMON_DISCARD)

@@ -1,18 +1,26 @@
 """FullyShardedDataParallel and fully_shard: two ways to wrap a model, one engine. Also no_sync and memory_bytes."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from enum import Enum
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.api import clipping
+from fsdp.api.peer_options import accepts_peer_options
+from fsdp.api.shard_grads import translate_shards
+from fsdp.autograd.engine_calls import intercept_engine_calls
 from fsdp.build.builder import build, check_initialisation
 from fsdp.build.consistency import agree
-from fsdp.build.plan import Planned, make_plan
-from fsdp.comm.connect import open_comms
+from fsdp.build.other_engines import refuse_other_engines
+from fsdp.build.plan import Planned, WrapPolicy, make_plan
+from fsdp.build.shardable import check_shardable
+from fsdp.build.torch_policies import PrecisionFields, precision_of
+from fsdp.comm.connect import Mesh, ProcessGroup, open_comms
 from fsdp.comm.context import CommContext
 from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
 from fsdp.errors import ShardingError
@@ -39,10 +47,12 @@ class FullyShardedDataParallel(nn.Module):
         mesh: a one-dimensional DeviceMesh, instead of a group. "HYBRID_SHARD" requires a two-dimensional mesh: its second
             dimension shards, its first dimension holds replicas. The shape of that mesh over all ranks, (replicas, shards), is
             accepted too, and is the only form inside `fsdp.simulate`. Default None.
-        auto_wrap_policy: chooses the inner units: a set of module classes, a `callable(name, module) -> bool`, or torch's
-            `ModuleWrapPolicy`. Default None: no unit besides `module` and those wrapped already. Refused: an empty set, a
-            class outside a set, a policy that chooses a module without a forward.
-        sharding_strategy: what a rank holds, by name or as the member of torch's enum with that name. Default "FULL_SHARD".
+        auto_wrap_policy: chooses the inner units: a set of module classes, a `callable(name, module) -> bool`, or a policy of
+            FSDP1 (`ModuleWrapPolicy`, `CustomPolicy`, a function of `(module, recurse, nonwrapped_numel)`). Default None: no
+            unit besides `module` and those wrapped already. Refused: an empty set, a class outside a set, a policy that chooses
+            a module without a forward.
+        sharding_strategy: what a rank holds, by name or as the member of torch's enum with that name. Default "FULL_SHARD",
+            which None stands for as well.
 
             - "FULL_SHARD" (ZeRO-3) releases the unsharded parameters after the forward and after the backward of each unit.
             - "SHARD_GRAD_OP" releases them after the backward only.
@@ -54,8 +64,8 @@ class FullyShardedDataParallel(nn.Module):
         reshard_after_forward: True releases the unsharded parameters after the forward, in the root's own unit too. False keeps
             them until the backward. Default None: as the strategy says, except that the root's own unit keeps them, because
             the backward needs them first. True is refused with strategies that keep them.
-        mp_policy: the dtypes of computation and reduction: a `fsdp.MixedPrecisionPolicy` or torch's class of that name.
-            Default None: no dtype is changed.
+        mp_policy: the dtypes of computation and reduction: a `fsdp.MixedPrecisionPolicy`, FSDP2's class of that name, or FSDP1's
+            `MixedPrecision`. Default None: no dtype is changed.
         sync_module_states: True overwrites parameters and buffers with rank 0's before sharding. Default False. Ranks that hold
             the same shards ("NO_SHARD", "HYBRID_SHARD") are refused if their parameters then differ.
         param_init_fn: a function that initialises one module whose tensors were on the meta device, after they got memory.
@@ -74,31 +84,69 @@ class FullyShardedDataParallel(nn.Module):
             policy of the outermost unit counts, except for sizes and triggers.
         broadcast_buffers: True overwrites the buffers with rank 0's at the start of each forward of the outermost unit that
             records a graph, as DDP does. Default False: each rank keeps its own. The value of the outermost unit counts.
+        aligned: True makes the shards of every flat buffer multiples of 16 bytes, which NCCL needs in order to be fast. False
+            cuts a buffer at any element, so that a single vector whose length is a multiple of the ranks is cut into equal
+            parts without padding. Default True.
+        plain_shards: True leaves the shards ordinary parameters: this rank's part and nothing else. Every operator computes on
+            that part, so a norm or a number of elements is the part's, on each rank another. A part without elements gets no
+            gradient. Default False: the operators of a shard compute over all ranks, or raise.
 
-    There is no CPU offload: shards, gradients and optimizer state stay on the device of the module.
+    Options of DDP, Apex, fairscale, FSDP1 and FSDP2 are accepted where their value means what happens here anyway. There is no
+    CPU offload: shards, gradients and optimizer state stay on the device of the module.
 
     Raises:
         ShardingError: an argument, the module or the ranks are refused. Nothing was sharded, on any rank.
     """
 
-    def __init__(self, module: nn.Module, process_group: Any = None, **options: Any) -> None:
+    @accepts_peer_options
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup | None = None,
+        *,
+        mesh: Mesh | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        sharding_strategy: str | Enum | None = "FULL_SHARD",
+        reshard_after_forward: bool | None = None,
+        mp_policy: PrecisionFields | None = None,
+        sync_module_states: bool = False,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
+        ignored_modules: Collection[nn.Module] | None = None,
+        prefetch: int = 1,
+        guard: bool | None = None,
+        reduction: ReductionPolicy | None = None,
+        broadcast_buffers: bool = False,
+        aligned: bool = True,
+        plain_shards: bool = False,
+    ) -> None:
         super().__init__()
-        fully_shard(module, process_group, **options)
+        fully_shard(
+            module,
+            process_group,
+            mesh=mesh,
+            auto_wrap_policy=auto_wrap_policy,
+            sharding_strategy=sharding_strategy,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=mp_policy,
+            sync_module_states=sync_module_states,
+            param_init_fn=param_init_fn,
+            ignored_modules=ignored_modules,
+            prefetch=prefetch,
+            guard=guard,
+            reduction=reduction,
+            broadcast_buffers=broadcast_buffers,
+            aligned=aligned,
+            plain_shards=plain_shards,
+        )
         self.module = module
+        refuse_other_engines(self)
+        if type(self).forward is FullyShardedDataParallel.forward:
+            # on the object, because callers such as data loaders of transformers inspect the arguments of `model.forward`
+            self.__dict__["forward"] = _forward_of(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the wrapped module."""
-        try:
-            return self.module(*args, **kwargs)
-        except Exception:
-            raise  # the hooks have abandoned the step
-        except BaseException as failure:
-            # torch runs no hook after a KeyboardInterrupt
-            sharded = unit_ref_of(self.module)
-            assert sharded is not None, "the constructor made it a unit"
-            sharded.engine.note(failure)
-            sharded.engine.abandon_step(failure)
-            raise
+        """The forward of the wrapped module, with its arguments."""
+        return _forward_of(self.module)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute or method of the wrapped module if the wrapper has none of that name."""
@@ -107,7 +155,12 @@ class FullyShardedDataParallel(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(self.module, name)
+            # what `inspect.signature(model)` looks for first
+            return inspect.signature(self.module.forward) if name == "__signature__" else getattr(self.module, name)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell torch's functions for state dicts that the wrapper adds nothing to a name. They ask for the values alone."""
+        return {"": "module"}
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -120,14 +173,21 @@ class FullyShardedDataParallel(nn.Module):
             yield prefix, self
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(  # type: ignore[override]  # torch has an overload, and positional arguments that it deprecates
+        self, *, destination: dict[str, object] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, object]:
         """Return the state dict of the wrapped module: plain names, and this rank's shards in a form that torch's Distributed
         Checkpoint saves and loads."""
-        return self.module.state_dict(*args, **kwargs)
+        into: Any = destination  # torch has no annotation for None, its default
+        state: dict[str, object] = self.module.state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)
+        return state
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
+    ) -> nn.modules.module._IncompatibleKeys:
         """Load a state dict into the wrapped module: shards of a model sharded alike, or full values, the same on every rank."""
-        return self.module.load_state_dict(*args, **kwargs)
+        keys: nn.modules.module._IncompatibleKeys = self.module.load_state_dict(state_dict, strict, assign)
+        return keys
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -140,23 +200,49 @@ class FullyShardedDataParallel(nn.Module):
         return clipping.clip_grad_norm_(self, max_norm, norm_type)
 
 
+def run_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the forward of a unit, and abandon the step after a KeyboardInterrupt, for which torch runs no hook."""
+    try:
+        return module(*args, **kwargs)
+    except Exception:
+        raise  # the hooks have abandoned the step
+    except BaseException as failure:
+        sharded = unit_ref_of(module)
+        assert sharded is not None, "the module was wrapped"
+        sharded.engine.note(failure)
+        sharded.engine.abandon_step(failure)
+        raise
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a wrapper around `module`. Does not refer to the wrapper, which would then outlive its last user."""
+
+    @wraps(module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run_forward(module, args, kwargs)
+
+    return forward
+
+
+@accepts_peer_options
 def fully_shard(
     module: Module,
-    process_group: Any = None,
+    process_group: ProcessGroup | None = None,
     *,
-    mesh: Any = None,
-    auto_wrap_policy: Any = None,
-    sharding_strategy: Any = "FULL_SHARD",
+    mesh: Mesh | None = None,
+    auto_wrap_policy: WrapPolicy | None = None,
+    sharding_strategy: str | Enum | None = "FULL_SHARD",
     reshard_after_forward: bool | None = None,
-    mp_policy: Any = None,
+    mp_policy: PrecisionFields | None = None,
     sync_module_states: bool = False,
-    param_init_fn: Any = None,
-    ignored_modules: Any = None,
+    param_init_fn: Callable[[nn.Module], object] | None = None,
+    ignored_modules: Collection[nn.Module] | None = None,
     prefetch: int = 1,
     guard: bool | None = None,
     reduction: ReductionPolicy | None = None,
     broadcast_buffers: bool = False,
-    **unknown: Any,
+    aligned: bool = True,
+    plain_shards: bool = False,
 ) -> Module:
     """Shard `module` in place and return it. Its class, its name and the names of its parameters stay.
 
@@ -168,41 +254,40 @@ def fully_shard(
     """
     ranks = process_group, mesh, find_strategy(sharding_strategy).mesh_kind
     comms = open_comms(*ranks)
-    options = (
-        sharding_strategy,
-        reshard_after_forward,
-        mp_policy,
-        prefetch,
-        sync_module_states,
-        guard,
-        reduction,
-        broadcast_buffers,
-    )
 
     def prepare() -> tuple[Config, list[Planned]]:
-        config, plan = _prepare(module, auto_wrap_policy, ignored_modules, comms, options, unknown)
+        if not isinstance(module, nn.Module):
+            raise ShardingError(f"fully_shard takes an nn.Module, not {type(module).__name__}.")
+        config = make_config(
+            sharding_strategy,
+            reshard_after_forward,
+            precision_of(mp_policy, module, auto_wrap_policy is not None),
+            prefetch,
+            sync_module_states,
+            guard,
+            reduction,
+            broadcast_buffers,
+            aligned,
+            plain_shards,
+        )
+        plan = _plan(module, auto_wrap_policy, ignored_modules, comms, config)
         check_initialisation(plan, param_init_fn)
         return config, plan
 
     config, plan = agree(comms.world_comm, prepare)
+    intercept_engine_calls(translate_shards)
     build(plan, config, open_comms(*ranks, config.reduction.streams), param_init_fn, ignored_modules or ())
     return module
 
 
-def _prepare(
-    module: nn.Module, policy: Any, ignored: Any, comms: CommContext, options: tuple[Any, ...], unknown: dict[str, Any]
-) -> tuple[Config, list[Planned]]:
-    """Check everything that can be refused, before anything changes."""
-    if unknown:
-        _refuse(unknown)
-    if not isinstance(module, nn.Module):
-        raise ShardingError(f"fully_shard takes an nn.Module, not {type(module).__name__}.")
-    config = make_config(*options)
+def _plan(module: nn.Module, policy: Any, ignored: Any, comms: CommContext, config: Config) -> list[Planned]:
+    """Choose the units, and check everything that can be refused, before anything changes."""
     if unit_ref_of(module) is not None:
         raise ShardingError(f"{type(module).__name__} is a unit already; wrap a module once.")
     if isinstance(module, FullyShardedDataParallel):
         raise ShardingError("the module is a FullyShardedDataParallel already; wrap a module once.")
     plan = make_plan(module, policy, _unit_of, lambda one: isinstance(one, FullyShardedDataParallel), ignored)
+    check_shardable(plan, config)
     names = {info.names[0] for one in plan for info in one.param_infos if info.parameter.requires_grad}
     for trigger in config.reduction.triggers:
         if trigger not in names:
@@ -239,52 +324,12 @@ def _prepare(
                 f"parameter {name!r} is on {device}, where this process group cannot communicate; "
                 "move the module to the group's device before wrapping it."
             )
-    return config, plan
+    return plan
 
 
 def _unit_of(module: nn.Module) -> Unit | None:
     sharded = unit_ref_of(module)
     return None if sharded is None else sharded.unit
-
-
-_NO_OFFLOAD = "CPU offload is not supported; shards, gradients and optimizer state stay on the device of the module"
-OTHER_ENGINES_OPTIONS = {
-    "cpu_offload": _NO_OFFLOAD,
-    "offload_policy": _NO_OFFLOAD,
-    "move_params_to_cpu": _NO_OFFLOAD,
-    "device_mesh": "give mesh",
-    "ignored_params": "give ignored_modules, the modules with these parameters",
-    "ignored_states": "give ignored_modules, the modules with these parameters",
-    "num_allreduce_streams": "give reduction=fsdp.ReductionPolicy(streams=...)",
-    "compute_dtype": "give mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=...)",
-    "fp32_reduce_scatter": "give mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)",
-    "flatten_parameters": "parameters are always the original objects",
-    "device_ids": "move the module to its device before wrapping it",
-    "use_orig_params": "parameters are always the original objects",
-    "device_id": "move the module to its device before wrapping it",
-    "backward_prefetch": "prefetch follows the recorded order; set prefetch=0 to switch it off",
-    "forward_prefetch": "prefetch follows the recorded order; set prefetch=0 to switch it off",
-    "limit_all_gathers": "at most `prefetch` units are gathered ahead",
-    "mixed_precision": "give mp_policy",
-    "bucket_cap_mb": "give reduction=fsdp.ReductionPolicy(bucket_cap_mb=...)",
-    "find_unused_parameters": "give reduction=fsdp.ReductionPolicy(find_unused_parameters=True)",
-    "static_graph": "give reduction=fsdp.ReductionPolicy(static_graph=True)",
-    "gradient_as_bucket_view": "gradients are always views of what was reduced",
-    "delay_allreduce": "give reduction=fsdp.ReductionPolicy(at_end=True)",
-    "allreduce_trigger_params": "give reduction=fsdp.ReductionPolicy(triggers=names)",
-    "message_size": "give reduction=fsdp.ReductionPolicy(bucket_cap_mb=...)",
-    "gradient_predivide_factor": "give reduction=fsdp.ReductionPolicy(predivide_factor=...)",
-    "gradient_average": "give reduction=fsdp.ReductionPolicy(average=...)",
-    "allreduce_always_fp32": "give mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)",
-}
-"""Options of DDP, Apex, fairscale, FSDP1 and FSDP2 that are not options here, and the remedy that the error gives."""
-
-
-def _refuse(unknown: dict[str, Any]) -> NoReturn:
-    name = next(iter(unknown))
-    known = ", ".join(("process_group", *inspect.getfullargspec(fully_shard).kwonlyargs))
-    remedy = OTHER_ENGINES_OPTIONS.get(name)
-    raise ShardingError(f"unknown option {name!r}" + (f": {remedy}." if remedy else f"; the options are {known}."))
 
 
 @contextmanager
@@ -301,12 +346,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     engines = engines_in(model, "no_sync")
     before = [engine.synchronises for engine in engines]
     for engine in engines:
-        engine.synchronises = False
+        engine.set_synchronises(False)
     try:
         yield
     finally:
         for engine, synchronises in zip(engines, before, strict=True):
-            engine.synchronises = synchronises
+            engine.set_synchronises(synchronises)
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:
@@ -316,7 +361,7 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
         ShardingError: `model` contains no unit, or is only a part of a root.
     """
     for engine in engines_in(model, "set_requires_gradient_sync"):
-        engine.synchronises = bool(requires_gradient_sync)
+        engine.set_synchronises(bool(requires_gradient_sync))
 
 
 def memory_bytes(model: nn.Module, peak: bool = False) -> int:

@@ -54,6 +54,14 @@ class BackwardProgress:
         self.has_grad = False
         self._open_calls = 0
 
+    def add_grad(self) -> None:
+        """Record that a gradient has arrived."""
+        self.has_grad = True
+
+    def take_grads(self) -> None:
+        """Record that all gradients that have arrived are handed to the reducer."""
+        self.has_grad = False
+
     def add_path(self, path: BackwardPath, on_freed: Callable[[weakref.ref[BackwardPath]], None]) -> None:
         """Follow the path through a call that has returned. `on_freed` is called when its graph is freed."""
         self._paths = [*(reference for reference in self._paths if reference() is not None), weakref.ref(path, on_freed)]

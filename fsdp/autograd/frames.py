@@ -1,10 +1,11 @@
 """Reads the Python stack where torch has no function to ask: which forward or backward runs, and who called it."""
 
+import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,10 @@ _BACKWARD: Final = torch.autograd.backward.__code__
 _RUN: Final = torch.autograd.graph._engine_run_backward.__code__
 _LOAD: Final = nn.Module.load_state_dict.__code__
 _SAVE: Final = nn.Module.state_dict.__code__
+_LIBRARIES: Final = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
+"""The folders of torch and of this package."""
+_TORCH_STATE: Final = "torch.distributed.checkpoint.state_dict"
+"""The module's name, because importing it takes most of a second."""
 
 
 def in_backward() -> bool:
@@ -42,6 +47,16 @@ def times_running(module: nn.Module, method: CodeType, runner: object) -> int:
     return sum(callee is module or callee is runner for callee in callees)
 
 
+def stepping_optimizer() -> str | None:
+    """The class of the optimizer whose `step` calls this, but not through the forward of a module in its closure."""
+    for frame in _frames():
+        if frame.f_code is _CALL:
+            return None
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+            return type(frame.f_locals["self"]).__name__
+    return None
+
+
 def loading_call() -> tuple[nn.Module, dict[str, Any], bool] | None:
     """The module, state dict and `strict` of the `load_state_dict` that runs, which its hooks do not receive."""
     for frame in _frames():
@@ -53,6 +68,17 @@ def loading_call() -> tuple[nn.Module, dict[str, Any], bool] | None:
 def modules_being_saved() -> Iterator[nn.Module]:
     """The modules whose `state_dict` runs, inner ones first."""
     return (frame.f_locals["self"] for frame in _frames() if frame.f_code is _SAVE)
+
+
+def caller_of_full_state() -> str | None:
+    """What calls the `state_dict` that runs, if it is a function of torch's for state dicts, with full_state_dict=True."""
+    for frame in _frames():
+        if frame.f_globals.get("__name__") == _TORCH_STATE and "info" in frame.f_locals:
+            # to load full state, torch asks for the sharded one and then puts the full tensors into it
+            loads = any(outer.f_code.co_name == "_load_optim_state_dict" for outer in _outwards(frame))
+            wanted = loads or frame.f_locals["info"].full_state_dict
+            return ("set" if loads else "get") if wanted else None
+    return None
 
 
 def gets_gradient(leaf: Tensor) -> bool:
@@ -76,6 +102,12 @@ def in_autograd_grad() -> bool:
     return {frame.f_code for frame in _backward_calls()} == {_GRAD}
 
 
+def in_split_backward() -> bool:
+    """Whether torch's pipelining computes gradients of inputs now, to compute those of weights later by itself."""
+    own = isinstance(threading.current_thread(), threading._DummyThread)
+    return any(frame.f_code.co_name == "stage_backward_input" for frame in (_all_frames() if own else _frames()))
+
+
 def graph_is_made() -> bool:
     """Whether the running backward makes a graph (create_graph=True). True when in doubt.
 
@@ -87,6 +119,30 @@ def graph_is_made() -> bool:
     # a thread of autograd's own (CUDA) does not show its caller
     flags = [frame.f_locals["create_graph"] for frame in _backward_calls()]
     return any(flags) or not flags
+
+
+class UnitCall(NamedTuple):
+    """What a thread does with the units of a root: it runs the forward of a unit, or a backward, or neither."""
+
+    unit: int | None
+    """The id of the module of the innermost unit whose forward runs."""
+    in_backward: bool
+    place: str
+    """The line of the user's code that runs it."""
+
+
+def innermost_call(innermost: FrameType | None, units: Collection[int]) -> UnitCall:
+    """What the thread with this innermost frame does with `units` (ids of modules)."""
+    unit, in_backward, place = None, False, ""
+    for frame in _outwards(innermost):
+        file = frame.f_code.co_filename
+        if frame.f_code is _CALL and id(frame.f_locals.get("self")) in units:
+            unit, place = unit or id(frame.f_locals["self"]), ""
+        elif frame.f_code is _RUN:
+            in_backward, place = True, ""
+        elif not place and not file.startswith(_LIBRARIES):
+            place = f"{file.rpartition(os.sep)[2]}:{frame.f_lineno}"
+    return UnitCall(unit, in_backward, place or "no line of Python")
 
 
 def running_backward() -> FrameType | None:
@@ -101,12 +157,16 @@ def _frames() -> Iterator[FrameType]:
 
 def _backward_calls() -> Iterator[FrameType]:
     """The running calls of `torch.autograd.backward` and `torch.autograd.grad` on all threads."""
-    frames = (frame for innermost in sys._current_frames().values() for frame in _outwards(innermost))
-    return (frame for frame in frames if frame.f_code in (_BACKWARD, _GRAD))
+    return (frame for frame in _all_frames() if frame.f_code in (_BACKWARD, _GRAD))
 
 
-def _outwards(innermost: FrameType) -> Iterator[FrameType]:
-    frame: FrameType | None = innermost
+def _all_frames() -> Iterator[FrameType]:
+    """The frames of all threads."""
+    return (frame for innermost in sys._current_frames().values() for frame in _outwards(innermost))
+
+
+def _outwards(innermost: FrameType | None) -> Iterator[FrameType]:
+    frame = innermost
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -40,16 +40,37 @@ class ForwardCall:
         """Tensors that the user's hooks had captured in an enclosing call before this one began."""
         self.taken: list[tuple[Tensor, Tensor]] = []
         """Views into shards, each with its values from before an in-place update of this call was written back."""
-        self.refused = False
-        """Whether the pre-forward hook raised, so that the post-forward hook has nothing to do."""
+        self.refused = True
+        """Whether the pre-forward hook has not succeeded, so that the post-forward hook has nothing to do."""
         self.nested = False
         """Whether it is called inside the unit's own forward, by recursion or by a method registered as a forward."""
 
     def nest_in(self, outer: "ForwardCall") -> None:
         """Become a part of `outer`: both have one path, and gradients of the inputs of either may be computed."""
         self.nested = True
-        outer.path.endpoints += self.path.endpoints
+        outer.path.add_endpoints(self.path.endpoints)
         self.path = outer.path
+
+    def carry(self, tensors: list[weakref.ref[Tensor]]) -> None:
+        """Keep what the user's hooks had captured in an enclosing call."""
+        self.carried = tensors
+
+    def accept(self) -> None:
+        """The pre-forward hook has succeeded."""
+        self.refused = False
+
+    def set_guard(self, guard: Any) -> None:
+        """Set the guard of the call, in guard mode."""
+        self.guard = guard
+
+    def add_outputs(self, tensors: list[Tensor]) -> None:
+        """Add tensors through which a backward can enter the call."""
+        self.outputs += tensors
+
+    def take_outputs(self) -> list[Tensor]:
+        """The outputs, to which the call refers no longer."""
+        outputs, self.outputs = self.outputs, []
+        return outputs
 
     def discard(self) -> None:
         """End the guard and drop all references to the graph, because the call will not end."""
@@ -101,6 +122,22 @@ class BackwardPath:
         """The number of the backward for which `_nodes_left` counts."""
         self._nodes_left = 0
         """Input nodes that the backward has not reached yet."""
+
+    def add_endpoints(self, references: Endpoints) -> None:
+        """Add tensors of which `autograd.grad` may compute gradients."""
+        self.endpoints += references
+
+    def add_updates(self, count: int) -> None:
+        """The call has changed so many of the unit's parameters in place."""
+        self.versions += count
+
+    def set_enclosing(self, enclosing: "Sequence[tuple[Any, BackwardPath]]") -> None:
+        """Record the calls around this one."""
+        self.enclosing = enclosing
+
+    def enter_from_inner_unit(self, backward: int) -> None:
+        """Record that `backward` enters the call through a side output of an inner unit, behind which no input node counts."""
+        self.entered_in = backward
 
     def enter(self, backward: int) -> bool:
         """Record that `backward` enters the call; return True the first time, if it will reach any input node."""

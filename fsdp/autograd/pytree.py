@@ -52,14 +52,23 @@ class Attributes:
 
     def values(self) -> list[Any]:
         """The current values. Every forward calls this, so the names are searched again only if their number has changed."""
-        attributes = vars(self._module())
+        module = self._module()
+        if module is None:
+            return []  # another one took its place after wrapping
+        attributes = vars(module)
         if len(attributes) != self._count:
             self._count = len(attributes)
             self._names = [name for name in attributes if name not in _OF_TORCH]
         return list(map(attributes.get, self._names))
 
 
-_OF_TORCH: Final = frozenset(vars(nn.Module()))
+MANAGED: Final = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+"""The attributes by which other libraries know a module of a unit, as torch's FSDP sets them.
+
+transformers asks for the first one: then all ranks run a layer, or a step of `generate`, that one of them needs. The compiler of
+torch asks for both, and does not compile a module that has the first alone.
+"""
+_OF_TORCH: Final = frozenset((*vars(nn.Module()), *MANAGED))
 
 
 def _in_attributes(thing: Any, depth: int) -> Iterator[Tensor]:

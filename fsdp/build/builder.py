@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.build.plan import IGNORED, Planned
+from fsdp.autograd.pytree import MANAGED
+from fsdp.build.other_engines import refuse_other_engines
+from fsdp.build.plan import Planned
 from fsdp.comm.context import CommContext
 from fsdp.config import Config
 from fsdp.debug.delays import delayed
@@ -19,10 +21,12 @@ from fsdp.debug.dump import remember
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import default_device, make_streams
 from fsdp.errors import ShardingError
+from fsdp.params.module_tree import IGNORED, ModuleTree
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.hooks import EngineHooks
 from fsdp.runtime.registry import UnitRef, unit_ref_of
+from fsdp.shards.optimizer_steps import hook_optimizers
 from fsdp.state_dict.state_dict_hooks import StateHooks
 
 Initialise = Callable[[nn.Module], object]
@@ -60,6 +64,7 @@ def build(
     Raises:
         ShardingError: `initialise` replaced a parameter, or replicas begin with different parameters.
     """
+    hook_optimizers()
     units = _Builder(plan, config, comms, initialise).build()
     _check_replicas([unit for unit, one in zip(units, plan, strict=True) if one.unit is None], comms)
     inner = [ref for one in plan if (ref := unit_ref_of(one.module)) is not None]
@@ -86,8 +91,14 @@ def build(
     for index, one in enumerate(plan):
         state_hooks = StateHooks(engine, index, [units[outer] for outer in sorted(one.ancestors)])
         one.module.__dict__[UnitRef.ATTRIBUTE] = UnitRef(engine, hooks, state_hooks.handles, index)
+        refuse_other_engines(one.module)
+        for module in one.own_modules:
+            module.__dict__.update(dict.fromkeys(MANAGED, True))
     for module in ignored:
         module.__dict__[IGNORED] = True
+    for one in plan[1:]:
+        one.module.__dict__.pop(ModuleTree.ATTRIBUTE, None)
+    ModuleTree(plan[0].module)
 
 
 def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
@@ -99,7 +110,7 @@ def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
     if comms.replica_comm.size == 1:
         return
     sums = [[int(flat.shard.view(torch.int32).sum(dtype=torch.int64)) for flat in unit.flats] for unit in units]
-    for other in comms.replica_comm.gather_objects(sums, "parameters of replicas"):
+    for other in comms.replica_comm.gather_objects(sums, "fully_shard"):
         for unit, mine, theirs in zip(units, sums, other, strict=True):
             if mine != theirs:
                 raise ShardingError(
@@ -119,7 +130,8 @@ class _Builder:
         self._index = {id(one.module): index for index, one in enumerate(plan)}
         self._own = [{id(module) for module in one.own_modules} for one in plan]
         self._units: list[Unit | None] = [None for _ in plan]
-        self._device = default_device(comms.world_comm.supports_device)
+        real = (info.parameter.device for one in plan for info in one.param_infos if not info.parameter.is_meta)
+        self._device = next(real, None) or default_device(comms.world_comm.supports_device)
 
     def build(self) -> list[Unit]:
         """Make every unit and return them, outermost first."""
@@ -132,7 +144,7 @@ class _Builder:
         if one.unit is None and self._config.sync_module_states:
             _broadcast(((info.names[0], info.parameter.detach()) for info in one.param_infos), self._comms)
         unit = one.unit or Unit(one.module, one.name, one.param_infos, self._config, self._comms.shard_comm)
-        unit.name = one.name
+        unit.rename(one.name)
         self._units[index] = unit
 
     def _prepare(self, module: nn.Module, index: int) -> None:

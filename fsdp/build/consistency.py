@@ -21,18 +21,18 @@ def agree(comm: Communicator, prepare: Callable[[], Prepared]) -> Prepared:
     """
     try:
         prepared = prepare()
+        lines = _describe(*prepared)
     except Exception as refusal:  # a user's policy may raise anything, and the other ranks must be notified
         reason = str(refusal) if isinstance(refusal, ShardingError) else repr(refusal)
-        comm.gather_objects(f"refused: {reason}", "agreement")
+        comm.gather_objects(f"refused: {reason}", "fully_shard")
         raise
-    lines = _describe(*prepared)
     digest = sha256("\n".join(lines).encode()).hexdigest()
-    answers = comm.gather_objects(digest, "agreement")
+    answers = comm.gather_objects(digest, "fully_shard")
     for rank, answer in enumerate(answers):
         if answer.startswith("refused: "):
             raise ShardingError(f"rank {rank} could not wrap its module: {answer.removeprefix('refused: ')}")
     if len(set(answers)) > 1:
-        raise ShardingError(_first_difference(comm.gather_objects(lines, "agreement")))
+        raise ShardingError(_first_difference(comm.gather_objects(lines, "fully_shard")))
     return prepared
 
 

@@ -6,19 +6,22 @@ innermost common ancestor.
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp.autograd.pytree import modules_within
+from fsdp.build.torch_policies import Choice, CustomPolicy, Fsdp1Policy, custom_choice, fsdp1_choice
 from fsdp.errors import ShardingError
 from fsdp.params.module_params import owning_unit
+from fsdp.params.module_tree import IGNORED
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.unit import Unit
 from fsdp.state_dict.fqns import TRANSPARENT
 
-IGNORED = "_fsdp_ignored"
-"""The attribute of a module that an earlier wrapping ignored."""
+WrapPolicy: TypeAlias = Collection[type[nn.Module]] | Choice | Fsdp1Policy | CustomPolicy
+"""Chooses units: by class; by (name, module) -> bool; or a policy of FSDP1."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a forward."""
 
@@ -50,13 +53,17 @@ def make_plan(
     Raises:
         ShardingError: the policy or the module is refused, or a unit elsewhere owns one of the parameters.
     """
+    if isinstance(root, ParametrizationList):
+        raise ShardingError(
+            "a ParametrizationList computes a parameter of another module and cannot be a unit; wrap that module."
+        )
     if isinstance(root, CONTAINERS):
         raise ShardingError(
             f"a {type(root).__name__} has no forward of its own and cannot be a unit; wrap its members, or the "
             "module that contains it."
         )
-    chosen = _chooser(policy)
-    walk = _Walk(root, chosen, unit_of, is_wrapper, _modules_to_ignore(root, ignored, unit_of))
+    left_alone = _modules_to_ignore(root, ignored, unit_of)
+    walk = _Walk(root, _chooser(policy, root, left_alone), unit_of, is_wrapper, left_alone)
     walk.visit(root, "", ())
     return walk.planned()
 
@@ -131,23 +138,40 @@ class _Walk:
                     f"parameter {info.names[0]!r} is new in unit {unit.name!r}, which was wrapped before; add "
                     "parameters before wrapping."
                 )
+        order = self._outermost_first()
+        position = {i: new for new, i in enumerate(order)}
         return [
             Planned(
-                module,
-                self._names[i] or type(module).__name__,
-                self._unit_of(module),
+                self._modules[i],
+                self._names[i] or type(self._modules[i]).__name__,
+                self._unit_of(self._modules[i]),
                 param_infos[i],
-                frozenset(self._ancestors[i]),
-                list(modules_within(module, others)),
+                frozenset(position[outer] for outer in self._ancestors[i]),
+                list(modules_within(self._modules[i], others)),
             )
-            for i, module in enumerate(self._modules)
+            for i in order
         ]
+
+    def _outermost_first(self) -> list[int]:
+        """The indices of the units in the order in which they were found, except that no unit comes before one around it.
+
+        A shared module may be found before one of the units around it.
+        """
+        order: dict[int, None] = {}
+        for i, ancestors in enumerate(self._ancestors):
+            order |= dict.fromkeys((*sorted(ancestors - order.keys(), key=lambda outer: len(self._ancestors[outer])), i))
+        return list(order)
 
     def _is_unit(self, module: nn.Module, path: str) -> bool:
         if module is self._root or self._unit_of(module) is not None:
             return True
         if self._is_wrapper(module) or not self._chosen(path, module):
             return False
+        if isinstance(module, ParametrizationList):
+            raise ShardingError(
+                f"auto_wrap_policy chose {path!r}, a ParametrizationList, which computes a parameter of another module; choose "
+                "that module."
+            )
         if isinstance(module, CONTAINERS):
             raise ShardingError(
                 f"auto_wrap_policy chose {path!r}, a {type(module).__name__}, which has no forward; choose its members."
@@ -165,9 +189,8 @@ class _Walk:
             )
         info = self._param_infos.setdefault(key, ParamInfo(parameter))
         info.add(name, module, attribute)
-        known = self._chains.setdefault(key, chain)
-        common = [a for a, b in zip(known, chain, strict=False) if a == b]
-        self._chains[key] = tuple(common)
+        # a shared module stands at different depths of two chains, so a position in one says nothing about the other
+        self._chains[key] = tuple(one for one in self._chains.get(key, chain) if one in chain)
 
 
 def _modules_to_ignore(root: nn.Module, ignored: Any, unit_of: Callable[[nn.Module], Unit | None]) -> set[int]:
@@ -191,7 +214,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _chooser(policy: Any) -> Callable[[str, nn.Module], bool]:
+def _chooser(policy: Any, root: nn.Module, ignored: Collection[int]) -> Choice:
     """Return the policy as one function of a module's name and the module."""
     if policy is None:
         return lambda name, module: False
@@ -206,17 +229,25 @@ def _chooser(policy: Any) -> Callable[[str, nn.Module], bool]:
                 else "auto_wrap_policy is empty; leave it out to make the whole module one unit."
             )
         return lambda name, module: isinstance(module, members)
+    if hasattr(policy, "_run_policy"):
+        return custom_choice(policy, root, ignored)
     if isinstance(policy, type):
         raise ShardingError(f"auto_wrap_policy is the class {policy.__name__}; put it in a set: {{{policy.__name__}}}.")
     if callable(policy):
         try:
-            inspect.signature(policy).bind("", None)
+            arguments = inspect.signature(policy)
+            as_fsdp1 = "recurse" in arguments.parameters
+            if as_fsdp1:
+                arguments.bind(module=root, recurse=True, nonwrapped_numel=0)
+            else:
+                arguments.bind("", root)
         except (TypeError, ValueError) as error:
             raise ShardingError(
-                f"auto_wrap_policy must be callable as policy(name, module) -> bool; {policy!r} is not ({error})."
+                "auto_wrap_policy must be callable as policy(name, module) -> bool, or as FSDP1's policy(module, recurse, "
+                f"nonwrapped_numel) -> bool; {policy!r} is not ({error})."
             ) from None
-        return lambda name, module: bool(policy(name, module))
+        return fsdp1_choice(policy, root, ignored) if as_fsdp1 else lambda name, module: bool(policy(name, module))
     raise ShardingError(
-        "auto_wrap_policy must be a set of module classes, a callable(name, module) -> bool, or torch's "
-        f"ModuleWrapPolicy, not {policy!r}."
+        "auto_wrap_policy must be a set of module classes, a callable(name, module) -> bool, or a policy of FSDP1, not "
+        f"{policy!r}."
     )

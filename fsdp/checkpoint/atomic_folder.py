@@ -3,6 +3,7 @@
 Rule: files are written in a hidden folder beside the final one, and one rename makes them visible.
 """
 
+import errno
 import os
 import shutil
 import uuid
@@ -13,6 +14,7 @@ from pathlib import Path
 from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
+from fsdp.file_errors import file_errors
 
 INCOMPLETE = ".incomplete-"
 """Part of the name of every hidden folder: its writer is still running, or was killed."""
@@ -30,7 +32,13 @@ def writing(function_name: str, folder: Path, comm: Communicator) -> Iterator[Pa
     working = begin(function_name, folder, comm)
     with removed_on_failure(working, comm):
         yield working
-        agree_on_refusals(comm, lambda: publish(function_name, working, folder) if comm.rank == 0 else None)
+
+        @not_written(function_name, folder)
+        def finish() -> None:
+            if comm.rank == 0:
+                publish(function_name, working, folder)
+
+        agree_on_refusals(comm, function_name, finish)
 
 
 def begin(function_name: str, folder: Path, comm: Communicator) -> Path:
@@ -39,8 +47,19 @@ def begin(function_name: str, folder: Path, comm: Communicator) -> Path:
     Raises:
         ShardingError: on every rank; `folder` exists, or nothing can be written beside it.
     """
-    names = agree_and_gather(comm, lambda: _make_hidden(function_name, folder) if comm.rank == 0 else "")
+    names = agree_and_gather(comm, function_name, lambda: _make_hidden(function_name, folder) if comm.rank == 0 else "")
     return folder.parent / names[0]
+
+
+@contextmanager
+def not_written(function_name: str, folder: Path) -> Iterator[None]:
+    """Raise a failure of the file system in the block, which writes the files of `folder`, as a sentence.
+
+    Raises:
+        ShardingError: the file system refused something.
+    """
+    with file_errors(f"{function_name}: {folder} could not be written", folder, " Nothing appeared there."):
+        yield
 
 
 def publish(function_name: str, working: Path, folder: Path) -> None:
@@ -53,6 +72,8 @@ def publish(function_name: str, working: Path, folder: Path) -> None:
     try:
         working.rename(folder)
     except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
         raise ShardingError(
             f"{function_name}: {folder} has come into being meanwhile ({error.strerror}); one job at a time writes there."
         ) from error
@@ -93,16 +114,14 @@ def sync(folder: Path) -> None:
 
 
 def _make_hidden(function_name: str, folder: Path) -> str:
-    if folder.exists():
-        raise ShardingError(
-            f"{function_name}: {folder} exists already; give each one a name of its own (its step), or remove it first."
-        )
     name = _hidden_name(folder)
-    try:
+    with file_errors(f"{function_name}: cannot write in {folder.parent}", folder.parent):
+        if folder.exists():
+            raise ShardingError(
+                f"{function_name}: {folder} exists already; give each one a name of its own (its step), or remove it first."
+            )
         folder.parent.mkdir(parents=True, exist_ok=True)
         (folder.parent / name).mkdir()
-    except OSError as error:
-        raise ShardingError(f"{function_name}: cannot write in {folder.parent}: {error.strerror}.") from error
     return name
 
 

@@ -30,7 +30,7 @@ from fsdp.checkpoint.manifest import NAME, read_manifest
 from fsdp.checkpoint.progress import Progress
 from fsdp.checkpoint.save import RANDOM, CheckpointWriter, pack, unpack
 from fsdp.comm.communicator import SingleRankCommunicator
-from fsdp.errors import ShardingError
+from fsdp.errors import ShardingError, require_package
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.dcp import LazyTensor, StoredCheckpoint
@@ -165,6 +165,7 @@ def _to_torch(state: dict[str, Any], out: Path) -> None:
 
     torch reports where the holes are. The archive has no checksums of the tensors, which torch never reads.
     """
+    require_package("convert to torch", "numpy")
     with FakeTensorMode():
         outline = tree_map(lambda value: torch.empty(value.shape, dtype=value.dtype) if _is_tensor(value) else value, state)
     working = out.with_name(f".{out.name}.incomplete")

@@ -8,6 +8,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fsdp.checkpoint.atomic_folder import not_written
 from fsdp.checkpoint.manifest import record
 from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
@@ -73,6 +75,27 @@ class StoredCheckpoint:
         """
         self.folder = folder
         self.metadata = read_metadata(folder)
+
+    def _set_metadata(self, metadata: "Metadata") -> None:
+        self.metadata = metadata
+
+    def renamed(self, keys: Mapping[str, tuple[str, tuple[str | int, ...]]]) -> "StoredCheckpoint":
+        """The same checkpoint with these keys alone, each under another name and path in the nested state dict."""
+        found, metadata = copy(self), self.metadata
+        names = {key: name for key, (name, _) in keys.items()}
+        found._set_metadata(
+            replace(
+                metadata,
+                state_dict_metadata={name: metadata.state_dict_metadata[key] for key, name in names.items()},
+                planner_data=dict(keys.values()),
+                storage_data={
+                    index if index.fqn == names[index.fqn] else replace(index, fqn=names[index.fqn]): info
+                    for index, info in metadata.storage_data.items()
+                    if index.fqn in names
+                },
+            )
+        )
+        return found
 
     def tensor(self, key: str) -> TensorStorageMetadata | None:
         """The metadata of the tensor under `key`; None if the value there is no tensor."""
@@ -215,8 +238,12 @@ class _SavePlanner(DefaultSavePlanner):
 class WritePlan:
     """The items of a nested state dict that one rank will write, as all ranks have agreed."""
 
-    def __init__(self, folder: Path, state: Mapping[str, Any], comm: Communicator, file_bytes: int = FILE_BYTES) -> None:
-        """Plan to write `state` in files of at most `file_bytes`, or of one tensor. The folder must exist. Communicates.
+    def __init__(
+        self, folder: Path, final: Path, state: Mapping[str, Any], comm: Communicator, file_bytes: int = FILE_BYTES
+    ) -> None:
+        """Plan to write `state` in files of at most `file_bytes`, or of one tensor. Communicates.
+
+        `folder` must exist. Errors name `final`, which the folder is to become.
 
         Raises:
             Exception: planning failed on this rank.
@@ -225,6 +252,7 @@ class WritePlan:
         # `record` syncs each file to disk
         self._planner, self._writer = _SavePlanner(), FileSystemWriter(folder, sync_files=False)
         self._folder = folder
+        self._final = final
         self._staged = False
         self._file_bytes = file_bytes
 
@@ -234,7 +262,7 @@ class WritePlan:
             return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
         # every rank computes the global plan itself, so that no rank has to send it
-        global_plan, self._metadata = self._planner.create_global_plan(agree_and_gather(comm, plan))
+        global_plan, self._metadata = self._planner.create_global_plan(agree_and_gather(comm, "save", plan))
         self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(global_plan)[comm.rank])
 
     @property
@@ -260,6 +288,7 @@ class WritePlan:
         """
         self._planner.report_to(on_progress)
 
+        @not_written("save", self._final)
         def put() -> tuple[list[WriteResult], dict[str, Any]]:
             # the option is global, and other threads may be saving while this one writes in the background
             with nullcontext() if self._staged else _without_checksums_in_archives():
@@ -268,6 +297,7 @@ class WritePlan:
             share = self.nbytes / max(sum(result.size_in_bytes for result in results), 1)
             return results, _records(self._folder, results, lambda count: on_progress(int(count * share)), not self._staged)
 
+        @not_written("save", self._final)
         def finish() -> dict[str, Any]:
             if comm.rank != 0:
                 return {}
@@ -276,11 +306,11 @@ class WritePlan:
             return {METADATA: record(path, [(0, path.stat().st_size)], at_once=not self._staged)}
 
         try:
-            answers = agree_and_gather(comm, put)
+            answers = agree_and_gather(comm, "save", put)
         finally:
             self._planner.drop_staged()
         files = {name: entry for _, records in answers for name, entry in records.items()}
-        return {**files, **agree_and_gather(comm, finish)[0]}
+        return {**files, **agree_and_gather(comm, "save", finish)[0]}
 
     def _files(self) -> Iterator[SavePlan]:
         """The plan of each file of this rank."""

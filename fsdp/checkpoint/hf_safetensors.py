@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -17,15 +16,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fsdp.checkpoint.atomic_folder import writing
+from fsdp.checkpoint.atomic_folder import not_written, writing
 from fsdp.checkpoint.progress import Progress, ProgressOption
 from fsdp.comm.agreement import agree_on_refusals
-from fsdp.errors import ShardingError
+from fsdp.comm.communicator import Communicator
+from fsdp.errors import ShardingError, require_package
+from fsdp.file_errors import file_errors
 from fsdp.runtime.registry import collective_call
-from fsdp.state_dict.fqns import check_names
+from fsdp.state_dict.fqns import IncompatibleKeys, check_names
 from fsdp.state_dict.full_state import RANGE_BYTES
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.param_ranges import gather_range, memory_for, ranges_of
+from fsdp.state_dict.param_ranges import broadcast_all, gather_range, memory_for, ranges_of
 from fsdp.state_dict.param_shard import ParamShard, check_fit
 
 INDEX: Final = "model.safetensors.index.json"
@@ -37,7 +38,7 @@ MULTIPLES: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 
 def export_safetensors(
     model: nn.Module, path: str | Path, max_shard_size: int | str = "5GB", *, progress: ProgressOption = False
 ) -> None:
-    """Write parameters and persistent buffers as the folder `path`, which appears when it is complete.
+    """Write parameters and persistent buffers as the folder `path`, which appears when it is complete. Buffers are rank 0's.
 
     A tied parameter is written once, under its first name, as `transformers` does. A file has at most `max_shard_size` bytes
     of tensors ("5GB", "500MB", or a number), or one tensor. `progress`: True for a bar on rank 0 (package tqdm), or a function
@@ -61,19 +62,26 @@ def export_safetensors(
     planned += [(names[id(shard.parameter)], _full_bytes(shard)) for _, found in ranges for shard in found.param_shards]
     files = plan_files(planned, limit)
     meter = Progress("export_safetensors", progress, comm.rank)
-    agree_on_refusals(comm, meter.check)
+    agree_on_refusals(comm, "export_safetensors", meter.check)
     try:
         with writing("export_safetensors", folder, comm) as working:
             meter.begin(sum(size for _, size in planned))
             writer = _Writer(working, files, comm.rank, comm.size, meter)
             for name, tensor in unsharded:
-                writer.take(name, tensor)
+                writer.take(name, tensor if writer.writer_of(name) == 0 else _of_rank_0(name, tensor, comm))
             memory = memory_for([param_range for _, param_range in ranges])
             for unit, param_range in ranges:
                 buffer = gather_range(param_range, unit.comm, unit.name, memory)
                 for param_shard in param_range.param_shards:
                     writer.take(names[id(param_shard.parameter)], param_range.full_param(buffer, param_shard))
-            agree_on_refusals(comm, lambda: _finish(writer, working, files) if comm.rank == 0 else writer.finish())
+
+            @not_written("export_safetensors", folder)
+            def finish() -> None:
+                writer.finish()
+                if comm.rank == 0:
+                    write_index(working, files)
+
+            agree_on_refusals(comm, "export_safetensors", finish)
         meter.end()
     except BaseException:
         meter.end(finished=False)
@@ -82,11 +90,14 @@ def export_safetensors(
 
 @torch.no_grad()
 @collective_call
-def load_safetensors(model: nn.Module, path: str | Path, *, progress: ProgressOption = False) -> None:
+def load_safetensors(
+    model: nn.Module, path: str | Path, *, strict: bool = True, progress: ProgressOption = False
+) -> IncompatibleKeys:
     """Load parameters and buffers from a safetensors file or a folder of them; each rank reads its own rows only.
 
-    For a tied parameter, one name is enough. `progress`: True for a bar on rank 0 (package tqdm), or a function of this rank's
-    (done_bytes, total_bytes). Communicates: every rank must call it alike.
+    For a tied parameter, one name is enough. With `strict=False`, names that only one of the model and the files has are left
+    out and returned, as `missing_keys` and `unexpected_keys`. `progress`: True for a bar on rank 0 (package tqdm), or a function
+    of this rank's (done_bytes, total_bytes). Communicates: every rank must call it alike.
 
     Raises:
         ShardingError: on every rank; the package `safetensors` or a file is missing, or names, shapes or dtypes are not the
@@ -98,20 +109,24 @@ def load_safetensors(model: nn.Module, path: str | Path, *, progress: ProgressOp
     meter = Progress("load_safetensors", progress, comm.rank)
     with ExitStack() as stack:
 
-        def prepare() -> list[tuple[Tensor, Any]]:
+        @file_errors(f"load_safetensors: {path} cannot be read", Path(path))
+        def prepare() -> tuple[list[tuple[Tensor, Any]], IncompatibleKeys]:
             meter.check()
-            return _targets(model_view, Path(path), stack)
+            return _targets(model_view, Path(path), stack, strict)
 
-        targets = agree_on_refusals(comm, prepare)
+        targets, keys = agree_on_refusals(comm, "load_safetensors", prepare)
         meter.begin(sum(tensor.nbytes for tensor, _ in targets))
         for tensor, stored in targets:
             tensor.copy_(_read(stored, param_shards.get(id(tensor)), tensor))
             meter.add(tensor.nbytes)
         meter.end()
+        return keys
 
 
-def _targets(model_view: ModelView, path: Path, stack: ExitStack) -> list[tuple[Tensor, Any]]:
-    """Each tensor of the model with the unread tensor of the files that belongs there.
+def _targets(
+    model_view: ModelView, path: Path, stack: ExitStack, strict: bool
+) -> tuple[list[tuple[Tensor, Any]], IncompatibleKeys]:
+    """Each tensor of the model with the unread tensor of the files that belongs there, and the names left out.
 
     Raises:
         ShardingError: a file is missing or damaged, or names, shapes or dtypes are not the model's.
@@ -123,15 +138,23 @@ def _targets(model_view: ModelView, path: Path, stack: ExitStack) -> list[tuple[
         if name in slices:
             names.setdefault(id(tensor), name)
     wanted = [name for name, tensor in model_view.entries if name in slices or id(tensor) not in names]
-    check_names(operation, wanted, slices)
+    keys = check_names(operation, wanted, slices, strict)
     targets: list[tuple[Tensor, Any]] = []
-    for name, tensor in {id(tensor): (names[id(tensor)], tensor) for _, tensor in model_view.entries}.values():
+    found = {id(tensor): (names[id(tensor)], tensor) for _, tensor in model_view.entries if id(tensor) in names}
+    for name, tensor in found.values():
         param_shard, stored = model_view.param_shards.get(id(tensor)), slices[name]
         shape = tuple(tensor.shape) if param_shard is None else param_shard.shape
         outline = torch.empty(stored.get_shape(), dtype=dtype_of(stored.get_dtype()), device="meta")
         check_fit(operation, name, outline, shape, tensor.dtype)
         targets.append((tensor, stored))
-    return targets
+    return targets, keys
+
+
+def _of_rank_0(name: str, tensor: Tensor, comm: Communicator) -> Tensor:
+    """Rank 0's version of a tensor that is not sharded."""
+    carrier = tensor.detach().clone(memory_format=torch.contiguous_format)
+    broadcast_all([(0, carrier)], comm, name)
+    return carrier
 
 
 class _Writer:
@@ -141,10 +164,15 @@ class _Writer:
         self._progress = progress
         self._working = working
         self._names = [file_name(number, len(files)) for number in range(len(files))]
+        self._writers = {name: number % size for number, tensors in enumerate(files) for name, _ in tensors}
         self._mine = {name: number for number, tensors in enumerate(files) if number % size == rank for name, _ in tensors}
         self._missing = {number: len(tensors) for number, tensors in enumerate(files)}
         self._held: dict[int, dict[str, Tensor]] = {}
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
+
+    def writer_of(self, name: str) -> int:
+        """The rank that writes the file of this tensor."""
+        return self._writers[name]
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Keep a copy of a full tensor if this rank writes its file."""
@@ -163,11 +191,11 @@ class _Writer:
         try:
             save_file(self._held.pop(number), self._working / self._names[number], metadata={"format": "pt"})
         except Exception as error:  # the other ranks are in a gather, so `finish` raises it
-            self._failure = OSError(str(error))
+            self._failure = error
 
     def finish(self) -> None:
         """Raises:
-        OSError: a file could not be written.
+        Exception: a file could not be written.
         """
         if self._failure is not None:
             raise self._failure
@@ -176,11 +204,6 @@ class _Writer:
 def file_name(number: int, count: int) -> str:
     """The name of file `number`, counted from 0, of `count` files."""
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _finish(writer: _Writer, working: Path, files: list[list[tuple[str, int]]]) -> None:
-    writer.finish()
-    write_index(working, files)
 
 
 def write_index(working: Path, files: list[list[tuple[str, int]]]) -> None:
@@ -221,6 +244,8 @@ def files_in(path: Path, operation: str) -> list[Path]:
     Raises:
         ShardingError: a file is missing.
     """
+    if not path.exists():
+        raise ShardingError(f"{operation}: there is no such file or folder.")
     if path.is_dir():
         index = path / INDEX
         names = (
@@ -283,7 +308,7 @@ def size_in_bytes(size: int | str) -> int:
 
 def require_safetensors(function_name: str) -> None:
     """Raises:
-    ShardingError: the package is not installed.
+    ShardingError: a package is not installed.
     """
-    if find_spec("safetensors") is None:
-        raise ShardingError(f"{function_name} needs the package safetensors: pip install 'fsdp[safetensors]'.")
+    require_package(function_name, "safetensors")
+    require_package(function_name, "numpy")  # safetensors needs it for tensors of torch, and does not ask for it

@@ -3,8 +3,10 @@
 Rule: a load checks all that it will read, on all ranks, before it changes anything. save.py writes the folders.
 """
 
+import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +15,14 @@ from torch import Tensor, nn
 
 from fsdp.checkpoint import saved_grads
 from fsdp.checkpoint.manifest import NAME, Manifest, read_manifest
+from fsdp.checkpoint.own_values import refuse_lost_versions, seen_by
 from fsdp.checkpoint.progress import Progress, ProgressOption
 from fsdp.checkpoint.rng import restore_random_states
 from fsdp.checkpoint.save import RANDOM, RANK_MARK, Pathlike, layout_entry, unpack
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.errors import ShardingError
-from fsdp.state_dict.fqns import check_names, extra_states
+from fsdp.file_errors import file_errors
+from fsdp.state_dict.fqns import IncompatibleKeys, check_names, extra_states
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_placement import PlacementKind, StatePlacement, placement_from_full
 from fsdp.state_dict.optim_state import OptimizerView
@@ -28,43 +32,69 @@ if TYPE_CHECKING:
     from fsdp.checkpoint.dcp import StoredCheckpoint
 
 
+class Loaded(dict[str, Any]):
+    """What `load` returns: the `extra` of the checkpoint, and the names that `strict=False` left out."""
+
+    def __init__(self, extra: Mapping[str, object], keys: IncompatibleKeys) -> None:
+        super().__init__(extra)
+        self.missing_keys = keys.missing_keys
+        """Names of the model that the checkpoint does not have. Their values stayed."""
+        self.unexpected_keys = keys.unexpected_keys
+        """Names of the checkpoint that the model does not have."""
+
+    def __reduce__(self) -> tuple[type[OrderedDict[str, Any]], tuple[dict[str, Any]]]:
+        """Copied and pickled as a class that `torch.load` accepts."""
+        return OrderedDict, (dict(self),)
+
+
 @torch.no_grad()
 def load(
     path: Pathlike,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    strict: bool = True,
     rng: bool = True,
     progress: ProgressOption = False,
-) -> dict[str, Any]:
+) -> Loaded:
     """Load what `save` wrote, on any number of ranks, however the model is wrapped; return `extra`.
 
-    Each rank reads the shards that it holds. On as many ranks as saved the checkpoint, `extra` is this rank's, and `rng` restores
-    this rank's random states. On another number of ranks, `extra` is rank 0's, and random states are left alone. Gradients that
-    were saved are restored. A folder that torch's Distributed Checkpoint wrote from `{"model": ..., "optimizer": ...}` can be
-    loaded too, without checksums. Only plain data is unpickled. `progress`: as for `save`. Communicates: every rank must call it
-    alike.
+    Each rank reads the shards that it holds. On as many ranks as saved the checkpoint, buffers, extra state of modules and
+    `extra` are this rank's, and `rng` restores this rank's random states. On another number of ranks, they are rank 0's, and
+    random states are left alone. Gradients that were saved are restored. A folder that torch's Distributed Checkpoint wrote from
+    `{"model": ..., "optimizer": ...}` can be loaded too, without checksums. Only plain data is unpickled. `progress`: as for
+    `save`. Communicates: every rank must call it alike.
+
+    With `strict=False`, names that only one of the model and the checkpoint has are left out. They are `missing_keys` and
+    `unexpected_keys` of the returned dict. The parameters of an optimizer must be those of the checkpoint in any case.
 
     Raises:
-        ShardingError: on every rank; the checkpoint is unfinished, damaged or of another format version, or names, shapes or
-            dtypes are not the model's, or `optimizer` is given and the checkpoint has no optimizer state. Nothing was loaded.
+        ShardingError: on every rank; `path` is None, because `latest` found nothing; the checkpoint is unfinished, damaged or of
+            another format version; names, shapes or dtypes are not the model's; or `optimizer` is given and the checkpoint has
+            no optimizer state. Nothing was loaded.
     """
     from fsdp.checkpoint import dcp  # torch's Distributed Checkpoint takes most of a second to import
 
-    folder = Path(path)
     model_view = ModelView(model, "load")
     comm = model_view.world_comm
-    optimizer_view = None if optimizer is None else OptimizerView(model_view, optimizer, f"load {folder}")
+    optimizer_view = None if optimizer is None else OptimizerView(model_view, optimizer, f"load {path}")
     meter = Progress("load", progress, comm.rank)
 
-    def prepare() -> tuple[dcp.StoredCheckpoint, dict[str, Any], dcp.ReadPlan]:
+    @file_errors(f"load: {path} cannot be read", Path(path or "."))
+    def prepare() -> tuple[dcp.StoredCheckpoint, dict[str, Any], dcp.ReadPlan, IncompatibleKeys]:
+        folder = _folder_at(path)
         manifest = read_manifest(folder) if (folder / NAME).exists() or not (folder / dcp.METADATA).exists() else None
         _refuse_damage(folder, manifest, {dcp.METADATA: {0}})
         stored = dcp.StoredCheckpoint(folder)
-        targets = {**_model_targets(folder, stored, model_view), **_gradient_targets(folder, stored, model_view)}
+        alike = manifest is None or manifest.world_size == comm.size
+        if manifest is not None:
+            refuse_lost_versions(f"load {folder}", stored.paths.values(), model_view, manifest.world_size)
+            stored = stored.renamed(seen_by(comm.rank if alike else 0, stored.paths))
+        targets, keys = _model_targets(folder, stored, model_view, strict)
+        left_out = {*keys.missing_keys, *keys.unexpected_keys}
+        targets.update(_gradient_targets(folder, stored, model_view, left_out))
         if optimizer_view is not None:
             targets.update(_optimizer_targets(stored, manifest, optimizer_view))
-        alike = manifest is None or manifest.world_size == comm.size
         wanted = {f"extra.{comm.rank if alike else 0}"}
         if rng and alike and manifest is not None:
             wanted.add(f"{RANDOM}.{comm.rank}")
@@ -78,17 +108,18 @@ def load(
         found = values.read(meter.add)
         if optimizer_view is not None:
             optimizer_view.named({"state": {}, **stored.nested(found)["optimizer"]})
-        return stored, found, tensors
+        return stored, found, tensors, keys
 
     try:
-        stored, values, tensors = agree_on_refusals(comm, prepare)
-        loaded = agree_on_refusals(comm, lambda: tensors.read(meter.add))
+        stored, values, tensors, keys = agree_on_refusals(comm, "load", prepare)
+        loaded = agree_on_refusals(comm, "load", lambda: tensors.read(meter.add))
     except BaseException:
         meter.end(finished=False)
         raise
     found = stored.nested({**values, **loaded})
     for name, module in extra_states(model).items():
-        module.set_extra_state(found["model"][name])
+        if name in found["model"]:
+            module.set_extra_state(found["model"][name])
     if optimizer_view is not None:
         given = found["optimizer"]
         state = {name: _local_state(kept) for name, kept in given.get("state", {}).items()}
@@ -99,30 +130,59 @@ def load(
     for packed in found.get(RANDOM, {}).values():
         restore_random_states(unpack(packed), model_view.units[0].device)
     meter.end()
-    return next((unpack(packed) for packed in found.get("extra", {}).values()), {})
+    return Loaded(next((unpack(packed) for packed in found.get("extra", {}).values()), {}), keys)
 
 
 def latest(folder: Pathlike, verify: bool = False) -> Path | None:
     """Return the newest finished checkpoint in `folder`, or None. Does not communicate.
 
     A damaged checkpoint is skipped with a warning. Names and sizes of files are checked; with `verify`, every byte. `load` checks
-    all that it reads in any case.
+    all that it reads in any case. None also if there is no `folder` yet.
+
+    Raises:
+        ShardingError: `folder` is a file or a checkpoint, or cannot be read. Training would start anew, without a word.
     """
+    folder = Path(folder)
     found: list[tuple[int, Path]] = []
-    for path in sorted(Path(folder).glob(f"[!.]*/{NAME}")):
+    for path in _visible_folders(folder):
         try:
-            manifest = read_manifest(path.parent)
+            with file_errors(str(path), path):
+                if not (path / NAME).exists():
+                    continue
+                manifest = read_manifest(path)
+                lacking = next(manifest.damage(path), None) if verify else manifest.missing_or_cut(path)
         except ShardingError as damage:
             warnings.warn(f"skipped: {damage}")
             continue
-        if lacking := next(manifest.damage(path.parent), None) if verify else manifest.missing_or_cut(path.parent):
-            warnings.warn(f"skipped: {path.parent}: {lacking}")
+        if lacking:
+            warnings.warn(f"skipped: {path}: {lacking}")
         else:
-            found.append((manifest.saved_at, path.parent))
+            found.append((manifest.saved_at, path))
     return max(found)[1] if found else None
 
 
 # helpers ----------------------------------------------------------------------------------
+
+
+def _folder_at(path: Pathlike | None) -> Path:
+    if path is None:
+        raise ShardingError(
+            "load: the path is None, as fsdp.latest returns where no checkpoint is finished. A first start has nothing to load: "
+            "`if (path := fsdp.latest(folder)) is not None: fsdp.load(path, model, optimizer)`."
+        )
+    return Path(path)
+
+
+def _visible_folders(folder: Path) -> list[Path]:
+    """What is in `folder`, the folder of a run, without hidden names; nothing if it is missing."""
+    with file_errors(f"latest: {folder} cannot be read", folder):
+        try:
+            names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+        except FileNotFoundError:
+            return []
+    if NAME in names:
+        raise ShardingError(f"latest: {folder} is a checkpoint itself; load it, or give the folder around it.")
+    return [folder / name for name in names]
 
 
 def _refuse_damage(
@@ -138,34 +198,51 @@ def _refuse_damage(
         )
 
 
-def _model_targets(folder: Path, stored: "StoredCheckpoint", model_view: ModelView) -> dict[str, Any]:
-    """The memory to read into, by key: the model's own tensors, and new memory for extra state; None for other values."""
+def _model_targets(
+    folder: Path, stored: "StoredCheckpoint", model_view: ModelView, strict: bool
+) -> tuple[dict[str, Any], IncompatibleKeys]:
+    """The memory to read into, by key: the model's own tensors, and new memory for extra state; None for other values.
+
+    Also the names that are left out.
+    """
     prefix, operation = "model.", f"load {folder}"
     there = {key.removeprefix(prefix): key for key in stored.paths if key.startswith(prefix)}
     extra = extra_states(model_view.model)
     # if extra state is a dict, each of its values has a key of its own
     nested = {name: [key for key in there if key == name or key.startswith(f"{name}.")] for name in extra}
     plain = {name: key for name, key in there.items() if not any(name in keys for keys in nested.values())}
-    check_names(operation, [name for name, _ in model_view.entries], plain)
+    # the format keeps nothing of an empty dict
+    expected = [name for name, module in extra.items() if nested[name] or not _is_empty_dict(module.get_extra_state())]
+    names = [*(name for name, _ in model_view.entries), *expected]
+    keys = check_names(operation, names, {**plain, **{name: kept for name, kept in nested.items() if kept}}, strict)
+    entries = [(name, tensor) for name, tensor in model_view.entries if name in there]
     param_shards = model_view.param_shards
-    for name, tensor in model_view.entries:
+    for name, tensor in entries:
         found = stored.tensor(there[name])
         if found is None:
             raise ShardingError(f"{operation}: {name!r} is no tensor there.")
         shape = param_shards[id(tensor)].shape if id(tensor) in param_shards else tuple(tensor.shape)
         check_fit(operation, name, torch.empty(found.size, dtype=found.properties.dtype, device="meta"), shape, tensor.dtype)
     values = model_view.model.state_dict()
-    targets = {there[name]: values[name] for name, _ in model_view.entries}
-    return {**targets, **{there[key]: stored.empty(there[key]) for keys in nested.values() for key in keys}}
+    targets = {there[name]: values[name] for name, _ in entries}
+    return {**targets, **{there[key]: stored.empty(there[key]) for kept in nested.values() for key in kept}}, keys
 
 
-def _gradient_targets(folder: Path, stored: "StoredCheckpoint", model_view: ModelView) -> dict[str, Tensor]:
+def _is_empty_dict(value: object) -> bool:
+    return isinstance(value, dict) and not value
+
+
+def _gradient_targets(
+    folder: Path, stored: "StoredCheckpoint", model_view: ModelView, left_out: Collection[str]
+) -> dict[str, Tensor]:
     """New memory for this rank's shards of the saved gradients, by key."""
     prefix, targets = f"{saved_grads.PART}.", {}
     named = dict(model_view.entries)
     for key in stored.paths:
         if key.startswith(prefix) and (found := stored.tensor(key)) is not None:
             name = key.removeprefix(prefix)
+            if name in left_out:
+                continue
             param_shard = model_view.param_shards.get(id(named.get(name)))
             targets[key] = saved_grads.target_of_gradient(f"load {folder}", name, param_shard, tuple(found.size))
     return targets
@@ -179,11 +256,14 @@ def _optimizer_targets(stored: "StoredCheckpoint", manifest: Manifest | None, op
         raise ShardingError(f"{operation}: it holds no optimizer state; leave the optimizer out.")
     targets: dict[str, Any] = {key: None for key, path in paths.items() if path[1] == "param_groups"}
     for key, path in paths.items():
-        if path[1] != "state":
-            continue
+        if path[1] != "state" or len(path) == 3:
+            continue  # three parts: this rank had no state of a parameter of which rank 0 had some
         name, what = str(path[2]), str(path[3])
         if name not in optimizer_view.parameters:
-            raise ShardingError(f"{operation}: it has state of parameter {name!r}, which the optimizer does not step.")
+            raise ShardingError(
+                f"{operation}: it has state of parameter {name!r}, which the optimizer does not step; load without the "
+                "optimizer and start it anew."
+            )
         found = stored.tensor(key)
         if not optimizer_view.holds(name):
             continue

@@ -80,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / NAME
     if not path.is_file():
-        what = "an unfinished or foreign checkpoint" if folder.is_dir() else "no folder"
+        what = "an unfinished or foreign checkpoint" if folder.is_dir() else "a file" if folder.exists() else "not there"
         raise ShardingError(f"{folder} has no {NAME}: it is {what}. fsdp.latest(folder) finds the newest finished one.")
     try:
         body = json.loads(path.read_text(encoding="utf-8"))

@@ -2,10 +2,9 @@
 
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
-from fsdp.errors import ShardingError
+from fsdp.errors import ShardingError, require_package
 
 ProgressOption = bool | Callable[[int, int], object]
 """The values of the option `progress`: True for a bar of rank 0's bytes, or a function of this rank's (done, total) bytes."""
@@ -30,10 +29,8 @@ class Progress:
             raise ShardingError(
                 f"{self._function_name}: progress is {self._option!r}; give True, or a function of (done_bytes, total_bytes)."
             )
-        if self._option is True and find_spec("tqdm") is None:
-            raise ShardingError(
-                f"{self._function_name}: progress=True needs tqdm: pip install 'fsdp[progress]', or give a function."
-            )
+        if self._option is True:
+            require_package(f"{self._function_name}: progress=True", "tqdm")
 
     def begin(self, total: int) -> None:
         """Report that none of `total` bytes is done."""

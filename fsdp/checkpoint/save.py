@@ -7,6 +7,7 @@ Rule 2: a background thread writes copies only, and uses a communicator of its o
 import io
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
-from fsdp.checkpoint import saved_grads
-from fsdp.checkpoint.atomic_folder import begin, hide, publish, remove_leftovers, removed_on_failure
+from fsdp.checkpoint import own_values, saved_grads
+from fsdp.checkpoint.atomic_folder import begin, hide, not_written, publish, remove_leftovers, removed_on_failure
 from fsdp.checkpoint.background import Saving, finished, run_in_background, wait_for_last
 from fsdp.checkpoint.manifest import NAME, Manifest, read_manifest
 from fsdp.checkpoint.progress import Progress, ProgressOption
@@ -26,6 +27,7 @@ from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.connect import background_comm
 from fsdp.errors import ShardingError
+from fsdp.file_errors import reason_of
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_placement import PlacementKind
 from fsdp.state_dict.optim_state import OptimizerView
@@ -47,7 +49,7 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
     keep_last: int | None = None,
     rng: bool = True,
     accumulated: bool = False,
@@ -56,7 +58,8 @@ def save(
 ) -> Saving:
     """Save `model`, the state of `optimizer`, and `extra` as the folder `path`, which appears when it is complete.
 
-    Each rank writes its own shards. `extra` may differ between ranks: step, position in the data, state of a scaler. `rng` saves
+    Each rank writes its own shards. Buffers, and all else that is not sharded, are rank 0's, and each rank writes its own besides
+    where they differ. `extra` may differ between ranks: step, position in the data, state of a scaler. `rng` saves
     the random states of each rank as well (Python's, numpy's if it is imported, torch's, the model's device's). `accumulated`
     saves gradients as well, for a save between the backwards of one step. With `keep_last`, the folder around `path` belongs to
     this run: afterwards it holds the newest `keep_last` checkpoints, and no unfinished ones. Communicates: every rank must call
@@ -93,14 +96,15 @@ def save(
         meter.check()
         return packed
 
-    packed = agree_on_refusals(world_comm, prepare)
+    packed = agree_on_refusals(world_comm, "save", prepare)
     state: dict[str, Any] = {"model": dict(model.state_dict())}
     state.update({part: {str(world_comm.rank): data} for part, data in packed.items()})
     if accumulated:
-        names = agree_and_gather(world_comm, lambda: saved_grads.names_of_gradients(model_view))
+        names = agree_and_gather(world_comm, "save", lambda: saved_grads.names_of_gradients(model_view))
         state[saved_grads.PART] = saved_grads.gradient_state(model_view, names)
     if optimizer is not None:
         state["optimizer"] = _optimizer_state(OptimizerView(model_view, optimizer))
+    own_values.set_apart(state, model_view)
     own_comm = background_comm(world_comm) if async_ else world_comm
     writer = CheckpointWriter(folder, state, _layout(model_view), world_comm, keep_last, meter)
     if not async_:
@@ -136,12 +140,12 @@ class CheckpointWriter:
         self._progress = progress
         self._working = begin("save", folder, comm)
         with self._cleaning_up(comm):
-            self._plan: WritePlan = dcp.WritePlan(self._working, state, comm, file_bytes or dcp.FILE_BYTES)
+            self._plan: WritePlan = dcp.WritePlan(self._working, folder, state, comm, file_bytes or dcp.FILE_BYTES)
 
     def stage(self, comm: Communicator) -> None:
         """Copy this rank's part to the host. Communicates."""
         with self._cleaning_up(comm):
-            agree_on_refusals(comm, self._plan.stage)
+            agree_on_refusals(comm, "save", self._plan.stage)
 
     def finish(self, comm: Communicator) -> None:
         """Write this rank's part; the folder appears when all ranks have written theirs. Communicates.
@@ -153,7 +157,7 @@ class CheckpointWriter:
             self._progress.begin(2 * self._plan.nbytes)
             files = self._plan.write(comm, self._progress.add)
             manifest = Manifest(comm.size, time.time_ns(), {}, self._layout, files)
-            agree_on_refusals(comm, lambda: self._publish(manifest) if comm.rank == 0 else None)
+            agree_on_refusals(comm, "save", lambda: self._publish(manifest) if comm.rank == 0 else None)
             self._progress.end()
 
     def _publish(self, manifest: Manifest) -> None:
@@ -166,8 +170,9 @@ class CheckpointWriter:
             for key in stored.paths
             if (found := stored.tensor(key)) is not None
         }
-        replace(manifest, tensors=tensors).write(self._working)
-        publish("save", self._working, self._folder)
+        with not_written("save", self._folder):
+            replace(manifest, tensors=tensors).write(self._working)
+            publish("save", self._working, self._folder)
         if self._keep_last is not None:
             _prune(self._folder.parent, self._keep_last)
 
@@ -177,10 +182,8 @@ class CheckpointWriter:
         try:
             with removed_on_failure(self._working, comm):
                 yield
-        except BaseException as failure:
+        except BaseException:
             self._progress.end(finished=False)
-            if isinstance(failure, OSError):
-                raise ShardingError(f"save: {self._folder} could not be written: {failure}. Nothing appeared there.") from failure
             raise
 
 
@@ -204,7 +207,10 @@ def _prune(folder: Path, keep: int) -> None:
         except ShardingError:
             continue  # a damaged checkpoint is left for the user to examine
     for _, path in sorted(by_age)[:-keep]:
-        hide(path)
+        try:
+            hide(path)
+        except OSError as error:
+            warnings.warn(f"save: the old checkpoint {path} could not be removed: {reason_of(error, path)}")
     remove_leftovers(folder)
 
 

@@ -65,7 +65,7 @@ def gradient_state(model_view: ModelView, by_rank: list[list[str]]) -> dict[str,
         if absent:
             raise ShardingError(f"save: ranks {absent} have no gradient of {name!r}, ranks {there} have; zero it on every rank.")
         local = parameter if parameter.grad is None else parameter.grad  # without a gradient, this rank has no elements
-        state[name] = param_shard.value(name, dense(local.detach()))
+        state[name] = param_shard.value(name, dense(local))
     return state
 
 
@@ -74,8 +74,12 @@ def restore_gradients(model_view: ModelView, given: dict[str, Any]) -> None:
     for name, parameter in model_view.parameters:
         if id(parameter) in model_view.param_shards:
             param_shard = model_view.param_shards[id(parameter)]
-            gradient = given[name].local if name in given and param_shard.part.numel else None
-            parameter.grad = as_rows(gradient) if gradient is not None and param_shard.flat.is_sparse else gradient
+            if name not in given:
+                parameter.grad = None
+            elif param_shard.flat.is_sparse:
+                parameter.grad = as_rows(given[name].local)
+            else:
+                parameter.grad = param_shard.flat.shard_grad(param_shard.number, given[name].local)
 
 
 def target_of_gradient(operation: str, name: str, param_shard: ParamShard | None, shape: tuple[int, ...]) -> Tensor:
@@ -86,4 +90,4 @@ def target_of_gradient(operation: str, name: str, param_shard: ParamShard | None
     """
     if param_shard is None or param_shard.shape != shape:
         raise ShardingError(f"{operation}: there is a gradient of {name!r}, {shape}, and no such sharded parameter in the model.")
-    return param_shard.value(name, param_shard.parameter.detach().new_empty(param_shard.part.shape))
+    return param_shard.value(name, param_shard.flat.shard.new_empty(param_shard.part.shape))

@@ -9,32 +9,36 @@ from fsdp.errors import ShardingError
 Answer = TypeVar("Answer")
 
 
-def agree_on_refusals(comm: Communicator, prepare: Callable[[], Answer]) -> Answer:
+def agree_on_refusals(comm: Communicator, function_name: str, prepare: Callable[[], Answer]) -> Answer:
     """Call `prepare` on every rank and return this rank's answer. A failure on one rank is raised on every rank.
+
+    If the others do not come, the error says that they did not call `function_name`.
 
     Raises:
         ShardingError: `prepare` failed on another rank, which is named.
         Exception: the one that `prepare` raised on this rank.
     """
-    return _gather(comm, prepare, lambda mine: None)[0]
+    return _gather(comm, function_name, prepare, lambda mine: None)[0]
 
 
-def agree_and_gather(comm: Communicator, prepare: Callable[[], Answer]) -> list[Answer]:
+def agree_and_gather(comm: Communicator, function_name: str, prepare: Callable[[], Answer]) -> list[Answer]:
     """As `agree_on_refusals`; the picklable answers of all, by rank."""
-    return _gather(comm, prepare, lambda mine: mine)[1]
+    return _gather(comm, function_name, prepare, lambda mine: mine)[1]
 
 
 Shared = TypeVar("Shared")
 
 
-def _gather(comm: Communicator, prepare: Callable[[], Answer], share: Callable[[Answer], Shared]) -> tuple[Answer, list[Shared]]:
+def _gather(
+    comm: Communicator, function_name: str, prepare: Callable[[], Answer], share: Callable[[Answer], Shared]
+) -> tuple[Answer, list[Shared]]:
     try:
         mine = prepare()
     except Exception as refusal:  # any failure, a full disk for example, must reach the other ranks
         reason = str(refusal) if isinstance(refusal, ShardingError) else repr(refusal)
-        comm.gather_objects((reason, None), "agreement")
+        comm.gather_objects((reason, None), function_name)
         raise
-    answers = comm.gather_objects(("", share(mine)), "agreement")
+    answers = comm.gather_objects(("", share(mine)), function_name)
     for rank, (reason, _) in enumerate(answers):
         if reason:
             raise ShardingError(f"rank {rank}: {reason}")

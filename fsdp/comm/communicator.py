@@ -77,6 +77,9 @@ class Communicator(Protocol):
     def recent(self) -> Sequence[str]:
         """Return the last calls on this rank, oldest first: the collective and the label."""
 
+    def waits(self) -> str:
+        """Return for how long this rank has waited in which call for which ranks, as a sentence; empty unless it waits long."""
+
     def epoch(self) -> int:
         """Return a number that increases with every abandoned step of any model on this communicator."""
 
@@ -140,6 +143,9 @@ class SingleRankCommunicator:
 
     def recent(self) -> Sequence[str]:
         return ()
+
+    def waits(self) -> str:
+        return ""
 
     def epoch(self) -> int:
         return 0

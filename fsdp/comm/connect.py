@@ -3,28 +3,38 @@
 Each process group has a `PeerMonitor`, which all communicators over its ranks share.
 """
 
+import atexit
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.comm import simulated
 from fsdp.comm.communicator import Communicator, SingleRankCommunicator
 from fsdp.comm.context import REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
 from fsdp.comm.process_group import GlooCommunicator, ProcessGroupCommunicator
 from fsdp.config import MeshKind
-from fsdp.errors import ShardingError
+from fsdp.errors import ShardingError, require_package
 from fsdp.failure.peers import PeerMonitor
 from fsdp.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 
+ProcessGroup: TypeAlias = dist.ProcessGroup
+Mesh: TypeAlias = DeviceMesh | tuple[int, int]
+"""A mesh, or the shape (replicas, shards) of one over all ranks."""
 # torch owns the groups, and forgets them in destroy_process_group()
 _alone = SingleRankCommunicator()
+SINGLE_RANK: Final = object()
+"""A process group of this rank alone. It needs no torch.distributed."""
+COMPOSABLE_REGISTRY: Final = REGISTRY_KEY
+"""The attribute of a module in which torch's composable functions, such as its `fully_shard`, record themselves."""
 _CUDA: Final = torch.device("cuda")
 _watchdog: Final = DeviceWatchdog()
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] = weakref.WeakKeyDictionary()
@@ -32,7 +42,8 @@ _peers_of: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerMonitor | None] = we
 _background: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
 _Flattened = weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
 _flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Flattened] = weakref.WeakKeyDictionary()
-_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+_shapes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+"""For each shape of a mesh over the default group: the groups of this rank's column and row."""
 
 
 def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 1) -> CommContext:
@@ -62,6 +73,8 @@ def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 
             f"mesh has {mesh.ndim} dimensions; give a one-dimensional one, such as mesh['shard'], or ask for "
             "sharding_strategy='HYBRID_SHARD'."
         )
+    if process_group is SINGLE_RANK:
+        return CommContext(_alone, _alone, (Lane(_alone, _alone),) * lanes)
     here = simulated.current_rank()
     if here is not None:
         return _simulated_comms(here, process_group, mesh, mesh_kind, lanes)
@@ -87,8 +100,9 @@ def background_comm(world_comm: Communicator) -> Communicator:
         return world_comm
     if world_comm.group not in _background:
         ranks = dist.get_process_group_ranks(world_comm.group)
+        world_comm.gather_objects(None, "save with async_")  # new_group does not ask whether the others will come
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        _background[world_comm.group] = ProcessGroupCommunicator(group, "background", None)
+        _background[world_comm.group] = _comm(group, "background", lambda peers: group)
     return _background[world_comm.group]
 
 
@@ -126,26 +140,39 @@ def _simulated_comms(
 
 def _hybrid_comms(mesh: Any, lanes: int) -> CommContext:
     if isinstance(mesh, tuple | list):
-        mesh = _mesh(tuple(mesh))
-    if mesh.ndim != 2:
-        raise ShardingError(f"mesh has {mesh.ndim} dimension; HYBRID_SHARD needs two: replicas, shards.")
-    columns, rows = mesh.get_group(0), mesh.get_group(1)
+        columns, rows = _groups_of_shape(tuple(mesh))
+        ranks = tuple(range(dist.get_world_size()))
+    else:
+        if mesh.ndim != 2:
+            raise ShardingError(f"mesh has {mesh.ndim} dimension; HYBRID_SHARD needs two: replicas, shards.")
+        columns, rows = mesh.get_group(0), mesh.get_group(1)
+        ranks = tuple(mesh.mesh.flatten().tolist())
     # Every mesh has groups of its own, even if another mesh has the same ranks: the other one's groups may be unusable after
     # a failure. The key is the row and all ranks, because meshes over different ranks may have a row in common.
-    known, ranks = _flattened.setdefault(rows, weakref.WeakValueDictionary()), tuple(mesh.mesh.flatten().tolist())
+    known = _flattened.setdefault(rows, weakref.WeakValueDictionary())
     if ranks not in known:
+        if len(ranks) == dist.get_world_size():
+            _meet(_default_group())
         known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     opened = tuple(Lane(_reduce_comm(rows, number), _reduce_comm(columns, number)) for number in range(lanes))
     return CommContext(_shard_comm(rows), _reduce_comm(known[ranks], 0), opened)
 
 
-def _mesh(shape: tuple[int, ...]) -> Any:
-    """The mesh of this shape over all ranks. The first call makes it."""
+def _groups_of_shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """The groups of this rank's column and row in a mesh of this shape over all ranks. The first call makes them.
+
+    They are made as the default group was, without a DeviceMesh. A DeviceMesh is made for one type of device and makes a device
+    of that type the current one, but a group may know types that this machine lacks: gloo's first type is "cuda" everywhere.
+    """
     world = _default_group()
     _check_shape(shape, dist.get_world_size(world))
-    known = _meshes.setdefault(world, {})
+    known = _shapes.setdefault(world, {})
     if shape not in known:
-        known[shape] = init_device_mesh(world._device_types[0].type, shape)
+        _meet(world)
+        row, column = divmod(dist.get_rank(world), shape[1])
+        members = range(column, shape[0] * shape[1], shape[1]), range(row * shape[1], (row + 1) * shape[1])
+        replicas, shards = (dist.new_group(list(ranks), use_local_synchronization=True) for ranks in members)
+        known[shape] = replicas, shards
     return known[shape]
 
 
@@ -180,11 +207,11 @@ def _comm(group: dist.ProcessGroup, name: str, carrier: Callable[[PeerMonitor | 
     """The communicator of that name over the ranks of a group. The first call opens it, over the group that `carrier` returns."""
     if dist.get_world_size(group) == 1:
         return _alone
-    if group not in _peers_of:
-        _peers_of[group] = _peers(group)
-    known, peers = _opened.setdefault(group, {}), _peers_of[group]
+    require_package("A process group of several ranks", "numpy")  # torch sends and receives objects with it
+    known, peers = _opened.setdefault(group, {}), _peers_in(group)
     if name not in known:
         if peers is not None:
+            peers.meet()
             peers.open(name)
         carries = carrier(peers)
         if isinstance(peers, DevicePeerMonitor):
@@ -192,6 +219,31 @@ def _comm(group: dist.ProcessGroup, name: str, carrier: Callable[[PeerMonitor | 
         cls = ProcessGroupCommunicator if peers is None or _gloo(group) is None else GlooCommunicator
         known[name] = cls(carries, name, peers)
     return known[name]
+
+
+def _peers_in(group: dist.ProcessGroup) -> PeerMonitor | None:
+    """The monitor that all communicators over the ranks of a group share. The first call makes it. Does not wait for others."""
+    if group not in _peers_of:
+        _peers_of[group] = _peers(group)
+    return _peers_of[group]
+
+
+def _meet(group: dist.ProcessGroup) -> None:
+    """`PeerMonitor.meet` of a group."""
+    peers = _peers_in(group)
+    if peers is not None:
+        peers.meet()
+
+
+@atexit.register
+def _on_exit() -> None:
+    """Write for ranks that wrap a module, and wait for this one, that this process ends without having wrapped any."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    group = c10d._get_default_group()
+    if group not in _peers_of and dist.get_backend(group) != "fake":
+        with suppress(RuntimeError):  # the store may have gone
+            PeerMonitor(*_in_store(group, c10d._get_default_store()), None).on_exit()
 
 
 def _abort(reference: "weakref.ref[dist.ProcessGroup]") -> None:
@@ -224,19 +276,28 @@ def _peers(group: dist.ProcessGroup) -> PeerMonitor | None:
     if on_device:
         # the watchdog's thread uses the store while torch may wait in its own connection to it
         store = store.clone()  # type: ignore[attr-defined]
-    rank, size, gloo = dist.get_rank(group), dist.get_world_size(group), _gloo(group)
+    size, gloo = dist.get_world_size(group), _gloo(group)
+    time_out = (group._get_backend(_CUDA) if gloo is None else gloo).options._timeout
+    place = _in_store(group, store)
+    _, scope, _, rank = place
+
+    def connect(more: str) -> Any:
+        return dist.ProcessGroupGloo(scope(f"connections/{more}"), rank, size, time_out)
+
+    args, limit = (*place, None if gloo is None else connect), time_out.total_seconds()
+    peers = DevicePeerMonitor(*args, _watchdog, limit) if on_device else PeerMonitor(*args, limit)
+    # torch owns the group: its threads and the monitor's end with destroy_process_group()
+    weakref.finalize(group, peers.close).atexit = False
+    return peers
+
+
+def _in_store(group: dist.ProcessGroup, store: Any) -> tuple[Any, Callable[[str], Any], list[int], int]:
+    """The place of a group in the store, as a monitor takes it: keys of its own, parts of them, all ranks, this rank."""
+    rank = dist.get_rank(group)
     # a group may have the name of one that was destroyed
     name = f"fsdp/{group.group_name}/{store.add(f'fsdp/{group.group_name}/made by {rank}', 1)}"
 
     def scope(more: str) -> Any:
         return c10d.PrefixStore(f"{name}/{more}", store)
 
-    def connect(more: str) -> Any:
-        return dist.ProcessGroupGloo(scope(f"connections/{more}"), rank, size, gloo.options._timeout)
-
-    ranks = dist.get_process_group_ranks(group)
-    args = c10d.PrefixStore(name, store), scope, ranks, rank, None if gloo is None else connect
-    peers = DevicePeerMonitor(*args, _watchdog) if on_device else PeerMonitor(*args)
-    # torch owns the group: its threads and the monitor's end with destroy_process_group()
-    weakref.finalize(group, peers.close).atexit = False
-    return peers
+    return c10d.PrefixStore(name, store), scope, dist.get_process_group_ranks(group), rank

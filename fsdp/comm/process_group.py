@@ -5,6 +5,7 @@ all-reduce that moves twice the bytes, and its all-gather copies through a secon
 chunks and a local sum, and `GlooCommunicator` has an all-gather of its own.
 """
 
+import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from fsdp.comm.work import AllToAllReduceScatter, DeterministicAllReduce, Work, 
 from fsdp.errors import PeerFailed, ShardingError
 from fsdp.failure.desync import RECENT, WatchedWork
 from fsdp.failure.peers import PeerMonitor
+from fsdp.failure.pending_call import OBJECTS
 
 # The three collectives of every step are methods of the group itself: torch's functions around them cost 3 to 5 µs a call, and
 # 2.13 renamed two of them, while the group's methods have had the same names since 2.11.
@@ -45,10 +47,10 @@ class ProcessGroupCommunicator:
         self._peers = peers
         self._recent: deque[tuple[str, str]] = deque(maxlen=RECENT)
 
-    def _launch(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any], nbytes: int = 0) -> Work:
+    def _launch(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any], nbytes: int | None = None) -> Work:
         """Launch a collective, which every rank must call. On a device, its `wait` makes a stream wait and not the host.
 
-        `nbytes`: the size of the collective, if it is about more than `tensor`.
+        `nbytes`: the size of the collective, if it is not that of `tensor`. It must be the same on all ranks.
         """
         self._recent.append((kind, label))
         group, peers = self.group, self._peers
@@ -57,13 +59,13 @@ class ProcessGroupCommunicator:
         if peers.down or peers.pending_error is not None:
             peers.reconnect()
         name = self._name
-        describe = peers.sequences[name].check_call(kind, label, nbytes or tensor.nbytes)
+        describe = peers.sequences[name].check_call(kind, label, tensor.nbytes if nbytes is None else nbytes)
         if tensor.device.type != "cpu":
             return cast(Work, peers.launch_on_device(name, describe, partial(launch, group)))
         try:
             return WatchedWork(launch(peers.connections.get(name, group)), peers.detector, describe)
         except RuntimeError as failure:
-            peers.detector.explain_failure(failure)
+            peers.detector.explain_failure(failure, describe().where)
             raise
 
     @property
@@ -145,9 +147,19 @@ class ProcessGroupCommunicator:
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         if dist.get_backend(self.group) == "fake":
             return [thing] * self._size  # a fake group has no peers: all ranks are taken to be alike
-        things: list[Any] = [None] * self._size
-        dist.all_gather_object(things, thing, group=self.group)
-        return things
+        pickled = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+        sizes = self._gather_rows(torch.tensor([pickled.numel()]), label).view(-1).tolist()
+        rows = self._gather_rows(torch.nn.functional.pad(pickled, (0, max(sizes) - pickled.numel())), label)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather_rows(self, row: Tensor, label: str) -> Tensor:
+        """Gather a row (N,) of each rank, and wait: (W, N), on the host."""
+        row = row.to(c10d._get_object_coll_device(self.group))
+        rows = row.new_empty(self._size * row.numel())
+        # the same call whatever the size, so that a save every few steps is predicted
+        work = self._launch(OBJECTS, label, rows, lambda group: group._allgather_base(rows, row, _GATHER), nbytes=0)
+        work.wait()
+        return rows.view(self._size, -1).cpu()
 
     # on the host, and in a fixed order ----------------------------------------------------
 
@@ -185,6 +197,10 @@ class ProcessGroupCommunicator:
 
     def recent(self) -> Sequence[str]:
         return [f"{kind} {label}" for kind, label in self._recent]
+
+    def waits(self) -> str:
+        wait = None if self._peers is None else self._peers.detector.wait
+        return "" if wait is None or wait.pending.comm != self._name else wait.describe()
 
     def epoch(self) -> int:
         return 0 if self._peers is None else self._peers.epoch

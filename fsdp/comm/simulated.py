@@ -28,8 +28,9 @@ from fsdp.comm.simulated_ops import (
     move_sums,
     move_total,
 )
-from fsdp.errors import PeerFailed, ShardingError, WorldError, name_ranks
+from fsdp.errors import FEWER_BATCHES, PeerFailed, ShardingError, WorldError, name_ranks
 from fsdp.failure.desync import RECENT
+from fsdp.failure.pending_call import have_left_the_loop
 
 T = TypeVar("T")
 
@@ -209,6 +210,10 @@ class SimulatedCommunicator:
         """Return the last calls, oldest first."""
         return [f"{call.kind} {call.label}" for call in self._log if call.comm == self.name][-RECENT:]
 
+    def waits(self) -> str:
+        """Empty: the world finds every wait that cannot end, and others take no time."""
+        return ""
+
     def epoch(self) -> int:
         """Zero: the world counts epochs by itself."""
         return 0
@@ -366,6 +371,11 @@ class _World:
 
     def launch(self, rank: int, new: Operation, side: Side) -> Operation:
         """Add the call of `rank` to the operation that other ranks have begun there, or to `new`. Another rank may take over."""
+        if self._rank_slots[rank].over:
+            raise WorldError(
+                f"operation {new.number} of communicator {new.comm!r} was called after the simulated ranks have returned. "
+                "Compute with shards inside the function given to simulate."
+            )
         operation = self._operations.setdefault((new.comm, *new.order), new)
         broken = self._broken.get(operation.comm)
         if broken is None or operation.order <= broken.order:
@@ -484,7 +494,9 @@ class _World:
                 parts.append(f"Rank {rank} failed with {_quote(self._failures[rank])}.")
             else:
                 parts.append(f"Rank {rank} finished.")
-        return " ".join(["Deadlock: nobody can go on.", *parts])
+        calls = [operation.name for rank_slot in self._rank_slots if (operation := rank_slot.waits_for) is not None]
+        remedy = [FEWER_BATCHES] if len(live) < self.size - len(self._failures) or have_left_the_loop(calls) else []
+        return " ".join(["Deadlock: nobody can go on.", *parts, *remedy])
 
 
 class _RankSlot:

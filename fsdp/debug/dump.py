@@ -12,13 +12,14 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
-from fsdp.debug.error_notes import lines_of
+from fsdp.debug.error_notes import communicator_lines, lines_of
 from fsdp.debug.snapshot import EngineSnapshot
 from fsdp.errors import ShardingError
 
@@ -73,11 +74,15 @@ def remember(snapshot: Callable[[], EngineSnapshot]) -> None:
 
 def dump() -> str:
     """The stories of all models of this process, and the stack of its main thread."""
-    lines = [f"fsdp: process {os.getpid()}"]
+    lines = [f"fsdp: process {os.getpid()}, at {time.strftime('%H:%M:%S')}"]
+    shared: set[str] = set()
     for reference in list(_snapshots):
         snapshot = reference()
         if snapshot is not None:
-            lines += lines_of(snapshot())
+            now = snapshot()
+            # models on the same communicators wait for the same calls
+            lines += [line for line in lines_of(now) if line not in shared]
+            shared.update(communicator_lines(now))
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is not None:
         lines += ["main thread, innermost call last:", *"".join(traceback.format_stack(frame)[-FRAMES:]).splitlines()]

@@ -61,7 +61,7 @@ def add_note_to_what_ends_the_backward(snapshot: Snapshot, index: int, then: Cal
 
 
 def lines_of(snapshot: EngineSnapshot) -> Iterator[str]:
-    """The full story: one line for the root, one for each communicator, one for each unit."""
+    """The full story: one line for the root, one for each wait, one for each communicator, one for each unit."""
     yield from _head(snapshot)
     yield from _table(snapshot.units, None)
 
@@ -97,6 +97,12 @@ def _head(snapshot: EngineSnapshot) -> Iterator[str]:
         f"root {snapshot.units[0].name!r}, rank {snapshot.rank} of {snapshot.world_size}, backward "
         f"{snapshot.backward.name}; bytes held: {held or 'none'}"
     )
+    yield from communicator_lines(snapshot)
+
+
+def communicator_lines(snapshot: EngineSnapshot) -> Iterator[str]:
+    """For each communicator, what this rank waits for there, and its last collectives."""
+    yield from (f"  {wait}" for wait in snapshot.waits)
     for name, calls in snapshot.collectives.items():
         yield f"  {name}: {', '.join(calls) or 'nothing called yet'}"
 

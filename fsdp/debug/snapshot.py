@@ -36,6 +36,8 @@ class EngineSnapshot:
     """Bytes by kind of memory."""
     collectives: Mapping[str, tuple[str, ...]]
     """The last collectives of each communicator of more than one rank, oldest first."""
+    waits: tuple[str, ...]
+    """For how long this rank has waited in which call for which ranks, a sentence for each communicator on which it does."""
     units: tuple[UnitSnapshot, ...]
     """Every unit, outermost first."""
 
@@ -50,6 +52,7 @@ def take_snapshot(
         backward=root.backward,
         bytes_held=dict(tracker.held),
         collectives={name: tuple(comm.recent()) for name, comm in comms.each().items() if comm.size > 1},
+        waits=tuple(wait for comm in comms.each().values() if (wait := comm.waits())),
         units=tuple(
             UnitSnapshot(unit.name, lifecycle.state, residency, lifecycle.story)
             for unit, lifecycle, residency in zip(units, root.lifecycles, residencies, strict=True)

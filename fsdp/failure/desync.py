@@ -8,6 +8,8 @@ that rank waits for a collective that this one will not launch. A rank that has 
 call and reads those of the other ranks, so both find out which ranks disagree. A collective that does not match is never
 launched: over gloo it would mix the parameters of two units of the same size, and end the process if their sizes differ.
 
+A rank that waits for a call between steps, such as a save, also says so once on stderr: others may be outside this package.
+
 [Note: a step that fails where no hook fires]
 No hook sees an exception in the loss. That rank's next forward begins although the previous one had no backward, and the rank
 first announces this as if it were a collective (`RESTART_CALL`). If all ranks leave backwards out, all make this call and
@@ -16,28 +18,37 @@ predict it from then on. If the other ranks are already in that backward, they r
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
-from typing import Any, Final, NamedTuple, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
-from fsdp.errors import WorldError, name_ranks
+from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, WorldError, name_ranks
+from fsdp.failure.pending_call import (
+    BETWEEN_STEPS,
+    PendingCall,
+    Signature,
+    Wait,
+    absent_ranks,
+    have_left_the_loop,
+    is_deadlock,
+    place_of,
+    text_of,
+    where_of,
+)
 
 STALL_SECONDS: Final = 2.0
 """Seconds that a rank waits before it looks for the reason."""
+TIME_OUT: Final = 1800.0
+"""Seconds that a rank waits for the others to make a call, unless the group has another time-out. This is torch's."""
 RECENT: Final = 8
 """The number of calls that a communicator remembers for stories."""
 MEMORY: Final = 4
 """The number of calls from which the next one is predicted."""
 REMEDY: Final = "Call the same in the same order."
-RESTART_CALL: Final = "forward before the backward of its last one"
-"""A call that is not a collective: see the note on steps that fail where no hook fires."""
 LAG: Final = 64
 """The number of counts that stay in the store. When all ranks are counted for a call, all have read the counts before it."""
-
-Signature = tuple[str, str, int]
-"""A call: the collective, the label and the bytes."""
 
 
 class Store(Protocol):
@@ -53,8 +64,11 @@ class Store(Protocol):
 class Peers(Protocol):
     """What a detector needs of the monitor of its group."""
 
-    def check_peers(self, broken: bool) -> None:
-        """Raise PeerFailed if a peer is why this rank waits, or, if `broken`, why its connections broke."""
+    def check_peers(self, broken: bool, where: str = "") -> None:
+        """Raise WorldError if a peer is why this rank waits (in the call `where`), or, if `broken`, why its connections broke."""
+
+    def name(self, rank: int) -> int:
+        """The rank as the user counts it: in the default group."""
 
     def report_restart(self, rank: int) -> NoReturn:
         """Raise PeerFailed: `rank` has started another forward while this rank waited for it."""
@@ -63,37 +77,14 @@ class Peers(Protocol):
         """Close the connections."""
 
 
-class PendingCall(NamedTuple):
-    """The call that one rank waits for."""
-
-    comm: str
-    """The name of the communicator."""
-    number: int
-    """The position of the call on that communicator."""
-    call: str
-    key: str
-    """The key under which ranks that are about to make the call are counted. Empty if this rank has launched it."""
-    launched: dict[str, int]
-    """The number of calls this rank has made on each communicator."""
-    agreed: str = ""
-    """The call that all ranks have made in this place so far, if they were here before."""
-    on_device: bool = False
-    """True if this is the last call launched on a device. The host may not be waiting for it."""
-
-    def launched_on(self, comm: str) -> int:
-        """The number of calls this rank has made on a communicator, which it may not have opened yet."""
-        return self.launched.get(comm, 0)
-
-    @property
-    def is_restart(self) -> bool:
-        """See the note on steps that fail where no hook fires."""
-        return self.call.startswith(RESTART_CALL)
-
-
 class DesyncDetector:
     """The pending calls of all ranks of one group, in its store, during one epoch."""
 
-    def __init__(self, store: Store, rank: int, size: int, peers: Peers) -> None:
+    def __init__(self, store: Store, rank: int, size: int, peers: Peers, time_out: float = TIME_OUT) -> None:
+        self.time_out = time_out
+        """Seconds that this rank waits for others to make a call."""
+        self.wait: Wait | None = None
+        """The call that the host waits for, if it has waited long."""
         self.store = store
         self.rank = rank
         self.size = size
@@ -104,6 +95,10 @@ class DesyncDetector:
         self.host_waits = False
         """True while the pending call in the store is one that the host waits for."""
         self._peers = peers
+
+    def name(self, rank: int) -> int:
+        """The rank as the user counts it: in the default group."""
+        return self._peers.name(rank)
 
     def open(self, comm: str) -> "CallSequence":
         """Begin the sequence of calls on a communicator."""
@@ -121,55 +116,71 @@ class DesyncDetector:
             PeerFailed: it does, because a rank has ended or has abandoned the step.
             WorldError: it does, because the ranks disagree.
         """
-        self._peers.check_peers(False)
+        wait, self.wait = self.wait, None
+        self._peers.check_peers(False, pending.where)
         self.host_waits = True
         self.publish(pending)
         if self.fatal is None:
             found = self._read()
             self.fatal = self._find_desync(found)
-            if self.fatal is None and _is_deadlock(found, self.size):
+            if self.fatal is None and is_deadlock(found, self.size):
                 time.sleep(STALL_SECONDS / 4)
                 if self._read() == found:  # all were read at different times, and are now known to hold at one time
                     for rank, one in found.items():
                         if one.is_restart:
                             self._peers.report_restart(rank)
-                    self.fatal = _describe_deadlock(found)
+                    self.fatal = self._describe_deadlock(found)
             if self.fatal is not None:
                 self.store.set("fatal", self.fatal)
-        if self.fatal is not None:
-            self._peers.disconnect()  # so that ranks that wait for this one read the reason at once
-            raise WorldError(self.fatal)
+            else:
+                same = wait is not None and wait.pending[:2] == pending[:2]
+                begin = wait.begin if wait is not None and same else time.monotonic() - STALL_SECONDS
+                absent = sorted({*range(self.size)} - {*found} | {*absent_ranks(pending, found)})
+                self.wait = Wait(begin, pending, self.name(self.rank), tuple(map(self.name, absent)))
+        self.raise_fatal()
 
     def publish(self, pending: PendingCall) -> None:
         """Write this rank's pending call into the store, and read whether another rank has found a desync or a deadlock."""
         self.store.set(f"waits/{self.rank}", json.dumps(pending))
-        self._read_fatal()
+        self.read_fatal()
+
+    def raise_fatal(self) -> None:
+        """Raise WorldError if a rank has found that no rank can go on."""
+        if self.fatal is not None:
+            self._peers.disconnect()  # so that ranks that wait for this one read the reason at once
+            raise WorldError(self.fatal)
 
     def declare_fatal(self, why: str) -> None:
         """No rank of this group can go on: every further call raises a WorldError that says why."""
         self.fatal = why
 
-    def explain_failure(self, failure: RuntimeError) -> None:
+    def explain_failure(self, failure: RuntimeError, where: str = "") -> None:
         """A collective failed: raise the reason if a peer is the reason, else add to `failure` which calls ranks wait for.
+
+        `where`: the call.
 
         Raises:
             PeerFailed: a rank has ended or has abandoned the step.
             WorldError: the ranks disagree.
         """
+        self.wait = None
         with suppress(RuntimeError):  # the store may have gone as well
-            self._read_fatal()
+            self.read_fatal()
         if self.fatal is not None:
             raise WorldError(self.fatal) from failure
         timed_out = "imed out" in str(failure)
         try:
-            self._peers.check_peers(not timed_out)
+            self._peers.check_peers(not timed_out, where)
         except WorldError as reason:
             raise reason from failure
         except RuntimeError:
             failure.add_note("fsdp: the store of the group does not answer; the process that holds it may have ended.")
             return
-        waits = [f"rank {rank} waits for {pending.call}" for rank, pending in self._read().items()]
-        failure.add_note(f"fsdp: {'; '.join(waits) or 'no rank has waited long'}. Ranks that are not named compute, or hang.")
+        waits = [f"rank {self.name(rank)} waits for {pending.call}" for rank, pending in self._read().items()]
+        failure.add_note(
+            f"fsdp: {'; '.join(waits) or 'no rank has waited long'}. Ranks that are not named compute, hang, or wait in another "
+            f"library. {FEWER_BATCHES}"
+        )
 
     def disconnect(self) -> None:
         """Close the connections of the group."""
@@ -177,10 +188,11 @@ class DesyncDetector:
 
     def clear(self) -> None:
         """The call that the host waited for has ended: remove it from the store."""
-        self.host_waits = False
+        self.host_waits, self.wait = False, None
         self.store.set(f"waits/{self.rank}", "null")
 
-    def _read_fatal(self) -> None:
+    def read_fatal(self) -> None:
+        """Read whether a rank has found that no rank can go on."""
         if self.fatal is None and self.store.check(["fatal"]):
             self.fatal = self.store.get("fatal").decode()
 
@@ -203,13 +215,27 @@ class DesyncDetector:
                 self._peers.report_restart(rank)
             if ahead or len(calls) > 1:
                 followers = sorted({*calls.pop(pending.agreed, ()), *ahead})
-                parts = [f"{name_ranks(ranks)} called {call}" for call, ranks in calls.items()]
+                parts = [f"{self._name_all(ranks)} called {call}" for call, ranks in calls.items()]
+                left = have_left_the_loop([*calls, *([pending.agreed] if followers else [])])
+                remedy = f"{REMEDY} {FEWER_BATCHES}" if left else REMEDY
                 if followers:
-                    agreed = f"the agreed schedule has {pending.agreed}, which {name_ranks(followers)} followed"
-                    desync = desync or f"{_place(pending)}: {' and '.join(parts)} where {agreed}. {REMEDY}"
+                    agreed = f"the agreed schedule has {pending.agreed}, which {self._name_all(followers)} followed"
+                    desync = desync or f"{place_of(pending)}: {' and '.join(parts)} where {agreed}. {remedy}"
                 else:
-                    desync = desync or f"{_place(pending)}: {parts[0]} where {' and '.join(parts[1:])}. {REMEDY}"
+                    desync = desync or f"{place_of(pending)}: {parts[0]} where {' and '.join(parts[1:])}. {remedy}"
         return desync
+
+    def _describe_deadlock(self, found: dict[int, PendingCall]) -> str:
+        parts = [
+            f"Rank {self.name(rank)} waits for {pending.call}, operation {pending.number} of communicator "
+            f"{pending.comm!r}, which {self._name_all(absent_ranks(pending, found))} did not call."
+            for rank, pending in sorted(found.items())
+        ]
+        remedy = [FEWER_BATCHES] if have_left_the_loop([one.call for one in found.values()]) else []
+        return " ".join(["Deadlock: nobody can go on.", *parts, *remedy])
+
+    def _name_all(self, ranks: Sequence[int]) -> str:
+        return name_ranks([self.name(rank) for rank in ranks])
 
     def _read(self) -> dict[int, PendingCall]:
         """The pending calls of the ranks that have published one."""
@@ -246,39 +272,64 @@ class CallSequence:
         number = self._number = self._number + 1
 
         def describe() -> PendingCall:
-            agreed = _text(here.agreed) if here.agreed else ""
-            return PendingCall(self._comm, number, _text(call), "", detector.launched(), agreed)
+            agreed = text_of(here.agreed) if here.agreed else ""
+            return PendingCall(self._comm, number, text_of(call), "", detector.launched(), agreed, where=where_of(*call[:2]))
 
         # one comparison and no hash for each call of a steady loop
         if here.agreed != call:
-            self._agree(describe())
+            self._agree(describe(), kind in BETWEEN_STEPS)
             recent = (*here.recent, call)[-MEMORY:]
             here.learn(call, self._known.setdefault(recent, History(recent)))
         self._here = here.then
         self.launched = number
         return describe
 
-    def _agree(self, pending: PendingCall) -> None:
-        """Return when every rank is about to make this call."""
-        store, size = self._detector.store, self._detector.size
+    def _agree(self, pending: PendingCall, between_steps: bool) -> None:
+        """Return when every rank is about to make this call.
+
+        Raises:
+            PeerFailed: a rank has ended, has abandoned the step, or has not made the call within the time-out.
+            WorldError: the ranks disagree.
+        """
+        detector, silent = self._detector, not between_steps
+        store, size = detector.store, detector.size
         key = f"{pending.comm}/{pending.number}/{sha256(pending.call.encode()).hexdigest()[:16]}"
         pending = pending._replace(key=key)
         count = store.add(key, 1)
         begin, pause, stalled = time.monotonic(), 0.0002, False
+        end = begin + detector.time_out
         while count < size:
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
             count = store.add(key, 0)
             if count < size and time.monotonic() - begin > STALL_SECONDS:
-                self._detector.diagnose_stall(pending)
+                detector.diagnose_stall(pending)
                 begin, stalled = time.monotonic() - STALL_SECONDS / 2, True
+                silent = self._report_absent(size - count, silent, time.monotonic() > end)
         if stalled:
-            self._detector.clear()
+            detector.clear()
         self._counted.append(key)
         if len(self._counted) > LAG:
             oldest = self._counted.pop(0)
-            if self._detector.rank == 0:
+            if detector.rank == 0:
                 store.delete_key(oldest)
+
+    def _report_absent(self, count: int, silent: bool, timed_out: bool) -> bool:
+        """Say once who has not made the call that this rank waits for; return whether that need not be said any more.
+
+        Raises:
+            PeerFailed: this rank has waited for the time-out.
+        """
+        wait, names = self._detector.wait, map(self._detector.name, range(self._detector.size))
+        # who has made the call says so after a while; until then, more ranks than those seem to be absent
+        if wait is None or len(wait.absent) != count:
+            return silent
+        if timed_out:
+            reason = f"has not called {wait.pending.where} within {self._detector.time_out:g} s, the time-out of its group"
+            raise PeerFailed(f"{name_ranks(wait.absent)} {reason}. {EVERY_RANK} {FEWER_BATCHES}", wait.absent[0], None, reason)
+        if not silent and wait.rank == min(set(names) - set(wait.absent)):
+            wait.tell()
+        return True
 
 
 class History:
@@ -324,7 +375,7 @@ class WatchedWork:
                 except RuntimeError as failure:
                     if self._work.is_completed():
                         # a peer that has read of a desync may have disconnected already
-                        self._detector.explain_failure(failure)
+                        self._detector.explain_failure(failure, self._describe().where)
                         raise
                     self._detector.diagnose_stall(self._describe())
                     stalled = True
@@ -345,35 +396,3 @@ class WatchedWork:
 
 
 _STALL_SECONDS: Final = timedelta(seconds=STALL_SECONDS)
-
-
-def _text(call: Signature) -> str:
-    kind, label, size = call
-    return f"{kind}({label!r}, {size} bytes)"
-
-
-def _place(pending: PendingCall) -> str:
-    return f"The ranks disagree on operation {pending.number} of communicator {pending.comm!r}"
-
-
-def _is_deadlock(found: dict[int, PendingCall], size: int) -> bool:
-    """Whether every rank waits for a call that some rank has not made."""
-    return len(found) == size and all(_absent(pending, found) and not pending.on_device for pending in found.values())
-
-
-def _absent(pending: PendingCall, found: dict[int, PendingCall]) -> list[int]:
-    """The ranks that have neither made the call `pending` nor are about to make it."""
-    return [
-        rank
-        for rank, theirs in found.items()
-        if theirs.launched_on(pending.comm) < pending.number and not (theirs.key and theirs.key == pending.key)
-    ]
-
-
-def _describe_deadlock(found: dict[int, PendingCall]) -> str:
-    parts = [
-        f"Rank {rank} waits for {pending.call}, operation {pending.number} of communicator {pending.comm!r}, which "
-        f"{' and '.join(f'rank {other}' for other in _absent(pending, found))} did not call."
-        for rank, pending in sorted(found.items())
-    ]
-    return " ".join(["Deadlock: nobody can go on.", *parts])

@@ -12,6 +12,7 @@ rank reads the store. NCCL has no connections that could be closed: see watchdog
 import atexit
 import json
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,9 +20,10 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any, Final, NamedTuple, NoReturn
 
-from fsdp.errors import PeerFailed, ShardingError, WorldError
-from fsdp.failure.desync import RESTART_CALL, DesyncDetector, PendingCall, Store
+from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, ShardingError, WorldError
+from fsdp.failure.desync import TIME_OUT, DesyncDetector, Store
 from fsdp.failure.liveness import is_dead, this_process
+from fsdp.failure.pending_call import OPENS, RESTART_CALL, PendingCall
 
 SECONDS: Final = "FSDP_PEER_SECONDS"
 """The environment variable for the time in which a rank whose connections broke looks for the reason. 2 by default."""
@@ -30,6 +32,18 @@ RETURN_SECONDS: Final = "FSDP_RETURN_SECONDS"
 CLOSING: Final = 2.0
 """Seconds that are spent on closing connections when a group is destroyed or the process ends."""
 RESTART: Final = "Start the job again from a checkpoint."
+ENDED: Final = "has ended, while this rank waited for it"
+OPENING: Final = "opening"
+"""The calls of ranks that are about to connect to each other, as if on a communicator of this name."""
+
+
+class Exit(NamedTuple):
+    """What a process writes into the store when it ends by itself."""
+
+    launched: dict[str, int]
+    """Its launches on a device, by communicator."""
+    failure: str
+    """The exception that ended it. Empty if there was none."""
 
 
 class PendingError(NamedTuple):
@@ -50,7 +64,10 @@ class PeerMonitor:
         ranks: Sequence[int],
         rank: int,
         connect: Callable[[str], Any] | None,
+        time_out: float = TIME_OUT,
     ) -> None:
+        self._time_out = time_out
+        """Seconds that a rank waits for the others to make a call."""
         self._completed = 0
         """The number of backwards that ended without an error."""
         self._store = store
@@ -88,17 +105,31 @@ class PeerMonitor:
 
     def _start(self) -> None:
         """Begin an epoch: a new detector and new connections."""
-        self.detector = DesyncDetector(self._scope(f"{self._epoch}"), self._rank, len(self._ranks), self)
+        self.detector = DesyncDetector(self._scope(f"{self._epoch}"), self._rank, len(self._ranks), self, self._time_out)
         self.sequences = self.detector.sequences
+        self.detector.open(OPENING)
         for name in self._comms:
             self._connect_comm(name)
         self.down = False
 
     def open(self, name: str) -> None:
-        """Add a communicator. Every rank adds the same ones in the same order."""
+        """Add a communicator. Every rank adds the same ones in the same order, after it met the others."""
         self._comms.append(name)
         if not self.down:
             self._connect_comm(name)
+
+    def meet(self) -> None:
+        """Wait until every rank wraps a module: torch connects ranks without asking whether the others will come.
+
+        Raises:
+            PeerFailed: another rank has ended.
+            WorldError: another rank waits in another call.
+        """
+        self.sequences[OPENING].check_call(OPENS, OPENS, 0)
+
+    def name(self, rank: int) -> int:
+        """The rank as the user counts it: in the default group."""
+        return self._ranks[rank]
 
     def _connect_comm(self, name: str) -> None:
         self.detector.open(name)
@@ -194,8 +225,8 @@ class PeerMonitor:
             WorldError: some ranks have completed a backward that others abandoned, or launched more on a device, or the ranks
                 have disagreed before.
         """
-        if self.detector.fatal is not None:
-            raise WorldError(self.detector.fatal)
+        self.detector.read_fatal()
+        self.detector.raise_fatal()
         epoch = self._epoch + 1
         keys = [f"back/{epoch}/{rank}" for rank in range(len(self._ranks))]
         self._store.set(keys[self._rank], json.dumps((self._completed, self.launched())))
@@ -238,14 +269,17 @@ class PeerMonitor:
             # read after `gone`: a rank that has ended since set its key before, or wrote that no rank can go on
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             if missing:
+                self.detector.read_fatal()
+                self.detector.raise_fatal()
                 self._raise_fatal()
             if ended := [rank for rank in gone if rank in missing]:
-                self._fail(ended, "has ended, while this rank waited for it to go on after an abandoned step")
+                self._fail_ended(ended, f"{ENDED} to go on after an abandoned step")
             if missing and time.monotonic() - begin > self._return_patience:
                 self._fail(missing, f"has not come back within {self._return_patience:g} s after a step was abandoned")
 
-    def check_peers(self, broken: bool) -> None:
-        """Find out whether a peer is the reason why this rank waits, or, if `broken`, why its connections broke.
+    def check_peers(self, broken: bool, where: str = "") -> None:
+        """Find out whether a peer is the reason why this rank waits (in the call `where`), or, if `broken`, why its connections
+        broke.
 
         Raises:
             PeerFailed: it is.
@@ -255,12 +289,15 @@ class PeerMonitor:
         if broken:
             self._store.set(f"here/{self._epoch}/{self._rank}", "")
         while True:
-            gone = self._ended_ranks()  # read first: a rank that has ended since may have abandoned the step before
+            # read first: a rank that has ended since may have abandoned the step before, or found why no rank can go on
+            gone = self._ended_ranks()
+            self.detector.read_fatal()
+            self.detector.raise_fatal()
             if self._store.add(f"abandoned/{self._epoch}", 0):
                 self._raise_fatal()
                 self._raise_abandoned()
             if gone:
-                self._fail(gone, "has ended, while this rank waited for it")
+                self._fail_ended(gone, ENDED, f" in {where}" if where else "")
             if not broken:
                 return
             if time.monotonic() - begin > self._patience:
@@ -298,7 +335,10 @@ class PeerMonitor:
             return  # the process that ends is a child of the one that made this monitor
         self._exit_published = True
         with suppress(RuntimeError):
-            self._store.set(f"gone/{self._rank}", json.dumps(self.launched()))
+            # the interpreter keeps the exception that ends it
+            failure = getattr(sys, "last_value", None)
+            why = "" if failure is None else f"{type(failure).__name__}: {failure}"
+            self._store.set(f"gone/{self._rank}", json.dumps(Exit(self.launched(), why)))
             self._store.set("ended", "")
 
     def on_exit(self) -> None:
@@ -306,10 +346,22 @@ class PeerMonitor:
         self._publish_exit()
         self.close()
 
-    def _fail(self, ranks: Sequence[int], reason: str, remedy: str = f" {RESTART}") -> NoReturn:
+    def _exit_of(self, rank: int) -> Exit:
+        """What a rank that has ended has written. If it was killed, it has written nothing."""
+        key = f"gone/{rank}"
+        return Exit(*json.loads(self._store.get(key))) if self._store.check([key]) else Exit({}, "it was killed")
+
+    def _fail_ended(self, ranks: Sequence[int], reason: str, where: str = "", remedy: str = f" {RESTART}") -> NoReturn:
+        """Raise PeerFailed: these ranks have ended. If no exception ended one of them, it may have run out of batches."""
+        failures = [self._exit_of(rank).failure for rank in ranks]
+        if not all(failures):
+            remedy = f" {EVERY_RANK} {FEWER_BATCHES}{remedy}"
+        self._fail(ranks, reason, f"{where}.{remedy}")
+
+    def _fail(self, ranks: Sequence[int], reason: str, rest: str = f". {RESTART}") -> NoReturn:
         names = [self._ranks[rank] for rank in ranks]
         who = f"rank {names[0]}" if len(names) == 1 else f"each of the ranks {', '.join(map(str, names))}"
-        raise PeerFailed(f"{who} {reason}.{remedy}", names[0], None, reason)
+        raise PeerFailed(f"{who} {reason}{rest}", names[0], None, reason)
 
 
 def abandoned_by(

@@ -20,8 +20,9 @@ from threading import Event, Thread, current_thread
 from typing import Any, Final
 
 from fsdp.errors import PeerFailed, WorldError
-from fsdp.failure.desync import STALL_SECONDS, PendingCall, Store
-from fsdp.failure.peers import CLOSING, RESTART, PeerMonitor, PendingError, abandoned_by
+from fsdp.failure.desync import STALL_SECONDS, TIME_OUT, Store
+from fsdp.failure.peers import CLOSING, ENDED, RESTART, PeerMonitor, PendingError, abandoned_by
+from fsdp.failure.pending_call import PendingCall
 
 POLL: Final = 0.5
 """Seconds between two checks of a group."""
@@ -90,6 +91,7 @@ class DevicePeerMonitor(PeerMonitor):
         rank: int,
         connect: Callable[[str], Any] | None,
         watchdog: DeviceWatchdog,
+        time_out: float = TIME_OUT,
     ) -> None:
         self.aborts: list[Callable[[], None]] = []
         """For each communicator, the function that aborts its collectives in flight."""
@@ -105,7 +107,7 @@ class DevicePeerMonitor(PeerMonitor):
         self._unwatched = False
         """True once the watchdog leaves this group alone."""
         self._watchdog = watchdog
-        super().__init__(store, scope, ranks, rank, connect)
+        super().__init__(store, scope, ranks, rank, connect, time_out)
         self._publishes = True
         watchdog.add(self)
 
@@ -197,18 +199,20 @@ class DevicePeerMonitor(PeerMonitor):
             if _is_more(launched, theirs):
                 raise abandoned_by(rank, unit, reason, remedy="")
         writers = {writer for *_, writer, _ in failures}
+        # before it is said that a rank has ended: it may have written first why no rank can go on
+        self.detector.read_fatal()
+        if self.detector.fatal is not None:
+            raise WorldError(self.detector.fatal)
+        self._raise_fatal()
         # the launches of a rank that failed and then ended may not have run to their end
         if lost := [rank for rank in gone if rank in writers or _is_more(launched, self._launched_by(rank))]:
-            self._fail(lost, "has ended, while this rank waited for it", remedy="")
-        self._raise_fatal()
+            self._fail_ended(lost, ENDED, remedy="")
         if failures and self._rank not in writers and self._epoch == epoch and not self.down:
             self.pending_error = PendingError(epoch, abandoned_by(*failures[0][:3]))
 
     def _launched_by(self, rank: int) -> dict[str, int]:
         """The launches of a rank that has ended. Empty if it has not written them."""
-        key = f"gone/{rank}"
-        found: dict[str, int] = json.loads(self._store.get(key)) if self._store.check([key]) else {}
-        return found
+        return self._exit_of(rank).launched
 
     def prepare_abort(self, failure: WorldError) -> None:
         """From now on every call raises, because the collectives in flight are about to be aborted."""

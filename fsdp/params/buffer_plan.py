@@ -17,7 +17,9 @@ def make_flat_buffers(param_infos: Sequence[ParamInfo], config: Config, comm: Co
     """The flat buffers of a unit, as planned by dtype, `requires_grad` and the bucket cap."""
     replicated = config.mesh_kind is MeshKind.REPLICATE
     return tuple(
-        FlatBuffer(members, _compute_dtype(members[0].parameter.dtype, config), comm, replicated)
+        FlatBuffer(
+            members, _compute_dtype(members[0].parameter.dtype, config), comm, replicated, config.aligned, config.plain_shards
+        )
         for members in _plan(param_infos, config)
     )
 

@@ -6,7 +6,7 @@ know which operations were used.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,13 @@ from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.layout import ShardExtent
 from fsdp.params.module_params import Owner, owning_unit
 from fsdp.params.param_info import ParamInfo
+from fsdp.shards.shard_tensor import ShardTensor, gather_full, plain
 
 
-def full_tensor(parameter: nn.Parameter) -> Tensor:
+def full_tensor(parameter: Tensor) -> Tensor:
     """The full value of a parameter, outside the forward of its unit. Differentiable, in the parameter's own dtype.
+
+    A gradient, the state of an optimizer, or what is computed from them element by element, is gathered without autograd.
 
     Use it in any loss term on the weights: a norm, an orthogonality penalty, a comparison of two layers.
     Its gradient is averaged over the ranks like every other. Communicates (one gather of the unit), in
@@ -29,24 +32,43 @@ def full_tensor(parameter: nn.Parameter) -> Tensor:
     Raises:
         ShardingError: `parameter` is not sharded.
     """
-    return _known_owner(parameter, "full_tensor").full_value(parameter)
+    owner = owning_unit(parameter)
+    if owner is None and isinstance(parameter, ShardTensor):
+        _refuse_graph(parameter, "full_tensor")
+        return gather_full(parameter)
+    return _known_owner(parameter, owner, "full_tensor").full_value(cast(nn.Parameter, parameter))
 
 
-def to_local(parameter: nn.Parameter) -> Tensor:
+def to_local(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter, for loss terms that are sums over its elements: sum(p ** 2), sum(|p|). Differentiable.
+
+    Of a gradient, the state of an optimizer, or what is computed from them element by element, it is a plain tensor that
+    shares the memory.
 
     Sum such terms over the parameters and add them to each rank's loss. Each element is then penalised once, by the rank
     that holds it, and the value is this rank's share of the penalty. A term that is not a sum over elements (a norm, a
-    product of rows) needs `full_tensor`. Does not communicate.
+    product of rows) needs `full_tensor`. Does not communicate; call it on every rank. The value may
+    reach the loss of some ranks only.
 
     Raises:
         ShardingError: `parameter` is not sharded.
     """
-    return _known_owner(parameter, "to_local").local_value(parameter)
-
-
-def _known_owner(parameter: Tensor, caller: str) -> Owner:
     owner = owning_unit(parameter)
+    if owner is None and isinstance(parameter, ShardTensor):
+        _refuse_graph(parameter, "to_local")
+        return plain(parameter)
+    return _known_owner(parameter, owner, "to_local").local_value(cast(nn.Parameter, parameter))
+
+
+def _refuse_graph(tensor: ShardTensor, caller: str) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ShardingError(
+            f"{caller}: this tensor was computed from a parameter with a gradient, which would end here. Give the parameter "
+            f"itself and compute with the result: fsdp.{caller}(parameter) * 2; or call it under torch.no_grad()."
+        )
+
+
+def _known_owner(parameter: Tensor, owner: Owner | None, caller: str) -> Owner:
     if owner is None:
         raise ShardingError(f"{caller}: this tensor of shape {tuple(parameter.shape)} is not a parameter of a sharded module.")
     return owner
@@ -70,7 +92,7 @@ def gather_param(
 
 def local_param(flat: FlatBuffer, index: int, on_external_grad: Callable[[], None]) -> Tensor:
     """This rank's part of one parameter, differentiable. Shares the memory of the shard."""
-    unsharded, shard, part = flat.unsharded_params[index], flat.sharded_params[index].detach(), flat.parts[index]
+    unsharded, shard, part = flat.unsharded_params[index], plain(flat.sharded_params[index]), flat.parts[index]
     value: Tensor = LocalShard.apply(unsharded, shard, part, flat.num_shards, on_external_grad)  # type: ignore[no-untyped-call]
     return value
 

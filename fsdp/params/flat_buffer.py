@@ -12,6 +12,9 @@ from fsdp.errors import ShardingError
 from fsdp.params.layout import Layout, ShardExtent, make_layout
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.use_after_free import refuse_freed_reads
+from fsdp.shards.info import ShardInfo
+from fsdp.shards.shard_parameter import become_shard
+from fsdp.shards.shard_tensor import as_shard, plain
 
 SavedShards = list[tuple[Tensor, Tensor]]
 """Views into shards, each with its values from before an in-place update was written back."""
@@ -25,7 +28,15 @@ class FlatBuffer:
     dtypes are equal too, `unsharded` is the shard.
     """
 
-    def __init__(self, param_infos: Sequence[ParamInfo], dtype: torch.dtype, comm: Communicator, replicated: bool) -> None:
+    def __init__(
+        self,
+        param_infos: Sequence[ParamInfo],
+        dtype: torch.dtype,
+        comm: Communicator,
+        replicated: bool,
+        aligned: bool = True,
+        plain_shards: bool = False,
+    ) -> None:
         self.param_infos = tuple(param_infos)
         self.is_replicated = replicated
         self.is_sparse = replicated and param_infos[0].is_sparse
@@ -39,7 +50,7 @@ class FlatBuffer:
         self._param_segments: list[int] = []
         """For each parameter, its index in `_templates`."""
         shapes = tuple(tuple(p.shape) for p in originals)
-        self.layout = make_layout(shapes, min(originals[0].element_size(), dtype.itemsize), self.num_shards)
+        self.layout = make_layout(shapes, min(originals[0].element_size(), dtype.itemsize), self.num_shards, aligned)
         self.parts: tuple[ShardExtent, ...] = tuple(self.layout.part(i, self.rank) for i in range(len(shapes)))
         with torch.no_grad():
             self.shard = torch.zeros(self.layout.shard_numel, dtype=originals[0].dtype, device=self.device)
@@ -53,10 +64,16 @@ class FlatBuffer:
             self.local_unsharded = self.local_chunk(self.unsharded)
             self.unsharded_bytes, self.local_bytes = self.unsharded.view(torch.uint8), self.local_unsharded.view(torch.uint8)
             self.memory = SharedStorage() if self.is_shared else ResizableStorage(self.unsharded, "whole")
-            for info, part in zip(param_infos, self.parts, strict=True):
-                self._shard_param(info.parameter, part)
+            self.shard_infos = (None,) * len(originals) if plain_shards else self._shard_infos(comm)
+            for index, info in enumerate(param_infos):
+                info.remember_accumulator()
+                self._shard_param(index, info.parameter)
         self.sharded_params: tuple[nn.Parameter, ...] = tuple(originals)
         self.split_sizes, self.local_params = self._split_sizes()
+        self.empty_params = tuple(i for i, part in enumerate(self.parts) if not part.numel and self.shard_infos[i])
+        """The parameters of which this rank holds no element, and whose shards know it."""
+        self.empty_grads = {i: self.shard_grad(i, self.shard_view(self.parts[i])) for i in self.empty_params}
+        """The gradient of each of them. It has no elements, so one serves all steps."""
         self._shard_pointers = [p.data_ptr() for p in originals]
         self.requires_grad_flags = [p.requires_grad for p in originals]
         """`requires_grad` of each parameter, as of the last forward."""
@@ -66,16 +83,42 @@ class FlatBuffer:
         self._inplace_updates = self.count_inplace_updates()
         """The counts when in-place updates were last written back or ignored."""
 
-    def _shard_param(self, parameter: nn.Parameter, part: ShardExtent) -> None:
-        """Copy this rank's part of a full parameter into the shard and point the parameter at it; cut its gradient too."""
+    def _shard_infos(self, comm: Communicator) -> tuple[ShardInfo | None, ...]:
+        """What each shard is a part of; None where each rank holds the full parameter."""
+        if self.is_replicated or self.num_shards == 1:
+            return (None,) * len(self.param_infos)
+        return tuple(
+            ShardInfo(
+                info.names[0],
+                self.layout.cut(index),
+                torch.Size(part.shape),
+                part.first,
+                slot.numel,
+                slot.cut_by_element,
+                comm,
+            )
+            for index, (info, slot, part) in enumerate(zip(self.param_infos, self.layout.slots, self.parts, strict=True))
+        )
+
+    def _shard_param(self, index: int, parameter: nn.Parameter) -> None:
+        """Copy this rank's part of a full parameter into the shard and turn the parameter into it; cut its gradient too."""
+        part, info = self.parts[index], self.shard_infos[index]
         gradient = parameter.grad
         parameter.grad = None
         shard = self.shard_view(part)
         shard.copy_(parameter.detach().reshape(-1)[part.first : part.first + part.numel].view(part.shape))
         if gradient is not None:
             gradient = gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape).clone()
-        parameter.data = shard.data
-        parameter.grad = gradient
+        if info is None:
+            parameter.data = shard.data
+        else:
+            become_shard(parameter, shard.data, info)
+        parameter.grad = None if gradient is None else self.shard_grad(index, gradient)
+
+    def shard_grad(self, index: int, local: Tensor) -> Tensor:
+        """`local`, this rank's part of the gradient of parameter `index`, as `.grad` of the sharded parameter holds it."""
+        info = self.shard_infos[index]
+        return local if info is None else as_shard(local, info)
 
     def _split_sizes(self) -> tuple[list[int], list[tuple[int, int, tuple[int, ...]]]]:
         """The sizes that split a chunk (C,) into parts and padding; and (index, segment, shape) of each part.
@@ -150,7 +193,7 @@ class FlatBuffer:
         for parameter, part in zip(self.sharded_params, self.parts, strict=True):
             shard = self.shard_view(part)
             if parameter.data_ptr() != shard.data_ptr():
-                shard.copy_(parameter.detach())
+                shard.copy_(plain(parameter))
                 parameter.data = shard.data
         self._shard_pointers = [p.data_ptr() for p in self.sharded_params]
         return True

@@ -3,37 +3,39 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from fsdp.comm.communicator import Communicator
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.param_info import ParamInfo
+from fsdp.shards.shard_parameter import exchange
 
 
 class FullParams:
     """The full parameters of one unit, in memory of their own and in the dtype of the shards.
 
-    Between `gather` and `free` the user's Parameter objects point at them.
+    Between `gather` and `free` the user's Parameter objects are them.
     """
 
-    __slots__ = ("_buffers", "_flats", "_saved_grads")
+    __slots__ = ("_buffers", "_exchanged", "_flats")
 
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
         self._flats = flats
         self._buffers: list[Tensor] = []
-        self._saved_grads: list[Tensor | None] = []
-        """The gradients that the parameters had before `gather`, in the order of the parameters."""
+        self._exchanged: list[tuple[nn.Parameter, nn.Parameter]] = []
+        """Each of the user's Parameter objects, with the object that is the shard meanwhile, and has its gradient."""
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the user's Parameter objects point at full parameters."""
+        """Whether the user's Parameter objects are full parameters."""
         return bool(self._buffers)
 
     @torch.no_grad()
     def gather(self, comm: Communicator, unit: str, tracker: MemoryTracker) -> None:
-        """Gather the parameters and point the user's Parameter objects at them.
+        """Gather the parameters and turn the user's Parameter objects into them.
 
         Memory: W * C elements of the shards' dtype, until `free`.
         """
@@ -43,9 +45,9 @@ class FullParams:
             self._buffers.append(buffer)
         for flat, buffer in zip(self._flats, self._buffers, strict=True):
             for parameter, slot in zip(flat.sharded_params, flat.layout.slots, strict=True):
-                self._saved_grads.append(parameter.grad)
-                parameter.grad = None
-                parameter.data = buffer[slot.start : slot.end].view(slot.shape).data
+                full = nn.Parameter(buffer[slot.start : slot.end].view(slot.shape).data, parameter.requires_grad)
+                exchange(parameter, full)
+                self._exchanged.append((parameter, full))
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -67,19 +69,18 @@ class FullParams:
                 view.copy_(info.parameter.detach())
         for flat, buffer in zip(self._flats, self._buffers, strict=True):
             flat.shard.copy_(flat.local_chunk(buffer))
+        for parameter, shard in self._exchanged:
+            if parameter._version:
+                increment_version(shard)
 
     @torch.no_grad()
     def free(self, tracker: MemoryTracker) -> None:
-        """Point the user's Parameter objects at the shards again and drop the full parameters. Idempotent."""
-        saved_grads = iter(self._saved_grads)
-        # a failed `gather` leaves fewer buffers than flat buffers
-        for flat, buffer in zip(self._flats, self._buffers, strict=False):
+        """Turn the user's Parameter objects into the shards again and drop the full parameters. Idempotent."""
+        for parameter, shard in self._exchanged:
+            exchange(parameter, shard)
+        for buffer in self._buffers:
             tracker.add("lent", -size_of(buffer))
-            for parameter, part in zip(flat.sharded_params, flat.parts, strict=True):
-                parameter.grad = None
-                parameter.data = flat.shard_view(part).data
-                parameter.grad = next(saved_grads, None)
-        self._buffers, self._saved_grads = [], []
+        self._buffers, self._exchanged = [], []
 
     def _views(self) -> Iterator[tuple[ParamInfo, Tensor]]:
         """Each parameter with its place in the gathered buffers."""

@@ -10,12 +10,12 @@ from functools import lru_cache
 from math import lcm, prod
 from typing import Final
 
+from fsdp.shards.cut import Cut, Shape
+
 ALIGNMENT: Final = 16
 """Bytes. NCCL sends packets of one element each if a chunk is not a multiple of this."""
 PADDING_BUDGET: Final = 0.03
 """The fraction by which a chunk may grow so that no row is cut."""
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,11 @@ class Layout:
         """Elements of the unsharded flat buffer, padding included."""
         return self.shard_numel * self.num_shards
 
+    def has_several_owners(self, index: int) -> bool:
+        """Whether several ranks hold elements of a parameter."""
+        slot = self.slots[index]
+        return slot.numel > 0 and slot.start // self.shard_numel != (slot.end - 1) // self.shard_numel
+
     def part(self, index: int, rank: int) -> ShardExtent:
         """The part of parameter `index` on `rank`.
 
@@ -78,6 +83,16 @@ class Layout:
         low = min(max(begin, slot.start), slot.end)
         high = max(min(begin + self.shard_numel, slot.end), low)
         return ShardExtent(_part_shape(slot, high - low), max(low - begin, 0) if high > low else 0, low - slot.start, high - low)
+
+    def cut(self, index: int) -> Cut:
+        """How parameter `index` is cut over the ranks."""
+        slot = self.slots[index]
+        holder, offset = divmod(slot.start, self.shard_numel) if slot.numel else (0, 0)
+        first = self.shard_numel - offset
+        if slot.numel <= first:
+            return Cut(slot.shape, self.num_shards, holder, None, None)
+        numel_next = self.shard_numel if slot.numel > first + self.shard_numel else None
+        return Cut(slot.shape, self.num_shards, holder, first, numel_next)
 
 
 def _part_shape(slot: ParamExtent, numel: int) -> Shape:
@@ -92,13 +107,14 @@ def _part_shape(slot: ParamExtent, numel: int) -> Shape:
 
 
 @lru_cache(maxsize=4096)
-def make_layout(shapes: tuple[Shape, ...], itemsize: int, num_shards: int) -> Layout:
+def make_layout(shapes: tuple[Shape, ...], itemsize: int, num_shards: int, aligned: bool = True) -> Layout:
     """Lay parameters of `shapes` (elements of `itemsize` bytes) into `num_shards` chunks.
 
     Boundaries fall between rows (dim 0) as long as the chunk stays within `PADDING_BUDGET` of the smallest possible one.
-    If it does not, the parameters with the longest rows are cut by element first.
+    If it does not, the parameters with the longest rows are cut by element first. Parameters and chunks begin at multiples of
+    `ALIGNMENT`; without `aligned` at any element, so that a vector whose length is a multiple of the chunks is cut evenly.
     """
-    step = max(ALIGNMENT // itemsize, 1)
+    step = max(ALIGNMENT // itemsize, 1) if aligned else 1
     # row lengths that may stay uncut, shortest first
     rows = sorted({_row(shape) for shape in shapes if len(shape) > 1 and prod(shape) > 0})
     smallest = _fit(shapes, frozenset(), step, num_shards, limit=None)

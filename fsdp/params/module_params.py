@@ -30,6 +30,9 @@ class Owner(Protocol):
     def read(self, parameter: nn.Parameter, module: nn.Module, reader: object) -> Tensor:
         """The full value of `parameter` of `module`, for a forward. `reader`: the object whose method reads it."""
 
+    def check_modules(self) -> None:
+        """Check that the modules show parameters of the unit."""
+
     def full_value(self, parameter: nn.Parameter) -> Tensor:
         """The full value of `parameter`, in its own dtype, differentiable. Communicates."""
 
@@ -150,9 +153,15 @@ class ModuleParams:
             return
         for name, current, sharded in zip(self._sharded_params, shown, self._sharded_params.values(), strict=True):
             if current is not sharded and current is not self._unsharded_params[name]:
+                place = f"{type(self.module).__name__}.{name} in unit {unit!r}"
+                if current is None:
+                    raise ShardingError(
+                        f"{place} was taken away after wrapping, as torch.nn.utils.parametrize, prune and weight_norm do; do "
+                        "that before wrapping."
+                    )
                 raise ShardingError(
-                    f"{type(self.module).__name__}.{name} in unit {unit!r} was replaced by another parameter after wrapping; "
-                    "copy into the one that is there, or replace it before wrapping."
+                    f"{place} was replaced by another parameter after wrapping; copy into the one that is there, or replace it "
+                    "before wrapping. torch.func.functional_call replaces parameters too: give it the plain module."
                 )
 
     def _set_attributes(self, parameters: dict[str, nn.Parameter]) -> None:

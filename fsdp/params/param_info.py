@@ -1,25 +1,35 @@
 """One parameter as the units see it: its names, and the modules that hold it."""
 
+import sys
 import weakref
+from typing import Any, Final
 
+import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 
 class ParamInfo:
     """One parameter of a unit, its names, and every module attribute that holds it."""
 
-    __slots__ = ("_slots", "names", "parameter")
+    __slots__ = ("_slots", "kept_accumulator", "names", "parameter")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
         self.names: list[str] = []
         """Names below the outermost unit. The first is the one used in errors and state dicts."""
         self._slots: list[tuple[weakref.ref[nn.Module], str]] = []
+        self.kept_accumulator: Any = None
+        """The AccumulateGrad node of the parameter from before it was sharded, if some other code keeps it."""
 
     def add(self, name: str, module: nn.Module, slot: str) -> None:
         """Record that the parameter is `module.slot` and has this name."""
         self.names.append(name)
         self._slots.append((weakref.ref(module), slot))
+
+    def remember_accumulator(self) -> None:
+        """The parameter is about to be sharded: note the AccumulateGrad node that some other code keeps."""
+        self.kept_accumulator = kept_accumulator(self.parameter)
 
     @property
     def slots(self) -> list[tuple[nn.Module, str]]:
@@ -30,3 +40,20 @@ class ParamInfo:
     def is_sparse(self) -> bool:
         """Whether a module declares that the gradients of the parameter are sparse."""
         return any(isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module, _ in self.slots)
+
+
+def kept_accumulator(parameter: nn.Parameter) -> Any:
+    """The AccumulateGrad node of `parameter` if some other code keeps it; else None."""
+    if not parameter.requires_grad or torch.is_inference_mode_enabled():
+        return None
+    node = get_gradient_edge(parameter).node
+    return node if sys.getrefcount(node) > _UNKEPT else None
+
+
+def _count_of_unkept() -> int:
+    node = get_gradient_edge(nn.Parameter(torch.zeros(()))).node
+    return sys.getrefcount(node)
+
+
+_UNKEPT: Final = _count_of_unkept()
+"""The number of references to a node that only one local variable holds. It depends on the version of Python."""

@@ -45,7 +45,7 @@ class Unit:
         self._open = False
         self._read_by_recompute = False
         """A recompute of a part of the unit's forward has read unsharded parameters, and may have changed them in place."""
-        self.observer: UnitObserver
+        self._observer: UnitObserver
         self.flats = make_flat_buffers(param_infos, config, comm)
         self.versions = Versions(self.flats)
         self._full_params = FullParams(self.flats)
@@ -76,6 +76,14 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.param_infos)} parameters)"
+
+    def rename(self, name: str) -> None:
+        """From now on, messages name the unit so. A unit that was wrapped by hand gets a longer name from a root around it."""
+        self.name = name
+
+    def set_observer(self, observer: UnitObserver) -> None:
+        """From now on, `observer` handles uses of the parameters outside the unit's forward."""
+        self._observer = observer
 
     def join(self, streams: Streams, tracker: MemoryTracker) -> None:
         """Become part of a root: use its streams and its memory tracker."""
@@ -146,11 +154,23 @@ class Unit:
             ShardingError: the data does not fit, a module shows another parameter, or a copy was changed in place.
         """
         self._read_copies.check(self.name)
-        for module_params in self._module_params:
-            module_params.check(self.name)
+        self.check_modules()
         return any([flat.check_shards(self.name) for flat in self.flats])
 
+    def check_modules(self) -> None:
+        """Check that the modules show parameters of the unit.
+
+        Raises:
+            ShardingError: one shows another parameter, or none.
+        """
+        for module_params in self._module_params:
+            module_params.check(self.name)
+
     # uses outside the unit ----------------------------------------------------------------
+
+    def unsharded_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The unsharded parameter of a sharded one, and of itself."""
+        return self.unsharded_params[self._indices[id(parameter)]]
 
     def read(self, parameter: nn.Parameter, module: nn.Module, reader: object) -> Tensor:
         """The full value of `parameter` for a forward: the unsharded parameter while that may be used, else a copy.
@@ -167,7 +187,7 @@ class Unit:
             # A recompute around the unit may read parameters after the unit's post-backward. A recompute of a part of the
             # unit soon needs the other parameters too, and the ranks may read them in another order.
             is_shown = parameter is unsharded
-            if (read_inside and is_shown) or ((read_inside or is_shown) and self.observer.unshard_for_backward()):
+            if (read_inside and is_shown) or ((read_inside or is_shown) and self._observer.unshard_for_backward()):
                 self._read_by_recompute = True
                 return unsharded
         copy = self._gather_param(index, unsharded.dtype)
@@ -187,7 +207,7 @@ class Unit:
             raise ShardingError("to_local: full parameters cannot be trained; leave summon_full_params first.")
         self.check_shards()
         self.sync_requires_grad()
-        return local_param(*self._locate(self._indices[id(parameter)]), self._on_external_grad)
+        return self._used_outside(local_param(*self._locate(self._indices[id(parameter)]), self._on_external_grad))
 
     def _gather_param(self, index: int, dtype: torch.dtype) -> Tensor:
         self.check_shards()
@@ -197,10 +217,15 @@ class Unit:
             # In a recompute the gradient may arrive in a graph task of the checkpoint, whose end is not the end of the
             # backward, so the event is sent now.
             self._on_external_grad()
+        return self._used_outside(value)
+
+    def _used_outside(self, value: Tensor) -> Tensor:
+        if value.requires_grad:
+            self._observer.on_used_outside()
         return value
 
     def _on_external_grad(self) -> None:
-        self.observer.on_external_grad()
+        self._observer.on_external_grad()
 
     def _locate(self, index: int) -> tuple[FlatBuffer, int]:
         """The flat buffer of a parameter of this unit, and its index there."""

@@ -7,6 +7,10 @@ class UnitObserver(ABC):
     """Handles uses of the parameters of a unit outside its own forward."""
 
     @abstractmethod
+    def on_used_outside(self) -> None:
+        """A parameter is read outside the unit, and the value requires a gradient."""
+
+    @abstractmethod
     def on_external_grad(self) -> None:
         """A gradient of one parameter is about to come from a use outside the unit."""
 

@@ -17,7 +17,7 @@ class Versions:
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
         self._flats = tuple(flats)
         self._repeated = 0
-        """How many changes were made by replays, which repeat those of a forward."""
+        """How many changes were made by recomputes, which repeat those of a forward."""
         self._at_forward = 0
         self._at_gather = 0
         self._sums: Tensor
@@ -28,7 +28,7 @@ class Versions:
         return bool(self._flats)
 
     def now(self) -> int:
-        """Grows with every in-place change of a shard, but for those that a replay repeats."""
+        """Grows with every in-place change of a shard, but for those that a recompute repeats."""
         return sum([p._version for flat in self._flats for p in flat.sharded_params]) - self._repeated
 
     def repeat(self, changes: int) -> None:
@@ -38,6 +38,11 @@ class Versions:
     def forward_begins(self) -> int:
         """A forward of the unit begins; return the number that its backward must find again."""
         self._at_forward = self.now()
+        return self._at_forward
+
+    @property
+    def at_forward(self) -> int:
+        """What `now` was when the last forward of the unit began."""
         return self._at_forward
 
     def gathered(self) -> None:

@@ -9,6 +9,7 @@ accumulated gradient. If that `.grad` is removed or zero at the next use, the ac
 from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
+from fsdp.shards.shard_tensor import plain
 
 
 class AccumulatedGrad:
@@ -36,7 +37,7 @@ class AccumulatedGrad:
             return True
         if self._shard_grad._version == self._version:
             return False
-        values = self._shard_grad._values() if self._shard_grad.is_sparse else self._shard_grad
+        values = self._shard_grad._values() if self._shard_grad.is_sparse else plain(self._shard_grad)
         if values.numel() and bool(values.any()):
             raise ShardingError(
                 f"the gradient of {name!r} was edited while gradients are kept under no_sync; scale or clip after "

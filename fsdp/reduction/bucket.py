@@ -16,6 +16,7 @@ from fsdp.params.external_use import RefuseShardGrad
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.reduction.accumulated import AccumulatedGrad
 from fsdp.reduction.sparse import dense
+from fsdp.shards.shard_tensor import plain
 
 _LARGE: Final = 2**14
 """Average elements of a gradient from which on a pass over the memory costs more than one call for each gradient."""
@@ -153,7 +154,8 @@ class Bucket:
             self._tracker.add("kept", size_of(accumulated.unsharded))
             return
         param = self.flat.sharded_params[i]
-        self.accumulated[i] = AccumulatedGrad(gradient, param, self._local_part(i, gradient).to(param.dtype, copy=True))
+        part = self.flat.shard_grad(i, self._local_part(i, gradient).to(param.dtype, copy=True))
+        self.accumulated[i] = AccumulatedGrad(gradient, param, part)
         self._tracker.add("kept", size_of(gradient))
 
     def _drop_accumulated(self, i: int) -> AccumulatedGrad | None:
@@ -250,14 +252,15 @@ class Bucket:
         if self.reduced is None:
             return
         flat = self.flat
-        for i, _, shape in flat.local_params:
-            hooks = flat.sharded_params[i]._backward_hooks
+        # also where this rank holds no element: a hook may take a norm, which is a collective
+        for i, param in enumerate(flat.sharded_params):
+            hooks = param._backward_hooks
             # one hook is the engine's own
             if hooks is None or len(hooks) < 2 or not used[i]:
                 continue
-            view = self._reduced_view(i, self.reduced, shape)
+            view = self._reduced_view(i, self.reduced)
             for hook in list(hooks.values()):
-                changed = None if isinstance(hook, RefuseShardGrad) else hook(view)
+                changed = None if isinstance(hook, RefuseShardGrad) else hook(flat.shard_grad(i, view))
                 if changed is None:
                     continue
                 if not isinstance(changed, Tensor) or changed.shape != view.shape:
@@ -266,14 +269,14 @@ class Bucket:
                         f"{tuple(view.shape)}, this rank's part of the gradient; it returned "
                         f"{tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__}."
                     )
-                view = self._replace_reduced(view, changed)
+                view = self._replace_reduced(view, plain(changed))
 
     def put(self, used: Sequence[bool]) -> list[nn.Parameter]:
         """Set `.grad` of the sharded parameters to the reduced gradients, or add to it; return those with post-accumulate hooks.
 
-        `.grad` of a parameter of which this rank holds no element stays None, and optimizers skip it.
+        A parameter of which this rank holds no element gets a `.grad` without elements: `.grad` exists on all ranks alike.
         """
-        hooked = []
+        hooked: list[int] = []
         reduced, self.reduced = self.reduced, None
         assert reduced is not None
         self._tracker.add("reduced", -size_of(reduced))
@@ -285,22 +288,30 @@ class Bucket:
             if not used[i] or not (param.requires_grad or self.expects_accumulated):
                 continue
             if param._post_accumulate_grad_hooks:
-                hooked.append(param)
+                hooked.append(i)
             before = param.grad
             accumulated = self._drop_accumulated(i)
             if before is None or (accumulated is not None and accumulated.owns_shard_grad):
-                param.grad = gradient
+                param.grad = flat.shard_grad(i, gradient)
             elif before.is_sparse or gradient.is_sparse:
                 before.add_(gradient)
             else:
                 targets.append(before)
                 summands.append(gradient)
         if targets:
-            torch._foreach_add_(targets, summands)
+            torch._foreach_add_([plain(target) for target in targets], summands)
         # the rest belongs to parameters of which this rank holds no element
         self.drop_all_accumulated()
+        for i in flat.empty_params:
+            param = flat.sharded_params[i]
+            if not used[i] or not (param.requires_grad or self.expects_accumulated):
+                continue
+            if param._post_accumulate_grad_hooks:
+                hooked.append(i)
+            param.grad = flat.empty_grads[i]
         self.expects_accumulated = False
-        return hooked
+        # in one order on all ranks, because a hook may call a collective
+        return [flat.sharded_params[i] for i in sorted(hooked)]
 
     # what a sparse bucket does in another way ---------------------------------------------
 
@@ -322,10 +333,10 @@ class Bucket:
         part = self.flat.parts[i]
         return gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
 
-    def _reduced_view(self, i: int, reduced: Tensor, shape: Sequence[int]) -> Tensor:
+    def _reduced_view(self, i: int, reduced: Tensor) -> Tensor:
         """The gradient of one parameter in the reduced shard."""
         part = self.flat.parts[i]
-        return reduced[part.offset : part.offset + part.numel].view(shape)
+        return reduced[part.offset : part.offset + part.numel].view(part.shape)
 
     def _replace_reduced(self, view: Tensor, changed: Tensor) -> Tensor:
         """Replace a view of the reduced shard by what a hook returned; return the view for the next hook."""

@@ -47,7 +47,7 @@ class Reducer:
         for number, bucket in enumerate(self.buckets):
             self.of_unit[bucket.unit].append(number)
         self._device = units[0].device
-        self._used_params = UsedParams(self.buckets, self.policy.static_graph, comms.world_comm, streams, self._device)
+        self._used_params = UsedParams(units, self.buckets, self.policy.static_graph, comms.world_comm, streams, self._device)
         self._reductions = ReductionQueue(self.policy, comms, streams, tracker)
         self.early = early_buckets(self.buckets, self.of_unit, innermost, units[0].config.mesh_kind)
         """The early buckets: they may be launched when their gradients have arrived, before the post-backward of their unit."""
@@ -72,6 +72,10 @@ class Reducer:
     def set_averaging_ranks(self, ranks: int) -> None:
         """From now on, averages are over so many ranks."""
         self._reductions.set_averaging_ranks(ranks)
+
+    def set_divide_factors(self, before: float, after: float) -> None:
+        """From now on, divide gradients by `before` before the sum over the ranks, and by `after` after it."""
+        self._reductions.set_divide_factors(before, after)
 
     def set_ignores_local_grads(self, ignores: bool) -> None:
         """From now on, drop the gradients of this rank, or do not."""
@@ -105,8 +109,8 @@ class Reducer:
 
     # one backward -------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A backward begins.
+    def begin(self, accumulates: bool = False) -> None:
+        """A backward begins. `accumulates`: it runs under `no_sync`, and all ranks will reduce what any of them accumulates.
 
         Raises:
             ShardingError: the user changed gradients accumulated under `no_sync`. Nothing moved.
@@ -129,15 +133,17 @@ class Reducer:
         if self._order.begin(self._trained):
             self._make_groups()
         self._queue.begin()
-
-    def expect_accumulated(self) -> None:
-        """A backward under `no_sync` begins: all ranks will reduce what any of them accumulates."""
-        for bucket in self.buckets:
-            bucket.expect_accumulated()
+        if accumulates:
+            for bucket in self.buckets:
+                bucket.expect_accumulated()
 
     def gathered(self, index: int) -> None:
         """A unit was gathered in this backward, on every rank."""
         self._queue.on_unit(index, UnitEvent.GATHERED)
+
+    def used_outside(self, index: int) -> None:
+        """A parameter of a unit is read outside it. Every rank reads it, but its gradient may arrive on some ranks only."""
+        self._queue.on_unit(index, UnitEvent.USED_OUTSIDE)
 
     def expect_only_used(self, gets_gradient: Callable[[nn.Parameter], bool]) -> None:
         """A backward that synchronises begins: do not wait for gradients of parameters that it does not use."""
@@ -228,6 +234,7 @@ class Reducer:
 
     def drop(self, index: int) -> None:
         """Drop the gradients of a unit of this backward. Accumulated ones of earlier backwards stay. Idempotent."""
+        self._used_params.drop()
         for number in self.of_unit[index]:
             if BucketAction.FORGET in self._queue.on(number, BucketEvent.DROP_GRADS):
                 self.buckets[number].drop()
@@ -318,6 +325,7 @@ class Reducer:
             self._wait_next()
         self._reductions.finish()
         self._used_params.wait_all()
+        self._used_params.end()
         self._queue.check(BucketEvent.COMMIT)  # all buckets or none
         if self._order.learn(self._comms.world_comm, self._device):
             self._make_groups()

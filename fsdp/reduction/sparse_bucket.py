@@ -64,7 +64,7 @@ class SparseBucket(Bucket):
     def _local_part(self, i: int, gradient: Tensor) -> Tensor:
         return gradient
 
-    def _reduced_view(self, i: int, reduced: Tensor, shape: Sequence[int]) -> Tensor:
+    def _reduced_view(self, i: int, reduced: Tensor) -> Tensor:
         return reduced
 
     def _replace_reduced(self, view: Tensor, changed: Tensor) -> Tensor:

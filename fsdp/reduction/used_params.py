@@ -1,12 +1,18 @@
 """The parameters that had a gradient in a backward, on this rank and on any rank: one small collective.
 
 A rank on which all of them had one does not read the result: on CUDA the host would have to wait for it.
+
+[Note: ranks that step differently]
+The same collective says which ranks have changed their weights since the last backward. Only what is certain is said: a parameter
+of which several ranks hold elements was changed by one of them, and another one has changed nothing at all. An optimizer may
+leave a parameter out, and a rank may hold none of those that were stepped. A change is seen by its version counter, which fused
+optimizers do not move. The flags are read on the host only.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import and_
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +20,11 @@ from torch import Tensor
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.work import Work
 from fsdp.device.streams import Streams
-from fsdp.errors import ShardingError
+from fsdp.errors import ShardingError, name_ranks
+from fsdp.params.unit import Unit
 from fsdp.reduction.bucket import Bucket
+
+_KEPT_MESSAGES: Final = 8
 
 
 class _Exchange(NamedTuple):
@@ -26,21 +35,92 @@ class _Exchange(NamedTuple):
     all_local_used: bool
     """True if all parameters had a gradient on this rank, which then needs no result."""
     work: Work
+    steps: tuple[int, ...]
+    """The flags of this rank's steps, which follow those of the parameters."""
+
+
+class StepFlags:
+    """Which parameters of several ranks this one has changed since the last backward. See [Note: ranks that step differently]."""
+
+    def __init__(self, units: Sequence[Unit], buckets: Sequence[Bucket]) -> None:
+        self._clocks = [unit.versions for unit in units]
+        self._params = [
+            (info.names[0], bucket.name, info.parameter if part.numel else None)
+            for bucket in buckets
+            if not bucket.flat.is_replicated
+            for index, (info, part) in enumerate(zip(bucket.flat.param_infos, bucket.flat.parts, strict=True))
+            if bucket.flat.layout.has_several_owners(index)
+        ]
+        self.count = 2 * len(self._params)
+        self._before: tuple[list[int], list[int]] | None = None
+        """The version counters at the last backward that was completed; None if the last one was not."""
+        self._now: tuple[list[int], list[int]] | None = None
+
+    def take(self) -> tuple[int, ...]:
+        """Two flags for each parameter: this rank has changed it; this rank has elements of it and has changed nothing at all."""
+        versions = [0 if parameter is None else parameter._version for _, _, parameter in self._params]
+        before, now = self._before, ([clock.at_forward for clock in self._clocks], versions)
+        self._now = now
+        if before is None:
+            return (0,) * self.count
+        idle = before == now
+        flags = []
+        for old, new, (_, _, parameter) in zip(before[1], versions, self._params, strict=True):
+            flags += [int(old != new), int(idle and parameter is not None)]
+        return tuple(flags)
+
+    def keep(self) -> None:
+        """The backward is completed: the next one compares with it."""
+        self._before = self._now
+
+    def forget(self) -> None:
+        """The backward was given up, maybe on this rank alone: the next one compares with nothing."""
+        self._before = self._now = None
+
+    def check(self, mine: Sequence[int], of_any_rank: Sequence[int], world_comm: Communicator) -> None:
+        """Compare the flags of this rank with those that any rank has set. Communicates only if ranks differ.
+
+        Raises:
+            ShardingError: some ranks have changed a parameter, and others that hold a part of it have changed nothing.
+        """
+        if list(mine) == list(of_any_rank):
+            return
+        for index, (name, unit, _) in enumerate(self._params):
+            if of_any_rank[2 * index] and of_any_rank[2 * index + 1]:
+                found = world_comm.gather_objects((mine[2 * index], mine[2 * index + 1]), "who has stepped")
+                stepped = name_ranks([rank for rank, (changed, _) in enumerate(found) if changed])
+                idle = name_ranks([rank for rank, (_, unchanged) in enumerate(found) if unchanged])
+                raise ShardingError(
+                    f"parameter {name!r} of unit {unit!r} was changed on {stepped} since the last backward, and nothing was "
+                    f"changed on {idle}: an optimizer has stepped on some ranks only, so their weights are a step apart. Load a "
+                    "checkpoint, and let a condition or a scaler decide alike on all ranks whether to step."
+                )
 
 
 class UsedParams:
     """The used parameters of one root, in one backward at a time."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], static: bool, world_comm: Communicator, streams: Streams, device: torch.device
+        self,
+        units: Sequence[Unit],
+        buckets: Sequence[Bucket],
+        static: bool,
+        world_comm: Communicator,
+        streams: Streams,
+        device: torch.device,
     ) -> None:
         self._buckets = buckets
+        self._steps = StepFlags(units, buckets)
         self._world_comm = world_comm
         self._streams = streams
         self._static = static
         self._offsets = list(accumulate((len(bucket.views) for bucket in buckets), initial=0))
-        self._all_used = torch.ones(self._offsets[-1], dtype=torch.uint8, device=device)
+        self._device = device
+        self._all_used: dict[tuple[int, ...], Tensor] = {}
+        """The message of a rank on which all parameters had a gradient, by the flags of its steps."""
         self._exchange: _Exchange | None = None
+        self._step_flags: tuple[Sequence[int], Sequence[int]] | None = None
+        """The flags of steps that were read: of this rank, of any rank."""
         self._static_used: list[bool] | None = None
         """With a static graph: the parameters that the first backward used on any rank."""
         self._static_remainders: list[bool] = []
@@ -80,18 +160,27 @@ class UsedParams:
         if self._static:
             self._static_local = [list(bucket.local_used) for bucket in self._buckets]
         all_local_used = all(bucket.all_local_used for bucket in self._buckets)
+        steps = self._steps.take()
         with self._streams.reducing():
             if all_local_used and not any(self.has_remainder):
-                flags = self._all_used.clone()
+                flags = self._all_used_message(steps).clone()
             else:
                 values = [
                     used + (was_launched and has_grad)
                     for bucket, was_launched, has_grads in zip(self._buckets, launched, not_launched, strict=True)
                     for used, has_grad in zip(bucket.local_used, has_grads, strict=True)
                 ]
-                flags = torch.tensor(values, dtype=torch.uint8, device=self._all_used.device)
+                flags = torch.tensor([*values, *steps], dtype=torch.uint8, device=self._device)
             work = self._world_comm.all_reduce(flags, "max", "which gradients came")
-            self._exchange = _Exchange(flags, all_local_used, work)
+            self._exchange = _Exchange(flags, all_local_used, work, steps)
+
+    def _all_used_message(self, steps: tuple[int, ...]) -> Tensor:
+        message = self._all_used.get(steps)
+        if message is None:
+            message = torch.tensor([1] * self._offsets[-1] + [*steps], dtype=torch.uint8, device=self._device)
+            if len(self._all_used) < _KEPT_MESSAGES:
+                self._all_used[steps] = message
+        return message
 
     def used(self, number: int) -> Sequence[bool]:
         """For each parameter of a bucket, whether it had a gradient on some rank."""
@@ -118,12 +207,30 @@ class UsedParams:
             return
         exchange.work.wait()
         self._streams.await_reductions()
+        if exchange.steps and self._device.type == "cpu":
+            self._step_flags = exchange.steps, exchange.flags[self._offsets[-1] :].tolist()
         if read or not exchange.all_local_used or self._static:
-            flags = exchange.flags.tolist()
+            flags = exchange.flags[: self._offsets[-1]].tolist()
             self._used = [flag > 0 for flag in flags]
             self._remainders = [flag > 1 for flag in flags]
             if self._static:
                 self._static_used, self._static_remainders = self._used, self._remainders
+
+    def end(self) -> None:
+        """After `wait_all`, when all reductions are complete: compare which ranks have changed their weights.
+
+        Raises:
+            ShardingError: some ranks have stepped, and others have not.
+        """
+        flags, self._step_flags = self._step_flags, None
+        if flags is not None:
+            self._steps.check(*flags, self._world_comm)
+        self._steps.keep()
+
+    def drop(self) -> None:
+        """The backward was given up."""
+        self._step_flags = None
+        self._steps.forget()
 
     def take_work(self) -> Work | None:
         """Take the exchange in flight away, for a caller that waits for it and does not read it."""

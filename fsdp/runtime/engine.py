@@ -22,9 +22,11 @@ from fsdp.autograd.frames import gets_gradient, graph_task, is_running
 from fsdp.comm.context import CommContext
 from fsdp.debug.error_notes import add_note, add_note_to_what_ends_the_backward, is_noted
 from fsdp.debug.snapshot import EngineSnapshot, take_snapshot
+from fsdp.debug.threads import refuse_two_threads
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
 from fsdp.errors import WorldError
+from fsdp.params.module_tree import ModuleTree, refuse_transforms
 from fsdp.params.unit import Unit
 from fsdp.reduction.reducer import Reducer
 from fsdp.runtime.buffers import broadcast_buffers
@@ -74,8 +76,7 @@ class Engine:
         self._stale_params = StaleParams(units, self.root, streams, comms.world_comm)
         self._residencies = tuple(Residency(unit.name) for unit in units)
         self.reducer = Reducer(units, [not inside for inside in descendants], comms, streams, tracker)
-        depth = units[0].config.prefetch
-        self._forward_schedule, self._backward_schedule = PrefetchSchedule(depth), PrefetchSchedule(depth)
+        self._forward_schedule, self._backward_schedule = (PrefetchSchedule(units[0].config.prefetch) for _ in range(2))
         self._schedule = self._forward_schedule
         self._forward_stack: list[int] = []
         """The units whose forward runs, outermost first."""
@@ -89,11 +90,11 @@ class Engine:
         """Set inside `fsdp.join`."""
         self._hooks: HookActions
         # named methods only, no lambdas; a `match` statement takes seven times as long
-        self._action_handlers: dict[Action, Callable[[int], None]] = {
+        self._action_handlers: dict[Action, Callable[[int], object]] = {
             Action.DROP_STALE: self._drop_stale,
             Action.UNSHARD: self._unshard,
-            Action.KEEP_UNSHARDED: self._cache,
-            Action.RESHARD: self._reshard,
+            Action.KEEP_UNSHARDED: partial(self._request, request=Request.CACHE),
+            Action.RESHARD: partial(self._request, request=Request.RESHARD),
             Action.HOOK_OUTPUTS: self._hook_outputs,
             Action.INTERCEPT_READS: self._intercept_reads,
             Action.JOIN_BACKWARD: self._join_backward,
@@ -122,6 +123,14 @@ class Engine:
         """Set the hooks that execute actions on autograd graphs. Called once."""
         self._hooks = hooks
 
+    def set_synchronises(self, synchronises: bool) -> None:
+        """From now on, backwards that begin reduce their gradients, or do not."""
+        self.synchronises = synchronises
+
+    def set_watcher(self, watcher: PassWatcher | None) -> None:
+        """From now on, call `watcher` before each forward of the root and before each backward. None: call nothing."""
+        self.watcher = watcher
+
     # events -------------------------------------------------------------------------------
 
     def on_event(self, index: int, event: Event) -> None:
@@ -134,6 +143,7 @@ class Engine:
         try:
             instructions = self.root.on_event(index, event)
         except IllegalTransition as refusal:
+            self.refuse_two_threads()
             add_note(refusal, self.snapshot, index)
             raise
         self._execute(instructions)
@@ -158,8 +168,11 @@ class Engine:
         """Begin a forward outside any backward. Clean up first after a pass that failed unnoticed."""
         outer = self._forward_stack[-1] if self._forward_stack else None
         if outer is not None and index not in self.descendants[outer] and not is_running(self.units[outer].module):
+            self.refuse_two_threads()
             self.abandon_step()
         if not self._forward_stack:
+            if self.root.in_backward:
+                self.refuse_two_threads()  # they must not end each other's backward
             if self.close_backward(BackwardEvent.PASS_BEGINS):
                 self.notify_peers(self.units[self._last_unit].name, None)
             try:
@@ -175,15 +188,17 @@ class Engine:
         self.on_event(index, Event.PRE_FORWARD)
         self._forward_stack.append(index)
 
-    def clean_up_dead_forward(self) -> None:
-        """Clean up after a forward that Ctrl-C ended, which no hook sees."""
-        if self._forward_stack and not is_running(self.units[self._forward_stack[0]].module):
-            self.abandon_step()
-
-    def clean_up_dead_forward_of(self, index: int) -> None:
-        """Clean up after a forward of this unit that failed unnoticed, unless that was done."""
+    def clean_up_dead_forward(self, index: int | None = None) -> None:
+        """Clean up after a forward that failed unnoticed: that of unit `index`, or one that Ctrl-C ended."""
         if index in self._forward_stack:
             self.abandon_step()
+        elif index is None and self._forward_stack and not is_running(self.units[self._forward_stack[0]].module):
+            self.refuse_two_threads()
+            self.abandon_step()
+
+    def refuse_two_threads(self) -> None:
+        """Raise ShardingError if another thread is inside this root. Called only where something is wrong already."""
+        refuse_two_threads({id(unit.module): unit.name for unit in self.units}, self.root.in_backward)
 
     def post_forward(self, index: int, event: Event) -> None:
         """End a forward outside any backward, with POST_FORWARD, POST_FORWARD_NO_GRAD or FORWARD_FAILED."""
@@ -191,7 +206,7 @@ class Engine:
             del self._forward_stack[self._forward_stack.index(index) :]
         self.on_event(index, event)
         if not self._forward_stack:
-            self.pending_backward.expected = event is Event.POST_FORWARD and (self.synchronises or self._backward_unshards)
+            self.pending_backward.expect(event is Event.POST_FORWARD and (self.synchronises or self._backward_unshards))
             for other in range(len(self.units)):
                 self._request(other, Request.PASS_FAILS if event is Event.FORWARD_FAILED else Request.PASS_ENDS)
             if not torch.is_grad_enabled():
@@ -242,7 +257,7 @@ class Engine:
 
     def notify_peers(self, unit: str, failure: BaseException | None) -> None:
         """Notify the other ranks, which may wait for this one, that a step has ended early."""
-        self.pending_backward.expected = False
+        self.pending_backward.expect(False)
         self._forward_schedule.forget()
         self._backward_schedule.forget()
         self.comms.abandon(unit, failure)
@@ -266,13 +281,14 @@ class Engine:
     def _prepare_pass(self) -> None:
         """Do what all ranks do together before a forward begins."""
         records_graph = torch.is_grad_enabled()
+        refuse_transforms(self.units[0].name)
+        ModuleTree.of(self.units[0].module).check(self.units)
         if self.watcher is not None:
             self.watcher.before_forward(records_graph)
         if self.pending_backward.was_abandoned():
             self._forward_schedule.forget()
             self._backward_schedule.forget()
-        restart = self.pending_backward.announce_restart(self.units[0].name)
-        if restart is not None:
+        if (restart := self.pending_backward.announce_restart(self.units[0].name)) is not None:
             self.abandon_step(restart, 0)
         if self.units[0].config.broadcast_buffers and records_graph:
             broadcast_buffers(self.units[0].module, self.comms.world_comm)
@@ -284,12 +300,6 @@ class Engine:
             self._request(index, Request.RESHARD)
 
     # actions ------------------------------------------------------------------------------
-
-    def _cache(self, index: int) -> None:
-        self._request(index, Request.CACHE)
-
-    def _reshard(self, index: int) -> None:
-        self._request(index, Request.RESHARD)
 
     def _hook_outputs(self, index: int) -> None:
         self._hooks.hook_outputs(index)
@@ -343,14 +353,14 @@ class Engine:
         self.root.begin(kind)
         if self.watcher is not None and not self._forward_stack:
             self.watcher.before_backward(kind is BackwardEvent.SYNC_BEGINS)
-        self.pending_backward.expected = False
+        self.pending_backward.expect(False)
         if self._forward_stack:
+            if not is_running(self.units[self._forward_stack[0]].module):
+                self.refuse_two_threads()
             self._hooks.write_back_inplace_of_forward()
         self._task = graph_task()
         self._schedule = self._backward_schedule
-        self.reducer.begin()
-        if kind is BackwardEvent.NO_SYNC_BEGINS:
-            self.reducer.expect_accumulated()
+        self.reducer.begin(accumulates=kind is BackwardEvent.NO_SYNC_BEGINS)
         if kind is BackwardEvent.SYNC_BEGINS and self.reducer.policy.find_unused_parameters:
             self.reducer.expect_only_used(gets_gradient)
         self.call_at_end_of_graph_task(FinalCallback(self.root, self.on_backward_ended, self.on_backward_failed))

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from fsdp.autograd.frames import in_autograd_grad
+from fsdp.autograd.frames import in_autograd_grad, in_split_backward
 from fsdp.comm.context import CommContext
-from fsdp.errors import PeerFailed
+from fsdp.errors import PeerFailed, ShardingError
 from state_machine import BackwardEvent, Root
 
 
@@ -35,10 +35,21 @@ class FinalCallback:
 
 
 def kind_of_backward(synchronises: bool) -> BackwardEvent:
-    """Return the event with which the backward that runs begins. `synchronises`: whether it is not under `no_sync`."""
+    """Return the event with which the backward that runs begins. `synchronises`: whether it is not under `no_sync`.
+
+    Raises:
+        ShardingError: it is the first half of a backward that a pipeline schedule has split.
+    """
+    only_grad = in_autograd_grad()
+    if only_grad and in_split_backward():
+        raise ShardingError(
+            "a pipeline schedule that computes gradients of inputs and of weights apart (zero bubble: stage_backward_input) "
+            "would find no gradient of sharded weights; use a schedule with complete backwards, such as Schedule1F1B or "
+            "ScheduleGPipe."
+        )
     if not synchronises:
         return BackwardEvent.NO_SYNC_BEGINS
-    return BackwardEvent.GRAD_ONLY_BEGINS if in_autograd_grad() else BackwardEvent.SYNC_BEGINS
+    return BackwardEvent.GRAD_ONLY_BEGINS if only_grad else BackwardEvent.SYNC_BEGINS
 
 
 class PendingBackward:
@@ -47,7 +58,7 @@ class PendingBackward:
     A step can fail between its forward and its backward, where no hook sees it, such as in the loss.
     """
 
-    __slots__ = ("_comms", "_epoch", "expected", "graphs")
+    __slots__ = ("_comms", "_epoch", "_graphs", "expected")
 
     def __init__(self, comms: CommContext) -> None:
         self._comms = comms
@@ -55,12 +66,20 @@ class PendingBackward:
         """The epoch of the communicators when the last pass began."""
         self.expected = False
         """Whether the last forward made a graph, and no backward in which other ranks would wait has entered it."""
-        self.graphs = 0
+        self._graphs = 0
         """The number of calls of units whose graphs are alive."""
 
-    def graph_is_gone(self, _: object) -> None:
-        """The graph of one call, and of the calls inside it, was freed."""
-        self.graphs -= 1
+    def expect(self, expected: bool) -> None:
+        """Record whether a backward is expected in which other ranks would wait."""
+        self.expected = expected
+
+    def add_graph(self) -> Callable[[object], None]:
+        """Count the graph of one call, and of the calls inside it. Call the returned function when it is freed."""
+        self._graphs += 1
+        return self._remove_graph
+
+    def _remove_graph(self, _: object) -> None:
+        self._graphs -= 1
 
     def was_abandoned(self) -> bool:
         """Return whether another model on the same communicators has abandoned a step since the last pass began."""
@@ -79,6 +98,6 @@ class PendingBackward:
         """
         awaited, self.expected = self.expected, False
         failure = self._comms.shard_comm.announce_restart(unit) if awaited else None
-        if failure is not None and self.graphs:
+        if failure is not None and self._graphs:
             raise failure
         return failure

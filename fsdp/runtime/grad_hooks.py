@@ -7,18 +7,18 @@ belongs to the user's Parameter. That Parameter is a shard once the module is wr
 unsharded parameter.
 """
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from fsdp.errors import ShardingError
+from fsdp.params.param_info import kept_accumulator
 from fsdp.params.unit import Unit
 
 Owner = TypeVar("Owner")
@@ -63,9 +63,8 @@ class AccumulateGradChecks:
         """The hooks that run nodes kept before wrapping, by the id of the shard."""
         self._is_checked = False
         for info, unsharded in zip(unit.param_infos, unit.unsharded_params, strict=True):
-            node = _kept_accumulator(info.parameter)
-            if node is not None:
-                relay = _relay(node, info.parameter, info.names[0])
+            if info.kept_accumulator is not None:
+                relay = _relay(info.kept_accumulator, info.parameter, info.names[0])
                 self._relayed[id(info.parameter)] = unsharded.register_hook(relay)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
@@ -80,8 +79,8 @@ class AccumulateGradChecks:
             ShardingError: the AccumulateGrad node of a shard is kept, into which nothing accumulates, or torch's
                 `register_multi_grad_hook`, which waits for these nodes, was set on parameters.
         """
-        # one check costs as much as a small kernel for each parameter; in inference mode there are no nodes
-        if self._is_checked or torch.is_inference_mode_enabled():
+        # one check costs as much as a small kernel for each parameter; in inference mode and in transforms there are no nodes
+        if self._is_checked or torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active():
             return
         for info, unsharded in zip(self._unit.param_infos, self._unit.unsharded_params, strict=True):
             if any(map(_waits_for_all, (unsharded._backward_hooks or {}).values())):
@@ -90,26 +89,19 @@ class AccumulateGradChecks:
                     "wrapping: it waits for the gradient of a shard, which never comes. Set it inside a forward, give it "
                     "mode='any', or use p.register_hook."
                 )
-            if id(info.parameter) not in self._relayed and _kept_accumulator(info.parameter) is not None:
+            if id(info.parameter) not in self._relayed and kept_accumulator(info.parameter) is not None:
                 raise ShardingError(
-                    f"somebody keeps the node that accumulates the gradient of {info.names[0]!r} in unit {self._unit.name!r}, "
-                    "as hooks on p.expand_as(p).grad_fn.next_functions[0][0] need it. Taken after wrapping and outside a forward "
-                    "it is that of a shard, which gets no gradient: take it before wrapping or inside a forward, or use "
-                    "p.register_hook or p.register_post_accumulate_grad_hook."
+                    f"somebody keeps the node that accumulates the gradient of {info.names[0]!r} in unit {self._unit.name!r}. "
+                    "It is that of a shard, and gets no gradient. Either a module around the unit gave the unit's parameters to "
+                    "an operation, as ODE solvers with an adjoint do: make that module the unit, and no module inside it. Or "
+                    "hooks need it, on p.expand_as(p).grad_fn.next_functions[0][0]: take it before wrapping or inside a forward, "
+                    "or use p.register_hook or p.register_post_accumulate_grad_hook."
                 )
         self._is_checked = True
 
 
 def _waits_for_all(hook: Any) -> bool:
     return getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.")
-
-
-def _kept_accumulator(parameter: nn.Parameter) -> Any:
-    """The AccumulateGrad node of `parameter` if some other code keeps it; else None."""
-    if not parameter.requires_grad or torch.is_inference_mode_enabled():
-        return None
-    node = get_gradient_edge(parameter).node
-    return node if sys.getrefcount(node) > _UNKEPT else None
 
 
 def _relay(node: Any, shard: nn.Parameter, name: str) -> Callable[[Tensor], None]:
@@ -120,15 +112,16 @@ def _relay(node: Any, shard: nn.Parameter, name: str) -> Callable[[Tensor], None
     """
 
     def run_node(gradient: Tensor) -> None:
-        # hooks of the shard get the reduced gradient later; a leaf that requires no gradient accumulates none
-        hooks, shard._backward_hooks = shard._backward_hooks, None
-        trains, version = shard.requires_grad, shard._version
-        shard.requires_grad_(False)
+        # the hooks of a leaf get the reduced gradient later; a leaf that requires no gradient accumulates none
+        leaf, version = node.variable, shard._version
+        hooks, leaf._backward_hooks = leaf._backward_hooks, None
+        trains = leaf.requires_grad
+        leaf.requires_grad_(False)
         try:
             torch.autograd.backward((GradientEdge(node, 0),), (gradient,))
         finally:
-            shard.requires_grad_(trains)
-            shard._backward_hooks = hooks
+            leaf.requires_grad_(trains)
+            leaf._backward_hooks = hooks
         if shard._version != version:
             raise ShardingError(
                 f"a hook on the node that accumulates the gradient of {name!r} changed the parameter, whose gradient is not "
@@ -136,12 +129,3 @@ def _relay(node: Any, shard: nn.Parameter, name: str) -> Callable[[Tensor], None
             )
 
     return run_node
-
-
-def _count_of_unkept() -> int:
-    node = get_gradient_edge(nn.Parameter(torch.zeros(()))).node
-    return sys.getrefcount(node)
-
-
-_UNKEPT: Final = _count_of_unkept()
-"""The number of references to a node that only one local variable holds. It depends on the version of Python."""

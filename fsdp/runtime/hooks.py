@@ -45,7 +45,7 @@ class EngineHooks(HookActions):
                 enclosing[inner].append(self._unit_hooks[index])
         outer = [hooks for index, hooks in enumerate(self._unit_hooks) if engine.descendants[index]]
         for hooks in self._unit_hooks:
-            hooks.outer = outer
+            hooks.set_outer(outer)
         engine.attach(self)
 
     def remove(self) -> None:
@@ -85,13 +85,14 @@ class UnitHooks(RefuseCopy, UnitObserver):
         self._index = index
         super().__init__(engine.units[index])
         self._innermost = not engine.descendants[index]
+        self._input_dtype = self._unit.config.mp_policy.input_dtype(is_root=index == 0)
         self._calls: list[ForwardCall] = []
         self.progress = BackwardProgress()
         self._tasks: set[int] = set()
         """The graph tasks of reentrant checkpoints that call `_post_checkpoint_backward` at their end."""
-        self._unit.observer = self
+        self._unit.set_observer(self)
         self._enclosing = enclosing
-        self.outer: Sequence[UnitHooks] = ()
+        self._outer: Sequence[UnitHooks] = ()
         """The hooks of all units with inner units. Autograd can leave such a unit by a path without hooks."""
         self.double_backward = DoubleBackward(self._unit, self.progress, self._pre_double_backward, self._refusal)
         module = self._unit.module
@@ -113,6 +114,10 @@ class UnitHooks(RefuseCopy, UnitObserver):
                 refuse = RefuseShardGrad(place.names[0], self._unit.name)
                 with trainable(place.parameter):
                     self._handles.append(place.parameter.register_hook(refuse))  # type: ignore[no-untyped-call]
+
+    def set_outer(self, outer: "Sequence[UnitHooks]") -> None:
+        """Set the hooks of all units with inner units, once all are made."""
+        self._outer = outer
 
     @property
     def module(self) -> nn.Module:
@@ -154,27 +159,25 @@ class UnitHooks(RefuseCopy, UnitObserver):
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = grad_inputs(args, kwargs) if torch.is_grad_enabled() else ()
         call = ForwardCall(in_backward(), inputs, self._innermost, self._unit.versions.forward_begins())
-        if self._calls and not call.path.recompute and self._is_nested():
+        if self._calls and not call.path.recompute and self._is_nested(call):
             call.nest_in(self._calls[-1])
         self._calls.append(call)
-        call.refused = True
         if not call.nested:  # a nested call is a part of the call around it
-            call.carried = self._side_outputs.begin()
+            call.carry(self._side_outputs.begin())
             if call.path.recompute:
                 self._engine.on_event(self._index, Event.PRE_RECOMPUTE)
             else:
                 self._accumulate_grad_checks.check()
                 self._engine.pre_forward(self._index)
-        call.refused = False
+        call.accept()
         unsharded = self._engine.is_unsharded(self._index)
         if unsharded:
             self._unit.stop_intercepting()
             if self._unit.config.guard and not call.nested:
-                call.guard = Guard(self._unit)
-        policy = self._unit.config.mp_policy
-        if policy.param_dtype is None or not policy.cast_forward_inputs or not unsharded:
+                call.set_guard(Guard(self._unit))
+        if (dtype := self._input_dtype) is None or not unsharded:
             return None
-        return cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
     @uncompiled
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -204,7 +207,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
                 if recompute:
                     self._unit.write_back_inplace_of_recompute()
                 else:
-                    call.path.versions += self._unit.write_back_inplace()
+                    call.path.add_updates(self._unit.write_back_inplace())
                 self._find_outputs(call, output)
             except ShardingError as refusal:
                 self._engine.note(refusal, self._index)
@@ -232,15 +235,24 @@ class UnitHooks(RefuseCopy, UnitObserver):
     def write_back_inplace_of_forward(self) -> None:
         """Write back the in-place updates of the call that runs: a backward inside it may gather again."""
         for call in self._calls[:1]:
-            call.path.versions += self._unit.write_back_inplace(call.taken)
+            call.path.add_updates(self._unit.write_back_inplace(call.taken))
 
-    def _is_nested(self) -> bool:
-        """Whether the unit is called inside its own forward. If not, Ctrl-C has ended an earlier call unnoticed: clean up."""
+    def _is_nested(self, call: ForwardCall) -> bool:
+        """Whether the unit is called inside its own forward. If not, Ctrl-C has ended an earlier call unnoticed: clean up.
+
+        Raises:
+            ShardingError: the earlier call runs on another thread.
+        """
         if times_running(self._unit.module, UnitHooks.run_as_forward.__code__, self) > 1:
             return True
+        try:
+            self._engine.refuse_two_threads()
+        except ShardingError:
+            self._calls.append(call)  # the hook at the end of this call removes it
+            raise
         self.abandon_calls()
         self._calls.clear()
-        self._engine.clean_up_dead_forward_of(self._index)
+        self._engine.clean_up_dead_forward(self._index)
         return False
 
     def _find_outputs(self, call: ForwardCall, output: Any) -> None:
@@ -255,7 +267,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
                     "freed after the forward; return a copy instead (`weight.clone()`), or compute with it inside the unit."
                 )
         left += self._side_outputs.hook_captures()
-        call.outputs += [tensor for tensor in left if tensor.requires_grad]
+        call.add_outputs([tensor for tensor in left if tensor.requires_grad])
         if not call.records:
             enclosing = [one for one in self._enclosing if one._calls]
             # in a reentrant checkpoint, whose outputs require grad only when it is over
@@ -270,12 +282,11 @@ class UnitHooks(RefuseCopy, UnitObserver):
         call = self._calls[-1]
         path = call.path
         # an input that is returned unchanged has no node of the unit behind it
-        nodes = {node: None for node in map(node_behind, call.outputs) if node is not None and node not in path.input_nodes}
-        path.endpoints += map(weakref.ref, call.outputs)
-        path.enclosing = [(hooks, hooks._calls[-1].path) for hooks in self._enclosing if hooks._calls]
-        call.outputs = []
-        self.progress.add_path(path, self._engine.pending_backward.graph_is_gone)
-        self._engine.pending_backward.graphs += 1
+        outputs = call.take_outputs()
+        nodes = {node: None for node in map(node_behind, outputs) if node is not None and node not in path.input_nodes}
+        path.add_endpoints([weakref.ref(tensor) for tensor in outputs])
+        path.set_enclosing([(hooks, hooks._calls[-1].path) for hooks in self._enclosing if hooks._calls])
+        self.progress.add_path(path, self._engine.pending_backward.add_graph())
         for node in nodes:
             prehook = NodePrehook.of(node)
             prehook.watched_by.add(id(self))
@@ -294,12 +305,15 @@ class UnitHooks(RefuseCopy, UnitObserver):
         self.progress.reach(path)
         if torch.is_grad_enabled():
             # any of these units may have made the gradients
-            for hooks in self.outer:
+            for hooks in self._outer:
                 if hooks.progress.entered:
                     hooks.double_backward.hook_gradients(gradients)
             for hooks, enclosing in path.enclosing:
                 hooks.double_backward.hook_endpoints(enclosing.endpoints)
             self.double_backward.hook_endpoints()
+
+    def on_used_outside(self) -> None:
+        self._engine.reducer.used_outside(self._index)
 
     def on_external_grad(self) -> None:
         self._engine.on_event(self._index, Event.EXTERNAL_GRAD)
@@ -315,7 +329,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
         """Enter a call of this unit through a side output of an inner unit. `goes_on`: the backward may continue here."""
         if goes_on:  # else it can continue only through a side input, which is not checked
             self._refuse_changed_parameters(path.versions)
-        path.entered_in = self.progress.backward
+        path.enter_from_inner_unit(self.progress.backward)
         if not self.progress.entered:
             self._engine.on_event(self._index, Event.PRE_BACKWARD)
             self.progress.reach_again()
@@ -339,7 +353,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
             self._post_backward()
 
     def _post_backward(self) -> None:
-        self.progress.has_grad = False
+        self.progress.take_grads()
         self._engine.on_event(self._index, self._engine.root.post_backward_event())
 
     def _pre_double_backward(self, versions: int, gradients: Sequence[Tensor | None]) -> None:
@@ -376,7 +390,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
                 "reduced over the ranks and have no graph; ask for those of inputs only: "
                 "torch.autograd.grad(loss, inputs, create_graph=True)."
             )
-        self.progress.has_grad = True
+        self.progress.add_grad()
         self._engine.on_event(self._index, Event.GRAD_ACCUMULATED)
 
 

@@ -136,4 +136,5 @@ def refuse_unless_resting(function_name: str, engine: Engine) -> None:
     ShardingError: a forward, a backward or a summon is going on.
     """
     if not engine.root.at_rest:
+        engine.refuse_two_threads()
         raise refusal(f"{function_name}: call it outside any forward, backward and summon_full_params.", engine)

@@ -1,15 +1,15 @@
 """The names in a plain module's state dict, and checks of a given state dict against them."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
-from fsdp.params.layout import Shape
+from fsdp.shards.cut import Shape
 from fsdp.state_dict.param_shard import check_fit, param_shards_in
 
-TRANSPARENT = frozenset({"_checkpoint_wrapped_module"})
+TRANSPARENT = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module"})
 """Attributes in which wrappers keep a module, and which are left out of the names of its parameters."""
 EXTRA_STATE = "_extra_state"
 """The last part of the name under which torch stores the result of a module's `get_extra_state`."""
@@ -41,23 +41,49 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def check_names(operation: str, wanted: list[str], given: Mapping[str, Any]) -> None:
-    """Check that `given` has the names `wanted` and no others. Errors begin with `operation`.
+class IncompatibleKeys(NamedTuple):
+    """The names that a load with `strict=False` left out, as torch's `load_state_dict` returns them."""
+
+    missing_keys: list[str]
+    """Names of the model that were not given. Their values stay."""
+    unexpected_keys: list[str]
+    """Given names that the model does not have."""
+
+
+def check_names(operation: str, wanted: list[str], given: Mapping[str, object], strict: bool = True) -> IncompatibleKeys:
+    """Check that `given` has the names `wanted` and no others; return the differences. Errors begin with `operation`.
 
     Raises:
-        ShardingError: names are missing or unexpected.
+        ShardingError: with `strict`, names are missing or unexpected.
     """
-    missing = [name for name in wanted if name not in given]
     known = set(wanted)
+    missing = [name for name in wanted if name not in given]
     unexpected = sorted(name for name in given if name not in known)
-    if missing or unexpected:
+    if strict and (missing or unexpected):
         raise ShardingError(
             f"{operation}: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}; "
-            "give the state dict of the same plain module."
+            "give the state dict of the same plain module, or strict=False to leave these names out."
         )
+    return IncompatibleKeys(missing, unexpected)
 
 
-def check_values(operation: str, model: nn.Module, given: Mapping[str, Any]) -> None:
+def given_by(operation: str, rank: int, state_dict: Mapping[str, object] | None) -> Mapping[str, object] | None:
+    """The state dict that `rank` gives; None if it leaves that to rank 0. Functions return {} on ranks other than 0.
+
+    Raises:
+        ShardingError: rank 0 gives nothing.
+    """
+    if state_dict:
+        return state_dict
+    if rank == 0:
+        raise ShardingError(
+            f"{operation}: rank 0 gives {'None' if state_dict is None else 'an empty state dict'}; it must give the full one. "
+            "Other ranks may give None, or the {} that they got."
+        )
+    return None
+
+
+def check_values(operation: str, model: nn.Module, given: Mapping[str, object]) -> None:
     """Check that each value in `given` under a name of `model` can be loaded there. Errors begin with `operation`.
 
     Raises:
@@ -68,10 +94,9 @@ def check_values(operation: str, model: nn.Module, given: Mapping[str, Any]) -> 
         if name in given:
             param_shard = param_shards.get(id(tensor))
             shape: Shape = tuple(tensor.shape) if param_shard is None else param_shard.shape
-            if param_shard is None:
-                check_fit(operation, name, given[name], shape, tensor.dtype)
-            else:
-                param_shard.local_part(operation, name, given[name])
+            value = check_fit(operation, name, given[name], shape, tensor.dtype)
+            if param_shard is not None:
+                param_shard.local_part(operation, name, value)
 
 
 def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -14,19 +14,21 @@ from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
-from fsdp.state_dict.fqns import check_names, check_values, extra_states
+from fsdp.state_dict.fqns import IncompatibleKeys, check_names, check_values, extra_states, given_by
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.param_ranges import ParamRange, broadcast_all, gather_range, memory_for, ranges_of
+from fsdp.state_dict.param_shard import ParamShard
 
 RANGE_BYTES: Final = 32 << 20
 
 
 @torch.no_grad()
 @collective_call
-def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.device | str = "cpu") -> dict[str, Any]:
+def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.device | str = "cpu") -> dict[str, object]:
     """Return the state dict of the plain module: full parameters, persistent buffers, extra state of modules.
 
-    With `rank0_only`, the other ranks join the collectives and get an empty dict. Tensors are copies on `device`.
+    With `rank0_only`, the other ranks join the collectives and get an empty dict. Tensors are copies on `device`. What is not
+    sharded (buffers, extra state, parameters of ignored modules) is this rank's, and may be another on other ranks.
     Communicates: every rank must call it alike.
 
     Memory: on the model's device, one range of 32 MiB or one parameter; on `device`, the result.
@@ -46,7 +48,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.dev
                 full[id(param_shard.parameter)] = param_range.full_param(buffer, param_shard).to(device, copy=True)
     if not wanted:
         return {}
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         name: full[id(value)] if id(value) in full else value.detach().to(device, copy=True) for name, value in model_view.entries
     }
     return {**state, **{name: module.get_extra_state() for name, module in extra_states(model).items()}}
@@ -82,55 +84,75 @@ def iter_full_params(
 
 @torch.no_grad()
 @collective_call
-def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None) -> None:
-    """Load a plain module's state dict: the same on every rank, or rank 0's if other ranks give None.
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | None, strict: bool = True) -> IncompatibleKeys:
+    """Load a plain module's state dict: the same on every rank, or rank 0's if other ranks give None or {}.
 
-    Communicates: every rank must call it alike. If a rank gives None, rank 0 broadcasts one range of 32 MiB, or one
-    parameter, at a time, so that no other rank holds more.
+    With `strict=False`, names that only one of the model and the state dict has are left out and returned, as `missing_keys` and
+    `unexpected_keys`. Communicates: every rank must call it alike. If a rank gives nothing, rank 0 broadcasts one range of
+    32 MiB, or one parameter, at a time, so that no other rank holds more.
 
     Raises:
-        ShardingError: on every rank, if on any of them names are missing or unexpected, or a value has another shape, or a dtype
-            whose conversion would lose something, or if rank 0 gives None. Nothing was loaded.
+        ShardingError: on every rank, if on any of them a value has another shape, or a dtype whose conversion would lose
+            something, or names are missing or unexpected; or if rank 0 gives nothing; or, with `strict=False`, if ranks give
+            different names. Nothing was loaded.
     """
     model_view = ModelView(model, "load_full_state_dict")
     comm, param_shards = model_view.world_comm, model_view.param_shards
 
-    def check() -> bool:
-        if state_dict is None:
-            if comm.rank == 0:
-                raise ShardingError("load_full_state_dict: rank 0 must give the state dict; only other ranks may give None.")
-            return False
+    def check() -> IncompatibleKeys | None:
+        mine = given_by("load_full_state_dict", comm.rank, state_dict)
+        if mine is None:
+            return None
         names = [*(name for name, _ in model_view.entries), *extra_states(model)]
-        check_names("load_full_state_dict", names, state_dict)
-        check_values("load_full_state_dict", model, state_dict)
-        return True
+        found = check_names("load_full_state_dict", names, mine, strict)
+        check_values("load_full_state_dict", model, mine)
+        return found
 
-    everywhere = all(agree_and_gather(comm, check))
-    given = {} if state_dict is None else {id(value): state_dict[name] for name, value in model_view.entries}
+    by_rank = agree_and_gather(comm, "load_full_state_dict", check)
+    keys = by_rank[0]
+    assert keys is not None, "check raises if rank 0 gives nothing"
+    for rank, other in enumerate(by_rank):
+        if other is not None and other.missing_keys != keys.missing_keys:
+            raise ShardingError(
+                f"load_full_state_dict: the state dict of rank 0 lacks {keys.missing_keys or 'nothing'}, that of rank {rank} "
+                f"lacks {other.missing_keys or 'nothing'}; give the same on every rank, or rank 0's alone."
+            )
+    everywhere, missing = None not in by_rank, set(keys.missing_keys)
+    loaded = [(name, value) for name, value in model_view.entries if name not in missing]
+    mine: Mapping[str, Any] = state_dict or {}
+    given = {id(value): mine[name] for name, value in loaded if mine}
+    wanted = {id(value) for _, value in loaded}
     if everywhere:
         for key, param_shard in param_shards.items():
-            # through the parameter, so that autograd sees the change
-            param_shard.parameter.copy_(param_shard.local_part("load_full_state_dict", "", given[key]))
+            if key in wanted:
+                # through the parameter, so that autograd sees the change
+                param_shard.parameter.copy_(param_shard.local_part("load_full_state_dict", "", given[key]))
     else:
         for unit in model_view.units:
             for param_range in ranges_of(unit, RANGE_BYTES):
-                _broadcast_range(param_range, given, comm, unit.name)
-    for name, value in model_view.entries:
+                shards = [one for one in param_range.param_shards if id(one.parameter) in wanted]
+                if shards:
+                    _broadcast_range(param_range, shards, given, comm, unit.name)
+    for name, value in loaded:
         if id(value) not in param_shards:
             _load_unsharded(name, value, given.get(id(value)), None if everywhere else comm)
     for name, module in extra_states(model).items():
-        mine = None if state_dict is None else state_dict[name]
-        module.set_extra_state(mine if everywhere else comm.gather_objects(mine, name)[0])
+        if name not in missing:
+            extra = mine.get(name)
+            module.set_extra_state(extra if everywhere else comm.gather_objects(extra, "load_full_state_dict")[0])
+    return keys
 
 
-def _broadcast_range(param_range: ParamRange, given: Mapping[int, Tensor], comm: Communicator, label: str) -> None:
-    """Copy rank 0's values of a range into the shards of all ranks."""
+def _broadcast_range(
+    param_range: ParamRange, shards: list[ParamShard], given: Mapping[int, Tensor], comm: Communicator, label: str
+) -> None:
+    """Copy rank 0's values of a range into `shards`, which are some of its parameters, on all ranks."""
     buffer = param_range.empty()
     if comm.rank == 0:
-        for param_shard in param_range.param_shards:
+        for param_shard in shards:
             param_range.full_param(buffer, param_shard).copy_(given[id(param_shard.parameter)])
     broadcast_all([(0, buffer)], comm, label)
-    for param_shard in param_range.param_shards:
+    for param_shard in shards:
         param_shard.parameter.copy_(param_shard.cut(param_range.full_param(buffer, param_shard)))
 
 

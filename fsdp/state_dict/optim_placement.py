@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fsdp.errors import ShardingError
-from fsdp.params.layout import Shape
+from fsdp.shards.cut import Shape
+from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.param_shard import ParamShard
-from fsdp.state_dict.sharded_value import ShardedValue
 
 
 class PlacementKind(Enum):

@@ -5,7 +5,7 @@ An optimizer's own state dict holds this rank's shards, under the numbers of the
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
+from fsdp.shards.optimizer_state import adopt_state, hook_state
+from fsdp.shards.shard_tensor import ShardTensor, plain
+from fsdp.state_dict.fqns import given_by
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_placement import PlacementKind, StatePlacement, placement_from_full, placement_of
 from fsdp.state_dict.param_ranges import broadcast_all
@@ -22,6 +25,15 @@ from fsdp.state_dict.param_shard import ParamShard
 PLAIN = (bool, int, float, str, type(None))
 State = dict[str, dict[str, Any]]
 """Values by the name of the parameter and the optimizer's own key, such as "exp_avg"."""
+
+
+class FullOptimState(TypedDict, total=False):
+    """The full state of an optimizer by parameter name. Empty on ranks that did not ask for it."""
+
+    state: dict[str, dict[str, Tensor | bool | int | float | str | None]]
+    """By name of the parameter, and by the optimizer's own key, such as "exp_avg"."""
+    param_groups: list[dict[str, object]]
+    """The options of each group; "params" are the names of its parameters."""
 
 
 class TensorMeta(NamedTuple):
@@ -38,7 +50,7 @@ class OptimizerView:
         """Look up the optimizer's parameters. Errors begin with `operation`, or with the name of the public function.
 
         Raises:
-            ShardingError: a parameter is not in the model.
+            ShardingError: a parameter is not in the model, or its state does not fit it.
         """
         self.comm: Communicator = model_view.units[0].comm
         """The communicator of the ranks that share the shards. Together these ranks have the full state."""
@@ -49,6 +61,7 @@ class OptimizerView:
         """The sharded parameters."""
         self.parameters: dict[str, Tensor] = {}
         """All parameters."""
+        hook_state(optimizer)
         self.groups: list[list[str]] = []
         """The names of the parameters in each group, in order."""
         for group in optimizer.param_groups:
@@ -78,18 +91,33 @@ class OptimizerView:
         ]
 
     def local(self) -> State:
-        """This rank's state. A parameter without state is left out, such as one of which this rank has no elements."""
-        return {name: dict(self.optimizer.state[p]) for name, p in self.parameters.items() if self.optimizer.state.get(p)}
+        """This rank's state. A parameter without state is left out, and so is one of which this rank has no elements.
+
+        Adagrad makes state for such a parameter too, and never steps it, so its step count there is another than on the ranks
+        that have elements.
+        """
+        return {
+            name: {
+                key: plain(value) if isinstance(value, ShardTensor) else value for key, value in self.optimizer.state[p].items()
+            }
+            for name, p in self.parameters.items()
+            if self.holds(name) and self.optimizer.state.get(p)
+        }
 
     def placements(self) -> tuple[dict[tuple[str, str], StatePlacement], State]:
         """The placement of every tensor, and all other values, which are equal on every rank. Communicates.
 
-        Tensors without dimensions count as other values.
+        Tensors without dimensions count as other values. The state of a parameter that is not sharded is this rank's own, and is
+        not compared.
 
         Raises:
             ShardingError: on every rank, if some state exists on some ranks only or has a type that cannot be saved.
         """
-        by_rank = agree_and_gather(self.comm, lambda: _outline_of(self.operation, self.local()))
+        by_rank = agree_and_gather(self.comm, self.operation, lambda: _outline_of(self.operation, self.local()))
+        by_rank = [
+            {name: kept for name, kept in state.items() if name in self.param_shards or rank == self.rank}
+            for rank, state in enumerate(by_rank)
+        ]
         keys = dict.fromkeys((name, key) for state in by_rank for name, kept in state.items() for key in kept)
         placements: dict[tuple[str, str], StatePlacement] = {}
         values: State = {}
@@ -162,6 +190,7 @@ class OptimizerView:
         in_order = [number for group in current for number in group["params"]]
         by_number = {in_order[numbers[name]]: kept for name, kept in state.items()}
         self.optimizer.load_state_dict({"state": by_number, "param_groups": renumbered})
+        adopt_state(self.optimizer)
 
     def holds(self, name: str) -> bool:
         """True if this rank has elements of the parameter `name`, and so has state of it."""
@@ -172,7 +201,7 @@ class OptimizerView:
 @collective_call
 def full_optim_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer, rank0_only: bool = True, device: torch.device | str = "cpu"
-) -> dict[str, Any]:
+) -> FullOptimState:
     """Return the full state by parameter name: {"state": {name: {...}}, "param_groups": [{"params": names, ...}]}.
 
     torch's `get_optimizer_state_dict(..., full_state_dict=True)` has the same form. With `rank0_only`, the other ranks join the
@@ -202,8 +231,10 @@ def full_optim_state_dict(
 
 @torch.no_grad()
 @collective_call
-def load_full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None) -> None:
-    """Load the full state of an optimizer: the same on every rank, or rank 0's if other ranks give None.
+def load_full_optim_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, object] | None
+) -> None:
+    """Load the full state of an optimizer: the same on every rank, or rank 0's if other ranks give None or {}.
 
     The state is by name, as `full_optim_state_dict` and torch's `get_optimizer_state_dict` return it, or by number, as the
     `state_dict()` of an unsharded optimizer over the same parameters in the same groups. Communicates: every rank must call it
@@ -216,25 +247,22 @@ def load_full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimize
     optimizer_view = OptimizerView(ModelView(model, "load_full_optim_state_dict"), optimizer)
 
     def check() -> tuple[State, list[dict[str, Any]]] | None:
-        if state_dict is None:
-            if optimizer_view.world_comm.rank == 0:
-                raise ShardingError(
-                    f"{optimizer_view.operation}: rank 0 must give the state dict; only other ranks may give None."
-                )
+        mine = given_by(optimizer_view.operation, optimizer_view.world_comm.rank, state_dict)
+        if mine is None:
             return None
-        named = optimizer_view.named(state_dict)
+        named = optimizer_view.named(mine)
         outline = _outline_of(optimizer_view.operation, named["state"])
         for name, key, meta in _metas_in(outline):
             where = f"{optimizer_view.operation}: {key!r} of parameter {name!r}"
             placement_from_full(where, optimizer_view.param_shards.get(name), *meta)
         return outline, named["param_groups"]
 
-    answers = agree_and_gather(optimizer_view.world_comm, check)
+    answers = agree_and_gather(optimizer_view.world_comm, optimizer_view.operation, check)
     first = answers[0]
-    assert first is not None, "check raises if rank 0 gives None"
+    assert first is not None, "check raises if rank 0 gives nothing"
     outline, groups = first
     from_rank_0 = any(answer is None for answer in answers)
-    given = {} if state_dict is None else optimizer_view.named(state_dict)["state"]
+    given = optimizer_view.named(state_dict)["state"] if state_dict else {}
     local: State = {
         name: {key: deepcopy(value) for key, value in kept.items()}
         for name, kept in outline.items()
@@ -282,7 +310,7 @@ def _metas_in(outline: State) -> Iterator[tuple[str, str, TensorMeta]]:
 def _gather(placement: StatePlacement, local: Tensor | None, optimizer_view: OptimizerView, name: str) -> Tensor:
     """Gather one tensor of the state on every rank. Each rank that has elements of it sends them to all others."""
     if placement.param_shard is None:
-        assert local is not None, "every rank has the state of a parameter that is not sharded"
+        assert local is not None, "the placement of a parameter that is not sharded is of this rank's state"
         return local.detach()
     full = torch.empty(placement.shape, dtype=placement.dtype, device=optimizer_view.parameters[name].device)
     parts = []

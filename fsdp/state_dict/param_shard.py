@@ -1,17 +1,19 @@
 """One parameter of a unit, and the shard of it that this rank holds."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
-from fsdp.params.layout import Shape, ShardExtent
+from fsdp.params.layout import ShardExtent
 from fsdp.params.module_params import owning_unit
 from fsdp.params.unit import Unit
-from fsdp.state_dict.sharded_value import ShardedValue
+from fsdp.shards.cut import Shape
+from fsdp.shards.shard_tensor import plain
+from fsdp.shards.sharded_value import ShardedValue
 
 
 class ParamShard(NamedTuple):
@@ -53,7 +55,7 @@ class ParamShard(NamedTuple):
     def value(self, name: str, local: Tensor) -> ShardedValue:
         """`local`, which has the shape of this rank's shard, as this rank's part of a tensor shaped like the parameter."""
         empty = 0 in self.shape and self.flat.rank == 0
-        return ShardedValue(name, local, self.shape, self.part.first, empty)
+        return ShardedValue(name, plain(local), self.shape, self.part.first, empty)
 
     def local_part(self, operation: str, name: str, given: Tensor) -> Tensor:
         """This rank's part of `given`, which is the full tensor or already this part. Errors begin with `operation`.
@@ -61,10 +63,13 @@ class ParamShard(NamedTuple):
         Raises:
             ShardingError: `given` has another shape, or a dtype whose conversion would lose something, or is another part.
         """
+        if given is self.parameter:
+            # torch's set_model_state_dict gives the model its own parameters under names that are missing
+            return plain(given)
         check_fit(operation, name, given, self.shape, self.parameter.dtype)
         if not isinstance(given, ShardedValue):
             return self.cut(given)
-        if not self.value(name, self.parameter.detach()).cut_like(given):
+        if not self.value(name, self.parameter).cut_like(given):
             raise ShardingError(
                 f"{operation}: {name!r} was cut in another way than this model's (other ranks, or other units): save it with "
                 "fsdp.save and load it with fsdp.load, which cut it anew, or give the full value."
@@ -85,8 +90,8 @@ def param_shards_in(model: nn.Module) -> dict[int, ParamShard]:
     return {id(param_shard.parameter): param_shard for unit in units.values() for param_shard in param_shards_of(unit)}
 
 
-def check_fit(operation: str, name: str, given: Any, shape: Shape, dtype: torch.dtype) -> None:
-    """Check that `given` can be loaded into a tensor of `shape` and `dtype` without loss. Errors begin with `operation`.
+def check_fit(operation: str, name: str, given: object, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Return `given`, which can be loaded into a tensor of `shape` and `dtype` without loss. Errors begin with `operation`.
 
     Raises:
         ShardingError: `given` is no tensor, or has another shape, or a dtype that holds more than `dtype`.
@@ -102,6 +107,7 @@ def check_fit(operation: str, name: str, given: Any, shape: Shape, dtype: torch.
             f"{operation}: {name!r} is {given.dtype}, the model has {dtype}, which would lose some of it; convert it first: "
             f".to({dtype})."
         )
+    return given
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:

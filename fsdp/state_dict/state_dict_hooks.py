@@ -13,12 +13,13 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp.autograd.frames import loading_call, modules_being_saved
+from fsdp.autograd.frames import caller_of_full_state, loading_call, modules_being_saved
 from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.refuse_copy import RefuseCopy
+from fsdp.shards.shard_tensor import ShardTensor
 from fsdp.state_dict.fqns import TRANSPARENT, check_names, check_values, entries, extra_states
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 from state_machine import State
@@ -65,6 +66,12 @@ class StateHooks(RefuseCopy):
                 f"state_dict(keep_vars=True) of unit {self._unit.name!r}: a part of a parameter cannot stand for the parameter; "
                 "use named_parameters(), or state_dict() without it."
             )
+        if caller_of_full_state() is not None:
+            raise ShardingError(
+                "get_model_state_dict with full_state_dict=True takes parts for full tensors: call "
+                "fsdp.full_state_dict(model), which returns it on rank 0 (rank0_only=False: on every rank), or leave "
+                "full_state_dict out."
+            )
         self._unit.check_shards()
 
     def _put_sharded_values(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -72,7 +79,7 @@ class StateHooks(RefuseCopy):
             return
         for slot, param_shard in self._slots[module].items():
             if prefix + slot in state_dict:
-                state_dict[prefix + slot] = param_shard.value(prefix + slot, param_shard.parameter.detach())
+                state_dict[prefix + slot] = param_shard.value(prefix + slot, param_shard.parameter)
 
     def _refuse_renamed_shards(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Refuse a state dict in which this rank's shard stands under a name for which no hook replaced it."""
@@ -84,7 +91,7 @@ class StateHooks(RefuseCopy):
         owners = {key: unit for unit in units for key in (*(storage_key(flat.shard) for flat in unit.flats), *unit.keys)}
         for name, value in state_dict.items():
             # a sharded value itself has memory of size 0
-            if type(value) in (Tensor, nn.Parameter) and storage_key(value) in owners:
+            if (type(value) in (Tensor, nn.Parameter) or isinstance(value, ShardTensor)) and storage_key(value) in owners:
                 unit = owners[storage_key(value)]
                 raise ShardingError(
                     f"{name!r} in the state dict of unit {unit.name!r} is this rank's part of a parameter, under a name "

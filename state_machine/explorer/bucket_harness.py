@@ -3,8 +3,9 @@
 The moves are listed as permissions. In a backward that synchronises:
 
 * Every rank reaches the same *shared* events in the same order, at its own pace: a unit is gathered, which waits for all ranks;
-  a gathered unit is done; a gradient arrives from a use outside the unit of its bucket; the backward is over. With `apart` each
-  rank gathers units of its own choice (without waiting) and is done with them.
+  a gathered unit is done; a parameter is used outside its unit; a gradient arrives from a stored parameter outside its unit; the
+  backward is over. With `apart` each rank gathers units of its own choice (without waiting) and is done with them.
+* Once a parameter of a unit was used outside it, gradients of it arrive at any moment, on some ranks or on none.
 * While a unit is gathered and not done, gradients arrive at its buckets, on some ranks or on none. Those of an early bucket
   complete it at any moment or never. A frozen bucket gets none.
 * A rank waits for a collective until every rank has launched it. Nothing else blocks.
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
-from state_machine.bucket import BucketAction, BucketEvent, BucketKind, BucketState, UnitEvent, UnitState
+from state_machine.bucket import CHECKED, BucketAction, BucketEvent, BucketKind, BucketState, UnitEvent, UnitState
 from state_machine.bucket_queue import BucketQueue
 
 A, E = BucketAction, BucketEvent
@@ -76,10 +77,11 @@ class What(Enum):
     NO_SYNC_KEEPS = auto()
     UNIT_GATHERED = auto()
     UNIT_DONE = auto()
+    USED_OUTSIDE = auto()
     UNUSED = auto()
     GRADIENT = auto()
     LAST_GRADIENT = auto()
-    EXTERNAL_GRADIENT = auto()
+    STORED_GRADIENT = auto()
     BACKWARD_OVER = auto()
     FAILS = auto()
     GOES_ON = auto()
@@ -94,7 +96,7 @@ class Move(NamedTuple):
     """The unit or the bucket."""
 
 
-SHARED: Final = (What.UNIT_GATHERED, What.UNIT_DONE, What.EXTERNAL_GRADIENT, What.BACKWARD_OVER)
+SHARED: Final = (What.UNIT_GATHERED, What.UNIT_DONE, What.USED_OUTSIDE, What.STORED_GRADIENT, What.BACKWARD_OVER)
 NOT_EARLY: Final = (BucketKind.ORDINARY, BucketKind.BEHIND_EARLY)
 MAY_FAIL: Final = ("gather", "launch", "land", "take stock", "answer", "answers")
 Todo = tuple[Any, ...]
@@ -110,6 +112,8 @@ class Rank:
         self.queue.agree_on(scene.groups)
         self.kept = (False,) * len(parts)
         """For each bucket: whether a gradient of an earlier backward is accumulated here."""
+        self.outside: frozenset[int] = frozenset()
+        """The units of which a parameter was used outside them, in this backward or before."""
         self.rest()
 
     def rest(self) -> None:
@@ -145,7 +149,7 @@ class Rank:
             tuple(queue._missing),
             queue._turn,
             (self.kept, self.here, self.came, self.complete, self.launched, self.result, self.open, self.todo, self.in_flight),
-            (self.sent, self.gathered, self.said, self.flushed, self.committed, self.position, self.running),
+            (self.sent, self.gathered, self.said, self.flushed, self.committed, self.position, self.running, self.outside),
         )
 
     def restore(self, frozen: Any) -> None:
@@ -155,7 +159,7 @@ class Rank:
         self.queue._unit_states = [UNIT_STATES[one] for one in units]
         self.queue._missing = list(missing)
         self.kept, self.here, self.came, self.complete, self.launched, self.result, self.open, self.todo, self.in_flight = own
-        self.sent, self.gathered, self.said, self.flushed, self.committed, self.position, self.running = shared
+        self.sent, self.gathered, self.said, self.flushed, self.committed, self.position, self.running, self.outside = shared
 
 
 STATES: Final = {state.value: state for state in BucketState}
@@ -233,10 +237,12 @@ class BucketHarness:
     def _choices(self, index: int, rank: Rank) -> Iterator[Move]:
         apart, parts = self.scene.apart, self.scene.parts
         for number in self.numbers:
-            if parts[number].unit in rank.open and not parts[number].frozen:
-                if not rank.here[number] and self.scene.more:
+            unit = parts[number].unit
+            used_outside = unit in rank.outside
+            if (unit in rank.open or used_outside) and not parts[number].frozen:
+                if not rank.here[number] and (self.scene.more or used_outside):
                     yield Move(What.GRADIENT, index, number)
-                if not rank.complete[number] and parts[number].kind not in NOT_EARLY:
+                if unit in rank.open and not rank.complete[number] and parts[number].kind not in NOT_EARLY:
                     yield Move(What.LAST_GRADIENT, index, number)
         if apart:
             yield from self._gathers(index, rank)
@@ -248,7 +254,11 @@ class BucketHarness:
             yield from self._gathers(index, rank)
             for number in self.numbers if self.scene.outside else ():
                 if not parts[number].frozen and not rank.here[number]:
-                    yield Move(What.EXTERNAL_GRADIENT, index, number)
+                    yield Move(What.STORED_GRADIENT, index, number)
+            for part in parts if self.scene.outside else ():
+                # ranks check other kinds for remainders anyway
+                if part.kind is BucketKind.ORDINARY and part.unit not in rank.outside:
+                    yield Move(What.USED_OUTSIDE, index, part.unit)
             yield Move(What.BACKWARD_OVER, index)
 
     def _gathers(self, index: int, rank: Rank) -> Iterator[Move]:
@@ -316,7 +326,10 @@ class BucketHarness:
                     for number in self._of_unit(of):
                         self._on(rank, number, E.POST_BACKWARD)
                     rank.todo = (("advance",),)
-            case What.GRADIENT | What.EXTERNAL_GRADIENT | What.LAST_GRADIENT:
+            case What.USED_OUTSIDE:
+                rank.queue.on_unit(of, UnitEvent.USED_OUTSIDE)
+                rank.outside |= {of}
+            case What.GRADIENT | What.STORED_GRADIENT | What.LAST_GRADIENT:
                 rank.here, rank.came = changed(rank.here, of, True), changed(rank.came, of, True)
                 if what is What.LAST_GRADIENT:
                     rank.complete = changed(rank.complete, of, True)
@@ -430,8 +443,8 @@ class BucketHarness:
         if place == len(order):
             return
         number, rank.todo = order[place], (("remainder", place + 1), *rank.todo)
-        reopened = rank.queue._unit_states[self.scene.parts[number].unit] is UnitState.REOPENED
-        event = E.REMAINDER_TURN_REOPENED if reopened else E.REMAINDER_TURN
+        checked = rank.queue._unit_states[self.scene.parts[number].unit] in CHECKED
+        event = E.REMAINDER_TURN_CHECKED if checked else E.REMAINDER_TURN
         self.used.add((self.scene.parts[number].kind, rank.queue._states[number], event))
         actions = rank.queue.on_remainder_turn(number)
         assert rank.said is not None

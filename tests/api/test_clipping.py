@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.comm.simulated import simulate
-from tests.support.models import CASES, Case, assert_close, join, loss_of, world_log, wrap
+from tests.support.models import CASES, Case, assert_close, join, local, loss_of, world_log, wrap
 
 POWERS = [1.0, 2.0, 3.0, math.inf]
 
@@ -104,7 +104,7 @@ def test_a_gradient_that_is_not_a_number_says_so_on_every_rank() -> None:
         model = wrap(CASES["net"])
         backward(model, CASES["net"], [rank])
         if rank == 1:
-            next(p.grad for p in model.parameters() if p.grad is not None)[0] = math.nan
+            local(next(p.grad for p in model.parameters() if p.grad is not None))[0] = math.nan
         return bool(fsdp.clip_grad_norm_(model, 1.0).isnan())
 
     assert fsdp.simulate(3, fn) == [True] * 3
@@ -132,7 +132,7 @@ def test_clipping_inside_a_summon_is_refused_and_loses_nothing() -> None:
             fsdp.clip_grad_norm_(model, 1.0)
         model(torch.full((1, 1), 1.0 + rank)).sum().backward()
         assert model.weight.grad is not None
-        return model.weight.grad.flatten()
+        return local(model.weight.grad).flatten()
 
     assert torch.cat(simulate(2, one_rank)).tolist() == [3.0] * 8
 

@@ -1,5 +1,6 @@
 """Every refusal, by its text: what happened, where, and what to do. Nothing moved before it."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,23 +11,11 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
-from fsdp.api.wrap import OTHER_ENGINES_OPTIONS
 from fsdp.comm.simulated import SimulatedCommunicator
-from tests.support.models import Block, Odd, Tied, is_at_rest, loss_of, make_net, weights_of
+from tests.support.models import Block, Odd, Tied, is_at_rest, local, loss_of, make_net, weights_of
+from tests.support.refusals import refused_everywhere
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
-
-
-def refused_everywhere(size: int, fn: Callable[[int], object], text: str, error: type[Exception] = fsdp.ShardingError) -> None:
-    """Every rank must be told, and none may wait for another."""
-
-    def listen(rank: int) -> str:
-        with pytest.raises(error) as caught:
-            fn(rank)
-        return str(caught.value)
-
-    for message in fsdp.simulate(size, listen):
-        assert text in message
 
 
 class TestWrapping:
@@ -41,15 +30,6 @@ class TestWrapping:
 
     def test_what_is_no_module_is_refused(self) -> None:
         refused_everywhere(1, lambda rank: fsdp.fully_shard(3), "fully_shard takes an nn.Module, not int")  # type: ignore[type-var]
-
-    @pytest.mark.parametrize("name", OTHER_ENGINES_OPTIONS)
-    def test_an_option_of_another_system_gets_its_remedy(self, name: str) -> None:
-        text = f"unknown option {name!r}: {OTHER_ENGINES_OPTIONS[name]}."
-        refused_everywhere(1, lambda rank: fsdp.fully_shard(make_net(), **{name: True}), text)
-
-    def test_an_unknown_option_is_answered_with_the_known_ones(self) -> None:
-        text = "unknown option 'shard_strategy'; the options are process_group, mesh, auto_wrap_policy, sharding_strategy"
-        refused_everywhere(1, lambda rank: fsdp.FullyShardedDataParallel(make_net(), shard_strategy=1), text)
 
     @pytest.mark.parametrize(
         ("options", "text"),
@@ -66,7 +46,7 @@ class TestWrapping:
             ({"auto_wrap_policy": "Block"}, "auto_wrap_policy must be a set of module classes"),
             ({"auto_wrap_policy": set()}, "auto_wrap_policy is empty; leave it out"),
             ({"auto_wrap_policy": {int}}, "auto_wrap_policy must name nn.Module classes; this is not one: <class 'int'>"),
-            ({"auto_wrap_policy": lambda module: True}, "must be callable as policy(name, module) -> bool"),
+            ({"auto_wrap_policy": lambda module: True}, "must be callable as policy(name, module) -> bool, or as"),
             ({"auto_wrap_policy": {nn.ModuleList}}, "auto_wrap_policy chose 'blocks', a ModuleList, which has no forward"),
         ],
         ids=lambda value: str(value)[:40],
@@ -90,6 +70,19 @@ class TestWrapping:
     def test_a_container_cannot_be_a_unit(self, container: type[nn.Module]) -> None:
         text = f"a {container.__name__} has no forward of its own and cannot be a unit; wrap its members"
         refused_everywhere(1, lambda rank: fsdp.fully_shard(container()), text)
+
+    def test_a_parametrization_cannot_be_a_unit(self) -> None:
+        def make() -> nn.Module:
+            return nn.Sequential(nn.Linear(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+
+        text = "a ParametrizationList computes a parameter of another module and cannot be a unit; wrap that module."
+        refused_everywhere(2, lambda rank: fsdp.fully_shard(make()[1].parametrizations.weight), text)
+        chosen = (
+            "chose '1.parametrizations.weight', a ParametrizationList, which computes a parameter of another module; choose that"
+        )
+        policy = {nn.utils.parametrize.ParametrizationList}
+        refused_everywhere(2, lambda rank: fsdp.fully_shard(make(), auto_wrap_policy=policy), chosen)
+        fsdp.simulate(2, lambda rank: fsdp.fully_shard(make(), auto_wrap_policy={nn.Linear})(torch.ones(1, 3)).sum().backward())
 
     def test_a_module_is_wrapped_once(self) -> None:
         def twice(door: Any) -> Callable[[int], object]:
@@ -128,6 +121,18 @@ class TestWrapping:
             fsdp.fully_shard(net)
 
         refused_everywhere(1, fn, "parameter 'blocks.0.extra' is new in unit 'Block', which was wrapped before")
+
+    def test_several_ranks_need_numpy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "numpy", None)
+        net = make_net()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        try:
+            with pytest.raises(fsdp.ShardingError) as refusal:
+                fsdp.fully_shard(net)
+        finally:
+            dist.destroy_process_group()
+        assert str(refusal.value) == "A process group of several ranks needs the package numpy: pip install numpy."
+        assert fsdp.simulate(1, lambda rank: fsdp.fully_shard(net) is net) == [True], "nothing was changed"
 
     def test_units_of_one_model_share_one_group(self) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -264,6 +269,6 @@ class TestUse:
             try:
                 fsdp.load_full_state_dict(model, {name: tensor + 1 for name, tensor in state.items()})
             finally:
-                assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+                assert all(torch.equal(local(p), before[name]) for name, p in model.named_parameters())
 
         self.refused(use, text)

@@ -157,7 +157,7 @@ def test_a_rank_without_any_batch_needs_inputs() -> None:
         fsdp.simulate(2, fn)
 
 
-def test_ranks_that_do_different_things_are_told() -> None:
+def test_ranks_that_do_different_things_get_an_error() -> None:
     def fn(rank: int) -> None:
         model = fsdp.fully_shard(Net(1))
         with fsdp.join(model, lambda: None) as joined:

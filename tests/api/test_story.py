@@ -23,9 +23,9 @@ def test_a_step_can_be_read() -> None:
     assert before.splitlines()[0].startswith("root 'Net', rank 1 of 2, backward RESTING; bytes held: ")
     held = int(before.splitlines()[0].rpartition("held: ")[2].split()[0].replace(",", ""))
     assert shards <= held <= 1.1 * shards
-    assert "  shard: gather_objects agreement\n  reduce: nothing called yet" in before and before.endswith("nothing yet")
+    assert "  shard: gather_objects fully_shard\n  reduce: nothing called yet" in before and before.endswith("nothing yet")
 
-    calls = "gather_objects agreement, all_gather Net, all_gather blocks.0, all_gather blocks.1"
+    calls = "gather_objects fully_shard, all_gather Net, all_gather blocks.0, all_gather blocks.1"
     assert f"  shard: {calls}" in inside.splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in inside.splitlines()[3:]}
     assert rows["Net"] == ["FORWARD", "UNSHARDED", "PRE_FORWARD"]
@@ -38,7 +38,7 @@ def test_a_step_can_be_read() -> None:
     assert "PRE_BACKWARD" in rows["blocks.1"] and "POST_BACKWARD" in rows["blocks.1"]
 
 
-def test_every_channel_of_a_mesh_is_told_of_once() -> None:
+def test_every_communicator_of_a_mesh_is_listed_once() -> None:
     def one_rank(rank: int) -> list[str]:
         told = []
         for options in ({}, {"sharding_strategy": "NO_SHARD"}, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}):
@@ -50,6 +50,6 @@ def test_every_channel_of_a_mesh_is_told_of_once() -> None:
     assert fsdp.simulate(4, one_rank)[0] == ["shard reduce", "replica world", "shard reduce replica world"]
 
 
-def test_who_has_no_story_is_told_so() -> None:
+def test_a_module_without_a_story_is_refused() -> None:
     with pytest.raises(fsdp.ShardingError, match="story: Linear contains no unit"):
         fsdp.story(nn.Linear(2, 2))

@@ -105,7 +105,7 @@ def test_mixed_precision_stays_near_fp32(size: int, options: dict[str, Any]) -> 
 
 
 @EVERY
-def test_the_norm_and_the_full_state_are_those_of_the_whole_model(size: int, options: dict[str, Any]) -> None:
+def test_the_norm_and_the_full_state_are_those_of_the_plain_model(size: int, options: dict[str, Any]) -> None:
     case = CASES["net"]
 
     def one_rank(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
@@ -263,6 +263,8 @@ REFUSED = {
     "mesh must be a DeviceMesh, or .* not 'cpu'": {"sharding_strategy": "HYBRID_SHARD", "mesh": "cpu"},
     "mesh must be a DeviceMesh, .* not 4": {"mesh": 4},
     "broadcast_buffers must be True or False, not 1": {"broadcast_buffers": 1},
+    "aligned must be True or False, not 1": {"aligned": 1},
+    "plain_shards must be True or False, not 1": {"plain_shards": 1},
     "reshard_after_forward=True contradicts sharding_strategy='NO_SHARD'": {
         "sharding_strategy": "NO_SHARD",
         "reshard_after_forward": True,
@@ -323,7 +325,7 @@ def test_the_scaler_agrees_over_replicas_too(options: dict[str, Any]) -> None:
     assert fsdp.simulate(2, one_rank) == [8.0, 8.0]
 
 
-def test_units_that_share_the_work_in_different_ways_are_refused() -> None:
+def test_units_with_different_strategies_over_the_ranks_are_refused() -> None:
     def one_rank(rank: int) -> None:
         net = nn.Sequential(fsdp.fully_shard(nn.Linear(4, 4), sharding_strategy="NO_SHARD"), nn.Linear(4, 4))
         with pytest.raises(fsdp.ShardingError, match="with a strategy that shares the work in another way"):

@@ -51,7 +51,7 @@ class Chain(nn.Module):
 
 
 @pytest.mark.parametrize("returns", ["output", "the input", "a view of the input"])
-def test_a_frozen_weight_stays_whole_until_the_backward_has_left_its_unit(returns: str) -> None:
+def test_a_frozen_weight_stays_unsharded_until_the_backward_has_left_its_unit(returns: str) -> None:
     def fn(rank: int) -> dict[str, Tensor | None]:
         model = fsdp.fully_shard(Chain(returns), auto_wrap_policy={FrozenFirst})
         loss_of(model(X)).backward()

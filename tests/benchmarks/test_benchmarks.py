@@ -43,7 +43,7 @@ def test_a_step_is_measured_for_every_contender_and_all_compute_the_same(tmp_pat
 
 @pytest.mark.gloo
 @pytest.mark.timeout(120)
-def test_where_a_step_goes_is_told_by_kind_of_work(tmp_path: Path) -> None:
+def test_where_a_step_goes_is_listed_by_kind_of_work(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     given = ("--small", "--model", "gpt8x256", "--contenders", "ours", "--timeout", "90", "--out", str(out))
     command = [sys.executable, str(BENCHMARKS / "step_profile.py"), *given]

@@ -14,7 +14,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp
 from fsdp.comm.simulated import simulate
-from tests.support.models import Block, Net, Recurrent, Tied, loss_of, make_net, two_layers, units_of
+from fsdp.runtime.registry import unit_ref_of
+from tests.support.models import Block, Net, Recurrent, Tied, local, loss_of, make_net, two_layers, units_of
 
 DOORS = pytest.mark.parametrize("door", [fsdp.FullyShardedDataParallel, fsdp.fully_shard], ids=["wrapper", "in place"])
 
@@ -77,7 +78,7 @@ def test_wrapping_inner_units_first_is_wrapping_by_policy(door: Any) -> None:
         for model in (door(one), door(other, auto_wrap_policy={Block})):
             output = model(torch.arange(12.0).view(2, 6))
             loss_of(output).backward()
-            outputs.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]))
+            outputs.append(torch.cat([local(p.grad).reshape(-1) for p in model.parameters() if p.grad is not None]))
         return outputs[0], outputs[1]
 
     assert all(torch.equal(one, other) for one, other in fsdp.simulate(2, fn))
@@ -118,7 +119,7 @@ def test_parameters_are_the_original_objects_with_their_attributes(door: Any) ->
             assert list(after) == list(before)
             assert all(after[name] is before[name] for name in before)
             assert all(p.mark == name and p.dim() == dims[name] for name, p in after.items())  # type: ignore[attr-defined]
-            assert all(type(p) is nn.Parameter and p.is_leaf for p in after.values())
+            assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in after.values())
             loss_of(model(torch.ones(2, 6))).backward()
 
     fsdp.simulate(3, fn)
@@ -139,7 +140,7 @@ def test_an_optimizer_made_before_wrapping_trains_the_shards() -> None:
 
 
 def test_each_rank_holds_its_share() -> None:
-    held = fsdp.simulate(4, lambda rank: sum(p.numel() for p in fsdp.fully_shard(make_net()).parameters()))
+    held = fsdp.simulate(4, lambda rank: sum(p.shape.numel() for p in fsdp.fully_shard(make_net()).parameters()))
     assert sum(held) == sum(p.numel() for p in make_net().parameters())
     assert max(held) < sum(held) / 3
 
@@ -189,6 +190,34 @@ def test_a_module_used_twice_is_one_unit() -> None:
     fsdp.simulate(1, fn)
 
 
+def test_a_shared_unit_owns_its_parameters_and_comes_after_every_unit_around_it() -> None:
+    class Around(nn.Module):
+        def __init__(self, inside: nn.Module) -> None:
+            super().__init__()
+            self.inside, self.own = inside, nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.own(self.inside(x))
+
+    def fn(rank: int) -> None:
+        shared = nn.Linear(4, 4)
+        inner = Around(shared)
+        model = nn.Sequential(shared, inner, Around(inner))
+        for one in (shared, inner):
+            fsdp.fully_shard(one)
+        fsdp.fully_shard(model, auto_wrap_policy={Around})
+        units = units_of(model)
+        engine = unit_ref_of(model).engine
+        assert [unit.name for unit in units] == ["Sequential", "2", "1", "0"]
+        assert [sorted(inside) for inside in engine.descendants] == [[1, 2, 3], [2, 3], [3], []]
+        assert [[place.names for place in unit.param_infos] for unit in units[2:]] == [
+            [["own.weight"], ["own.bias"]],
+            [["weight"], ["bias"]],
+        ]
+
+    fsdp.simulate(2, fn)
+
+
 def test_gradients_there_before_are_sharded_along() -> None:
     def fn(rank: int) -> Tensor:
         net = make_net()
@@ -196,7 +225,7 @@ def test_gradients_there_before_are_sharded_along() -> None:
             p.grad = torch.arange(p.numel(), dtype=p.dtype).view(p.shape)
         model = fsdp.fully_shard(net)
         assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
-        return net.enter.weight.grad.reshape(-1)
+        return local(net.enter.weight.grad).reshape(-1)
 
     assert torch.equal(torch.cat(fsdp.simulate(3, fn)), torch.arange(48.0))
 
@@ -221,7 +250,7 @@ def test_an_lstm_computes_with_the_weights_it_trains() -> None:
     fsdp.simulate(2, fn)
 
 
-def test_buffers_stay_whole_and_the_same_objects() -> None:
+def test_buffers_stay_unsharded_and_the_same_objects() -> None:
     def fn(rank: int) -> None:
         net = make_net()
         buffers = dict(net.named_buffers())

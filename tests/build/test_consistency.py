@@ -9,20 +9,9 @@ from torch import nn
 import fsdp
 from fsdp.comm.simulated import simulate
 from tests.support.models import Block, Net, loss_of, make_net, two_layers
+from tests.support.refusals import refused_everywhere
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
-
-
-def refused_everywhere(size: int, fn: Callable[[int], object], text: str, error: type[Exception] = fsdp.ShardingError) -> None:
-    """Every rank must be told, and none may wait for another."""
-
-    def listen(rank: int) -> str:
-        with pytest.raises(error) as caught:
-            fn(rank)
-        return str(caught.value)
-
-    for message in fsdp.simulate(size, listen):
-        assert text in message
 
 
 class TestRanksThatDiffer:

@@ -109,6 +109,15 @@ def test_what_cannot_be_converted_is_named(
     assert "a.pt exists already" in capsys.readouterr().err
 
 
+def test_a_file_of_torch_needs_numpy(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    assert main(["convert", str(saved[0]), str(tmp_path / "one.pt"), "--to", "torch"]) == 1
+    assert "convert to torch needs the package numpy: pip install numpy." in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [saved[0]]
+
+
 def test_it_is_a_command(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fsdp", "inspect", str(tmp_path)],

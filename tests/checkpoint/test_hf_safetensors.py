@@ -1,6 +1,7 @@
 """Weights as safetensors: exact names, limited files, every rank its own rows."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def test_each_rank_reads_its_own_rows(tmp_path: Path, monkeypatch: pytest.Monkey
         given = Noted(there)
         result = real(given, piece, tensor)
         if piece is not None and piece.shape:
-            read.append((given.numel, tensor.numel(), piece.part.shape[0] if tensor.dim() == 1 else piece.shape[-1]))
+            read.append((given.numel, tensor.shape.numel(), piece.part.shape[0] if tensor.dim() == 1 else piece.shape[-1]))
         return result
 
     monkeypatch.setattr(hf_safetensors, "_read", noted)
@@ -172,8 +173,8 @@ def test_a_size_that_is_none_is_refused(limit: Any, tmp_path: Path) -> None:
 
 
 def test_without_the_package_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp.checkpoint.hf_safetensors.find_spec", lambda name: None)
-    with pytest.raises(
-        fsdp.ShardingError, match=r"export_safetensors needs the package safetensors: pip install 'fsdp\[safetensors\]'"
-    ):
-        export(CASES["net"], 1, tmp_path / "a")
+    for package in ("safetensors", "numpy"):
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, package, None)
+            with pytest.raises(fsdp.ShardingError, match=rf"needs the package {package}: pip install {package}\."):
+                export(CASES["net"], 1, tmp_path / "a")

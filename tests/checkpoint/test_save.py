@@ -138,9 +138,7 @@ class TestInTheBackground:
         fsdp.save(tmp_path / "b", model)
         assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
-    def test_copies_are_given_back_when_they_are_written(
-        self, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_copies_are_released_when_they_are_written(self, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model, optimizer = trained(CASES["net"], 0, in_groups)
         planners: list[Any] = []
         real = dcp.WritePlan.stage

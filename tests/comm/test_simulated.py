@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fsdp.comm.simulated import Call, SimulatedCommunicator, SimulatedRank, current_rank, simulate
-from fsdp.errors import PeerFailed, ShardingError, WorldError
+from fsdp.errors import FEWER_BATCHES, PeerFailed, ShardingError, WorldError
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 8])
 SEEDS = range(12)
@@ -288,7 +288,7 @@ class TestTooEarly:
 
     @pytest.mark.parametrize("which", ["bucket", "into"])
     @pytest.mark.parametrize("again", [0, 1, 256])
-    def test_a_released_buffer_is_reported_to_all_and_the_channel_goes_on(self, which: str, again: int) -> None:
+    def test_a_released_buffer_is_reported_to_all_and_the_communicator_goes_on(self, which: str, again: int) -> None:
         def fn(rank: int) -> str:
             if rank == 1:
                 gate()
@@ -337,7 +337,7 @@ class TestTooEarly:
 
 
 class TestDisagreement:
-    def test_every_rank_hears_what_each_called(self) -> None:
+    def test_every_rank_gets_an_error_that_names_what_each_called(self) -> None:
         def fn(rank: int) -> None:
             c = channel()
             c.gather_objects(None, "start")
@@ -348,7 +348,7 @@ class TestDisagreement:
 
         text = (
             "The ranks disagree on operation 1 of communicator 'shard': rank 0 called all_gather('layers.1', 4096 bytes) "
-            "where rank 1 called reduce_scatter('layers.0', 6 x float32). Call the same in the same order."
+            "where rank 1 called reduce_scatter('layers.0', 6 x float32). Call the same in the same order. " + FEWER_BATCHES
         )
         for seed in SEEDS:
             assert heard(2, fn, seed) == [text] * 2
@@ -388,7 +388,7 @@ class TestDisagreement:
         simulate(2, fn)
         assert "disagree" in message(2, waits_for_nothing)
 
-    def test_what_came_before_on_the_channel_still_ends(self) -> None:
+    def test_what_came_before_on_the_communicator_still_ends(self) -> None:
         def fn(rank: int) -> float:
             tensor = torch.ones(1)
             if rank == 2:
@@ -417,9 +417,9 @@ class TestDeadlock:
         waits = "waits for all_gather('layers.1', 6 bytes), operation 0 of communicator 'shard', which rank 1 did not call."
         for seed in SEEDS:
             text = message(3, fn, seed)
-            assert text == f"Deadlock: nobody can go on. Rank 0 {waits} Rank 1 finished. Rank 2 {waits}"
+            assert text == f"Deadlock: nobody can go on. Rank 0 {waits} Rank 1 finished. Rank 2 {waits} {FEWER_BATCHES}"
 
-    def test_two_channels_in_two_orders(self) -> None:
+    def test_two_communicators_in_two_orders(self) -> None:
         def fn(rank: int) -> None:
             for name in ("shard", "reduce") if rank == 0 else ("reduce", "shard"):
                 channel(name).all_reduce(torch.zeros(1), "sum", name[0]).wait()
@@ -467,7 +467,7 @@ class TestDeadlock:
 
 
 class TestFailure:
-    def test_who_waits_for_a_rank_that_has_abandoned_the_step_is_told_and_all_begin_anew(self) -> None:
+    def test_a_rank_that_waits_for_one_that_has_abandoned_the_step_is_notified_and_all_begin_anew(self) -> None:
         """What was called in that step is over, and to say twice that it is abandoned is to say it once."""
 
         def fn(rank: int) -> str:
@@ -504,7 +504,7 @@ class TestFailure:
             assert caught.value is failure
             assert failure.__notes__[-1] == f"raised on rank 1 of 3 by fsdp.simulate(seed={seed})"
 
-    def test_whoever_waits_for_it_hears_why(self) -> None:
+    def test_each_rank_that_waits_for_it_gets_the_reason(self) -> None:
         texts: dict[int, str] = {}
 
         def fn(rank: int) -> None:

@@ -47,7 +47,7 @@ def test_one_that_has_waited_long_can_be_awaited_again() -> None:
     assert log == ["first", "late", "first", "late"] and together.is_completed()
 
 
-def test_one_that_fails_is_told_of_when_the_others_are_over() -> None:
+def test_one_that_fails_is_reported_when_the_others_are_over() -> None:
     log: list[str] = []
     broken, late = Recorded(log, "broken", fails=True), Recorded(log, "late", fails=True)
     broken.over = True

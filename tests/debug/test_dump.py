@@ -1,6 +1,7 @@
 """A signal makes a process that hangs print what its engines were doing."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fsdp
-from fsdp.debug.dump import DUMP
+from fsdp.comm.simulated import SimulatedCommunicator
+from fsdp.debug.dump import DUMP, dump
 
 
 class Mine(Exception):
@@ -43,7 +46,7 @@ lock.acquire(timeout=60)
 
 
 @pytest.mark.parametrize("call", [True, False], ids=["by a call", "by the environment"])
-def test_a_signal_makes_a_process_that_hangs_tell(call: bool) -> None:
+def test_a_signal_makes_a_process_that_waits_print_its_story(call: bool) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", HANGS.format(call=call)],
         stdout=subprocess.PIPE,
@@ -78,3 +81,20 @@ def test_a_handler_of_the_user_stays() -> None:
         assert signal.getsignal(signal.SIGUSR2) is handler
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_wait_and_the_collectives_of_shared_communicators_are_notified_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = "rank 0 has waited 12 s in all_gather of blocks.3 for rank 1"
+    monkeypatch.setattr(SimulatedCommunicator, "waits", lambda comm: wait if comm.name == "shard" else "")
+
+    def one_rank(rank: int) -> tuple[str, str]:
+        one, other = (fsdp.fully_shard(torch.nn.Linear(2, 2)) for _ in range(2))
+        text = dump()
+        assert one is not other
+        return text, fsdp.story(other)
+
+    text, story = fsdp.simulate(2, one_rank)[0]
+    assert re.match(r"fsdp: process \d+, at \d\d:\d\d:\d\d\n", text)
+    assert text.count("root 'Linear'") >= 2
+    assert text.count(f"\n  {wait}\n") == 1 and story.count(f"\n  {wait}\n") == 1
+    assert text.count("shard: gather_objects fully_shard, gather_objects fully_shard") == 1

@@ -87,7 +87,7 @@ def test_between_units() -> None:
     assert note == f"{MARK} 'Net', FORWARD, parameters UNSHARDED, on rank 0 of 1"
 
 
-def test_what_no_hook_hears() -> None:
+def test_what_no_hook_sees() -> None:
     error = Stop()
     note = fails(lambda model: [model.blocks[1].up.register_forward_hook(raising(error))], error)
     assert note == f"{MARK} 'blocks.1', FORWARD, parameters UNSHARDED, on rank 0 of 1"
@@ -122,7 +122,7 @@ def test_in_a_hook_on_a_parameter() -> None:
     assert note.startswith(f"{MARK} 'Net', ")
 
 
-def test_in_a_replay() -> None:
+def test_in_a_recompute() -> None:
     error = Mine()
 
     class Checkpointed(Net):
@@ -183,7 +183,7 @@ def test_a_refusal_has_the_story() -> None:
 
     lines = fsdp.simulate(2, one_rank)[1].splitlines()
     assert lines[0] == f"{MARK} 'Summons', FORWARD, parameters UNSHARDED, on rank 1 of 2"
-    assert "  shard: gather_objects agreement, all_gather Summons" in lines
+    assert "  shard: gather_objects fully_shard, all_gather Summons" in lines
     assert lines[-1].split() == ["Summons", "FORWARD", "UNSHARDED", "PRE_FORWARD"]
 
 

@@ -46,7 +46,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @WORLDS
 @pytest.mark.parametrize("way", WAYS)
-def test_a_backward_by_a_way_nobody_saw_is_named(way: str, world_size: int) -> None:
+def test_a_backward_by_an_unwatched_path_is_named(way: str, world_size: int) -> None:
     def one_rank(rank: int) -> None:
         leaks = Leaks(WAYS[way])
         model = fsdp.fully_shard(Holds(leaks), auto_wrap_policy={Leaks}, guard=True)
@@ -99,7 +99,7 @@ class Edits(nn.Linear):
 @WORLDS
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])
-def test_an_edit_that_leaves_no_trace_is_named(grad: Callable[[], Any], dtype: torch.dtype | None, world_size: int) -> None:
+def test_an_update_that_leaves_no_trace_is_named(grad: Callable[[], Any], dtype: torch.dtype | None, world_size: int) -> None:
     """On every rank, also where nothing of the parameter is held."""
 
     def one_rank(rank: int) -> None:
@@ -126,7 +126,7 @@ class EditsUnderInference(nn.Linear):
 
 @pytest.mark.parametrize("guard", [False, True])
 @pytest.mark.parametrize("grad", [torch.inference_mode, torch.enable_grad])
-def test_an_edit_under_inference_mode_is_kept(grad: Callable[[], Any], guard: bool) -> None:
+def test_an_update_under_inference_mode_is_kept(grad: Callable[[], Any], guard: bool) -> None:
     def one_rank(rank: int) -> Tensor:
         torch.manual_seed(0)
         model = fsdp.fully_shard(EditsUnderInference(4, 4), guard=guard)
@@ -214,7 +214,7 @@ def test_no_guard_is_left_behind() -> None:
     fsdp.simulate(1, one_rank)
 
 
-def test_a_refusal_leaves_no_edit_behind() -> None:
+def test_a_refusal_leaves_no_update_behind() -> None:
     class EditsBoth(nn.Linear):
         inplace_updates = True
 

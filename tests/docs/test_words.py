@@ -3,6 +3,7 @@
 Rule 1: a word that nobody would write by chance is retired everywhere: `ANYWHERE`.
 Rule 2: a word that is ordinary English too is retired as a name in code, and in backticks: `NAMES`. So are the words of tables.
 Rule 3: people's verbs for code are retired in the docstrings and comments of `fsdp` and `state_machine`: `VERBS`.
+Rule 4: all of these are retired in the names of tests and of their files.
 
 python -m tests.docs.test_words [file ...]     counts the retired words by package, and shows those of the files
 """
@@ -153,6 +154,23 @@ def hits_in_code(path: str, source: str) -> Iterator[Hit]:
             yield from hits_in_prose(path, token.start[0], token.string, True)
 
 
+def hits_in_test_names(path: Path) -> Iterator[Hit]:
+    """Retired words in the name of a file of tests, and in the names of its tests."""
+    name = path.relative_to(ROOT).as_posix()
+    tests = [one for one in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(one, ast.FunctionDef)]
+    names = [(1, path.stem), *((one.lineno, one.name) for one in tests if one.name.startswith("test_"))]
+    for line, one in names:
+        yield from (Hit(name, line, found.group()) for found in retired_in_sentence(one.replace("_", " ")))
+        if retired_name(one):
+            yield Hit(name, line, one)
+
+
+def retired_in_sentence(text: str) -> Iterator[re.Match[str]]:
+    """Retired words and people's verbs for code in a sentence."""
+    yield from _PROSE.finditer(text)
+    yield from _VERB.finditer(text)
+
+
 def scanned() -> list[Path]:
     """Every file that the rules hold for."""
     code = [path for package in ("fsdp", "state_machine") for path in (ROOT / package).rglob("*.py")]
@@ -171,6 +189,23 @@ def hits_in(path: Path) -> list[Hit]:
 @pytest.mark.parametrize("path", scanned(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_retired_word_is_in_use(path: Path) -> None:
     assert not hits_in(path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_test_is_named_by_a_retired_word(path: Path) -> None:
+    assert not list(hits_in_test_names(path))
+
+
+def test_a_test_that_is_named_by_a_retired_word_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    file = tmp_path / "test_replays.py"
+    file.write_text("def test_who_is_told(): ...\ndef test_a_whole_parameter(): ...\ndef whole(): ...\n")
+    assert [(hit.line, hit.word) for hit in hits_in_test_names(file)] == [
+        (1, "test_replays"),
+        (1, "told"),
+        (2, "whole parameter"),
+        (2, "test_a_whole_parameter"),
+    ]
 
 
 def test_every_retired_word_of_the_glossary_has_a_pattern() -> None:

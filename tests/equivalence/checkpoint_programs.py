@@ -12,8 +12,10 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
 
@@ -105,6 +107,37 @@ def plain_dcp(rank: int) -> State:
     return at_once
 
 
+def save_both(rank: int) -> State:
+    """Model and optimizer by torch's own save, at once and in the background; what was saved, in full."""
+    model = wrap(CASE)
+    optimizer = make_optimizer(model)
+    train(model, own_batches(CASE, rank), lambda _: optimizer)
+    saved = ours_of(model, optimizer)
+    weights, state = get_state_dict(model, optimizer)
+    distributed_checkpoint.save({"model": weights, "optim": state}, checkpoint_id=folder() / "both")
+    saving = distributed_checkpoint.async_save({"model": weights, "optim": state}, checkpoint_id=folder() / "both later")
+    train(model, own_batches(CASE, rank), lambda _: optimizer)
+    saving.result()  # type: ignore[union-attr]
+    return saved
+
+
+def load_both(rank: int) -> list[State]:
+    """What the ranks of this start loaded, in full."""
+    found = []
+    for name in ("both", "both later"):
+        model = wrap(CASE)
+        optimizer = make_optimizer(model)
+        weights, state = get_state_dict(model, optimizer)
+        distributed_checkpoint.load({"model": weights, "optim": state}, checkpoint_id=folder() / name)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        found.append(ours_of(model, optimizer))
+    other = wrap(CASE)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, dict(found[0]["model"]), options=options)
+    found.append({**found[0], "model": fsdp.full_state_dict(other)})
+    return found
+
+
 def in_the_background(rank: int) -> list[tuple[State, State]]:
     """Three saves while training goes on, which none of them waits for or disturbs: what was loaded and what was there."""
     model = wrap(CASE)
@@ -128,9 +161,58 @@ def in_the_background(rank: int) -> list[tuple[State, State]]:
     return list(zip(found, wanted[1:], strict=True))
 
 
+def own_versions(rank: int) -> list[tuple[State, State]]:
+    """Running statistics of this rank, which two saves keep and two loads bring back: what was loaded and what was there."""
+    torch.manual_seed(0)
+    model = fsdp.fully_shard(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(3), nn.Linear(8, 2)), auto_wrap_policy={nn.Linear})
+    wanted, under_way = [], []
+    for step in range(2):
+        train(model, own_batches(CASE, rank, 2))
+        wanted.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+        under_way.append(fsdp.save(folder() / "own" / str(step), model, async_=step == 1))
+    train(model, own_batches(CASE, rank, 2))
+    found = []
+    for saving in under_way:
+        fsdp.load(saving.wait(), model)
+        found.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+    return list(zip(found, wanted, strict=True))
+
+
+def first_steps(rank: int) -> dict[str, Any]:
+    """What newcomers meet: a first start, the {} of other ranks, other names, options of another engine on one rank."""
+    model = wrap(CASE)
+    optimizer = make_optimizer(model)
+    train(model, own_batches(CASE, rank, 2), lambda _: optimizer)
+    other = wrap(CASE)
+    other_optimizer = make_optimizer(other)
+    fsdp.load_full_state_dict(other, fsdp.full_state_dict(model))
+    fsdp.load_full_optim_state_dict(other, other_optimizer, fsdp.full_optim_state_dict(model, optimizer))
+    some = {name: value for name, value in fsdp.full_state_dict(model).items() if name != "leave.bias"}
+    keys = fsdp.load_full_state_dict(other, {"more": torch.ones(1), **some} if rank == 0 else {}, strict=False)
+    fsdp.save(folder() / "first", model)
+    texts = []
+    calls: list[Callable[[], object]] = [
+        lambda: fsdp.load(fsdp.latest(folder() / "nothing"), model) if rank == 1 else fsdp.load(folder() / "first", model),
+        lambda: fsdp.load_full_state_dict(model, {}),
+        lambda: fsdp.load(folder() / "first", other, rng=False),
+        lambda: fsdp.fully_shard(make_net(), **({"device_id": 0, "use_orig_params": True} if rank == 1 else {})),
+    ]
+    for call in calls:
+        try:
+            call()
+            texts.append("")
+        except fsdp.ShardingError as error:
+            texts.append(str(error))
+    return {"loaded": (ours_of(model, optimizer), ours_of(other, other_optimizer)), "keys": tuple(keys), "texts": texts}
+
+
 CHECKPOINTS: Final[dict[str, Callable[[int], Any]]] = {
     "from FSDP2": from_fsdp2,
     "into FSDP2": into_fsdp2,
     "plain DCP": plain_dcp,
+    "save both": save_both,
+    "load both": load_both,
     "in the background": in_the_background,
+    "own versions": own_versions,
+    "first steps": first_steps,
 }

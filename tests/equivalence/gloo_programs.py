@@ -20,12 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fsdp
+from fsdp.comm.process_group import ProcessGroupCommunicator
 from fsdp.debug.delays import DELAYS
 from fsdp.debug.error_notes import MARK
+from fsdp.runtime.registry import unit_ref_of
+from tests.equivalence.border_programs import BORDER
 from tests.equivalence.checkpoint_programs import CHECKPOINTS
 from tests.equivalence.compressed_programs import COMPRESSED
 from tests.equivalence.unheard_programs import UNHEARD
-from tests.support.models import CASES, Block, Net, Trained, loss_of, own_batches, train, wrap
+from tests.support import outside
+from tests.support.models import CASES, Block, Net, Trained, gradients_of, loss_of, own_batches, train, wrap
 
 LIMIT: Final = 60
 """Seconds until a rank prints its stacks and dies."""
@@ -58,7 +62,7 @@ def clipped(rank: int) -> tuple[float, Trained]:
     model = wrap(case)
     found = train(model, own_batches(case, rank, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     norm = fsdp.clip_grad_norm_(model, 0.1)
-    return float(norm), Trained([{name: p.grad for name, p in model.named_parameters()}], found.weights)
+    return float(norm), Trained([gradients_of(model)], found.weights)
 
 
 def state(rank: int) -> dict[str, torch.Tensor]:
@@ -97,7 +101,7 @@ def hooked(rank: int) -> dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]]
             for batches in own_batches(CASES["net"], rank):
                 model.zero_grad()
                 loss_of(model(batches[0])).backward()
-        gradients = [{name: p.grad for name, p in model.named_parameters()} for model in models]
+        gradients = [gradients_of(model) for model in models]
         found[name] = {name: (gradients[0][name], gradients[1][name]) for name in gradients[0]}
     return found
 
@@ -188,6 +192,26 @@ def swaps(rank: int, steps: int) -> Told:
     return told_in(lambda: loss_of(model(torch.ones(2, 6))).backward())
 
 
+def used_outside(rank: int) -> list[dict[str, torch.Tensor]]:
+    """One rank's loss uses a parameter that all ranks have read outside its unit."""
+    size = dist.get_world_size() if dist.is_initialized() else 2
+    return [outside.trained(rank, size, (0,), strategy) for strategy in ("FULL_SHARD", "SHARD_GRADIENTS")]
+
+
+def shard_on_one_rank(rank: int) -> Told:
+    """After steps alike, rank 0 alone reads its shard before the forward, and its loss uses it."""
+    model = outside.wrapped(dist.get_world_size(), "FULL_SHARD", reads=False)
+    for step in range(3):
+        outside.loss_of(*outside.in_forward(model, outside.batch(rank, step)), False).backward()
+    read = outside.shard_before_forward if rank == 0 else outside.in_forward
+
+    def two_steps() -> None:
+        for step in range(2):
+            outside.loss_of(*read(model, outside.batch(rank, step)), rank == 0).backward()
+
+    return told_in(two_steps)
+
+
 def branches(rank: int) -> Told:
     """After steps alike, rank 1 gets a batch that leads through another unit."""
     model = _sharded(ByShape(9), torch.nn.Linear)
@@ -202,6 +226,19 @@ def one_more_batch(rank: int, then: Callable[[torch.nn.Module], Any]) -> Told:
     for _ in range(3):
         loss_of(model(torch.ones(2, 6))).backward()
     return told_in(lambda: loss_of(model(torch.ones(2, 6))).backward() if rank == 1 else then(model))
+
+
+def _beside(name: str) -> Path:
+    """A path beside the results."""
+    return Path(sys.argv[3]) / name
+
+
+def _group_of(model: torch.nn.Module) -> Any:
+    unit_ref = unit_ref_of(model)
+    assert unit_ref is not None
+    comm = unit_ref.engine.comms.world_comm
+    assert isinstance(comm, ProcessGroupCommunicator)
+    return comm.group
 
 
 def _sharded(model: torch.nn.Module, unit: type[torch.nn.Module]) -> torch.nn.Module:
@@ -275,16 +312,28 @@ OTHERS: Final[dict[str, Callable[[int], Any]]] = {
     "built differently": built_differently,
     "hooked": hooked,
     "uneven": uneven,
+    "used outside": used_outside,
     **COMPRESSED,
 }
 
 
+BETWEEN_STEPS: Final[dict[str, Callable[[torch.nn.Module], Any]]] = {
+    "save": lambda model: fsdp.save(_beside("saved"), model),
+    "save with async_": lambda model: fsdp.save(_beside("saved"), model, async_=True),
+    "load": lambda model: fsdp.load(_beside("saved"), model),
+    "full_optim_state_dict": lambda model: fsdp.full_optim_state_dict(model, SGD(model.parameters())),
+    "export_safetensors": lambda model: fsdp.export_safetensors(model, _beside("exported")),
+    "fully_shard": lambda model: fsdp.fully_shard(torch.nn.Linear(2, 2), process_group=_group_of(model)),
+}
+ALONE: Final = {f"alone in {name}": partial(one_more_batch, then=then) for name, then in BETWEEN_STEPS.items()}
+"""Rank 0 makes a call between steps, and rank 1 trains on."""
 DISAGREE: Final[dict[str, Callable[[int], Told]]] = {
     "other units, of one size": lambda rank: disagrees(rank, 4),
     "other units, of two sizes": lambda rank: disagrees(rank, 9),
     "swapped order": lambda rank: swaps(rank, 3),
     "swapped order, in the first step": lambda rank: swaps(rank, 0),
     "other branch by shape": branches,
+    "a shard on one rank only": shard_on_one_rank,
     "one more batch, while the others save": lambda rank: one_more_batch(rank, fsdp.full_state_dict),
     # the last one: they end
     "one more batch, and the others end": lambda rank: one_more_batch(rank, lambda model: None),
@@ -294,7 +343,7 @@ DISAGREE: Final[dict[str, Callable[[int], Told]]] = {
 def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     """These programs (or all) in turn, over one group; the results go to a file."""
     usual = {**TRAININGS, **OTHERS}
-    programs = {**usual, **FOUR, **UNHEARD, **DISAGREE, **CHECKPOINTS}
+    programs = {**usual, **FOUR, **UNHEARD, **DISAGREE, **ALONE, **CHECKPOINTS, **BORDER}
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)

@@ -56,7 +56,7 @@ def between(model: nn.Module) -> Any:
 
 def at_the_end(model: nn.Module) -> Any:
     """When every collective of the backward is over, and the others have their gradients."""
-    return next(p for p in model.parameters() if p.numel()).register_hook(fail)
+    return next(p for p in model.parameters() if p.shape.numel()).register_hook(fail)
 
 
 def fail(*_: Any) -> None:
@@ -174,6 +174,14 @@ def stops(rank: int) -> Told:
     raise AssertionError("nobody has waited for it")
 
 
+def wraps_alone(rank: int) -> Told | None:
+    """Rank 1 ends without having wrapped anything."""
+    try:
+        return fsdp.fully_shard(nn.Linear(2, 2)) and None if rank == 0 else None
+    except fsdp.PeerFailed as error:
+        return told(error)
+
+
 def hybrid(place: Callable[[nn.Module], Any]) -> Any:
     return retried(place, sharding_strategy="HYBRID_SHARD", mesh=(2, 2))
 
@@ -193,6 +201,7 @@ PROGRAMS: Final[dict[str, Callable[[int], Any]]] = {
     "killed": dies(kill),
     "raises": dies(fail),
     "stops": stops,
+    "wraps alone": wraps_alone,
 }
 
 
@@ -205,7 +214,7 @@ def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     for name in names:
         found[name] = PROGRAMS[name](rank)
         torch.save(found, folder / f"{rank}.pt")  # the last one may end it
-    if not set(names) & {"killed", "raises", "stops"}:
+    if not set(names) & {"killed", "raises", "stops", "wraps alone"}:
         dist.destroy_process_group()
 
 

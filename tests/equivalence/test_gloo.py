@@ -15,8 +15,9 @@ import torch
 import fsdp
 from fsdp.debug.error_notes import MARK
 from tests.equivalence.compressed_programs import STEPS as COMPRESSED_STEPS
-from tests.equivalence.gloo_programs import BF16, DISAGREE, EXACT, FOUR, HOOKS, LIMIT, OTHERS, SGD, TRAININGS, trained
+from tests.equivalence.gloo_programs import ALONE, BF16, DISAGREE, EXACT, FOUR, HOOKS, LIMIT, OTHERS, SGD, TRAININGS, trained
 from tests.equivalence.unheard_programs import UNHEARD
+from tests.support import outside
 from tests.support.models import CASES, Case, assert_close, assert_trained_alike, join, joined, loss_of, reference, train
 from tests.support.processes import command, environment
 
@@ -49,7 +50,8 @@ def start(rank: int, size: int, folder: Path, *names: str) -> subprocess.Popen[b
     with open(folder / f"{rank}.txt", "wb") as output:
         return subprocess.Popen(
             command("tests.equivalence.gloo_programs", rank, size, folder, *names),
-            env=environment(),
+            # as torchrun does; a DeviceMesh reads it
+            env=environment(LOCAL_RANK=str(rank)),
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -172,6 +174,12 @@ def test_ranks_that_finish_first_serve_the_others(ranks: list[dict[str, Any]]) -
     for one, other in zip(ranks, fsdp.simulate(size, OTHERS["uneven"]), strict=True):
         assert_close({name: one["uneven"][name] for name in wanted}, {**wanted})
         assert all(torch.equal(one["uneven"][name], other[name]) for name in wanted)
+
+
+def test_a_value_read_outside_its_unit_may_reach_the_loss_of_one_rank_only(ranks: list[dict[str, Any]]) -> None:
+    for one in ranks:
+        for found in one["used outside"]:
+            assert_close(found, {**outside.plain(len(ranks), (0,))})
 
 
 @pytest.mark.parametrize(("name", "options"), [("delayed", {}), ("delayed, deterministic", {"reduction": EXACT})])
@@ -318,20 +326,46 @@ def disagreeing(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict
 @pytest.mark.parametrize(
     ("program", "size"), [(name, size) for name in DISAGREEMENTS for size in (2, 3) if size == 2 or name in OF_THREE]
 )
-def test_ranks_that_disagree_are_told_within_seconds_and_nothing_is_mixed(
+def test_ranks_that_disagree_get_an_error_within_seconds_and_nothing_is_mixed(
     program: str, size: int, disagreeing: dict[int, list[dict[str, Any]]]
 ) -> None:
     """Over gloo the parameters of units of one size would be mixed without a word, and a process with two sizes would abort."""
     calls, waited_in = DISAGREEMENTS[program]
     found = [one[program] for one in disagreeing[size]]
     for rank, (kind, message, note, seconds) in enumerate(found):
-        # who looks first finds it out, and abandons the step with it
-        assert kind == "WorldError" or (kind == "PeerFailed" and "with WorldError: The ranks disagree" in message)
+        assert kind == "WorldError"
         assert "The ranks disagree on operation" in message
         assert all(call in message for call in calls)
         assert seconds < 10
         if unit := waited_in[rank == 1]:
             tells_where(note, unit, rank, size)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(2, tmp_path_factory.mktemp("ranks"), *ALONE)
+
+
+@pytest.mark.parametrize("program", ALONE)
+def test_who_is_alone_in_a_call_between_steps_is_notified_within_seconds(program: str, alone: list[dict[str, Any]]) -> None:
+    """Object collectives are checked before they are launched as well, and so is what connects the ranks."""
+    call = program.removeprefix("alone in ").removesuffix(" with async_")
+    for kind, message, _, seconds in (one[program] for one in alone):
+        assert kind == "WorldError" and seconds < 10
+        assert f"rank 0 called gather_objects('{call}" in message
+        assert "where the agreed schedule has all_gather('Net'" in message and "which rank 1 followed" in message
+        assert message.endswith("If a rank has fewer batches than the others, train inside fsdp.join.")
+
+
+def test_a_shard_that_one_rank_alone_reads_is_an_error_on_every_rank(disagreeing: dict[int, list[dict[str, Any]]]) -> None:
+    """Its gradient comes late, and the other rank does not know that it must look for it."""
+    found = [one["a shard on one rank only"] for one in disagreeing[2]]
+    for kind, message, note, seconds in found:
+        assert kind == "WorldError" or (kind == "PeerFailed" and "with WorldError" in message)
+        assert "Rank 0 waits for reduce_scatter('layer'" in message
+        assert "which rank 1 did not call" in message
+        assert note.startswith(MARK)
+        assert seconds < 10
     assert any(kind == "WorldError" for kind, *_ in found)
 
 
@@ -344,7 +378,7 @@ def tells_where(note: str, unit: str, rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_who_has_one_more_batch_is_told_that_the_others_have_ended(
+def test_a_rank_with_one_more_batch_gets_an_error_when_the_others_have_ended(
     size: int, disagreeing: dict[int, list[dict[str, Any]]]
 ) -> None:
     for rank, one in enumerate(disagreeing[size]):
@@ -364,7 +398,7 @@ def test_a_rank_that_fails_ends_the_others_and_shows_what_it_printed(tmp_path: P
         run(2, tmp_path, "built differently")
 
 
-def test_steps_of_several_forwards_go_on_after_what_no_hook_hears(tmp_path: Path) -> None:
+def test_steps_of_several_forwards_go_on_after_what_no_hook_sees(tmp_path: Path) -> None:
     ranks = run(2, tmp_path, *UNHEARD)
     told = {name: [one[name][0] for one in ranks] for name in UNHEARD}
     assert told.pop("two losses, of which one fails") in ([1, 0], [1, 1])

@@ -22,11 +22,35 @@ def assert_equal(found: object, wanted: object) -> None:
 
 
 def test_fsdp2_reads_what_we_save_and_we_read_what_it_saves(tmp_path: Path) -> None:
-    rank_0, _ = run(2, tmp_path, "from FSDP2", "into FSDP2", "plain DCP", "in the background")
+    rank_0, rank_1 = run(2, tmp_path, "from FSDP2", "into FSDP2", "plain DCP", "in the background", "own versions")
     for program in ("from FSDP2", "into FSDP2"):
         theirs, ours = rank_0[program]
         assert set(theirs["optimizer"]) == set(dict(CASES["net"].model().named_parameters()))
         assert_equal(ours, theirs)
     assert_equal(rank_0["plain DCP"], dict(CASES["net"].model().state_dict()))
-    for found, wanted in rank_0["in the background"]:
+    for found, wanted in (*rank_0["in the background"], *rank_0["own versions"], *rank_1["own versions"]):
         assert_equal(found, wanted)
+    means = [own["own versions"][0][0]["1.running_mean"] for own in (rank_0, rank_1)]
+    assert not torch.equal(*means), "the ranks had the same statistics, and nothing was tested"
+
+
+def test_what_newcomers_meet_first_is_right_or_said_on_every_rank(tmp_path: Path) -> None:
+    ranks = run(2, tmp_path, "first steps")
+    wanted, found = ranks[0]["first steps"]["loaded"]
+    assert wanted["model"] and wanted["optimizer"]
+    assert_equal(found, wanted)
+    for one in (rank["first steps"] for rank in ranks):
+        assert one["keys"] == (["leave.bias"], ["more"])
+        nothing_saved, empty, loaded, option = one["texts"]
+        assert "load: the path is None, as fsdp.latest returns where no checkpoint is finished" in nothing_saved
+        assert "load_full_state_dict: rank 0 gives an empty state dict" in empty
+        assert loaded == ""
+        assert "unknown option 'device_id': move the module to its device" in option and "use_orig_params" not in option
+
+
+@pytest.mark.parametrize(("size", "other"), [(2, 3), (3, 2)])
+def test_torchs_own_save_brings_model_and_optimizer_to_another_number_of_ranks(size: int, other: int, tmp_path: Path) -> None:
+    saved = run(size, tmp_path, "save both")[0]["save both"]
+    (tmp_path / "store").unlink()  # the next start is a group of its own
+    for loaded in run(other, tmp_path, "load both")[0]["load both"]:
+        assert_equal(loaded, saved)

@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import pickle
+import re
 import subprocess
 import threading
 from typing import Any
@@ -34,6 +35,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             one.wait()
     printed = [(folder / f"{rank}.txt").read_text() for rank in range(2)]
     assert codes == [0, 0], printed
+    # on a busy machine one rank may wrap seconds after the other
+    printed = [re.sub(r"fsdp: rank \d has waited \d+ s in fully_shard for rank \d\.\n", "", one) for one in printed]
     return [{**json.loads((folder / f"{rank}.json").read_text()), "printed": printed[rank]} for rank in range(2)]
 
 
@@ -53,7 +56,7 @@ def test_loaders_that_fork_and_that_spawn_work_beside_it(ranks: list[dict[str, A
 
 
 @pytest.mark.gloo
-def test_an_end_with_work_in_flight_is_quiet(ranks: list[dict[str, Any]]) -> None:
+def test_an_end_with_collectives_in_flight_is_quiet(ranks: list[dict[str, Any]]) -> None:
     assert [one["printed"] for one in ranks] == ["", ""]
 
 
@@ -107,7 +110,7 @@ def test_printing_a_model_at_any_time_shows_what_is_there() -> None:
 def test_a_module_that_prints_its_weights_may_be_one() -> None:
     class Shows(nn.Linear):
         def extra_repr(self) -> str:
-            return f"{self.weight.detach().tolist()}"
+            return f"{fsdp.to_local(self.weight).detach().tolist()}"
 
     def one_rank(rank: int) -> tuple[str, str]:
         model = fsdp.fully_shard(nn.Sequential(Shows(2, 2), nn.Linear(2, 2)), auto_wrap_policy={Shows})

@@ -11,6 +11,7 @@ import torch
 
 import fsdp
 from fsdp.debug.error_notes import MARK
+from fsdp.errors import FEWER_BATCHES
 from tests.equivalence.peer_programs import LIMIT, STEPS, Told
 from tests.support.models import CASES, assert_trained_alike, own_batches, train, wrap
 from tests.support.processes import command, environment
@@ -159,6 +160,12 @@ def test_who_ends_by_an_error_is_named_with_it(tmp_path: Path) -> None:
     assert "rank 1 has abandoned the step, in unit 'blocks.1', with Mine: no" in found[0][1]
 
 
+def test_who_wraps_alone_is_notified_that_the_other_has_ended(tmp_path: Path) -> None:
+    kind, text, rank, *_ = run(2, tmp_path, "wraps alone")[0]["wraps alone"]
+    assert (kind, rank) == ("PeerFailed", 1)
+    assert text.startswith("rank 1 has ended, while this rank waited for it in fully_shard. Every rank must call it.")
+
+
 def test_who_has_stopped_is_the_one_that_is_not_named(tmp_path: Path) -> None:
     """It lives, and its connections as well: the others wait for the time-out of the group, which says who waits for what."""
     found = [one["stops"] for one in run(3, tmp_path, "stops")[:2]]
@@ -170,14 +177,15 @@ def test_who_has_stopped_is_the_one_that_is_not_named(tmp_path: Path) -> None:
             continue
         assert kind == "RuntimeError" and "imed out" in text
         (line,) = said.splitlines()
-        assert line.startswith("fsdp: ") and line.endswith(". Ranks that are not named compute, or hang.")
+        rest = f". Ranks that are not named compute, hang, or wait in another library. {FEWER_BATCHES}"
+        assert line.startswith("fsdp: ") and line.endswith(rest)
         assert {int(name) for name in re.findall(r"rank (\d) waits for all_gather\('blocks.[12]', \d+ bytes\)", line)} == {0, 1}
         assert "rank 2" not in line
     assert any(kind == "RuntimeError" for kind, *_ in found)
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["fails", "killed"])
-def test_who_waits_on_a_device_is_freed_and_told(ends: bool, tmp_path: Path) -> None:
+def test_a_rank_that_waits_on_a_device_is_freed_and_notified(ends: bool, tmp_path: Path) -> None:
     """By a thread: the host waits where nobody looks for a reason. Ranks that failed alike had gone on before."""
     alike, name = "all fail in a backward", "killed" if ends else "fails"
     reason = "has ended, while this rank waited for it" if ends else "Mine: no"

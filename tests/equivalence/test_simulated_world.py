@@ -13,6 +13,7 @@ from tests.support.models import (
     Case,
     assert_close,
     assert_trained_alike,
+    gradients_of,
     join,
     joined,
     own_batches,
@@ -139,7 +140,7 @@ def test_ranks_that_use_different_parameters_average_with_zeros() -> None:
     def backward(model: nn.Module, ranks: list[int], share: int) -> dict[str, torch.Tensor | None]:
         for rank in ranks:
             (model(torch.full((2, 3), rank + 1.0), rank % 2).square().sum() / share).backward()
-        return {name: p.grad for name, p in model.named_parameters()}
+        return gradients_of(model)
 
     plain = make()
     wanted = backward(plain, [0, 1], 2)

@@ -1,5 +1,6 @@
 """The training example runs, learns, and refuses what it cannot run: as a user starts it, in processes of its own."""
 
+import errno
 import importlib
 import json
 import math
@@ -13,14 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+
+from tests.support.everything import EVERYTHING
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "16", "--batch", "4"]
 TINY = [*SMALL, "--eval-every", "20", "--sample-bytes", "12"]
 SECONDS = 120
+OPTIONS = [[], ["--checkpoint-activations", "--strategy", "SHARD_GRAD_OP"], ["--checkpoint-activations", "--precision", "bf16"]]
 
 
 @pytest.fixture
@@ -45,7 +50,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "options",
-    [[], ["--checkpoint-activations", "--strategy", "SHARD_GRAD_OP"], ["--checkpoint-activations", "--precision", "bf16"]],
+    OPTIONS if EVERYTHING else OPTIONS[::2],
     ids=" ".join,
 )
 def test_two_processes_learn_and_leave_their_results(text: Path, tmp_path: Path, options: list[str]) -> None:
@@ -136,6 +141,54 @@ def test_what_cannot_be_trained_on_is_refused_in_a_sentence(
             train.main()
         assert ending.value.code == 2
         assert sentence in capsys.readouterr().err
+
+
+NO_ROOM = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.filterwarnings("ignore:save. .* was not saved:UserWarning")
+@pytest.mark.parametrize(
+    ("refused", "sentence"),
+    [
+        ("fsdp.checkpoint.dcp.FileSystemWriter.write_data", "step-2 could not be written: No space left on device; make room"),
+        ("pathlib.Path.write_text", "{out}: No space left on device"),
+        ("pathlib.Path.open", "{out}: No space left on device"),
+    ],
+)
+def test_what_the_file_system_refuses_is_a_sentence(
+    refused: str,
+    sentence: str,
+    train: ModuleType,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, [text, *TINY, "--steps", 2, "--checkpoint-every", 2, "--out", out])])
+    with mock.patch(refused, side_effect=NO_ROOM), pytest.raises(SystemExit) as ending:
+        train.main()
+    assert ending.value.code == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("train.py: ")
+    assert sentence.format(out=out) in last
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_picture_and_a_bar_need_packages_that_training_does_not(
+    train: ModuleType, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", *map(str, [text, *TINY, "--steps", 20, "--lr", 0.01, "--out", tmp_path / "out"])]
+    )
+    monkeypatch.setattr(train, "tqdm", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    train.main()
+    shown = capsys.readouterr()
+    assert "step 20 of 20: loss " in shown.out and "/rank\n" in shown.out
+    assert "wrote losses.json and sample.txt to " in shown.out
+    assert "a picture of the losses needs the package matplotlib" in shown.out
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["losses.json", "sample.txt"]
 
 
 def test_a_global_batch_is_a_function_of_seed_and_step(train: ModuleType, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,16 +9,21 @@ from typing import NoReturn
 import pytest
 
 import fsdp
-from fsdp.failure import desync
-from fsdp.failure.desync import CallSequence, DesyncDetector, PendingCall, WatchedWork
+from fsdp.errors import FEWER_BATCHES
+from fsdp.failure import desync, pending_call
+from fsdp.failure.desync import CallSequence, DesyncDetector, WatchedWork
+from fsdp.failure.pending_call import OBJECTS, PendingCall
 from tests.support.stores import MemoryStore
 
 
 class NoPeers:
     """Peers that never fail, or that start another forward, which is then named."""
 
-    def check_peers(self, broken: bool) -> None:
+    def check_peers(self, broken: bool, where: str = "") -> None:
         return
+
+    def name(self, rank: int) -> int:
+        return rank
 
     def disconnect(self) -> None:
         return
@@ -35,9 +40,9 @@ class Restarted(fsdp.PeerFailed):
 class Ranks:
     """Threads with one store."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, time_out: float = desync.TIME_OUT) -> None:
         self.store = MemoryStore()
-        self.watches = [DesyncDetector(self.store, rank, size, NoPeers()) for rank in range(size)]
+        self.watches = [DesyncDetector(self.store, rank, size, NoPeers(), time_out) for rank in range(size)]
         self.said: dict[int, str] = {}
 
     def run(self, *programs: Callable[[DesyncDetector], None]) -> None:
@@ -119,7 +124,7 @@ def test_two_new_calls_in_one_place() -> None:
         assert "all_gather('a', 64 bytes)" in said and "all_gather('b', 64 bytes)" in said
 
 
-def test_ranks_that_wait_on_different_channels_for_ever() -> None:
+def test_ranks_that_wait_on_different_communicators_for_ever() -> None:
     ranks = Ranks(3)
 
     def train(last: str) -> Callable[[DesyncDetector], None]:
@@ -141,9 +146,9 @@ def test_ranks_that_wait_on_different_channels_for_ever() -> None:
 
 def test_all_waiting_for_one_slow_call_is_no_deadlock() -> None:
     notes = {rank: PendingCall("shard", 5, "all_gather('a', 64 bytes)", "", {"shard": 5, "reduce": 3}) for rank in range(2)}
-    assert not desync._is_deadlock(notes, 2)
+    assert not pending_call.is_deadlock(notes, 2)
     behind = {**notes, 1: PendingCall("shard", 4, "all_gather('b', 64 bytes)", "", {"shard": 4, "reduce": 3})}
-    assert not desync._is_deadlock(behind, 2), "the one behind will come"
+    assert not pending_call.is_deadlock(behind, 2), "the one behind will come"
 
 
 def test_after_a_disagreement_every_call_says_so() -> None:
@@ -157,7 +162,7 @@ def test_after_a_disagreement_every_call_says_so() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_who_leaves_the_agreed_schedule_is_told_what_it_is_and_who_follows_it(size: int) -> None:
+def test_a_rank_that_leaves_the_agreed_schedule_gets_an_error_with_it_and_with_those_who_follow_it(size: int) -> None:
     """The others have launched what was predicted, and wait; rank 1 asks."""
     ranks = Ranks(size)
 
@@ -179,6 +184,63 @@ def test_who_leaves_the_agreed_schedule_is_told_what_it_is_and_who_follows_it(si
     assert all(re.search(re.escape(text) + "s? [0-9, ]+ followed", ranks.said[rank]) for rank in range(size)), ranks.said
 
 
+def test_who_waits_for_a_call_between_steps_says_so_once_and_is_notified_at_the_time_out(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing is known of the absent rank: it may compute, or wait where none of our code runs."""
+    ranks = Ranks(3, time_out=1.0)
+    save = lambda detector: detector.open("shard").check_call(OBJECTS, "save", 0) and None  # noqa: E731
+    ranks.run(save, lambda detector: None, save)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and re.fullmatch(r"fsdp: rank 0 has waited \d+ s in save for rank 1\.", said[0]), said
+    # the second one that is told may find that the first one has gone already
+    assert any(
+        text.startswith("rank 1 has not called save within 1 s, the time-out of its group.") for text in ranks.said.values()
+    )
+    assert all(f"Every rank must call it. {FEWER_BATCHES}" in text for text in ranks.said.values())
+
+
+def test_who_waits_for_a_call_of_a_step_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = Ranks(2)
+
+    def gather(detector: DesyncDetector) -> None:
+        if detector.rank:
+            threading.Event().wait(0.5)
+        detector.open("shard").check_call("all_gather", "a", 64)
+
+    ranks.run(gather, gather)
+    assert not ranks.said and not capfd.readouterr().err
+
+
+def test_a_long_wait_is_described_until_it_is_over() -> None:
+    ranks, found = Ranks(3), []
+    comes = threading.Event()
+
+    def gather(detector: DesyncDetector) -> None:
+        sequence = detector.open("shard")
+        if detector.rank == 1:
+            while not (wait := ranks.watches[0].wait) or wait.absent != (1,):
+                threading.Event().wait(0.01)
+            found.append(wait.describe())
+            comes.set()
+        sequence.check_call("all_gather", "blocks.3", 64)
+
+    ranks.run(*[gather] * 3)
+    assert comes.is_set() and re.fullmatch(r"rank 0 has waited \d+ s in all_gather of blocks.3 for rank 1", found[0])
+    assert all(detector.wait is None for detector in ranks.watches)
+
+
+@pytest.mark.parametrize(("kind", "named"), [("gather_objects", True), ("all_gather", False)])
+def test_who_left_the_loop_is_pointed_to_join(kind: str, named: bool) -> None:
+    ranks = Ranks(2)
+
+    def call(kind: str, label: str) -> Callable[[DesyncDetector], None]:
+        return lambda detector: detector.open("shard").check_call(kind, label, 64) and None
+
+    ranks.run(call("all_gather", "a"), call(kind, "b"))
+    assert [FEWER_BATCHES in text for text in ranks.said.values()] == [named, named]
+
+
 @pytest.mark.parametrize("others", ["wait in that backward", "are about to call something new"])
 def test_a_rank_that_begins_again_is_named_and_nobody_is_in_trouble(others: str) -> None:
     ranks = Ranks(3)
@@ -194,7 +256,7 @@ def test_a_rank_that_begins_again_is_named_and_nobody_is_in_trouble(others: str)
         return program
 
     waits = {"wait in that backward": ("shard", "call", "a"), "are about to call something new": ("reduce", "call", "b")}
-    ranks.run(train(*waits[others]), train("shard", desync.RESTART_CALL, "root"), train(*waits[others]))
+    ranks.run(train(*waits[others]), train("shard", pending_call.RESTART_CALL, "root"), train(*waits[others]))
     assert ranks.said == dict.fromkeys(range(3), "rank 1 has begun again")
     assert all(detector.fatal is None for detector in ranks.watches)
 
@@ -206,7 +268,7 @@ def test_backwards_that_all_ranks_leave_out_are_agreed_on_once() -> None:
     def evaluate(detector: DesyncDetector) -> None:
         gathers = sequences.setdefault(detector.rank, detector.open("shard"))
         for _ in range(6):
-            gathers.check_call(desync.RESTART_CALL, "root", 0)
+            gathers.check_call(pending_call.RESTART_CALL, "root", 0)
             for unit in ("a", "b"):
                 gathers.check_call("all_gather", unit, 64)
 

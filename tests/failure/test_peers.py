@@ -2,6 +2,7 @@
 
 import errno
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,16 @@ from typing import Any
 import pytest
 
 import fsdp
-from fsdp.errors import PeerFailed
+from fsdp.errors import FEWER_BATCHES, PeerFailed
+from fsdp.failure import desync
 from fsdp.failure import peers as module
 from fsdp.failure.liveness import is_dead, this_process
 from fsdp.failure.peers import PeerMonitor, seconds
 from tests.support.stores import MemoryStore, Scope, said, together
 
 
-def make(size: int, connect: Callable[[str], Any] | None = str) -> list[PeerMonitor]:
-    store = MemoryStore()
+def make(size: int, connect: Callable[[str], Any] | None = str, store: MemoryStore | None = None) -> list[PeerMonitor]:
+    store = store or MemoryStore()
     ranks = [10 + r for r in range(size)]
     lines = [PeerMonitor(store, lambda name: Scope(store, name), ranks, rank, connect) for rank in range(size)]
     for one in lines:
@@ -27,6 +29,7 @@ def make(size: int, connect: Callable[[str], Any] | None = str) -> list[PeerMoni
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desync, "STALL_SECONDS", 0.1)
     monkeypatch.setenv(module.SECONDS, "0.1")
     monkeypatch.setenv(module.RETURN_SECONDS, "0.3")
 
@@ -43,7 +46,7 @@ def test_who_abandons_says_why_to_those_who_wait() -> None:
             assert "rank 10 has abandoned the step, in unit 'blocks.1', with ValueError: no." in str(error)
 
 
-def test_who_hears_of_a_failure_passes_it_on_as_it_is() -> None:
+def test_a_rank_that_is_notified_of_a_failure_passes_it_on_as_it_is() -> None:
     """On a mesh the groups of a rank are different ones."""
     messenger, waiting = make(2)
     messenger.abandon("blocks.7", PeerFailed("text", 3, "blocks.1", "ValueError: no"))
@@ -87,7 +90,7 @@ def test_ranks_that_completed_different_backwards_do_not_go_on() -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_who_waits_for_one_that_cannot_go_on_is_told_so(ends: bool) -> None:
+def test_a_rank_that_waits_for_one_that_cannot_go_on_is_notified(ends: bool) -> None:
     """On a mesh it is found in one group, and the ranks of the others wait; also when it has ended since."""
     knows, asks, comes_back = make(3)
     comes_back.abandon("Net", None)
@@ -127,6 +130,68 @@ def test_who_ended_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rank 11 has ended" in str(said(lambda: ranks[0].check_peers(False)))
 
 
+def test_who_ends_by_an_exception_did_not_run_out_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for failure, remedy in ((None, True), (ValueError("no"), False)):
+        monkeypatch.setattr(sys, "last_value", failure, raising=False)
+        one, other = make(2)
+        other.on_exit()
+        text = str(said(lambda one=one: one.check_peers(False, "all_gather of blocks.3")))
+        assert text.startswith("rank 11 has ended, while this rank waited for it in all_gather of blocks.3. ")
+        assert (f"Every rank must call it. {FEWER_BATCHES}" in text) is remedy
+        assert text.endswith("Start the job again from a checkpoint.")
+
+
+class EndsMeanwhile(MemoryStore):
+    """A store in which a peer finds a disagreement, writes it and ends, just before a rank asks who has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_asking: list[Callable[[], object]] = []
+
+    def check(self, keys: list[str]) -> bool:
+        if keys == ["ended"] and self.before_asking:
+            self.before_asking.pop()()
+        return super().check(keys)
+
+
+@pytest.mark.parametrize("looks", ["waits", "is cut off", "wants to go on", "launches"])
+@pytest.mark.parametrize("tells_all", [False, True], ids=["outside a step", "in a step"])
+def test_the_verdict_of_a_peer_comes_before_its_end(looks: str, tells_all: bool) -> None:
+    store = EndsMeanwhile()
+    finder, other = make(2, store=store)
+    verdict = fsdp.WorldError("The ranks disagree.")
+
+    def find_and_end() -> None:
+        finder.detector.store.set("fatal", str(verdict))
+        if tells_all:
+            finder.abandon("Net", verdict)
+        finder.on_exit()
+
+    store.before_asking.append(find_and_end)
+    pending = other.sequences["shard"].check_call if looks == "launches" else None
+    if looks == "wants to go on":
+        other.abandon("Net", None)
+    error = said(
+        {
+            "waits": lambda: other.check_peers(False),
+            "is cut off": lambda: other.detector.explain_failure(RuntimeError("Connection closed by peer")),
+            "wants to go on": other.reconnect,
+            "launches": lambda: pending and pending("all_gather", "a", 64),
+        }[looks]
+    )
+    assert type(error) is fsdp.WorldError and str(error) == "The ranks disagree."
+    assert not store.before_asking
+
+
+def test_who_wraps_alone_is_notified_that_the_others_have_ended() -> None:
+    one, other = make(2)
+    other.on_exit()
+    error = said(one.meet)
+    assert isinstance(error, PeerFailed) and error.rank == 11
+    assert "rank 11 has ended, while this rank waited for it in fully_shard." in str(error)
+    assert together(*(monitor.meet for monitor in make(3))) == [None] * 3
+
+
 def test_a_process_is_known_by_when_it_began() -> None:
     host, pid, begin = this_process()
     assert host, "where the tests run there is /proc"
@@ -153,7 +218,7 @@ def test_a_group_without_connections_of_its_own_has_none_of_this() -> None:
     other.check_peers(False)
 
 
-def test_what_is_told_can_be_sent_to_another_process() -> None:
+def test_what_is_raised_can_be_sent_to_another_process() -> None:
     failure = PeerFailed("text", 3, "blocks.1", "ValueError: no")
     failure.add_note("a note")
     copy = pickle.loads(pickle.dumps(failure))

@@ -14,8 +14,8 @@ from fsdp.comm.work import DONE
 from fsdp.errors import PeerFailed
 from fsdp.failure import desync, watchdog
 from fsdp.failure import peers as lines_module
-from fsdp.failure.desync import PendingCall
 from fsdp.failure.peers import PendingError
+from fsdp.failure.pending_call import PendingCall
 from fsdp.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 from tests.support.stores import MemoryStore, Scope, said, together
 
@@ -102,7 +102,7 @@ def has_time(ranks: list[Rank]) -> None:
     assert not any(one.aborted.is_set() or one.lines.down or one.lines.pending_error for one in ranks)
 
 
-def test_who_waits_for_one_that_abandoned_the_step_is_freed_and_told() -> None:
+def test_a_rank_that_waits_for_one_that_abandoned_the_step_is_freed_and_notified() -> None:
     waiting, failing = ranks_that_launched(*STEADY)
     failing.lines.abandon("blocks.1", ValueError("no"))
     waiting.launch("b")  # asks nobody, and on a device nobody waits
@@ -117,7 +117,7 @@ def test_who_waits_for_one_that_abandoned_the_step_is_freed_and_told() -> None:
     assert failing.aborted.wait(5)
 
 
-def test_who_waits_for_nobody_is_told_at_its_next_call_and_all_go_on() -> None:
+def test_a_rank_that_waits_for_nobody_is_notified_at_its_next_call_and_all_go_on() -> None:
     """It was computing on the host when the other one failed."""
     waiting, failing = ranks_that_launched("a", "b")
     failing.lines.abandon("blocks.1", ValueError("no"))
@@ -177,7 +177,7 @@ def test_who_is_refused_its_next_call_says_how_far_it_came() -> None:
     assert isinstance(waiting.refused(), PeerFailed) and waiting.aborted.wait(5)
 
 
-def test_a_call_that_was_on_its_way_when_a_peer_failed_is_not_forgotten() -> None:
+def test_a_call_that_was_begun_when_a_peer_failed_is_not_forgotten() -> None:
     waiting, failing = ranks_that_launched(*STEADY)
     failing.lines.abandon("blocks.1", ValueError("no"))
     comes_true(lambda: waiting.lines.pending_error is not None)
@@ -240,7 +240,7 @@ def test_the_first_call_of_a_communicator_waits_for_all_ranks_while_it_is_launch
     assert type(said(lambda: waiting.launch("a"))) is fsdp.WorldError  # it was told by PeerFailed
 
 
-def test_who_is_told_last_is_told_once() -> None:
+def test_a_rank_that_is_notified_last_is_notified_once() -> None:
     ranks = ranks_that_launched(*STEADY, size=4)
     for one in ranks[1:]:
         one.launch("b")
@@ -287,7 +287,7 @@ def test_what_was_said_of_a_step_is_not_compared_with_the_next_one(monkeypatch: 
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_who_waits_for_one_that_ended_is_freed_and_told(killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_waits_for_one_that_ended_is_freed_and_notified(killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, ending = ranks_that_launched(*STEADY)
     if killed:
         monkeypatch.setattr(waiting.lines, "_dead", lambda: {1})
@@ -379,7 +379,7 @@ def test_a_store_may_fail_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waiting.aborted.wait(5) and failures
 
 
-def test_a_channel_that_was_opened_since_a_rank_said_what_it_launched_is_asked_on() -> None:
+def test_a_communicator_that_was_opened_since_a_rank_said_what_it_launched_is_asked_on() -> None:
     one, other = ranks_that_launched(*STEADY)
     comes_true(lambda: "0/waits/1" in held_by(other))
     for rank in (one, other):
@@ -394,7 +394,7 @@ def test_a_channel_that_was_opened_since_a_rank_said_what_it_launched_is_asked_o
     assert not any(together(lambda: asks_on("reduce 1", one), comes_late))
 
 
-def test_who_has_launched_more_on_one_channel_may_come_to_another_late() -> None:
+def test_a_rank_that_has_launched_more_on_one_communicator_may_come_to_another_late() -> None:
     """If it waited for what it launched, nobody could go on; but it computes on its host."""
     one, other = ranks_that_launched(*STEADY)
     for rank in (one, other):
@@ -416,9 +416,9 @@ def test_ranks_that_disagree_are_freed() -> None:
     one, other = ranks_that_launched(*STEADY)
     one.launch("b")
     error = said(lambda: other.launch("c"))
-    assert "rank 1 called all_gather('c', 8 bytes) where the agreed schedule has all_gather('b', 8 bytes)" in str(error)
-    assert "which rank 0 followed" in str(error)
-    assert "rank 1 called all_gather('c', 8 bytes)" in str(one.refused())
+    assert "rank 11 called all_gather('c', 8 bytes) where the agreed schedule has all_gather('b', 8 bytes)" in str(error)
+    assert "which rank 10 followed" in str(error)
+    assert "rank 11 called all_gather('c', 8 bytes)" in str(one.refused())
     assert one.aborted.wait(5) and other.aborted.wait(5)
 
 

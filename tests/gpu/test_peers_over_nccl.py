@@ -14,7 +14,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("name", ["fails", "killed"])
-def test_who_waits_on_a_device_is_freed_and_told(name: str, tmp_path: Path) -> None:
+def test_a_rank_that_waits_on_a_device_is_freed_and_notified(name: str, tmp_path: Path) -> None:
     (((first, again), seconds), _) = run(2, tmp_path, "--nccl", name, script="device_programs")[0][name]
     assert seconds < 5 and first[0] == "PeerFailed" and first[2] == 1
     assert "What was in flight on the device of rank 0 has been aborted" in first[1]

@@ -112,7 +112,7 @@ def test_the_example_of_the_docstring() -> None:
     assert [part.shape for part in parts_of(layout, 1)] == [(0,), (1,)]
 
 
-def test_rows_of_a_transformer_block_stay_whole() -> None:
+def test_rows_of_a_transformer_block_are_not_cut() -> None:
     d = 256
     shapes = ((d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,))
     for num_shards in (1, 2, 3, 4, 8):
@@ -162,3 +162,16 @@ def test_a_thousand_ranks_cost_what_two_cost() -> None:
 
     check(shapes, 2, 1024)
     assert min(seconds(1024) for _ in range(5)) < 0.02
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
+def test_without_alignment_a_vector_that_divides_is_cut_evenly(num_shards: int) -> None:
+    layout = make_layout(((3 * num_shards,),), 4, num_shards, aligned=False)
+    assert layout.shard_numel == 3 and layout.numel == 3 * num_shards
+    assert [part.shape for part in parts_of(layout, 0)] == [(3,)] * num_shards
+    check_parts(layout, 0)
+
+
+def test_without_alignment_parameters_follow_each_other_without_gaps() -> None:
+    layout = make_layout(((3,), (), (5,)), 2, 2, aligned=False)
+    assert [slot.start for slot in layout.slots] == [0, 3, 4] and layout.numel == 10

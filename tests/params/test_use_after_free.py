@@ -92,7 +92,7 @@ def test_a_compiled_forward_may_use_these_methods() -> None:
     torch.testing.assert_close(fsdp.simulate(1, fn)[0], Uses()(X))
 
 
-def test_an_array_made_of_a_whole_parameter_is_refused_by_name() -> None:
+def test_an_array_made_of_an_unsharded_parameter_is_refused_by_name() -> None:
     """It shares the memory, which can never be given back then: a copy can be made."""
 
     def fn(rank: int) -> None:

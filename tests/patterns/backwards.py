@@ -1,11 +1,14 @@
 """Backwards of every kind, and several roots."""
 
+import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import fsdp
 from tests.patterns.harness import Run, Yields, pattern
 from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, steps, train
 
@@ -530,6 +533,57 @@ def _(run: Run) -> Yields:
         with torch.no_grad():
             for average, value in zip(teacher.parameters(), student.parameters(), strict=True):
                 average.mul_(0.9).add_(value, alpha=0.1)
+
+
+class Predicts(nn.Module):
+    """An encoder that has a teacher, and a predictor that has none."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.predictor = encoder, nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.predictor(self.encoder(x))
+
+
+def _partly_frozen() -> Net:
+    """Frozen and trainable parameters in each of its units."""
+    net = Net()
+    for module in (net.enter, net.blocks[0].norm, net.blocks[1].linear):
+        module.requires_grad_(False)
+    return net
+
+
+def _teaches(how: str, reason: str, frozen_at_wrapping: bool) -> None:
+    @pattern(f"a teacher of a partly frozen student, {how}", reason)
+    def _(run: Run) -> Yields:
+        encoder = _partly_frozen()
+        teacher_net = copy.deepcopy(encoder)
+        if frozen_at_wrapping:
+            teacher_net.requires_grad_(False)
+        student = run.shard(Predicts(encoder), {Net, Block})
+        teacher = run.shard(teacher_net, {Block})
+        teacher.requires_grad_(False)
+        optimizer = torch.optim.SGD([p for p in student.parameters() if p.requires_grad], lr=0.02, momentum=0.9)
+        for step in range(3):
+            x = run.data(step, 2, WIDTH)
+            with torch.no_grad():
+                target = teacher(x)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(student(x), target).backward()
+            yield
+            optimizer.step()
+            with ExitStack() as full, torch.no_grad():
+                if run.sharded and frozen_at_wrapping:
+                    full.enter_context(fsdp.summon_full_params(teacher))
+                    full.enter_context(fsdp.summon_full_params(student, writeback=False))
+                for average, value in zip(teacher.parameters(), student.encoder.parameters(), strict=True):
+                    assert average.shape == value.shape
+                    average.mul_(0.9).add_(value, alpha=0.1)
+
+
+_teaches("frozen after wrapping", "the shards of the twins must be the same parts", frozen_at_wrapping=False)
+_teaches("frozen before wrapping", "the twins are cut apart, so the average is of full parameters", frozen_at_wrapping=True)
 
 
 class StepsInBackward:

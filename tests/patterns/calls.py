@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.patterns.harness import Run, Yields, pattern
-from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, steps, train
+from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, sgd_steps, steps, train
 
 
 class Coder(nn.Module):
@@ -362,9 +362,4 @@ class Recurses(Block):
 @pattern("a unit that calls itself in its forward", "the inner calls end first, and must not take the weights away", **steps(2))
 def _(run: Run) -> Yields:
     model = run.shard(Net(block=Recurses), {Recurses})
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        train(model, run.data(step, 2, WIDTH))
-        yield
-        optimizer.step()
+    yield from sgd_steps(run, model, 2)

@@ -16,7 +16,7 @@ GROUPS: Final = (
     "weights",
     "kinds",
     "checkpointing",
-    "replays",
+    "recomputes",
     "surroundings",
     "compiling",
 )

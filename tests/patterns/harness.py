@@ -23,7 +23,7 @@ import fsdp
 from fsdp.comm.simulated import current_rank
 from fsdp.params.module_params import owning_unit
 from fsdp.runtime.registry import unit_ref_of
-from tests.support.models import Gradients, assert_close, distance, is_at_rest, join, kept_always
+from tests.support.models import Gradients, assert_close, distance, is_at_rest, join, kept_always, local
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Run:
 
     def note(self, name: str, value: Tensor | float | None) -> None:
         """A value that must be that of the replica of this rank."""
-        self.outcome.notes.append((name, None if value is None else torch.as_tensor(value).detach().clone()))
+        self.outcome.notes.append((name, None if value is None else local(torch.as_tensor(value)).clone()))
 
     # what the harness does ------------------------------------------------------------------
 
@@ -152,11 +152,11 @@ class Run:
                 yield f"{number}.{name}", parameter
 
     def snapshot(self) -> None:
-        self.outcome.steps.append({name: None if p.grad is None else p.grad.detach().clone() for name, p in self.parameters()})
+        self.outcome.steps.append({name: None if p.grad is None else local(p.grad).clone() for name, p in self.parameters()})
 
     def finish(self) -> Outcome:
         self.snapshot()
-        self.outcome.weights = {name: p.detach().clone() for name, p in self.parameters()}
+        self.outcome.weights = {name: local(p).clone() for name, p in self.parameters()}
         self.outcome.own = {name for name, p in self.parameters() if p in self.ignored}
         return self.outcome
 

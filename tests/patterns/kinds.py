@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.patterns.harness import Run, Yields, pattern
-from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, steps, steps_of_two, train
+from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, sgd_steps, steps, steps_of_two, train
 
 
 class Odd(nn.Module):
@@ -112,12 +112,7 @@ class Lora(nn.Module):
 )
 def _(run: Run) -> Yields:
     model = run.shard(Net(block=Lora), {Lora})
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        train(model, run.data(step, 2, WIDTH))
-        yield
-        optimizer.step()
+    yield from sgd_steps(run, model, 2)
 
 
 class Quantised(nn.Module):
@@ -214,12 +209,7 @@ def _(run: Run) -> Yields:
 def _(run: Run) -> Yields:
     net = Net()
     model = run.shard(net, {Block}, ignored_modules=[net.head, net.blocks[0].norm])
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        train(model, run.data(step, 2, WIDTH))
-        yield
-        optimizer.step()
+    yield from sgd_steps(run, model, 2)
 
 
 @pattern(
@@ -232,12 +222,7 @@ def _(run: Run) -> Yields:
 def _(run: Run) -> Yields:
     net = Net()
     model = run.shard(nn.Sequential(run.shard(net, {Block}, ignored_modules=[net.head]), nn.Linear(3, 3)))
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        train(model, run.data(step, 2, WIDTH))
-        yield
-        optimizer.step()
+    yield from sgd_steps(run, model, 2)
 
 
 def _fill(module: nn.Module) -> None:

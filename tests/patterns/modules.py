@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.patterns.harness import Run, Yields
+
 WIDTH = 4
 
 
@@ -54,6 +56,16 @@ def train(model: nn.Module, x: Tensor) -> Tensor:
     loss = loss_of(model(x))
     loss.backward()
     return loss.detach()
+
+
+def sgd_steps(run: Run, model: nn.Module, number: int) -> Yields:
+    """So many ordinary steps with momentum. What every rank has is compared before each update."""
+    optimizer = sgd(model)
+    for step in range(number):
+        optimizer.zero_grad()
+        train(model, run.data(step, 2, WIDTH))
+        yield
+        optimizer.step()
 
 
 def steps(number: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.patterns.harness import Run, Yields, pattern
-from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, steps, train
+from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, sgd_steps, steps, train
 
 
 class Adapter(nn.Module):
@@ -37,12 +37,7 @@ def _frozen(net: nn.Module, *names: str) -> nn.Module:
 )
 def _(run: Run) -> Yields:
     model = run.shard(_frozen(Net(3), "blocks.1"), {Block})
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        train(model, run.data(step, 2, WIDTH))
-        yield
-        optimizer.step()
+    yield from sgd_steps(run, model, 2)
 
 
 @pattern(
@@ -82,12 +77,7 @@ def _(run: Run) -> Yields:
 )
 def _(run: Run) -> Yields:
     model = run.shard(Net(block=Adapter), {Adapter})
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        train(model, run.data(step, 2, WIDTH))
-        yield
-        optimizer.step()
+    yield from sgd_steps(run, model, 2)
 
 
 @pattern(
@@ -252,6 +242,60 @@ def _(run: Run) -> Yields:
         yield
 
 
+class Around(nn.Module):
+    """A layer around a module that others use as well."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.own(self.shared(x)))
+
+
+class Shares(nn.Module):
+    """Uses a module inside others and on its own, as TabNet does. `first`: the others come after it."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        shared = Block()
+        if first:
+            self.shared = shared
+        self.inner = Around(shared)
+        self.outer = Around(self.inner)
+        self.shared, self.head = shared, nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.outer(self.inner(x)) + self.shared(x))
+
+
+def _shared(where: str, first: bool, *wrapped: str) -> None:
+    @pattern(
+        f"a shared module wrapped by hand, found first {where}",
+        "it stands at several depths, and is owned once, by itself",
+        gathers=2 * (1 + 3 + 2 + len(wrapped) - 2 + len(wrapped)),
+        reductions=2 * (len(wrapped) + 1),
+        cost="2 steps: forward the root's own, the shared one 3 times, the inner one twice, the outer one if it is a unit; "
+        "backward each once, but not the root's own",
+    )
+    def _(run: Run) -> Yields:
+        net = Shares(first)
+        for name in wrapped:
+            run.shard(net.get_submodule(name))
+        model = run.shard(net)
+        optimizer = sgd(model)
+        for step in range(2):
+            optimizer.zero_grad()
+            train(model, run.data(step, 2, WIDTH))
+            yield
+            optimizer.step()
+
+
+_shared("in the root", True, "shared", "inner", "outer")
+_shared("in a unit", False, "shared", "inner", "outer")
+_shared("in a unit that is not wrapped", False, "shared", "inner")
+
+
 class Reads(nn.Module):
     """Reads its child's weight without calling the child."""
 
@@ -337,10 +381,5 @@ def _(run: Run) -> Yields:
 @pattern("spectral norm in the old way", "a pre-hook sets the weight as an attribute and updates a buffer", **steps(2))
 def _(run: Run) -> Yields:
     model = run.shard(Net(block=Spectral), {Spectral})
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        train(model, run.data(step, 2, WIDTH))
-        yield
-        optimizer.step()
+    yield from sgd_steps(run, model, 2)
     run.note("u", model.blocks[0].linear.weight_u)

@@ -352,3 +352,24 @@ def _(run: Run) -> Yields:
     run.refused(lambda: torch.save(model.state_dict(), io.BytesIO()))
     train(model, run.data(0, 2, WIDTH))
     yield
+
+
+class Swaps(Block):
+    """Its activation is a child without parameters."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.activation: nn.Module = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.activation(self.linear(self.norm(x)))
+
+
+@pattern("a child without parameters that is replaced after wrapping", "the engine remembers modules that are gone", **steps(2))
+def _(run: Run) -> Yields:
+    model = run.shard(Net(block=Swaps), {Swaps})
+    for step in range(2):
+        train(model, run.data(step, 2, WIDTH))
+        yield
+        for block in model.blocks:
+            block.activation = nn.GELU()

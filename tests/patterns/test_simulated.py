@@ -14,7 +14,7 @@ import pytest
 import fsdp
 from tests.patterns.every import PATTERNS
 from tests.patterns.harness import Outcome, attempt, compare, perform
-from tests.patterns.ways import Turn, recorded
+from tests.patterns.turns import Turn, recorded
 from tests.state_machine_tests.stories import TOLD, tell
 from tests.support.everything import EVERYTHING
 
@@ -88,7 +88,7 @@ def test_every_world_is_that_of_many_patterns() -> None:
     assert all(patterns_in[world] >= quick / len(OTHERS) / 2 for world in OTHERS), patterns_in
 
 
-def test_stories_tell_every_way_a_unit_goes() -> None:
+def test_stories_contain_every_two_rows_that_follow_each_other() -> None:
     """Of the patterns there is a story at the level of the lifecycle for any two rows that follow each other."""
     told = set()
     for story, strategy in TOLD:

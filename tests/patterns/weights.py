@@ -1,10 +1,12 @@
 """Weights that are read or changed outside a forward, or inside their own."""
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.patterns.harness import Run, Yields, pattern
-from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, steps, train
+from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, sgd_steps, steps, train
 
 
 @pattern(
@@ -56,7 +58,7 @@ def _(run: Run) -> Yields:
     "the norm of a shard as a penalty",
     "its value is that of a part, and so is its gradient",
     refused="outside its unit",
-    gathers=5,
+    gathers=6,
     reductions=3,
     cost="the step after the refusal",
 )
@@ -126,12 +128,7 @@ class Clamps(Block):
 @pattern("weights changed in their own forward", "the change is made to unsharded parameters that are freed", **steps(2))
 def _(run: Run) -> Yields:
     model = run.shard(Net(block=Clamps), {Clamps})
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        train(model, run.data(step, 2, WIDTH))
-        yield
-        optimizer.step()
+    yield from sgd_steps(run, model, 2)
 
 
 class Replaces(Block):
@@ -157,3 +154,67 @@ def _(run: Run) -> Yields:
         optimizer.step()
         with torch.no_grad():
             model.blocks[0].linear.weight.mul_(0.5)
+
+
+class Adjoint(torch.autograd.Function):
+    """One step of an ODE solver. Its backward computes the step again, and the gradients of the parameters it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, field: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.field = field
+        ctx.save_for_backward(x, *parameters)
+        return x + field(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            after = x + ctx.field(x)
+        return None, *torch.autograd.grad(after, (x, *parameters), gradient)
+
+
+class Solver(nn.Module):
+    """Gives the parameters of its field to the adjoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.field = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Adjoint.apply(self.field, x, *self.field.parameters())  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _solver() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Solver(), nn.Linear(WIDTH, 3))
+
+
+@pattern(
+    "an ODE solver with an adjoint, as one unit with its field",
+    "an autograd.Function is given the parameters, and computes with the module in its backward",
+    gathers=2 * (2 + 1),
+    reductions=2 * 2,
+    cost="2 steps: the solver forward and backward, the root's own once",
+)
+def _(run: Run) -> Yields:
+    model = run.shard(_solver(), {Solver})
+    optimizer = sgd(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        train(model, run.data(step, 2, WIDTH))
+        yield
+        optimizer.step()
+
+
+@pattern(
+    "an ODE solver with an adjoint around units",
+    "the Function is given shards, which get no gradient",
+    refused="a module around the unit gave the unit's parameters to an operation, .* make that module the unit",
+)
+def _(run: Run) -> Yields:
+    model = run.shard(_solver(), {nn.Linear})
+    run.refused(lambda: model(run.data(0, 2, WIDTH)))
+    if not run.sharded:
+        train(model, run.data(0, 2, WIDTH))
+        model.zero_grad()
+    yield

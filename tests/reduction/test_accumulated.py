@@ -17,6 +17,7 @@ from tests.support.models import (
     gradients_of,
     is_at_rest,
     join,
+    local,
     loss_of,
     make_net,
     two_units,
@@ -235,7 +236,7 @@ def test_a_unit_used_only_under_no_sync_is_reduced_all_the_same() -> None:
     assert_close(found, run(plain, [0, 1], nullcontext))
 
 
-def test_no_sync_keeps_memory_for_whole_gradients_and_gives_it_back() -> None:
+def test_no_sync_keeps_memory_for_unsharded_gradients_and_releases_it() -> None:
     def fn(rank: int) -> None:
         model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
         backward(model, rank, 1, kept=True)
@@ -266,7 +267,7 @@ def test_what_no_sync_kept_is_reduced_though_it_was_frozen_since() -> None:
             model(torch.ones(1, 1)).sum().backward()
         model.weight.requires_grad_(False)
         model(torch.ones(1, 1)).sum().backward()
-        return torch.empty(0) if model.weight.grad is None else model.weight.grad.flatten()
+        return torch.empty(0) if model.weight.grad is None else local(model.weight.grad).flatten()
 
     assert torch.cat(simulate(2, one_rank)).tolist() == [2.0] * 8
 

@@ -83,20 +83,20 @@ def test_training_is_that_of_one_process(way: str, case: str, name: str) -> None
 # parcels, which are pure ------------------------------------------------------------------
 
 
-def test_small_buckets_that_follow_each_other_share_a_parcel_up_to_the_cap() -> None:
+def test_small_buckets_that_follow_each_other_share_a_group_up_to_the_cap() -> None:
     items = [Item(size, "") for size in (4, 4, 4, 4, 9, 1, 1)]
     assert make_bucket_groups(range(7), items, cap=8, first=4) == ((0,), (1, 2), (3,), (4,), (5, 6))
     assert make_bucket_groups((6, 5, 4, 3, 2, 1, 0), items, cap=8, first=8) == ((6, 5), (4,), (3, 2), (1, 0))
     assert make_bucket_groups(range(7), items, cap=None, first=4) == tuple((n,) for n in range(7))
 
 
-def test_parcels_that_taper_take_half_of_what_is_left_down_to_an_eighth_of_the_cap() -> None:
+def test_groups_that_taper_take_half_of_what_is_left_down_to_an_eighth_of_the_cap() -> None:
     items = [Item(1, "")] * 40
     groups = make_bucket_groups(range(40), items, cap=16, first=1, tapers=True)
     assert [len(group) for group in groups] == [1, 16, 11, 6, 3, 2, 1]
 
 
-def test_kinds_do_not_mix_and_a_parcel_comes_when_its_last_bucket_does() -> None:
+def test_kinds_do_not_mix_and_a_group_comes_when_its_last_bucket_does() -> None:
     items = [Item(2, "a"), Item(2, "b"), Item(2, "a"), Item(2, "b"), Item(2, "a")]
     assert make_bucket_groups(range(5), items, cap=4, first=4) == ((0, 2), (1, 3), (4,))
 
@@ -137,7 +137,7 @@ def test_units_share_a_collective_up_to_the_cap() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_a_large_unit_is_reduced_in_pieces_before_it_is_ready(strategy: str) -> None:
+def test_a_large_unit_is_reduced_in_parts_before_it_is_ready(strategy: str) -> None:
     """One unit: its later layers are on their way while its earlier ones still run backward."""
 
     class Telling(nn.Sequential):
@@ -162,7 +162,7 @@ def test_a_large_unit_is_reduced_in_pieces_before_it_is_ready(strategy: str) -> 
     assert fsdp.simulate(2, fn)[0] == [1] * 5
 
 
-def test_pieces_that_are_launched_early_are_awaited_when_their_units_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_buckets_are_waited_for_when_their_units_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were kept in flight until the end of the backward, which is the memory of all gradients."""
     deepest: list[int] = []
     launch = ReductionQueue.launch
@@ -665,7 +665,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "find_unused_parameters needs sharding_strategy='NO_SHARD'": {"reduction": fsdp.ReductionPolicy(find_unused_parameters=True)},
     "reduction.triggers: .* has no trainable parameter 'nowhere'": {"reduction": fsdp.ReductionPolicy(triggers=("nowhere",))},
     "unknown option 'bucket_cap_mb': give reduction=": {"bucket_cap_mb": 25},
-    "unknown option 'gradient_as_bucket_view': gradients are always": {"gradient_as_bucket_view": True},
+    "unknown option 'gradient_as_bucket_view': gradients are always": {"gradient_as_bucket_view": 1},
 }
 
 

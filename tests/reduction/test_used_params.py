@@ -64,7 +64,7 @@ class ThreeCalls(nn.Module):
 
 @pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_second_portion_waits_until_the_first_has_left_the_bucket(streams: int, seed: int) -> None:
+def test_a_remainder_waits_until_the_first_reduction_has_left_the_bucket(streams: int, seed: int) -> None:
     """With a lane free it was filled while the first was on its way, which gave back the memory under the second."""
 
     def fn(rank: int) -> dict[str, Tensor | None]:

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import fsdp
-from tests.support.models import Block, Net, assert_close, is_at_rest, join, loss_of, make_net, world_log
+from tests.support.models import Block, Net, assert_close, is_at_rest, join, local, loss_of, make_net, world_log
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
@@ -185,7 +185,7 @@ def test_a_checkpoint_costs_one_more_gather_at_most(reentrant: bool) -> None:
     fsdp.simulate(2, fn)
 
 
-def test_what_a_replay_reads_of_another_root_belongs_to_the_backward_around_the_checkpoint() -> None:
+def test_what_a_recompute_reads_of_another_root_belongs_to_the_backward_around_the_checkpoint() -> None:
     """Its gradient comes in a graph task of the checkpoint's own, whose end is not the end of the backward."""
 
     class Reads(nn.Module):
@@ -206,7 +206,7 @@ def test_what_a_replay_reads_of_another_root_belongs_to_the_backward_around_the_
         weight.register_post_accumulate_grad_hook(calls.append)
         model(torch.linspace(-1, 1, 8).view(2, 4)).square().sum().backward()
         assert weight.grad is not None
-        return weight.grad, len(calls)
+        return local(weight.grad), len(calls)
 
     def one_rank(rank: int) -> tuple[Tensor, int]:
         model = Reads()

@@ -130,7 +130,7 @@ def test_frozen_units_are_not_reduced() -> None:
     fsdp.simulate(2, fn)
 
 
-def test_gathers_and_reductions_have_channels_of_their_own() -> None:
+def test_gathers_and_reductions_have_communicators_of_their_own() -> None:
     for call in calls(step)[1]:
         assert call.comm == ("reduce" if call.kind == "reduce_scatter" else "shard")
 

@@ -114,7 +114,7 @@ def stop(*_: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("where", ["forward pre-hook", "forward hook", "backward", "tensor hook"])
-def test_an_exception_gives_the_memory_back(where: str, strategy: str) -> None:
+def test_an_exception_releases_the_memory(where: str, strategy: str) -> None:
     def fn(rank: int) -> None:
         model = fsdp.fully_shard(make(8), auto_wrap_policy={Block}, sharding_strategy=strategy)
         step(model)

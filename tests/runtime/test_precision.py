@@ -16,6 +16,7 @@ from tests.support.models import (
     assert_trained_alike,
     join,
     joined,
+    local,
     loss_of,
     make_net,
     own_batches,
@@ -153,7 +154,7 @@ def test_fp16_gradients_do_not_overflow_in_the_sum(size: int) -> None:
     def fn(rank: int) -> list[float]:
         model = fsdp.fully_shard(nn.Linear(4, 2, bias=False), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.float16))
         (model(torch.ones(1, 4)) * 40_000.0).float().sum().backward()
-        return [] if model.weight.grad is None else model.weight.grad.reshape(-1).tolist()
+        return [] if model.weight.grad is None else local(model.weight.grad).reshape(-1).tolist()
 
     gradients = [value for own in fsdp.simulate(size, fn) for value in own]
     # one rounding of the pre-division on each rank, one of the sum
@@ -183,14 +184,14 @@ def test_an_overflow_on_one_rank_stops_every_rank_and_halves_every_scale() -> No
         scaler = fsdp.ShardedGradScaler(model, init_scale=1024.0, growth_interval=100)
         stepped, scales = [], []
         for overflow in (False, True, False):
-            before = [p.detach().clone() for p in model.parameters()]
+            before = [local(p).clone() for p in model.parameters()]
             optimizer.zero_grad()
             scaler.scale(loss_of(model(X))).backward()
             if overflow and rank == 1:
-                next(p.grad for p in model.parameters() if p.grad is not None and p.numel())[0] = float("inf")
+                local(next(p.grad for p in model.parameters() if p.grad is not None and p.shape.numel()))[0] = float("inf")
             scaler.step(optimizer)
             scaler.update()
-            stepped.append(any(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)))
+            stepped.append(any(not torch.equal(local(p), old) for p, old in zip(model.parameters(), before, strict=True)))
             scales.append(scaler.get_scale())
         return stepped, scales
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.comm.simulated import simulate
-from tests.support.models import Block, Net, loss_of, two_units, units_of, world_log
+from tests.support.models import Block, Net, local, loss_of, two_units, units_of, world_log
 
 BLOCKS = 3
 
@@ -79,14 +79,14 @@ def test_a_change_on_one_rank_is_seen_by_all(strategy: str, changed: int) -> Non
             loss_of(model(X)).backward()
         with torch.no_grad():
             for parameter in model.blocks[1].parameters():
-                if rank == changed and parameter.numel():
+                if rank == changed and parameter.shape.numel():
                     parameter.mul_(2)
         return model(X).detach()
 
     torch.manual_seed(0)
     plain = Net(BLOCKS)
     with torch.no_grad():
-        parts = fsdp.simulate(2, lambda rank: [p.numel() for p in wrapped(strategy).blocks[1].parameters()])
+        parts = fsdp.simulate(2, lambda rank: [p.shape.numel() for p in wrapped(strategy).blocks[1].parameters()])
         for number, parameter in enumerate(plain.blocks[1].parameters()):
             held = parts[changed][number]
             first = sum(parts[rank][number] for rank in range(changed))
@@ -96,7 +96,7 @@ def test_a_change_on_one_rank_is_seen_by_all(strategy: str, changed: int) -> Non
 
 
 @BOTH
-def test_an_evaluation_sees_edits_that_leave_no_trace_and_so_does_what_follows(strategy: str) -> None:
+def test_an_evaluation_sees_updates_that_leave_no_trace_and_so_does_what_follows(strategy: str) -> None:
     """Weights are swapped through `.data` for an evaluation, as averages of weights are."""
 
     def fn(rank: int) -> list[Tensor]:
@@ -122,7 +122,7 @@ def test_an_evaluation_sees_edits_that_leave_no_trace_and_so_does_what_follows(s
         assert torch.equal(back, after) and torch.allclose(back, once, atol=1e-6)
 
 
-def test_a_frozen_unit_is_gathered_once_for_the_whole_training() -> None:
+def test_a_frozen_unit_is_gathered_once_in_a_training() -> None:
     def fn(rank: int) -> list[dict[str, int]]:
         torch.manual_seed(0)
         model = Net(BLOCKS)
@@ -161,7 +161,7 @@ def test_what_is_held_between_steps_is_what_the_table_says(strategy: str) -> Non
 
 
 @BOTH
-def test_a_failed_step_gives_the_whole_parameters_back(strategy: str) -> None:
+def test_a_failed_step_releases_the_unsharded_parameters(strategy: str) -> None:
     def fn(rank: int) -> Any:
         model = wrapped(strategy)
         loss_of(model(X)).backward()
@@ -174,8 +174,8 @@ def test_a_failed_step_gives_the_whole_parameters_back(strategy: str) -> None:
         assert fsdp.memory_bytes(model) == sum(flat.shard.nbytes + buckets * flat.unsharded.nbytes for flat in flats)
         handle.remove()
         loss_of(model(X)).backward()
-        return [None if p.grad is None else p.grad.clone() for p in model.parameters()], [
-            None if p.grad is None else p.grad.clone() for p in fresh(strategy)
+        return [None if p.grad is None else local(p.grad).clone() for p in model.parameters()], [
+            None if p.grad is None else local(p.grad).clone() for p in fresh(strategy)
         ]
 
     def fresh(strategy: str) -> Any:
@@ -199,3 +199,52 @@ def test_data_assigned_outside_is_what_the_next_forward_gathers_also_ahead() -> 
         return float(model(torch.ones(1, 3)).abs().sum())
 
     assert simulate(2, one_rank) == [0.0, 0.0]
+
+
+class StepsInForward(nn.Module):
+    """Calls one layer twice. In between an optimizer steps, maybe after a backward through another layer."""
+
+    def __init__(self, backward: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        # a single row: rank 1 holds nothing of it, and its optimizer skips it
+        self.one, self.two = nn.Linear(3, 1, bias=False), nn.Linear(3, 3)
+        self.backward = backward
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.one(x).detach()
+        if self.optimizer is not None:
+            if self.backward:
+                self.two(x).sum().backward()
+            self.optimizer.step()
+        return self.one(x) + first
+
+
+def second_step(model: nn.Module, inner: StepsInForward) -> Tensor:
+    """What the second forward returns, whose optimizer has the gradients of the first step."""
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    model(x).sum().backward()
+    inner.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    output = model(x)
+    output.sum().backward()
+    return output.detach()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER", "NO_SHARD"])
+@pytest.mark.parametrize("backward", [True, False], ids=["after a backward", "alone"])
+def test_an_optimizer_that_steps_in_a_forward_is_seen_by_all_ranks_or_by_none(strategy: str, backward: bool) -> None:
+    """A rank without elements of a parameter does not see that the others have changed it, and must not use the old copy."""
+
+    def fn(rank: int) -> Tensor:
+        inner = StepsInForward(backward)
+        return second_step(fsdp.FullyShardedDataParallel(inner, auto_wrap_policy={nn.Linear}, sharding_strategy=strategy), inner)
+
+    if backward or strategy in ("FULL_SHARD", "NO_SHARD"):
+        plain = StepsInForward(backward)
+        wanted = second_step(plain, plain)
+        assert all(torch.allclose(found, wanted) for found in simulate(2, fn))
+    else:
+        # the copy stays in memory between the two calls
+        with pytest.raises(fsdp.WorldError, match=r"rank 0 called all_gather\('one'.* where rank 1 called"):
+            simulate(2, fn)

@@ -167,7 +167,7 @@ class TestLoading:
     def test_rank_0_must_have_it(self) -> None:
         def fn(rank: int) -> None:
             model = wrap(CASES["net"])
-            with pytest.raises(fsdp.ShardingError, match="rank 0 must give the state dict"):
+            with pytest.raises(fsdp.ShardingError, match="rank 0 gives None; it must give the full one"):
                 fsdp.load_full_state_dict(model, shifted(CASES["net"]) if rank == 1 else None)
 
         fsdp.simulate(2, fn)

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import fsdp
-from fsdp.state_dict.sharded_value import ShardedValue
+from fsdp.shards.sharded_value import ShardedValue
 from tests.support.models import CASES, Block, Case, Net, make_net, weights_of, world_log, wrap
 from tests.support.states import STATEFUL, assert_same_state, shifted
 
@@ -44,7 +45,7 @@ class TestStateDict:
     @STATEFUL
     @pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
     @pytest.mark.parametrize("size", [1, 2, 3])
-    def test_the_boxes_of_all_ranks_are_the_plain_modules_state(self, case: Case, in_place: bool, size: int) -> None:
+    def test_the_chunks_of_all_ranks_are_the_plain_modules_state(self, case: Case, in_place: bool, size: int) -> None:
         def fn(rank: int) -> dict[str, Any]:
             model = wrap(case, in_place)
             before = len(world_log())
@@ -80,10 +81,29 @@ class TestStateDict:
         ],
         ids=["torch.save", "pickle", "sum", "equal"],
     )
-    def test_no_fragment_is_taken_for_the_whole(self, save: Callable[[Any], Any]) -> None:
+    def test_no_fragment_is_taken_for_the_full_tensor(self, save: Callable[[Any], Any]) -> None:
         def fn(rank: int) -> None:
             with pytest.raises(fsdp.ShardingError, match=r"'enter.weight'.*fsdp.full_state_dict\(model\)"):
                 save(wrap(CASES["net"]).state_dict())
+
+        fsdp.simulate(2, fn)
+
+    def test_the_package_safetensors_is_notified_what_to_write(self, tmp_path: Path) -> None:
+        safetensors = pytest.importorskip("safetensors.torch")
+
+        def fn(rank: int) -> None:
+            model = wrap(CASES["net"])
+            text = (
+                r"'enter.weight' has no memory as a full tensor: .* call fsdp.export_safetensors\(model, folder\) on every rank"
+            )
+            for save in (safetensors.save_file, lambda state, path: state["enter.weight"].storage()):
+                with pytest.raises(fsdp.ShardingError, match=text):
+                    save(dict(model.state_dict()), tmp_path / "a")
+            full = fsdp.full_state_dict(model)
+            if rank == 0:
+                safetensors.save_file(full, tmp_path / "a")
+                found = safetensors.load_file(tmp_path / "a")
+                assert_same_state({name: found[name] for name in full}, full)
 
         fsdp.simulate(2, fn)
 

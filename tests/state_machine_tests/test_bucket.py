@@ -45,13 +45,13 @@ CELLS = """
     REDUCING TAKE_STOCK -> REDUCING: COUNT_REMAINDER
     REDUCING FLUSH_GRADS -> REDUCING:
     REDUCING REMAINDER_TURN -> REDUCING: LOOK_HERE
-    REDUCING REMAINDER_TURN_REOPENED -> REDUCING: LOOK_EVERYWHERE
+    REDUCING REMAINDER_TURN_CHECKED -> REDUCING: LOOK_EVERYWHERE
     REDUCING SOME_RANK_HAS -> REDUCING: WAIT
     REDUCING DRAINED -> BROKEN_OFF:
     REDUCED TAKE_STOCK -> REDUCED: COUNT_REMAINDER
     REDUCED FLUSH_GRADS -> REDUCED:
     REDUCED REMAINDER_TURN -> REDUCED: LOOK_HERE
-    REDUCED REMAINDER_TURN_REOPENED -> REDUCED: LOOK_EVERYWHERE
+    REDUCED REMAINDER_TURN_CHECKED -> REDUCED: LOOK_EVERYWHERE
     REDUCED SOME_RANK_HAS -> REDUCING_REMAINDER: LAUNCH_REMAINDER
     REDUCED COMMIT -> EMPTY: PUT
     REDUCED DRAINED -> REDUCED:
@@ -62,7 +62,7 @@ CELLS = """
     PASSED TAKE_STOCK -> PASSED: COUNT_REMAINDER
     PASSED FLUSH_GRADS -> PASSED:
     PASSED REMAINDER_TURN -> PASSED:
-    PASSED REMAINDER_TURN_REOPENED -> PASSED:
+    PASSED REMAINDER_TURN_CHECKED -> PASSED:
     PASSED COMMIT -> EMPTY:
     PASSED DRAINED -> PASSED:
     PASSED DROP_GRADS -> EMPTY: FORGET
@@ -136,10 +136,10 @@ DIFFERENT = {
         READY TAKE_STOCK
         READY FLUSH_GRADS
         REDUCING REMAINDER_TURN -> REDUCING:
-        REDUCING REMAINDER_TURN_REOPENED -> REDUCING:
+        REDUCING REMAINDER_TURN_CHECKED -> REDUCING:
         REDUCING SOME_RANK_HAS
         REDUCED REMAINDER_TURN -> REDUCED:
-        REDUCED REMAINDER_TURN_REOPENED -> REDUCED:
+        REDUCED REMAINDER_TURN_CHECKED -> REDUCED:
         REDUCED SOME_RANK_HAS
         REDUCING_REMAINDER MAKE_ROOM
         REDUCING_REMAINDER LANDED
@@ -207,8 +207,24 @@ def check_units() -> None:
         UnitState.OPEN: (),
         UnitState.DONE: (UnitEvent.POST_BACKWARD,),
         UnitState.REOPENED: (UnitEvent.POST_BACKWARD, UnitEvent.GATHERED),
+        UnitState.OPEN_OUTSIDE: (UnitEvent.USED_OUTSIDE,),
+        UnitState.DONE_OUTSIDE: (UnitEvent.POST_BACKWARD, UnitEvent.USED_OUTSIDE),
     }
     wanted = {
+        (UnitState.OPEN, UnitEvent.BEGINS): (UnitState.OPEN, False),
+        (UnitState.OPEN, UnitEvent.USED_OUTSIDE): (UnitState.OPEN_OUTSIDE, False),
+        (UnitState.DONE, UnitEvent.BEGINS): (UnitState.OPEN, False),
+        (UnitState.DONE, UnitEvent.USED_OUTSIDE): (UnitState.DONE_OUTSIDE, False),
+        (UnitState.REOPENED, UnitEvent.BEGINS): (UnitState.OPEN, False),
+        (UnitState.REOPENED, UnitEvent.USED_OUTSIDE): (UnitState.DONE_OUTSIDE, False),
+        (UnitState.OPEN_OUTSIDE, UnitEvent.BEGINS): (UnitState.OPEN_OUTSIDE, False),
+        (UnitState.OPEN_OUTSIDE, UnitEvent.GATHERED): (UnitState.OPEN_OUTSIDE, False),
+        (UnitState.OPEN_OUTSIDE, UnitEvent.POST_BACKWARD): (UnitState.DONE_OUTSIDE, True),
+        (UnitState.OPEN_OUTSIDE, UnitEvent.USED_OUTSIDE): (UnitState.OPEN_OUTSIDE, False),
+        (UnitState.DONE_OUTSIDE, UnitEvent.BEGINS): (UnitState.OPEN_OUTSIDE, False),
+        (UnitState.DONE_OUTSIDE, UnitEvent.GATHERED): (UnitState.DONE_OUTSIDE, False),
+        (UnitState.DONE_OUTSIDE, UnitEvent.POST_BACKWARD): (UnitState.DONE_OUTSIDE, False),
+        (UnitState.DONE_OUTSIDE, UnitEvent.USED_OUTSIDE): (UnitState.DONE_OUTSIDE, False),
         (UnitState.OPEN, UnitEvent.GATHERED): (UnitState.OPEN, False),
         (UnitState.OPEN, UnitEvent.POST_BACKWARD): (UnitState.DONE, True),
         (UnitState.DONE, UnitEvent.GATHERED): (UnitState.REOPENED, False),
@@ -259,7 +275,7 @@ def used() -> set[tuple[BucketKind, BucketState, BucketEvent]]:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_no_reachable_state_breaks_a_promise(name: str, used: set[tuple[BucketKind, BucketState, BucketEvent]]) -> None:
+def test_no_reachable_state_violates_an_invariant(name: str, used: set[tuple[BucketKind, BucketState, BucketEvent]]) -> None:
     found = explore_buckets(BY_NAME[name], used)
     assert found.violations == 0, "\n".join(found.story)
     assert found.states >= STATES[name]
@@ -283,7 +299,7 @@ BUGS: Mapping[str, tuple[str, BucketKind, BucketState, BucketEvent, BucketStep, 
         "the ranks launched different reductions",
     ),
     "nobody looks at what was reopened": (
-        "ordinary", K.ORDINARY, S.REDUCED, E.REMAINDER_TURN_REOPENED, BucketStep(S.REDUCED, (A.LOOK_HERE,)),
+        "ordinary", K.ORDINARY, S.REDUCED, E.REMAINDER_TURN_CHECKED, BucketStep(S.REDUCED, (A.LOOK_HERE,)),
         "a deadlock",
     ),
     "a remainder is filled under the first reduction": (
@@ -321,6 +337,19 @@ def test_a_unit_that_is_never_reopened_is_noticed(monkeypatch: pytest.MonkeyPatc
     row = {**UNITS[UnitState.DONE], UnitEvent.GATHERED: UnitStep(UnitState.DONE)}
     monkeypatch.setitem(UNITS, UnitState.DONE, row)  # type: ignore[arg-type]
     assert explore_buckets(BY_NAME["ordinary"]).violations == 1
+
+
+def test_a_use_outside_a_unit_that_is_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {**UNITS[UnitState.OPEN_OUTSIDE], UnitEvent.BEGINS: UnitStep(UnitState.OPEN)}
+    monkeypatch.setitem(UNITS, UnitState.OPEN_OUTSIDE, row)  # type: ignore[arg-type]
+    assert explore_buckets(BY_NAME["ordinary-kept"]).violations == 1
+
+
+@pytest.mark.parametrize("state", [UnitState.OPEN, UnitState.DONE, UnitState.REOPENED])
+def test_a_use_outside_a_unit_that_is_ignored_is_noticed(state: UnitState, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {**UNITS[state], UnitEvent.USED_OUTSIDE: UnitStep(state)}
+    monkeypatch.setitem(UNITS, state, row)  # type: ignore[arg-type]
+    assert explore_buckets(BY_NAME["ordinary-kept"]).violations == 1
 
 
 def test_a_commit_is_checked_for_all_buckets_before_the_first() -> None:

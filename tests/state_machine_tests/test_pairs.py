@@ -62,7 +62,7 @@ def test_every_pair_moves_as_its_row_says_or_is_refused_and_stays(strategy: Resh
     assert str(error).endswith(REMEDIES.get((state, event), OUR_BUG))
 
 
-def test_the_whole_text_of_a_refusal_that_a_user_can_cause() -> None:
+def test_the_complete_text_of_a_refusal_that_a_user_can_cause() -> None:
     unit = Lifecycle("layers.3", ReshardPolicy.AFTER_FORWARD)
     unit.on(Event.SUMMON)
     with pytest.raises(IllegalTransition) as refused:
@@ -111,7 +111,7 @@ def test_keeping_after_the_forward_differs_in_one_row_only() -> None:
     assert different == [(State.FORWARD, Event.POST_FORWARD)]
 
 
-def test_keeping_always_frees_only_what_fails_is_abandoned_or_lent() -> None:
+def test_never_resharding_frees_only_what_fails_is_abandoned_or_gathered_in_full() -> None:
     frees = {
         event for row in TABLES[ReshardPolicy.NEVER].values() for event, step in row.items() if Action.RESHARD in step.actions
     }

@@ -92,7 +92,7 @@ def test_a_new_root_is_at_rest() -> None:
     assert root.backward is BackwardState.RESTING
 
 
-def test_hear_names_the_unit_in_every_instruction() -> None:
+def test_on_event_names_the_unit_in_every_instruction() -> None:
     assert root_of_three().on_event(1, Event.PRE_FORWARD) == (Instruction(1, Action.DROP_STALE), Instruction(1, Action.UNSHARD))
 
 
@@ -158,7 +158,7 @@ def test_no_row_but_the_first_join_asks_for_a_callback() -> None:
     assert asking == [(BackwardState.RESTING, B.UNIT_JOINS), (BackwardState.RESTING_INSIDE, B.UNIT_JOINS)]
 
 
-def test_an_abandoned_backward_makes_way_for_a_new_callback() -> None:
+def test_an_abandoned_backward_leaves_room_for_a_new_callback() -> None:
     root = root_of_three()
     for kind in (None, *KINDS):
         assert Action.JOIN_BACKWARD in actions(root.on_event(2, Event.PRE_BACKWARD))
@@ -204,7 +204,7 @@ def test_a_backward_that_reduces_nothing_commits_nothing(kind: B) -> None:
 
 @pytest.mark.parametrize("fails", [B.FAILS, B.FAILS_INSIDE, B.PASS_BEGINS])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_failed_backward_commits_nothing_and_tells_every_unit(kind: B, fails: B) -> None:
+def test_a_failed_backward_commits_nothing_and_reaches_every_unit(kind: B, fails: B) -> None:
     root = begun(0, kind)
     root.on_event(0, root.post_backward_event())
     told = closed(root, fails)

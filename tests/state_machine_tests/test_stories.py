@@ -13,7 +13,7 @@ def test_story(story: Story, strategy: ReshardPolicy) -> None:
 
 
 @pytest.mark.parametrize("strategy", ReshardPolicy)
-def test_every_row_is_told_and_every_missing_pair_is_refused_by_some_story(strategy: ReshardPolicy) -> None:
+def test_every_row_is_in_some_story_and_every_missing_pair_is_refused_by_one(strategy: ReshardPolicy) -> None:
     told = {pair for story, one in TOLD if one is strategy for pair in tell(story, strategy)}
     missing = [
         f"{state.name} {event.name}"

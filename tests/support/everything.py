@@ -1,4 +1,4 @@
-"""How much of the training patterns and of the explorer is run: a part, or all with `FSDP_TESTS=all` in the environment."""
+"""How much of the patterns, the explorer and the training example is tested: a part, or with `FSDP_TESTS=all` all of it."""
 
 import os
 from typing import Final
@@ -8,4 +8,5 @@ if _ASKED not in ("default", "all"):
     raise ValueError(f"FSDP_TESTS is 'default' or 'all', not {_ASKED!r}")
 
 EVERYTHING: Final = _ASKED == "all"
-"""True if every pattern runs in every simulated world, and over gloo with two and three processes, and every tree is explored."""
+"""True if every pattern runs in every simulated world, and over gloo with two and three processes, every tree is explored, and
+`examples/train.py` runs with all combinations of options that its test has."""

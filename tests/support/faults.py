@@ -15,11 +15,12 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 import fsdp
 from fsdp.checkpoint import atomic_folder, dcp, manifest
 from fsdp.comm.simulated import current_rank
-from tests.support.models import CASES, make_net, weights_of, wrap
+from tests.support.models import CASES, local, make_net, weights_of, wrap
 
 FILE: Final = "__1_0.distcp"
 
@@ -59,7 +60,7 @@ def load(folder: Path, size: int = 2) -> list[float]:
     def fn(rank: int) -> float:
         model = make_model(-1.0)
         fsdp.load(folder, model)
-        values = {float(value) for p in model.parameters() for value in p.detach().reshape(-1)}
+        values = {float(value) for p in model.parameters() for value in local(p).reshape(-1)}
         assert len(values) == 1
         return values.pop()
 
@@ -75,7 +76,7 @@ def refusal_of_load(folder: Path, make: Callable[[], nn.Module] = make_model) ->
         try:
             fsdp.load(folder, model)
         except fsdp.ShardingError as refusal:
-            assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "something was loaded"
+            assert all(torch.equal(local(p), before[name]) for name, p in model.named_parameters()), "something was loaded"
             return str(refusal)
         raise AssertionError("it was loaded")
 
@@ -204,6 +205,20 @@ def full_disk() -> Iterator[None]:
 
 
 @contextmanager
+def disk_full_at_once() -> Iterator[None]:
+    """Rank 1 writes to a device that takes nothing, and torch's writer fails in words of its own."""
+    real = FileSystem.create_stream
+
+    def create_stream(self: FileSystem, path: Any, mode: str) -> Any:
+        rank = current_rank()
+        full = mode == "wb" and rank is not None and rank.rank == 1
+        return open("/dev/full", "wb") if full else real(self, path, mode)
+
+    with mock.patch.object(FileSystem, "create_stream", create_stream):
+        yield
+
+
+@contextmanager
 def read_only_folder() -> Iterator[None]:
     """As a file system that is mounted so says it."""
     with mock.patch.object(Path, "mkdir", side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))):
@@ -226,6 +241,7 @@ def another_save_meanwhile() -> Iterator[None]:
 
 SAVING: Final = {
     "the disk is full on one rank": full_disk,
+    "the disk is full on one rank, while torch writes a tensor": disk_full_at_once,
     "a read-only folder": read_only_folder,
     "another job saves under the same name": another_save_meanwhile,
 }

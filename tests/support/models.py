@@ -12,6 +12,7 @@ import fsdp
 from fsdp.comm.simulated import Call, current_rank
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import unit_ref_of
+from fsdp.shards.shard_tensor import ShardTensor, plain
 from state_machine import ReshardPolicy
 
 
@@ -172,11 +173,16 @@ class Trained(NamedTuple):
 
 def gradients_of(model: nn.Module) -> Gradients:
     """Sparse ones as dense ones."""
-    return {name: None if p.grad is None else p.grad.detach().clone().to_dense() for name, p in model.named_parameters()}
+    return {name: None if p.grad is None else local(p.grad).clone().to_dense() for name, p in model.named_parameters()}
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: local(p).clone() for name, p in model.named_parameters()}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor as an ordinary tensor, without autograd; the tensor itself if it is an ordinary one."""
+    return plain(tensor) if isinstance(tensor, ShardTensor) else tensor.detach()
 
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -217,7 +223,7 @@ def join(parts: Sequence[Tensor | None], shape: torch.Size) -> Tensor | None:
 
     Where several ranks hold the same shards, they tile it several times, and each time to the same bits.
     """
-    held = [part.reshape(-1) for part in parts if part is not None]
+    held = [local(part).reshape(-1) for part in parts if part is not None]
     if not held:
         return None
     first, *others = torch.cat(held).view(-1, *shape) if shape.numel() else [torch.cat(held).view(shape)]

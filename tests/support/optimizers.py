@@ -44,6 +44,7 @@ OPTIMIZERS: dict[str, Make] = {
     "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "AdamW in groups": in_groups,
     "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01, initial_accumulator_value=0.1),
     "RMSprop centered": lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True),
 }
 

@@ -15,6 +15,7 @@ from fsdp.comm.simulated import current_rank
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import unit_ref_of
 from state_machine import ReshardPolicy
+from tests.support.models import local
 from tests.support.programs import (
     Backward,
     Clip,
@@ -71,7 +72,7 @@ class ShardedRun:
         seen = Seen()
         match statement:
             case Forward() | Backward():
-                before = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+                before = {name: None if p.grad is None else local(p.grad).clone() for name, p in model.named_parameters()}
                 self.hook_calls.clear()
                 learner.arm(statement.fault)
                 forward = isinstance(statement, Forward)
@@ -138,7 +139,7 @@ class ShardedRun:
         for name, parameter in self.model.named_parameters():
             then, now = before[name], parameter.grad
             assert (then is None) == (now is None), f"{name} has another .grad after a failed step"
-            assert then is None or now is None or torch.equal(then, now), f"{name} has another .grad after a failed step"
+            assert then is None or now is None or torch.equal(then, local(now)), f"{name} has another .grad after a failed step"
         assert not self.hook_calls, f"post-accumulate hooks were called in a failed step: {self.hook_calls}"
 
     def check_rest(self) -> None:
@@ -159,8 +160,8 @@ class ShardedRun:
 
     def see(self, seen: Seen) -> Seen:
         for name, parameter in self.model.named_parameters():
-            seen.gradients[name] = None if parameter.grad is None else parameter.grad.detach().clone()
-            seen.weights[name] = parameter.detach().clone()
+            seen.gradients[name] = None if parameter.grad is None else local(parameter.grad).clone()
+            seen.weights[name] = local(parameter).clone()
         return seen
 
 

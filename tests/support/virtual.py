@@ -187,7 +187,7 @@ class Recorder:
         self._blocks.pop(key).released = True
 
     def touch(self, stream: VirtualStream, tensor: Tensor, write: bool, name: str) -> None:
-        if not is_memory(tensor) or not tensor.numel():
+        if not is_memory(tensor) or not tensor.shape.numel():
             return
         if not tensor.untyped_storage().nbytes():
             self.races.append(f"{name} on {stream.name} touches memory that was given back")

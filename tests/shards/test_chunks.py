@@ -6,13 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp.state_dict.chunks import chunks_of
+from fsdp.shards.chunks import chunks_of
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 
 @given(SHAPES, st.data())
-def test_property_boxes_tile_the_range_in_order_and_are_few(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_property_chunks_tile_the_range_in_order_and_are_few(shape: tuple[int, ...], data: st.DataObject) -> None:
     total = prod(shape)
     first = data.draw(st.integers(0, total))
     numel = data.draw(st.integers(0, total - first))
@@ -31,5 +31,5 @@ def test_the_bound_is_reached() -> None:
     assert len(chunks_of((3, 3, 3), 1, 25)) == 5
 
 
-def test_whole_rows_are_one_box() -> None:
+def test_complete_rows_are_one_chunk() -> None:
     assert chunks_of((4, 6), 6, 12) == (((1, 0), (2, 6), 0),)

@@ -6,7 +6,7 @@ A chunk is a box of a tensor. torch's Distributed Checkpoint stores a box by its
 from math import prod
 from typing import NamedTuple
 
-from fsdp.params.layout import Shape
+from fsdp.shards.cut import Shape
 
 
 class Chunk(NamedTuple):

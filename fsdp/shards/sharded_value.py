@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fsdp.errors import ShardingError
-from fsdp.params.layout import Shape
-from fsdp.state_dict.chunks import Chunk, chunks_of
+from fsdp.shards.chunks import Chunk, chunks_of
+from fsdp.shards.cut import Shape
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -90,6 +90,19 @@ class ShardedValue(Tensor):
         raise ShardingError(
             f"{self.plain_name!r} cannot be pickled: this rank holds {tuple(self.local.shape)} of {tuple(self.shape)}. Save what "
             "fsdp.full_state_dict(model) or fsdp.full_optim_state_dict(model, optimizer) returns, or call fsdp.save(path, model)."
+        )
+
+    def storage(self) -> NoReturn:
+        """The package safetensors asks for it before it writes a tensor.
+
+        Raises:
+            ShardingError: always.
+        """
+        raise ShardingError(
+            f"{self.plain_name!r} has no memory as a full tensor: this rank holds {tuple(self.local.shape)} of "
+            f"{tuple(self.shape)}. For safetensors files (save_file, save_pretrained), call "
+            "fsdp.export_safetensors(model, folder) on every rank, or give them what fsdp.full_state_dict(model) returns on rank "
+            "0."
         )
 
     # torch's Distributed Checkpoint -------------------------------------------------------

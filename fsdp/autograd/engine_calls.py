@@ -1,0 +1,68 @@
+"""Shows the calls of autograd's engine that name their inputs to a function.
+
+A loss leads to unsharded parameters, never to shards. For `torch.autograd.grad` and `backward(inputs=...)` of shards the engine
+finds no path, runs no node and returns None, so no hook of torch can notice such a call.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+_ENGINE: Final = "_engine_run_backward"
+"""The function in `torch.autograd` through which both `grad` and `backward` call the engine. Tracing replaces it too."""
+_MARK: Final = "_fsdp_intercepts"
+
+
+class EngineCall(NamedTuple):
+    """A call of the engine for chosen inputs."""
+
+    outputs: tuple[Any, ...]
+    output_grads: tuple[Tensor | None, ...]
+    retain_graph: bool
+    create_graph: bool
+    inputs: tuple[Any, ...]
+    accumulates: bool
+    """Whether the gradients are added to `.grad` of the inputs. If not, they are returned."""
+    allow_unused: bool
+
+
+class Answered(Exception):  # not an error
+    """Ends the interception of a call: `gradients` are its result."""
+
+    def __init__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        super().__init__()
+        self.gradients = gradients
+
+
+def intercept_engine_calls(translate: Callable[[EngineCall], tuple[Any, ...]]) -> None:
+    """From now on, let `translate` choose the inputs of each call that names inputs, or answer it by raising `Answered`.
+
+    A call without inputs costs one call of Python more. Idempotent.
+    """
+    run: Callable[..., Any] = getattr(torch.autograd, _ENGINE)
+    if hasattr(run, _MARK):
+        return
+
+    @wraps(run)
+    def run_translated(
+        outputs: Any,
+        output_grads: Any,
+        retain_graph: Any,
+        create_graph: Any,
+        inputs: Any,
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> Any:
+        if inputs:
+            call = EngineCall(outputs, output_grads, retain_graph, create_graph, inputs, accumulate_grad, allow_unreachable)
+            try:
+                inputs = translate(call)
+            except Answered as answered:
+                return answered.gradients
+        return run(outputs, output_grads, retain_graph, create_graph, inputs, allow_unreachable, accumulate_grad=accumulate_grad)
+
+    setattr(run_translated, _MARK, True)
+    setattr(torch.autograd, _ENGINE, run_translated)

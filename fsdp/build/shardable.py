@@ -1,0 +1,157 @@
+"""What cannot be sharded: found before anything changes, so that every rank refuses and no module is left half sharded."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fsdp.build.other_engines import other_engine
+from fsdp.build.plan import Planned
+from fsdp.config import Config
+from fsdp.errors import ShardingError
+
+_PLAIN_FUNCTIONS: Final = (nn.Parameter.__torch_function__, torch.Tensor.__torch_function__)
+_PLAIN_DISPATCH: Final = torch.Tensor.__torch_dispatch__
+_SUB_BYTE: Final = tuple(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+"""The names of dtypes that torch cannot copy."""
+
+
+def check_shardable(plan: Sequence[Planned], config: Config) -> None:
+    """Check the modules, parameters and buffers of the new units.
+
+    Raises:
+        ShardingError: one of them cannot be sharded, or another engine has wrapped it. The text names it.
+    """
+    for one in plan:
+        if one.unit is not None:
+            continue
+        for module in one.own_modules:
+            engine = other_engine(module)
+            if engine is not None:
+                raise ShardingError(
+                    f"unit {one.name!r}: {engine} has wrapped its {type(module).__name__}, and reduces or shards by itself; wrap "
+                    "the plain module instead."
+                )
+        places = {id(module): module for info in one.param_infos for module, _ in info.slots}
+        for module in (one.module, *places.values()):
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ShardingError(
+                    f"unit {one.name!r} contains a scripted {module.original_name}, whose parameters TorchScript keeps; wrap the "
+                    "module that was scripted, or name it in ignored_modules."
+                )
+        for info in one.param_infos:
+            name, reason = info.names[0], _parameter_problem(info.parameter)
+            if reason is not None:
+                raise ShardingError(f"parameter {name!r} {reason}")
+    _check_shared_memory(plan)
+    buffers = list(plan[0].module.named_buffers()) if config.sync_module_states or config.broadcast_buffers else []
+    for name, tensor in [*buffers, *_new_parameters(plan)] if config.sync_module_states else buffers:
+        reason = _broadcast_problem(tensor)
+        if reason is not None:
+            raise ShardingError(
+                f"{name!r} {reason}, so it cannot be broadcast; make it a plain dense tensor, or leave out sync_module_states "
+                "and broadcast_buffers."
+            )
+
+
+def _parameter_problem(parameter: Tensor) -> str | None:
+    """Why a parameter cannot be sharded, as the end of a sentence that begins with its name; None if it can."""
+    kind = type(parameter)
+    if is_lazy(parameter):
+        return "is not initialised yet; run one forward of the plain module before wrapping it."
+    if _is_dtensor(parameter):
+        return (
+            "is a DTensor, which another engine or a parallel style has spread over ranks already; wrap the plain module, or "
+            "name this one in ignored_modules."
+        )
+    if not _has_plain_operators(parameter):
+        return (
+            f"is a {kind.__name__}, a tensor class with operators of its own, as quantised weights are; its parts would be "
+            "plain tensors. Convert it to a plain parameter, or name its module in ignored_modules."
+        )
+    if parameter.layout is not torch.strided:
+        return f"has layout {parameter.layout}; make it dense, or name its module in ignored_modules."
+    if parameter.is_quantized or str(parameter.dtype) in _SUB_BYTE:
+        return (
+            f"is {parameter.dtype}, whose elements cannot be copied one by one; convert it to a dtype of whole bytes, or name "
+            "its module in ignored_modules."
+        )
+    if torch._debug_has_internal_overlap(parameter) == 1:
+        return (
+            "is an expanded tensor, of which several elements are one number in memory; give each its own: "
+            "nn.Parameter(parameter.detach().clone())."
+        )
+    if _lacks_memory(parameter):
+        return "has no memory, because something has released it; load or build the module anew."
+    if parameter.is_meta and (weakref.getweakrefs(parameter) or parameter._use_count() > 2):  # type: ignore[attr-defined]
+        return (
+            "is on the meta device and in use by an autograd graph or a weak reference, so it cannot get memory; drop those "
+            "first."
+        )
+    return _gradient_problem(parameter)
+
+
+def _gradient_problem(parameter: Tensor) -> str | None:
+    gradient = parameter.grad
+    if gradient is None or (
+        gradient.layout is torch.strided and _has_plain_operators(gradient) and gradient.device == parameter.device
+    ):
+        return None
+    return (
+        "has a gradient from before wrapping that cannot be cut, because it is sparse, of a class of its own or on another "
+        "device; step the optimizer and set the gradient to None first."
+    )
+
+
+def _broadcast_problem(tensor: Tensor) -> str | None:
+    """Why rank 0's values cannot be put into a buffer or parameter; None if they can."""
+    if is_lazy(tensor):
+        return "is not initialised yet"
+    if not _has_plain_operators(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+        return f"is a {type(tensor).__name__} of layout {tensor.layout} and dtype {tensor.dtype}"
+    if tensor.is_inference():
+        return "was made in torch.inference_mode"
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        return "is an expanded tensor, of which several elements are one number in memory"
+    return None
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    return any(f"{base.__module__}.".startswith("torch.distributed.tensor.") for base in type(tensor).__mro__)
+
+
+def _has_plain_operators(tensor: Tensor) -> bool:
+    kind = type(tensor)
+    return kind.__torch_dispatch__ is _PLAIN_DISPATCH and kind.__torch_function__ in _PLAIN_FUNCTIONS
+
+
+def _lacks_memory(parameter: Tensor) -> bool:
+    if parameter.is_meta or not parameter.numel():
+        return False
+    spans = ((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.untyped_storage().size() < (parameter.storage_offset() + sum(spans) + 1) * parameter.element_size()
+
+
+def _check_shared_memory(plan: Sequence[Planned]) -> None:
+    """Check that parameters that are trained begin at places of their own. Two over one memory would be sharded apart.
+
+    Raises:
+        ShardingError: two Parameter objects share their memory.
+    """
+    first: dict[tuple[torch.device, int], tuple[str, bool]] = {}
+    for name, parameter in _new_parameters(plan):
+        if parameter.is_meta or not parameter.numel():
+            continue
+        other, trains = first.setdefault((parameter.device, parameter.data_ptr()), (name, parameter.requires_grad))
+        if other != name and (trains or parameter.requires_grad):
+            raise ShardingError(
+                f"parameters {other!r} and {name!r} are two objects over the same memory, so that one changes with the other; "
+                "tie them by assigning the same Parameter to both modules, or clone one."
+            )
+
+
+def _new_parameters(plan: Sequence[Planned]) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((info.names[0], info.parameter) for one in plan for info in one.param_infos)

@@ -1,0 +1,129 @@
+"""FSDP1's and FSDP2's own objects as options here: wrapping policies and mixed precision. Imports nothing of them."""
+
+from collections.abc import Callable, Collection
+from typing import Final, Protocol
+
+import torch
+from torch import nn
+
+from fsdp.config import MixedPrecisionPolicy
+from fsdp.errors import ShardingError
+from fsdp.params.module_params import owning_unit
+
+Choice = Callable[[str, nn.Module], bool]
+Fsdp1Policy = Callable[[nn.Module, bool, int], bool]
+"""FSDP1's policies: (module, recurse, nonwrapped_numel) -> whether to look into the module, or whether to wrap it."""
+
+
+class CustomPolicy(Protocol):
+    """FSDP1's policies that are objects: `ModuleWrapPolicy`, and `CustomPolicy` with options for each module."""
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, object]
+    ) -> dict[nn.Module, dict[str, object]]: ...
+
+
+COMMON: Final = ("param_dtype", "reduce_dtype", "cast_forward_inputs")
+
+
+class PrecisionFields(Protocol):
+    """What `fsdp.MixedPrecisionPolicy`, FSDP2's class of that name and FSDP1's `MixedPrecision` have in common."""
+
+    @property
+    def param_dtype(self) -> torch.dtype | None: ...
+    @property
+    def reduce_dtype(self) -> torch.dtype | None: ...
+    @property
+    def cast_forward_inputs(self) -> bool: ...
+
+
+# wrapping policies ------------------------------------------------------------------------
+
+
+def fsdp1_choice(policy: Fsdp1Policy, root: nn.Module, ignored: Collection[int]) -> Choice:
+    """Ask an FSDP1 policy as FSDP1 does: children first, then whether what is left of the module is worth a unit."""
+    chosen: set[int] = set()
+    left_alone = {id(p) for module in root.modules() if id(module) in ignored for p in module.parameters()}
+
+    def numel(module: nn.Module) -> int:
+        free = [p for p in module.parameters() if id(p) not in left_alone and owning_unit(p) is None]
+        return sum(p.numel() for p in free)
+
+    def visit(module: nn.Module) -> int:
+        """Choose among the modules below. Returns the number of elements that units own then."""
+        total = numel(module)
+        if not policy(module=module, recurse=True, nonwrapped_numel=total):  # type: ignore[call-arg]  # as FSDP1 calls it
+            return 0
+        taken = sum(visit(child) for child in module.children() if id(child) not in ignored)
+        if module is root or not policy(module=module, recurse=False, nonwrapped_numel=total - taken):  # type: ignore[call-arg]
+            return taken
+        chosen.add(id(module))
+        return total
+
+    visit(root)
+    return lambda name, module: id(module) in chosen
+
+
+def custom_choice(policy: CustomPolicy, root: nn.Module, ignored: Collection[int]) -> Choice:
+    """Ask an FSDP1 `CustomPolicy`.
+
+    Raises:
+        ShardingError: it gives a module options of its own.
+    """
+    found = policy._run_policy(root, {module for module in root.modules() if id(module) in ignored}, {})
+    for module, options in found.items():
+        if options:
+            raise ShardingError(
+                f"auto_wrap_policy gives a {type(module).__name__} the options {options}; units of one call have the same. "
+                "Wrap that module first, by fsdp.fully_shard with its own options."
+            )
+    chosen = {*map(id, found)}
+    return lambda name, module: id(module) in chosen
+
+
+# mixed precision --------------------------------------------------------------------------
+
+
+def precision_of(policy: PrecisionFields | None, root: nn.Module, wraps: bool) -> MixedPrecisionPolicy:
+    """Convert a policy of FSDP1 or FSDP2, field by field. `wraps`: there is an auto_wrap_policy.
+
+    Raises:
+        ShardingError: it is no policy, or a field of it cannot be followed for `root`.
+    """
+    if policy is None or isinstance(policy, MixedPrecisionPolicy):
+        return policy or MixedPrecisionPolicy()
+    is_fsdp2 = all(hasattr(policy, name) for name in (*COMMON, "output_dtype"))
+    if not is_fsdp2 and not all(hasattr(policy, name) for name in (*COMMON, "buffer_dtype")):
+        raise ShardingError(
+            "mp_policy must be a fsdp.MixedPrecisionPolicy (fields param_dtype, reduce_dtype, output_dtype, cast_forward_inputs, "
+            f"cast_root_forward_inputs), FSDP2's class of that name, or FSDP1's MixedPrecision, not {policy!r}."
+        )
+    if not is_fsdp2:
+        _refuse_what_fsdp1_alone_does(policy, root, wraps)
+    return MixedPrecisionPolicy(
+        policy.param_dtype,
+        policy.reduce_dtype,
+        getattr(policy, "output_dtype", None),
+        policy.cast_forward_inputs,
+        getattr(policy, "cast_root_forward_inputs", False),
+    )
+
+
+def _refuse_what_fsdp1_alone_does(policy: PrecisionFields, root: nn.Module, wraps: bool) -> None:
+    if getattr(policy, "keep_low_precision_grads", False):
+        raise ShardingError("mp_policy.keep_low_precision_grads=True: `.grad` always has the dtype of the shards; leave it out.")
+    dtype = getattr(policy, "buffer_dtype", None)
+    for name, buffer in root.named_buffers():
+        if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+            raise ShardingError(
+                f"mp_policy.buffer_dtype={dtype}: buffers keep their dtype, and {name!r} is {buffer.dtype}; leave it out, or "
+                "convert the buffers before wrapping."
+            )
+    kept = tuple(getattr(policy, "_module_classes_to_ignore", ()))
+    for name, module in root.named_modules():
+        own = [p for p in module._parameters.values() if p is not None]
+        if wraps and policy.param_dtype is not None and isinstance(module, kept) and any(owning_unit(p) is None for p in own):
+            raise ShardingError(
+                f"mp_policy: FSDP1's MixedPrecision leaves {name!r}, a {type(module).__name__}, in full precision. Wrap it "
+                "first, by fsdp.fully_shard(module) without mp_policy; or give a fsdp.MixedPrecisionPolicy, which includes it."
+            )

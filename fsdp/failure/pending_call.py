@@ -1,0 +1,101 @@
+"""The calls that the ranks of a group wait for, as plain data, and how errors and the dump name them."""
+
+import os
+import sys
+import time
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from fsdp.errors import name_ranks
+
+RESTART_CALL: Final = "forward before the backward of its last one"
+"""A call that is not a collective: see desync.py, the note on steps that fail where no hook fires."""
+OPENS: Final = "fully_shard"
+"""The call that is no collective: a rank is about to connect to the others."""
+OBJECTS: Final = "gather_objects"
+BETWEEN_STEPS: Final = (OPENS, OBJECTS)
+"""The kinds of calls that a rank makes between steps."""
+Signature = tuple[str, str, int]
+"""A call: the collective, the label and the bytes."""
+
+
+class PendingCall(NamedTuple):
+    """The call that one rank waits for."""
+
+    comm: str
+    """The name of the communicator."""
+    number: int
+    """The position of the call on that communicator."""
+    call: str
+    key: str
+    """The key under which ranks that are about to make the call are counted. Empty if this rank has launched it."""
+    launched: dict[str, int]
+    """The number of calls this rank has made on each communicator."""
+    agreed: str = ""
+    """The call that all ranks have made in this place so far, if they were here before."""
+    on_device: bool = False
+    """True if this is the last call launched on a device. The host may not be waiting for it."""
+    where: str = ""
+    """The call in words, such as "all_gather of blocks.3" or "save"."""
+
+    def launched_on(self, comm: str) -> int:
+        """The number of calls this rank has made on a communicator, which it may not have opened yet."""
+        return self.launched.get(comm, 0)
+
+    @property
+    def is_restart(self) -> bool:
+        """See desync.py, the note on steps that fail where no hook fires."""
+        return self.call.startswith(RESTART_CALL)
+
+
+class Wait(NamedTuple):
+    """A call for which this rank has waited long."""
+
+    begin: float
+    pending: PendingCall
+    rank: int
+    absent: tuple[int, ...]
+    """The ranks that have not made the call, as far as this rank knows."""
+
+    def describe(self) -> str:
+        seconds = time.monotonic() - self.begin
+        whom = f" for {name_ranks(self.absent)}" if self.absent else ""
+        return f"rank {self.rank} has waited {seconds:.0f} s in {self.pending.where}{whom}"
+
+    def tell(self) -> None:
+        """Print it to stderr, in one write."""
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, f"fsdp: {self.describe()}.\n".encode())
+
+
+def text_of(call: Signature) -> str:
+    kind, label, size = call
+    return f"{kind}({label!r}, {size} bytes)" if size else f"{kind}({label!r})"
+
+
+def where_of(kind: str, label: str) -> str:
+    if kind in BETWEEN_STEPS:
+        return label
+    return kind if kind == RESTART_CALL else f"{kind} of {label}"
+
+
+def place_of(pending: PendingCall) -> str:
+    return f"The ranks disagree on operation {pending.number} of communicator {pending.comm!r}"
+
+
+def have_left_the_loop(calls: Iterable[str]) -> bool:
+    """Whether some ranks may have left the training loop: the calls in which ranks wait are of several kinds."""
+    return len({call.partition("(")[0] for call in calls}) > 1
+
+
+def is_deadlock(found: dict[int, PendingCall], size: int) -> bool:
+    """Whether every rank waits for a call that some rank has not made."""
+    return len(found) == size and all(absent_ranks(pending, found) and not pending.on_device for pending in found.values())
+
+
+def absent_ranks(pending: PendingCall, found: dict[int, PendingCall]) -> list[int]:
+    """The ranks that have neither made the call `pending` nor are about to make it."""
+    return [
+        rank
+        for rank, theirs in found.items()
+        if theirs.launched_on(pending.comm) < pending.number and not (theirs.key and theirs.key == pending.key)
+    ]

@@ -1,0 +1,99 @@
+"""The modules and parameters below a root, so that one that is added after wrapping is noticed.
+
+A parameter that is added later is not sharded, and no hook would reduce its gradient: each rank would train its own. torch calls
+no hook where a module is put into another one's dict by hand, so the dicts are compared when a forward of the root begins.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import is_not
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from fsdp.errors import ShardingError
+from fsdp.params.module_params import Owner, owning_unit
+
+IGNORED = "_fsdp_ignored"
+"""The attribute of a module that wrapping ignored, with all below it."""
+
+
+class ModuleTree:
+    """What the dicts of modules and parameters below a root held when they were looked at last.
+
+    It is an attribute of the root's module: it holds modules, and an engine may not (see `Unit.module`).
+    """
+
+    ATTRIBUTE: ClassVar = "_fsdp_tree"
+
+    __slots__ = ("_content", "_dicts", "_kept", "_root")
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = weakref.ref(root)
+        self._kept = [module for _, module in _modules_below(root, "", set()) if module is not root]
+        """The modules of the units, which refer to them weakly. One that is taken away must live on."""
+        self._dicts: list[dict[str, Any]] = []
+        self._content: list[Any] = []
+        self._remember()
+        root.__dict__[self.ATTRIBUTE] = self
+
+    @classmethod
+    def of(cls, root: nn.Module) -> "ModuleTree":
+        """The tree of a root's module."""
+        tree: ModuleTree = root.__dict__[cls.ATTRIBUTE]
+        return tree
+
+    def __deepcopy__(self, memo: object) -> "ModuleTree":
+        return self  # the copy of a wrapped module is refused, by an object that torch copies later
+
+    def check(self, units: Iterable[Owner]) -> None:
+        """Check what was added, removed or replaced since the last look. `units`: those of the root.
+
+        Raises:
+            ShardingError: a parameter that is trained was added, or a unit's was taken away or replaced.
+        """
+        # about 0.1 µs a module
+        content = list(chain.from_iterable(map(dict.values, self._dicts)))
+        if len(content) == len(self._content) and not any(map(is_not, content, self._content)):
+            return
+        for unit in units:
+            unit.check_modules()
+        for path, module in _modules_below(self._root(), "", set()):
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad and owning_unit(parameter) is None:
+                    raise ShardingError(
+                        f"parameter {path + name!r} was added after wrapping: it is not sharded, and each rank would train its "
+                        "own. Add it before wrapping, or shard the new module with fsdp.fully_shard before you put it in."
+                    )
+        self._remember()
+
+    def _remember(self) -> None:
+        modules = [module for _, module in _modules_below(self._root(), "", set())]
+        self._dicts = [content for module in modules for content in (module._modules, module._parameters)]
+        self._content = list(chain.from_iterable(map(dict.values, self._dicts)))
+
+
+def refuse_transforms(root: str) -> None:
+    """Raises:
+    ShardingError: a transform of `torch.func` runs.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise ShardingError(
+            f"a transform of torch.func (vmap, grad, vjp, jvp, jacrev, ...) goes through {root!r}, whose parameters are gathered "
+            "in place, which it cannot follow; apply it to a plain module, or use torch.autograd.functional."
+        )
+
+
+def _modules_below(module: nn.Module | None, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """`module` and the modules below it with the prefixes of their parameters. Each occurs once.
+
+    Ignored modules are left out, and scripted ones, whose dicts are not Python's.
+    """
+    if module is None or id(module) in seen or IGNORED in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
+        return
+    seen.add(id(module))
+    yield path, module
+    for name, child in module._modules.items():
+        yield from _modules_below(child, f"{path}{name}.", seen)

@@ -1,0 +1,94 @@
+"""What a shard is a part of: the parameter, its full shape, and which ranks hold which elements."""
+
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Size, Tensor
+
+from fsdp.comm.communicator import Communicator
+from fsdp.errors import ShardingError
+from fsdp.shards.cut import Cut, Shape
+
+
+class ShardInfo(NamedTuple):
+    """One parameter as it is cut over the ranks. The parameter, its gradient and its optimizer state share one of these."""
+
+    name: str
+    """The fully qualified name of the parameter."""
+    cut: Cut
+    local_shape: Size
+    """The shape of this rank's part. Cut between rows: (k, *rest). Cut inside a row: (1, ..., 1, n)."""
+    first: int
+    """The first element of this rank's part, counted from the start of the flattened tensor."""
+    numel: int
+    """The number of elements of the full tensor."""
+    cut_by_element: bool
+    """Whether a row of the tensor may lie on two ranks."""
+    comm: Communicator
+    """The communicator of the ranks that hold the parts."""
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the full tensor."""
+        return self.cut.shape
+
+    def describe(self) -> str:
+        """The shard in words, for an error."""
+        return f"{self.name!r}, of which this rank holds {tuple(self.local_shape)} of {self.shape}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardInfo":
+        return self
+
+    def check_same_cut(self, other: "ShardInfo", operation: str) -> None:
+        """Check that `other` holds the same elements on every rank.
+
+        Raises:
+            ShardingError: it holds others.
+        """
+        if self.cut != other.cut:
+            raise ShardingError(
+                f"{operation}: {self.name!r} and {other.name!r} are cut over the ranks in different ways, so their parts do not "
+                "hold the same elements: compute with the full values, inside fsdp.summon_full_params(model, writeback=True)."
+            )
+
+    def of_rows(self, local_shape: Size) -> "ShardInfo":
+        """The shard with as many rows as this one, and `local_shape` on this rank."""
+        rest = tuple(local_shape[1:])
+        first = self.first // self.cut.row * prod(rest)
+        return self._replace(
+            cut=self.cut.of_rows(rest),
+            local_shape=local_shape,
+            first=first,
+            numel=self.shape[0] * prod(rest),
+            cut_by_element=False,
+        )
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether each row of the tensor lies on one rank."""
+        return len(self.shape) > 1 and not self.cut_by_element and self.cut.row > 0
+
+    def covers(self, other: "ShardInfo") -> bool:
+        """Whether `other` is broadcast along the rows of this tensor: each of its rows lies on the same rank."""
+        return (
+            len(self.shape) == len(other.shape)
+            and self.keeps_rows
+            and other.keeps_rows
+            and all(one in (1, full) for one, full in zip(other.shape[1:], self.shape[1:], strict=True))
+            and self.cut.of_rows(tuple(other.shape[1:])) == other.cut
+        )
+
+    def fits(self, plain: Tensor) -> bool:
+        """Whether an ordinary tensor can be combined with this rank's part element by element.
+
+        It is a number, has the shape of the part, or is broadcast over the rows of a part that is cut between rows.
+        """
+        shape = plain.shape
+        if shape == self.local_shape or (plain.numel() == 1 and len(shape) <= len(self.shape)):
+            return True
+        if self.cut_by_element or not self.shape or len(shape) > len(self.shape):
+            return False
+        if len(shape) == len(self.shape) and shape[0] != 1:
+            return False
+        rest = self.shape[len(self.shape) - len(shape) :] if len(shape) < len(self.shape) else self.shape
+        return all(have in (1, full) for have, full in zip(shape, rest, strict=True))

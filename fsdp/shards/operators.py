@@ -1,0 +1,105 @@
+"""Which operators a shard knows, and how each is computed. An operator that is not here is refused by name.
+
+Rule 1: ELEMENT_WISE computes on this rank's part alone. Each element of the result depends on the same element of the operands.
+Rule 2: an operator that mixes elements is computed over all ranks (reductions.py), or refused.
+Rule 3: an operator that draws random numbers is refused: each rank would draw others than a single process.
+"""
+
+from enum import Enum, auto
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+
+class Rule(Enum):
+    """How an operator on shards is computed."""
+
+    ELEMENT_WISE = auto()
+    """On this rank's part. The result is a shard with the same cut."""
+    ELEMENT_WISE_LISTS = auto()
+    """As ELEMENT_WISE, on each tensor of the lists."""
+    LIKE = auto()
+    """A new shard with the same cut, of the given dtype and device."""
+    SAME_SIZE = auto()
+    """A view. It is a shard if the shape stays the same, and refused otherwise."""
+    NEW = auto()
+    """A new tensor. It is a shard if it has the shape of this rank's part, and an ordinary tensor otherwise."""
+    QUERY = auto()
+    """A question about the memory of this rank's part."""
+    REDUCTION = auto()
+    """Over all elements of all ranks, by one collective."""
+    REFUSED = auto()
+    """An error that names the operator."""
+
+
+_LIKE: Final = {"empty_like", "zeros_like", "ones_like", "full_like"}
+_ELEMENT_WISE: Final = {
+    *("alias", "detach", "detach_", "clone", "_to_copy", "copy_", "fill", "fill_", "zero", "zero_", "lift_fresh"),
+    *(
+        "masked_fill",
+        "masked_fill_",
+        "where",
+        "real",
+        "imag",
+        "clamp",
+        "clamp_",
+        "clamp_min_",
+        "clamp_max_",
+        "_conj",
+        "conj_physical_",
+    ),
+    *(
+        "addcmul_",
+        "addcdiv_",
+        "contiguous",
+        "exp2_",
+        "bitwise_not_",
+        "logical_not_",
+    ),
+}
+"""Operators that work element by element, and have no tag of torch that says so."""
+_SAME_SIZE: Final = {"view", "_unsafe_view", "expand", "_reshape_alias", "view_as"}
+_NEW: Final = {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"}
+_QUERY: Final = {"is_pinned", "record_stream", "_pin_memory", "is_same_size", "_has_compatible_shallow_copy_type", "pin_memory"}
+_FOREACH: Final = {
+    *("_foreach_abs", "_foreach_acos", "_foreach_add", "_foreach_addcdiv", "_foreach_addcmul", "_foreach_asin", "_foreach_atan"),
+    *("_foreach_ceil", "_foreach_clamp_max", "_foreach_clamp_min", "_foreach_copy", "_foreach_cos", "_foreach_cosh"),
+    *("_foreach_div", "_foreach_erf", "_foreach_erfc", "_foreach_exp", "_foreach_expm1", "_foreach_floor", "_foreach_frac"),
+    *("_foreach_lerp", "_foreach_lgamma", "_foreach_log", "_foreach_log10", "_foreach_log1p", "_foreach_log2"),
+    *("_foreach_maximum", "_foreach_minimum", "_foreach_mul", "_foreach_neg", "_foreach_pow", "_foreach_reciprocal"),
+    *("_foreach_round", "_foreach_rsqrt", "_foreach_sigmoid", "_foreach_sign", "_foreach_sin", "_foreach_sinh", "_foreach_sqrt"),
+    *("_foreach_sub", "_foreach_tan", "_foreach_tanh", "_foreach_trunc", "_foreach_zero"),
+}
+_FUSED: Final = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
+REDUCTIONS: Final = {
+    *("linalg_vector_norm", "norm", "sum", "nansum", "mean", "amax", "amin", "prod", "any", "all", "count_nonzero", "var", "std"),
+    *("equal", "allclose", "dot", "vdot", "_is_all_true", "_is_any_true"),
+    *("_foreach_norm", "_foreach_max", "_amp_foreach_non_finite_check_and_unscale_"),
+}
+"""Operators that are computed over all ranks. `max` and `min` of one tensor are added by their overload."""
+
+
+@cache
+def rule_of(func: Any) -> Rule:
+    """The rule of one overload of an operator."""
+    if getattr(func, "namespace", "") != "aten":
+        return Rule.REFUSED
+    name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
+    if torch.Tag.nondeterministic_seeded in func.tags or any(argument.is_out for argument in func._schema.arguments):
+        return Rule.REFUSED
+    if name in REDUCTIONS or (name in ("max", "min") and overload == "default"):
+        return Rule.REDUCTION
+    if name in _LIKE:
+        return Rule.LIKE
+    if name in _SAME_SIZE:
+        return Rule.SAME_SIZE
+    if name in _NEW:
+        return Rule.NEW
+    if name in _QUERY:
+        return Rule.QUERY
+    if name.removesuffix("_") in _FOREACH or name in _FUSED:
+        return Rule.ELEMENT_WISE_LISTS
+    if name in _ELEMENT_WISE or torch.Tag.pointwise in func.tags:
+        return Rule.ELEMENT_WISE
+    return Rule.REFUSED

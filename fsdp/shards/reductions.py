@@ -1,0 +1,202 @@
+"""Reductions over all elements of a sharded tensor: the part of this rank, and how the parts of all ranks are combined.
+
+Each rank computes a few numbers from its part. One all-gather brings the numbers of all ranks together, and every rank
+combines them in rank order, so every rank has the same bits.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from fsdp.comm.communicator import Communicator
+from fsdp.errors import ShardingError
+from fsdp.shards.info import ShardInfo
+
+
+class Reduction(NamedTuple):
+    """One reduction of one tensor."""
+
+    part: Tensor
+    """What this rank contributes: (k,), the same k and dtype on every rank."""
+    combine: Callable[[Tensor], Tensor]
+    """From the contributions of all ranks (W, k) to the result: ()."""
+
+
+Arguments = Mapping[str, Any]
+Local = Callable[[ShardInfo, Tensor, Arguments], Reduction]
+"""From this rank's part of a tensor, and the arguments of the operator by name, to what this rank contributes."""
+
+
+def gather_and_combine(reductions: Sequence[Reduction], infos: Sequence[ShardInfo], operation: str) -> list[Tensor]:
+    """The result of each reduction, by one collective for all of them; by one for each group of ranks if there are several.
+
+    Traffic: this rank receives (W - 1) * K bytes, where K is the size of all contributions of one rank.
+    """
+    results: dict[int, Tensor] = {}
+    for comm in dict.fromkeys(info.comm for info in infos):
+        indices = [index for index, info in enumerate(infos) if info.comm is comm]
+        group = [reductions[index] for index in indices]
+        everything = _gather(group, comm, f"{operation} of {infos[indices[0]].name}")
+        results.update(zip(indices, (one.combine(parts) for one, parts in zip(group, everything, strict=True)), strict=True))
+    return [results[index] for index in range(len(infos))]
+
+
+def _gather(reductions: Sequence[Reduction], comm: Communicator, label: str) -> Iterator[Tensor]:
+    """The contributions of all ranks to each reduction: (W, k)."""
+    sizes = [_padded(one.part.numel() * one.part.element_size()) for one in reductions]
+    everything = torch.zeros(comm.size, sum(sizes), dtype=torch.uint8, device=reductions[0].part.device)
+    places = torch.split_with_sizes(everything, sizes, dim=1)
+    for one, place in zip(reductions, places, strict=True):
+        mine = one.part.resolve_conj().resolve_neg().contiguous().view(torch.uint8).view(-1)
+        place[comm.rank, : mine.numel()] = mine
+    comm.all_gather(everything.view(-1), label).wait()
+    for one, place in zip(reductions, places, strict=True):
+        count = one.part.numel() * one.part.element_size()
+        yield place[:, :count].contiguous().view(one.part.dtype)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 8) * 8
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of `dtype` are added."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _column(combine: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda parts: combine(parts[:, 0]).to(dtype)
+
+
+def _refuse_exact(operation: str, info: ShardInfo, local: Tensor) -> NoReturn:
+    raise ShardingError(f"{operation} of {info.name!r}: it is {local.dtype}; convert it to a floating-point dtype first.")
+
+
+# one function for each reduction ------------------------------------------------------
+
+
+def norm(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
+    """(sum |x|^p)^(1/p), the largest or smallest |x| for p = inf and -inf, the number of x != 0 for p = 0."""
+    order = given.get("ord", given.get("p"))
+    power = 2.0 if order is None else float(order)
+    values = local.abs() if local.is_complex() else local
+    dtype = given.get("dtype") or values.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        _refuse_exact("norm", info, local)
+    if values.numel():
+        part = torch.linalg.vector_norm(values, power, dtype=_accumulator(dtype))
+    else:
+        part = torch.full((), math.inf if power < 0 else 0.0, dtype=_accumulator(dtype), device=local.device)
+    if power == 0:
+        return Reduction(part.view(1), _column(torch.sum, dtype))
+    return Reduction(part.view(1), _column(lambda parts: torch.linalg.vector_norm(parts, power), dtype))
+
+
+def _summing(function: Callable[..., Tensor], mean: bool = False) -> Local:
+    def reduce(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
+        is_exact = not (local.is_floating_point() or local.is_complex())
+        if mean and is_exact and given.get("dtype") is None:
+            _refuse_exact("mean", info, local)
+        dtype = given.get("dtype") or (torch.int64 if is_exact else local.dtype)
+        part = function(local, dtype=_accumulator(dtype)).view(1)
+        if mean:
+            return Reduction(part, _column(lambda parts: parts.sum() / info.numel, dtype))
+        return Reduction(part, _column(torch.sum, dtype))
+
+    return reduce
+
+
+def product(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
+    """The product of all elements."""
+    dtype = given.get("dtype") or (local.dtype if local.is_floating_point() or local.is_complex() else torch.int64)
+    return Reduction(torch.prod(local, dtype=_accumulator(dtype)).view(1), _column(torch.prod, dtype))
+
+
+def _extreme(function: Callable[[Tensor], Tensor], largest: bool) -> Local:
+    def reduce(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
+        if not info.numel:
+            raise ShardingError(f"max or min of {info.name!r}: it has no elements, so there is none.")
+        if local.numel():
+            part = function(local)
+        elif local.dtype is torch.bool:
+            part = torch.full((), not largest, dtype=local.dtype, device=local.device)
+        elif local.is_floating_point():
+            part = torch.full((), -math.inf if largest else math.inf, dtype=local.dtype, device=local.device)
+        else:
+            limits = torch.iinfo(local.dtype)
+            part = torch.full((), limits.min if largest else limits.max, dtype=local.dtype, device=local.device)
+        return Reduction(part.view(1), _column(function, local.dtype))
+
+    return reduce
+
+
+def count_nonzero(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
+    """The number of elements that are not zero."""
+    return Reduction(torch.count_nonzero(local).view(1), _column(torch.sum, torch.int64))
+
+
+def _logical(function: Callable[[Tensor], Tensor]) -> Local:
+    def reduce(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
+        return Reduction(
+            function(local != 0).view(1), _column(function, torch.bool if local.dtype is not torch.uint8 else torch.uint8)
+        )
+
+    return reduce
+
+
+def _variance(root: bool) -> Local:
+    def reduce(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
+        correction = given.get("correction")
+        if correction is None:
+            correction = 1 if given.get("unbiased", True) else 0
+        if not local.is_floating_point():
+            _refuse_exact("variance", info, local)
+        values = local.to(torch.float64)
+        count, mean = values.numel(), values.mean() if values.numel() else values.new_zeros(())
+        part = torch.stack([values.new_tensor(float(count)), mean, ((values - mean) ** 2).sum()])
+
+        def combine(parts: Tensor) -> Tensor:
+            counts, means, squares = parts.unbind(1)
+            overall = (counts * means).sum() / counts.sum()
+            total = squares.sum() + (counts * (means - overall) ** 2).sum()
+            variance = total / (counts.sum() - correction).clamp(min=0)
+            return (variance.sqrt() if root else variance).to(local.dtype)
+
+        return Reduction(part, combine)
+
+    return reduce
+
+
+def only_element(info: ShardInfo, local: Tensor) -> Reduction:
+    """The one element of a tensor of one element."""
+    if info.numel != 1:
+        raise ShardingError(f"item: {info.name!r} has {info.numel} elements, so it is not one number. Reduce it first.")
+    part = local.reshape(-1)[:1] if local.numel() else local.new_zeros(1)
+    return Reduction(part, lambda parts: parts[:, 0].sum().to(local.dtype))
+
+
+REDUCTIONS: dict[str, Local] = {
+    "linalg_vector_norm": norm,
+    "norm": norm,
+    "_foreach_norm": norm,
+    "sum": _summing(torch.sum),
+    "nansum": _summing(torch.nansum),
+    "mean": _summing(torch.sum, mean=True),
+    "prod": product,
+    "amax": _extreme(torch.amax, largest=True),
+    "max": _extreme(torch.amax, largest=True),
+    "_foreach_max": _extreme(torch.amax, largest=True),
+    "amin": _extreme(torch.amin, largest=False),
+    "min": _extreme(torch.amin, largest=False),
+    "any": _logical(torch.any),
+    "_is_any_true": _logical(torch.any),
+    "all": _logical(torch.all),
+    "_is_all_true": _logical(torch.all),
+    "count_nonzero": count_nonzero,
+    "var": _variance(root=False),
+    "std": _variance(root=True),
+}
+"""The reductions of one tensor, by the name of the operator."""

@@ -1,0 +1,29 @@
+"""The errors for what cannot be computed from this rank's part, with the remedy where it is called."""
+
+from typing import NoReturn
+
+from fsdp.autograd.frames import stepping_optimizer
+from fsdp.errors import ShardingError
+from fsdp.shards.info import ShardInfo
+
+
+def refuse(operation: str, info: ShardInfo) -> NoReturn:
+    """Raise the error for an operation that needs the full tensor."""
+    optimizer = stepping_optimizer()
+    if optimizer is not None:
+        raise ShardingError(
+            f"{optimizer}.step: {operation} on {info.describe()}: it needs the full tensor. Use an optimizer that computes each "
+            "element of a parameter by itself, such as torch.optim.AdamW or SGD; docs/reference/optimizers.md lists them."
+        )
+    raise ShardingError(
+        f"{operation} on {info.describe()}: it needs the full tensor. Use fsdp.full_tensor(tensor), or work inside "
+        "fsdp.summon_full_params(model, writeback=True); for this rank's part alone, fsdp.to_local(tensor)."
+    )
+
+
+def refuse_dcp(info: ShardInfo) -> NoReturn:
+    """Raise the error for a shard that is given to torch's Distributed Checkpoint."""
+    raise ShardingError(
+        f"{info.describe()}, cannot be given to torch's Distributed Checkpoint by itself: give it model.state_dict(), "
+        "optimizer.state_dict() after a step, or fsdp.full_tensor(tensor); or call fsdp.save(path, model, optimizer)."
+    )

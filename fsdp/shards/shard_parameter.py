@@ -1,0 +1,50 @@
+"""The user's Parameter objects as shards, and how they become what they are.
+
+torch.utils.swap_tensors refuses parameters that have weak references, and units have some. `exchange` does without it.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.shards.info import ShardInfo
+from fsdp.shards.shard_tensor import ShardTensor, make_shard
+
+
+class ShardParameter(ShardTensor, nn.Parameter):
+    """This rank's part of a parameter."""
+
+
+class EmptyShardParameter(ShardParameter):
+    """A parameter of which this rank holds no element.
+
+    Its gradient exists as on the other ranks, so that each rank gives equal lists of gradients to a collective. A step of an
+    optimizer that works element by element does not see it, see optimizer_steps.py.
+    """
+
+
+_PARAMETER_CLASSES: dict[tuple[type, bool], type[ShardParameter]] = {
+    (nn.Parameter, False): ShardParameter,
+    (nn.Parameter, True): EmptyShardParameter,
+}
+
+
+def become_shard(parameter: nn.Parameter, local: Tensor, info: ShardInfo) -> None:
+    """Turn the object `parameter`, which other code refers to, into this rank's part `local`. It keeps hooks and attributes."""
+    kind = (type(parameter), not local.numel())
+    if kind not in _PARAMETER_CLASSES:
+        base = EmptyShardParameter if kind[1] else ShardParameter
+        _PARAMETER_CLASSES[kind] = type(type(parameter).__name__, (base, type(parameter)), {})
+    full = make_shard(_PARAMETER_CLASSES[kind], local, parameter.requires_grad, info)
+    exchange(parameter, full)
+    # an AccumulateGrad node that other code has kept refers to the full parameter, which needs no memory any more
+    full.data = full.data.new_empty(0)
+
+
+def exchange(one: nn.Parameter, other: nn.Parameter) -> None:
+    """Exchange what two parameters are: memory, gradient, class. Hooks, attributes, and references to the objects stay."""
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    torch._C._swap_tensor_impl(one, other)
+    info, other_info = one.__dict__.pop("shard_info", None), other.__dict__.pop("shard_info", None)
+    for parameter, its_info in ((one, other_info), (other, info)):
+        if its_info is not None:
+            parameter.shard_info = its_info  # type: ignore[attr-defined]

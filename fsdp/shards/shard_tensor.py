@@ -1,0 +1,336 @@
+"""The tensor classes of shards: parameters, gradients, optimizer state, and everything that is computed from them.
+
+[Note: shards that know that they are shards]
+A shard that is an ordinary tensor is taken for the full tensor by all code that does not know this engine. A norm is then the
+norm of a part, and each rank gets another one. So a shard is a tensor subclass. Its operators come to
+`ShardTensor.__torch_dispatch__`, below autograd. `__torch_function__` is disabled, so attributes cost what they cost on any
+tensor. operators.py says what is done: element by element on this rank's part, over all ranks, or refused.
+
+A parameter is complete on each rank if nothing is cut (NO_SHARD, or one rank): it stays an ordinary nn.Parameter.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from fsdp.errors import ShardingError
+from fsdp.shards.info import ShardInfo
+from fsdp.shards.operators import Rule, rule_of
+from fsdp.shards.reductions import REDUCTIONS, Reduction, gather_and_combine, only_element
+from fsdp.shards.refusals import refuse, refuse_dcp
+
+local_operators = torch._C._DisableTorchDispatch
+"""A context in which operators treat shards as ordinary tensors: for code of the engine that means this rank's part."""
+
+
+class ShardTensor(Tensor):
+    """This rank's part of a tensor. `shape` is the part's shape. Operators compute as if on the full tensor, or raise."""
+
+    shard_info: ShardInfo
+    """What this is a part of."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with local_operators():
+            return _COMPUTE[rule_of(func)](func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        with local_operators():
+            return f"{type(self).__name__}({self.shard_info.describe()}: {plain(self)!r})"
+
+    def numel(self) -> int:
+        """The number of elements of the full tensor, for code that counts parameters."""
+        return self.shard_info.numel
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        """The number of rows of the full tensor."""
+        if not self.shard_info.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shard_info.shape[0]
+
+    def item(self) -> Any:
+        """The number, if the full tensor has one element. torch's own would look at the size of this rank's part."""
+        number = only_element(self.shard_info, plain(self))
+        return gather_and_combine([number], [self.shard_info], "item")[0].item()
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __complex__(self) -> complex:
+        return complex(self.item())
+
+    def __index__(self) -> int:
+        return self.item().__index__()  # type: ignore[no-any-return]
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """The bytes of the full tensor."""
+        return self.shard_info.numel * self.itemsize
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Refused except for parameters: autograd's formulas use the number of elements of the part."""
+        if requires_grad and not isinstance(self, torch.nn.Parameter):
+            refuse("requires_grad_", self.shard_info)
+        return super().requires_grad_(requires_grad)
+
+    def storage(self) -> NoReturn:
+        refuse("storage", self.shard_info)
+
+    def __dlpack__(self, **_: Any) -> NoReturn:
+        refuse("__dlpack__", self.shard_info)
+
+    def numpy(self, **_: Any) -> NoReturn:
+        refuse("numpy", self.shard_info)
+
+    def tolist(self) -> NoReturn:
+        refuse("tolist", self.shard_info)
+
+    def share_memory_(self) -> NoReturn:
+        refuse("share_memory_", self.shard_info)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with local_operators():
+            copied = make_shard(type(self), plain(self).clone(), self.requires_grad, self.shard_info)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ShardingError(
+            f"{self.shard_info.name!r} cannot be pickled: this rank holds {tuple(self.shape)} of {self.shard_info.shape}. Save "
+            "what fsdp.full_state_dict(model) or fsdp.full_optim_state_dict(model, optimizer) returns, or call "
+            "fsdp.save(path, model)."
+        )
+
+    def __create_write_items__(self, fqn: str, value: object) -> NoReturn:
+        """Refuse to be saved by torch's Distributed Checkpoint, which would take the part for the full tensor."""
+        refuse_dcp(self.shard_info)
+
+    def __create_chunk_list__(self) -> NoReturn:
+        """Refuse to be loaded by torch's Distributed Checkpoint."""
+        refuse_dcp(self.shard_info)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """`tensor` as an ordinary tensor: this rank's part, which shares its memory, without autograd."""
+    with local_operators():
+        return tensor.detach()
+
+
+def gather_full(tensor: ShardTensor) -> Tensor:
+    """The full tensor of which `tensor` is this rank's part, without autograd. Communicates.
+
+    Traffic: this rank receives W - 1 times the elements of the rank that holds the most.
+    """
+    info, numels = tensor.shard_info, tensor.shard_info.cut.numels()
+    everything = torch.empty(info.comm.size, max(numels), dtype=tensor.dtype, device=tensor.device)
+    everything[info.comm.rank, : numels[info.comm.rank]] = plain(tensor).reshape(-1)
+    info.comm.all_gather(everything.view(-1), info.name).wait()
+    return torch.cat([part[:numel] for part, numel in zip(everything, numels, strict=True)]).view(info.shape)
+
+
+def as_shard(local: Tensor, info: ShardInfo) -> ShardTensor:
+    """`local` as this rank's part of a tensor that is cut like the parameter of `info`. It shares the memory."""
+    made: ShardTensor = make_shard(ShardTensor, local, False, info)
+    return made
+
+
+def make_shard(cls: type[Tensor], local: Tensor, requires_grad: bool, info: ShardInfo) -> Any:
+    """A tensor of the class `cls` over the memory of `local`."""
+    made = torch.Tensor._make_subclass(cls, local, requires_grad)
+    made.shard_info = info  # type: ignore[attr-defined]
+    return made
+
+
+# what each rule does. torch dispatch is off here ---------------------------------------
+
+
+def _element_wise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    operands = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
+    info = _common_cut(func, operands)
+    if func._schema.is_mutable and not isinstance(args[0], ShardTensor):
+        refuse(f"{func} into an ordinary tensor", info)
+    result = func(*args, **kwargs)
+    if result is args[0]:
+        return result
+    return _wrap(func, result, info)
+
+
+def _element_wise_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    lists = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple) and arg and isinstance(arg[0], Tensor)]
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, ShardTensor):
+            refuse(f"{func} beside lists", arg.shard_info)
+    infos: list[ShardInfo | None] = []
+    for operands in zip(*lists, strict=True):
+        sharded = any(isinstance(operand, ShardTensor) for operand in operands)
+        infos.append(_common_cut(func, operands) if sharded else None)
+        if sharded and func._schema.is_mutable and not isinstance(operands[0], ShardTensor):
+            refuse(f"{func} into an ordinary tensor", cast(ShardInfo, infos[-1]))
+    results = func(*args, **kwargs)
+    if results is None or func._schema.is_mutable:
+        return results
+    return [one if info is None else _wrap(func, one, info) for one, info in zip(results, infos, strict=True)]
+
+
+def _common_cut(func: Any, operands: Iterable[Tensor]) -> ShardInfo:
+    """The cut of the shards among `operands`, with which the others can be combined."""
+    ordinary, info = [], None
+    for operand in operands:
+        if not isinstance(operand, ShardTensor):
+            ordinary.append(operand)
+        elif info is None or operand.shard_info.covers(info):
+            info = operand.shard_info
+        elif not info.covers(operand.shard_info):
+            info.check_same_cut(operand.shard_info, str(func))
+    assert info is not None, "an operator comes here because of a shard"
+    for operand in ordinary:
+        if not info.fits(operand):
+            refuse(f"{func} with an ordinary tensor of shape {tuple(operand.shape)}", info)
+    return info
+
+
+def _wrap(func: Any, result: Any, info: ShardInfo) -> Any:
+    if isinstance(result, list | tuple):
+        return tuple(_wrap(func, one, info) for one in result)
+    if result.shape != info.local_shape:
+        refuse(str(func), info)
+    return as_shard(result, info)
+
+
+def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return as_shard(func(*args, **kwargs), _first_info(args))
+
+
+def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    info, sizes = _first_info(args), args[1]
+    keeps = len(sizes) == len(info.shape) == len(info.local_shape) and all(
+        size in (-1, here, full) for size, here, full in zip(sizes, info.local_shape, info.shape, strict=True)
+    )
+    if not keeps and tuple(sizes) != tuple(info.local_shape):
+        refuse(f"{func} to {tuple(sizes)}", info)
+    return as_shard(args[0].detach(), info)
+
+
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    info, made = _first_info(args), func(*args, **kwargs)
+    if func is torch.ops.aten.new_empty.default and not args[1] and "device" in kwargs and info.local_shape:
+        # so torch's asynchronous save begins a copy, which would be an ordinary tensor
+        refuse_dcp(info)
+    # a size of one number is rather a constant than the size of the part
+    return as_shard(made, info) if made.shape == info.local_shape and made.numel() != 1 else made
+
+
+def _query(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = func(*args, **kwargs)
+    return as_shard(result, _first_info(args)) if isinstance(result, Tensor) else result
+
+
+def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    name = func._schema.name.removeprefix("aten::")
+    target = given.pop("self")
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        return _unscale(func, target, given["found_inf"], given["inv_scale"])
+    if isinstance(target, list | tuple):
+        return _reduce_lists(func, name, target, given)
+    if name in ("equal", "allclose", "dot", "vdot"):
+        return _reduce_two(func, name, target, given.pop("tensor" if name == "dot" else "other"), given)
+    info = target.shard_info
+    dims = given.get("dim")
+    dims = (dims,) if isinstance(dims, int) else tuple(dims or ())
+    ndim = len(info.shape)
+    if any(not -max(ndim, 1) <= dim < max(ndim, 1) for dim in dims):
+        raise IndexError(f"{func}: dimension out of range for {info.name!r} of shape {info.shape}, but got {given['dim']}")
+    over = {dim % max(ndim, 1) for dim in dims}
+    if over and 0 not in over and info.keeps_rows:
+        result = func(*args, **kwargs)
+        return as_shard(result, info.of_rows(result.shape))
+    if over and ndim and over != set(range(ndim)):
+        refuse(f"{func} over some dimensions", info)
+    (result,) = gather_and_combine([REDUCTIONS[name](info, plain(target), given)], [info], name)
+    return result.view((1,) * ndim) if given.get("keepdim") else result
+
+
+def _reduce_lists(func: Any, name: str, tensors: Sequence[Tensor], given: dict[str, Any]) -> list[Tensor]:
+    if "scalar" in given:
+        given["ord"] = given["scalar"]
+    sharded = [tensor for tensor in tensors if isinstance(tensor, ShardTensor)]
+    reductions = [REDUCTIONS[name](tensor.shard_info, plain(tensor), given) for tensor in sharded]
+    results = iter(gather_and_combine(reductions, [tensor.shard_info for tensor in sharded], name))
+    others = [tensor for tensor in tensors if not isinstance(tensor, ShardTensor)]
+    here = iter(func(others, **given) if others else ())
+    return [next(results if isinstance(tensor, ShardTensor) else here) for tensor in tensors]
+
+
+def _reduce_two(func: Any, name: str, one: Tensor, other: Tensor, given: dict[str, Any]) -> Any:
+    info = _common_cut(func, (one, other))
+    for operand in (one, other):
+        if not isinstance(operand, ShardTensor):
+            refuse(f"{func} with an ordinary tensor of shape {tuple(operand.shape)}", info)
+    if name in ("equal", "allclose"):
+        same = torch.tensor([func(plain(one), plain(other), **given)], device=one.device)
+        return bool(gather_and_combine([Reduction(same, torch.all)], [info], name)[0])
+    return gather_and_combine([REDUCTIONS["sum"](info, func(plain(one), plain(other)).view(1), {})], [info], name)[0]
+
+
+def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    func(gradients, found_inf, inv_scale)
+    infos = {id(gradient.shard_info.comm): gradient.shard_info for gradient in gradients if isinstance(gradient, ShardTensor)}
+    for info in infos.values():
+        found = Reduction(found_inf.view(1), torch.amax)
+        found_inf.copy_(gather_and_combine([found], [info], "non-finite check of gradients")[0])
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    info = next(leaf.shard_info for leaf in _leaves((args, kwargs)) if isinstance(leaf, ShardTensor))
+    if func.namespace == "c10d":
+        raise ShardingError(
+            f"{func} on {info.describe()}: a collective would mix the parts of different ranks. The model is sharded already; "
+            "do not wrap it in another data-parallel wrapper. For a collective of your own, use fsdp.to_local(tensor)."
+        )
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        raise ShardingError(
+            f"{func} on {info.describe()}: each rank would draw other numbers than a single process. Initialise before "
+            "wrapping, by param_init_fn, or inside fsdp.summon_full_params(model, writeback=True)."
+        )
+    refuse(str(func), info)
+
+
+def _first_info(args: tuple[Any, ...]) -> ShardInfo:
+    return cast(ShardTensor, args[0]).shard_info
+
+
+def _leaves(nested: Any) -> Iterator[Any]:
+    if isinstance(nested, dict):
+        nested = list(nested.values())
+    if isinstance(nested, list | tuple):
+        for one in nested:
+            yield from _leaves(one)
+    else:
+        yield nested
+
+
+_COMPUTE: dict[Rule, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    Rule.ELEMENT_WISE: _element_wise,
+    Rule.ELEMENT_WISE_LISTS: _element_wise_lists,
+    Rule.LIKE: _like,
+    Rule.SAME_SIZE: _same_size,
+    Rule.NEW: _new,
+    Rule.QUERY: _query,
+    Rule.REDUCTION: _reduce,
+    Rule.REFUSED: _refuse,
+}

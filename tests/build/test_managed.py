@@ -1,0 +1,133 @@
+"""The mark by which transformers asks whether all ranks must run the same layers, on the modules that it asks about."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from fsdp.autograd.pytree import MANAGED
+from fsdp.runtime.registry import unit_ref_of
+from tests.support.models import Block, make_net
+
+
+def must_stay_in_step(module: nn.Module) -> bool:
+    """What transformers asks, of the model that generates and of the encoder that drops layers."""
+    return getattr(module, "_is_fsdp_managed_module", False)
+
+
+@pytest.mark.parametrize("door", [fsdp.fully_shard, fsdp.FullyShardedDataParallel])
+def test_every_module_of_a_unit_is_marked_and_no_other(door: type[nn.Module]) -> None:
+    def fn(rank: int) -> None:
+        net = make_net()
+        assert not any(map(must_stay_in_step, net.modules()))
+        model = door(net, auto_wrap_policy={Block}, ignored_modules={net.blocks[1].up, net.leave})
+        assert must_stay_in_step(model)
+        marked = {name for name, module in net.named_modules() if must_stay_in_step(module)}
+        assert marked == {name for name, _ in net.named_modules()} - {"blocks.1.up", "leave"}
+
+    fsdp.simulate(2, fn)
+
+
+class Writer(nn.Module):
+    """Generates tokens as transformers does: a rank that is done runs the model for the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks, self.head = nn.Embedding(11, 8), nn.ModuleList([Block(8), Block(8)]), nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, number: int, most_of_all_ranks: int) -> Tensor:
+        for step in range(most_of_all_ranks if must_stay_in_step(self) else number):
+            found = self(tokens)[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, found], dim=1) if step < number else tokens
+        return tokens
+
+
+def make_writer() -> Writer:
+    torch.manual_seed(0)
+    return Writer()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_ranks_generate_other_numbers_of_tokens(strategy: str) -> None:
+    numbers = (2, 5, 3)
+
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(make_writer(), auto_wrap_policy={Block}, sharding_strategy=strategy)
+        tokens = torch.tensor([[1, rank + 2]])
+        found = model.generate(tokens, numbers[rank], max(numbers))
+        assert found.shape == (1, 2 + numbers[rank])
+        assert torch.equal(found, make_writer().generate(tokens, numbers[rank], max(numbers)))
+
+    fsdp.simulate(3, fn)
+
+
+class Encoder(nn.Module):
+    """Drops layers at random, and is no unit itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(8) for _ in range(4))
+
+    def forward(self, x: Tensor, dropped: set[int]) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number not in dropped or must_stay_in_step(self):
+                after = layer(x)
+                x = after if number not in dropped else x + 0 * after
+        return x
+
+
+class Speech(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Encoder(), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, dropped: set[int]) -> Tensor:
+        return self.head(self.encoder(x, dropped))
+
+
+def test_ranks_drop_other_layers() -> None:
+    def make() -> Speech:
+        torch.manual_seed(0)
+        return Speech()
+
+    def dropped(rank: int) -> set[int]:
+        return {rank, 3}
+
+    def batch(rank: int) -> Tensor:
+        return torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
+
+    def fn(rank: int) -> dict[str, Tensor]:
+        model = fsdp.fully_shard(make(), auto_wrap_policy={Block})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(batch(rank), dropped(rank)).square().mean().backward()
+        optimizer.step()
+        return fsdp.full_state_dict(model, rank0_only=False)
+
+    plain = make()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for rank in range(2):
+        (plain(batch(rank), dropped(rank)).square().mean() / 2).backward()
+    optimizer.step()
+    for found in fsdp.simulate(2, fn):
+        for name, wanted in plain.state_dict().items():
+            assert torch.allclose(found[name], wanted, rtol=1e-6, atol=1e-7), name
+
+
+def test_the_mark_costs_a_forward_nothing() -> None:
+    """A unit searches the attributes of its modules for tensors after each forward, and not these."""
+
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2)))
+        model(torch.ones(1, 2))
+        side_outputs = unit_ref_of(model).hooks._unit_hooks[0]._side_outputs
+        searched = {name for attributes in side_outputs._attributes for name in attributes._names}
+        assert not searched & set(MANAGED)
+
+    fsdp.simulate(1, fn)

@@ -1,0 +1,122 @@
+"""What other parts of torch do to a sharded model: programs for real processes. Each returns what was said, and the weights."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp
+from tests.shards.programs import PROGRAMS, Found
+from tests.support.models import Block, local, loss_of, make_net
+
+ENGINES: Final[dict[str, Callable[[nn.Module], Any]]] = {
+    "DistributedDataParallel": DistributedDataParallel,
+    "replicate": replicate,
+    "FSDP1": Fsdp1,
+    "FSDP2": lambda model: fsdp2(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),))),
+}
+
+
+def batch(rank: int) -> Tensor:
+    return torch.linspace(-1, 1 + rank, 12).view(2, 6)
+
+
+def shard() -> nn.Module:
+    return fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+
+
+def said_by(function: Callable[[], object]) -> str:
+    """The class and the text of the error that `function` raises."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def other_engines(rank: int) -> dict[str, tuple[str, bool]]:
+    """What each engine is told, and whether the weights are the same and the model still trains."""
+    found = {}
+    for name, engine in ENGINES.items():
+        model = shard()
+        before = [local(p).clone() for p in model.parameters()]
+        said = said_by(lambda engine=engine, model=model: engine(model))  # type: ignore[misc]
+        same = all(torch.equal(local(p), was) for p, was in zip(model.parameters(), before, strict=True))
+        loss_of(model(batch(rank))).backward()
+        found[name] = said, same
+    return found
+
+
+def bad_parameter(rank: int) -> tuple[str, dict[str, Tensor]]:
+    """What is said when rank 1 alone has a sparse parameter; then the model is mended and trained."""
+    net = make_net()
+    weight = net.enter.weight
+    if rank == 1:
+        net.enter.weight = nn.Parameter(weight.detach().to_sparse())
+    said = said_by(lambda: fsdp.fully_shard(net, auto_wrap_policy={Block}))
+    net.enter.weight = weight
+    model = fsdp.fully_shard(net, auto_wrap_policy={Block})
+    loss_of(model(batch(rank))).backward()
+    return said, in_full(model, [p.grad for p in model.parameters()])
+
+
+def gradients_of_shards(rank: int) -> dict[str, dict[str, Tensor]]:
+    """The gradients in full, by `torch.autograd.grad` and by `backward(inputs=...)`."""
+    model = shard()
+    parameters = list(model.parameters())
+    by_grad = torch.autograd.grad(loss_of(model(batch(rank))), parameters)
+    model.zero_grad()
+    loss_of(model(batch(rank))).backward(inputs=parameters)
+    by_inputs = [p.grad for p in parameters]
+    return {"grad": in_full(model, by_grad), "inputs": in_full(model, by_inputs)}
+
+
+def one_rank_steps(rank: int) -> list[str]:
+    """What is said when rank 0 takes a step that the others skip, and in the backward after that."""
+    model = shard()
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model(batch(rank))).backward()
+    if rank == 0:
+        optimizer.step()
+    return [said_by(lambda: loss_of(model(batch(rank))).backward()) for _ in range(2)]
+
+
+def added(rank: int) -> list[str]:
+    """What is said when rank 1 alone adds a module; then it takes it away, and all go on."""
+    model = shard()
+    loss_of(model(batch(rank))).backward()
+    if rank == 1:
+        model.more = nn.Linear(2, 2)
+    said = said_by(lambda: model(batch(rank)))
+    if rank == 1:
+        del model.more
+    return [said, said_by(lambda: loss_of(model(batch(rank))).backward())]
+
+
+def scripts(rank: int) -> dict[str, Found]:
+    """What each script of a user prints, and the weights at its end."""
+    return {name: program(range(rank, rank + 1), True) for name, program in PROGRAMS.items()}
+
+
+def in_full(model: nn.Module, gradients: Any) -> dict[str, Tensor]:
+    """Each gradient in full. The weights are overwritten for it."""
+    with torch.no_grad():
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.copy_(torch.zeros_like(parameter) if gradient is None else gradient)
+    return fsdp.full_state_dict(model, rank0_only=False)
+
+
+BORDER: Final[dict[str, Callable[[int], Any]]] = {
+    "other engines": other_engines,
+    "bad parameter": bad_parameter,
+    "gradients of shards": gradients_of_shards,
+    "one rank steps": one_rank_steps,
+    "added": added,
+    "scripts": scripts,
+}

@@ -1,0 +1,71 @@
+"""What other parts of torch do to a sharded model, over gloo: right, or refused before anything moves, on every rank."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.equivalence.border_programs import BORDER, ENGINES, batch
+from tests.equivalence.test_gloo import run
+from tests.shards.programs import PROGRAMS
+from tests.shards.test_border import assert_of_one_process
+from tests.support.models import loss_of, make_net
+
+pytestmark = pytest.mark.gloo
+
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 processes", "3 processes"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return run(request.param, tmp_path_factory.mktemp("ranks"), *BORDER)
+
+
+def assert_gradients_of_one_process(found: dict[str, Tensor], size: int) -> None:
+    net = make_net()
+    for rank in range(size):
+        (loss_of(net(batch(rank))) / size).backward()
+    for name, parameter in net.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-6, atol=1e-6 * float(parameter.grad.abs().max()))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_another_engine_is_refused_before_it_communicates(engine: str, ranks: Results) -> None:
+    for one in ranks:
+        said, same = one["other engines"][engine]
+        assert said.startswith("ShardingError: Net is sharded by fsdp, which averages its gradients over the ranks already")
+        assert same
+
+
+def test_a_parameter_that_one_rank_cannot_shard_stops_all_ranks_and_can_be_mended(ranks: Results) -> None:
+    for one in ranks:
+        said, gradients = one["bad parameter"]
+        assert "parameter 'enter.weight' has layout torch.sparse_coo; make it dense" in said
+        assert_gradients_of_one_process(gradients, len(ranks))
+
+
+@pytest.mark.parametrize("way", ["grad", "inputs"])
+def test_gradients_asked_of_shards_are_those_of_one_process(way: str, ranks: Results) -> None:
+    for one in ranks:
+        assert_gradients_of_one_process(one["gradients of shards"][way], len(ranks))
+
+
+def test_a_rank_that_steps_alone_is_named_on_all(ranks: Results) -> None:
+    for one in ranks:
+        assert one["one rank steps"][1] == "nothing", "they go on, for example from a checkpoint"
+        assert "was changed on rank 0 since the last backward, and nothing was changed on rank" in one["one rank steps"][0]
+
+
+def test_a_module_that_one_rank_adds_is_named_on_all_and_they_go_on_without_it(ranks: Results) -> None:
+    for rank, one in enumerate(ranks):
+        said, after = one["added"]
+        assert said.startswith("ShardingError: " if rank == 1 else "PeerFailed: ")
+        assert "parameter 'more.weight' was added after wrapping" in said
+        assert after == "nothing"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_script_has_the_numbers_and_weights_of_one_process(name: str, ranks: Results) -> None:
+    assert_of_one_process([one["scripts"][name] for one in ranks], PROGRAMS[name](range(len(ranks)), False))

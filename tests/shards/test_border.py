@@ -1,0 +1,127 @@
+"""What torch's utilities and the scripts of users do with shards: the numbers of one process, or a refusal with the remedy."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from torch.optim.swa_utils import AveragedModel
+
+import fsdp
+from fsdp.shards.shard_parameter import ShardParameter
+from tests.shards.programs import PROGRAMS, Found, backward, make
+from tests.support.models import assert_close, join, local, weights_of
+
+
+def assert_of_one_process(found: list[Found], wanted: Found) -> None:
+    """The same numbers on all ranks, and both numbers and weights of one process, within 1e-6."""
+    for numbers, _ in found:
+        assert numbers == pytest.approx(wanted[0], rel=1e-6, abs=1e-7)
+        assert numbers == found[0][0], "ranks have different numbers"
+    weights = {name: join([one[name] for _, one in found], weight.shape) for name, weight in wanted[1].items()}
+    assert_close(weights, {**wanted[1]})
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_numbers_and_weights_are_those_of_one_process(name: str, size: int) -> None:
+    program = PROGRAMS[name]
+    assert_of_one_process(fsdp.simulate(size, lambda rank: program(range(rank, rank + 1), True)), program(range(size), False))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_by_clipping_on_all(size: int) -> None:
+    def fn(rank: int) -> str:
+        model = make(sharded=True)
+        backward(model, range(rank, rank + 1), 0)
+        if rank == 1:
+            held = next(p.grad for p in model.parameters() if local(p).numel())
+            local(held).view(-1)[0] = float("nan")
+        before = [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+        with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped") as told:
+            clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        after = [local(p.grad) for p in model.parameters() if p.grad is not None]
+        assert all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(before, after, strict=True))
+        return str(told.value)
+
+    assert len(set(fsdp.simulate(size, fn))) == 1
+
+
+DRAWS = "each rank would draw other numbers than a single process. Initialise before wrapping, by param_init_fn, or inside "
+FULL = "it needs the full tensor. Use fsdp.full_tensor(tensor), or work inside fsdp.summon_full_params(model, writeback=True)"
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    **{f"init.{name}": (getattr(nn.init, name), DRAWS) for name in ("uniform_", "normal_", "trunc_normal_")},
+    **{f"init.{name}": (getattr(nn.init, name), DRAWS) for name in ("xavier_uniform_", "xavier_normal_")},
+    **{f"init.{name}": (getattr(nn.init, name), DRAWS) for name in ("kaiming_uniform_", "kaiming_normal_")},
+    "init.sparse_": (lambda p: nn.init.sparse_(p, 0.5), DRAWS),
+    "init.orthogonal_": (nn.init.orthogonal_, FULL),
+    "init.eye_": (nn.init.eye_, FULL),
+    "data.normal_": (lambda p: p.data.normal_(), DRAWS),
+    "histc": (torch.histc, FULL),
+    "histogram": (lambda p: torch.histogram(p.detach(), 10), FULL),
+    "a histogram of TensorBoard": (lambda p: p.detach().cpu().numpy(), FULL),
+    "tolist": (lambda p: p.detach().tolist(), FULL),
+    "median": (lambda p: p.median(), FULL),
+    "argmax": (lambda p: p.argmax(), FULL),
+    "topk": (lambda p: p.detach().abs().topk(1), FULL),
+    "svd": (lambda p: torch.linalg.svdvals(p.detach()), FULL),
+    "a row": (lambda p: p[0], FULL),
+    "transposed": (lambda p: p.t(), FULL),
+    "parameters_to_vector": (lambda p: parameters_to_vector([p]), FULL),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_the_full_tensor_is_refused_with_the_remedy_and_changes_nothing(name: str, size: int) -> None:
+    function, remedy = REFUSED[name]
+
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Linear(8, 12, bias=False))
+        parameter, before = model.weight, weights_of(model)
+        assert local(parameter).numel()
+        with pytest.raises(fsdp.ShardingError) as told:
+            function(parameter)
+        assert f"on 'weight', of which this rank holds {tuple(parameter.shape)} of (12, 8): " in str(told.value)
+        assert remedy in str(told.value)
+        assert_close(weights_of(model), {**before}, within=0)
+
+    fsdp.simulate(size, fn)
+
+
+@pytest.mark.parametrize("name", ["ones_", "zeros_"])
+def test_an_initialisation_that_draws_nothing_is_right(name: str) -> None:
+    def fn(rank: int) -> torch.Tensor:
+        model = make(sharded=True)
+        getattr(nn.init, name)(model.enter.weight)
+        model.blocks[0].norm.reset_parameters()
+        return fsdp.full_tensor(model.enter.weight).detach().clone()
+
+    for full in fsdp.simulate(2, fn):
+        assert torch.equal(full, getattr(torch, name.removesuffix("_"))(8, 6))
+
+
+def test_a_deep_copy_of_a_parameter_is_a_shard_of_its_own() -> None:
+    def fn(rank: int) -> None:
+        parameter = make(sharded=True).enter.weight
+        copied = copy.deepcopy(parameter)
+        assert isinstance(copied, ShardParameter)
+        assert copied.requires_grad
+        assert copied.shard_info == parameter.shard_info
+        assert torch.equal(copied, parameter)
+        with torch.no_grad():
+            copied.add_(1)
+        assert not torch.equal(copied, parameter)
+
+    fsdp.simulate(2, fn)
+
+
+def test_an_average_of_a_model_that_is_sharded_already_is_refused_with_the_remedy() -> None:
+    def fn(rank: int) -> None:
+        with pytest.raises(fsdp.ShardingError, match="cannot be copied: copy the module before wrapping it, then wrap the copy"):
+            AveragedModel(make(sharded=True))
+
+    fsdp.simulate(2, fn)

@@ -1,0 +1,168 @@
+"""Every function of torch that takes one tensor, called with a shard: the global result or a refusal, never a local result."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from fsdp.shards.shard_tensor import ShardTensor
+from tests.support.models import local
+
+CASES: Final = {
+    "rows on two ranks": ((6, 4), 2),
+    "rows on three ranks": ((7, 4), 3),
+    "by element": ((3, 5), 2),
+    "all on one of two ranks": ((1, 4), 2),
+    "a vector": ((7,), 2),
+}
+WITH: Final[dict[str, tuple[Any, ...]]] = {
+    "nothing": (),
+    "a number": (2,),
+    "a fraction": (0.5,),
+    "two numbers": (0, 1),
+    "itself": ("self",),
+    "itself twice": ("self", "self"),
+    "a tensor of one number": (torch.tensor(3.0),),
+    "a dtype": (torch.float64,),
+}
+"""What is given beside the shard."""
+SKIPPED: Final = {
+    *(
+        "save",
+        "load",
+        "compile",
+        "classproperty",
+        "export",
+        "fork",
+        "wait",
+        "import_ir_module",
+        "set_printoptions",
+        "vmap",
+        "cond",
+    ),
+    *("is_storage", "typename", "backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "as_subclass"),
+    *("is_tensor", "numel", "element_size", "storage", "untyped_storage", "data_ptr", "storage_offset", "stride", "size"),
+    *("dim", "ndimension", "nelement", "get_device", "type", "is_contiguous", "is_coalesced", "storage_type", "dim_order"),
+    *("const_data_ptr", "mutable_data_ptr"),
+    # give memory without values
+    *("empty_like", "new", "new_empty"),
+    # expands the other tensor, which is an ordinary one
+    *("broadcast_tensors",),
+    # chooses an implementation by the shape of the part, so that ranks may come to other collectives: docs/reference/limits.md
+    *("scaled_dot_product_attention",),
+    # read the memory of a tensor without an operator, so nothing can be refused: docs/reference/limits.md
+    *("fbgemm_linear_quantize_weight", "fbgemm_pack_gemm_matrix_fp16", "to_dlpack"),
+}
+"""What does not compute, or asks for the memory or the local shape of the part."""
+
+
+def functions() -> dict[str, Callable[..., Any]]:
+    """Functions of torch and torch.nn.functional, and methods of Tensor, by name."""
+    found: dict[str, Callable[..., Any]] = {}
+    for where, space in (
+        ("torch", torch),
+        ("F", nn.functional),
+        ("Tensor", Tensor),
+        ("linalg", torch.linalg),
+        ("special", torch.special),
+    ):
+        for name in dir(space):
+            function = getattr(space, name)
+            is_magic = name.startswith("_") and not (where == "Tensor" and name in MAGIC)
+            if callable(function) and not isinstance(function, type) and not is_magic and name not in SKIPPED:
+                found[f"{where}.{name}"] = method(name) if space is Tensor else function
+    return found
+
+
+def method(name: str) -> Callable[..., Any]:
+    return lambda tensor, *given: getattr(tensor, name)(*given)
+
+
+MAGIC: Final = {
+    *(
+        "__add__",
+        "__and__",
+        "__bool__",
+        "__complex__",
+        "__contains__",
+        "__eq__",
+        "__float__",
+        "__floordiv__",
+        "__ge__",
+        "__getitem__",
+    ),
+    *("__gt__", "__int__", "__invert__", "__iadd__", "__imul__", "__len__", "__lshift__", "__matmul__", "__mod__", "__mul__"),
+    *("__ne__", "__neg__", "__or__", "__pow__", "__radd__", "__rpow__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__"),
+}
+
+
+def outcome(function: Callable[..., Any], first: Tensor, given: tuple[Any, ...]) -> tuple[str, Any, Tensor]:
+    """What a function returned for a copy of `first`, or the error that it raised; and the copy, which it may have changed."""
+    target = first.clone()
+    arguments = [first.clone() if argument == "self" else argument for argument in given]
+    try:
+        return "returned", function(target, *arguments), target
+    except fsdp.errors.WorldError as error:
+        raise AssertionError(f"ranks differ in {function} with {given}") from error
+    except Exception as error:  # any error is a refusal
+        return "refused", error, target
+
+
+def in_full(result: Any) -> Any:
+    """`result` with each shard in full. Communicates."""
+    if isinstance(result, ShardTensor):
+        return fsdp.full_tensor(result)
+    if isinstance(result, list | tuple):
+        return [in_full(one) for one in result]
+    return result
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(other, list | tuple):
+        return isinstance(one, list | tuple) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(other, Tensor):
+        if not isinstance(one, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True) if one.numel() else True
+    return bool(one == other) or (one != one and other != other)
+
+
+@pytest.mark.parametrize(("shape", "size"), CASES.values(), ids=CASES)
+def test_no_result_is_silently_local(shape: tuple[int, ...], size: int) -> None:
+    wrong = fsdp.simulate(size, lambda rank: silently_wrong(shape))
+    assert not wrong[0], "\n".join(wrong[0])
+
+
+def silently_wrong(shape: tuple[int, ...]) -> list[str]:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    holder = nn.Module()
+    holder.weight = nn.Parameter(torch.rand(shape) + 0.25)
+    holder.forward = lambda: holder.weight  # type: ignore[assignment]
+    full = holder.weight.detach().clone()
+    model = fsdp.fully_shard(holder)
+    shard = next(model.parameters()).detach()
+    assert isinstance(shard, ShardTensor)
+    wrong = []
+    for name, function in functions().items():
+        for what, given in WITH.items():
+            how, result, after = outcome(function, shard, given)
+            everywhere = shard.shard_info.comm.gather_objects((name, how), "outcome")
+            assert all(other == name for other, _ in everywhere)
+            if len(set(everywhere)) > 1:  # a composite function returns early for a part without elements; the others refuse
+                continue
+            if how == "refused":
+                assert torch.equal(local(after), local(shard)) or "_" in name, f"{name} changed something and then failed"
+                continue
+            wanted_how, wanted, wanted_after = outcome(function, full, given)
+            if wanted_how == "refused":
+                wrong.append(f"{name} with {what}: {type(result)} where a plain tensor is refused: {wanted!r}"[:200])
+            elif not same(in_full(result), wanted):
+                wrong.append(f"{name} with {what}: {in_full(result)!r} for {wanted!r}"[:200].replace("\n", " "))
+            elif not same(in_full(after), wanted_after):
+                wrong.append(f"{name} with {what} left {in_full(after)!r} for {wanted_after!r}"[:200].replace("\n", " "))
+    return wrong

@@ -1,0 +1,304 @@
+"""The state dict of an optimizer of sharded parameters, by itself and by torch's functions for state dicts."""
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+import fsdp
+from fsdp.checkpoint.dcp import StoredCheckpoint, WritePlan
+from fsdp.shards.shard_tensor import plain
+from fsdp.shards.sharded_value import ShardedValue
+from fsdp.state_dict.model_view import ModelView
+from tests.support.models import CASES, Case, own_batches, train, wrap
+from tests.support.states import assert_same_state
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=0.01),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+}
+SAVED = ["net", "tied", "odd", "net as one unit"]
+
+
+def trained(case: Case, rank: int, make: Callable[[Any], torch.optim.Optimizer], steps: int = 2) -> tuple[nn.Module, Any]:
+    model = wrap(case)
+    optimizer = make(model.parameters())
+    train(model, own_batches(case, rank, steps), lambda _: optimizer)
+    return model, optimizer
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The full weights and state on every rank, by name."""
+    state = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    return {
+        **fsdp.full_state_dict(model, rank0_only=False),
+        **{f"{name}: {key}": torch.as_tensor(value) for name, kept in state.items() for key, value in kept.items()},
+    }
+
+
+def write(folder: Path, model: nn.Module, state: dict[str, Any]) -> None:
+    """What torch's `dcp.save` does, over the simulated world."""
+    comm = ModelView(model, "test").world_comm
+    folder.mkdir(exist_ok=True)
+    WritePlan(folder, folder, state, comm).write(comm, lambda _: None)
+
+
+def read(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """What torch's `dcp.load` does, with a planner that allows a partial load. Tensors are filled in place."""
+    flat, paths = flatten_state_dict(state)
+    there = StoredCheckpoint(folder).paths
+    targets = {key: value if isinstance(value, Tensor) else None for key, value in flat.items() if key in there}
+    return unflatten_state_dict(StoredCheckpoint(folder).plan(targets).read(), paths)
+
+
+class TestDistributedCheckpoint:
+    @pytest.mark.parametrize("case", SAVED)
+    @pytest.mark.parametrize("name", ["AdamW", "SGD"])
+    @pytest.mark.parametrize(("size", "other"), [(2, 2), (2, 3), (3, 2), (3, 1)])
+    def test_model_and_optimizer_come_back_to_the_bit_by_torchs_functions(
+        self, case: str, name: str, size: int, other: int, tmp_path: Path
+    ) -> None:
+        def save(rank: int) -> dict[str, Any]:
+            model, optimizer = trained(CASES[case], rank, OPTIMIZERS[name])
+            weights, state = get_state_dict(model, optimizer)
+            write(tmp_path / "a", model, {"model": weights, "optim": state})
+            return everything(model, optimizer)
+
+        def load(rank: int) -> dict[str, Any]:
+            model = wrap(CASES[case])
+            optimizer = OPTIMIZERS[name](model.parameters())
+            weights, state = get_state_dict(model, optimizer)
+            found = read(tmp_path / "a", {"model": weights, "optim": state})
+            options = StateDictOptions(strict=case != "odd")  # of a frozen and an unused parameter there is no state
+            found["optim"]["state"] = {**{key: {} for key in state["state"]}, **found["optim"]["state"]}
+            set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"], options=options)
+            return everything(model, optimizer)
+
+        wanted = fsdp.simulate(size, save)[0]
+        for found in fsdp.simulate(other, load):
+            assert_same_state(found, {key: wanted[key] for key in found})
+            assert {key for key in wanted if key not in found} == set()
+
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_their_own_state_dicts_are_loaded_in_place_on_another_number_of_ranks(self, name: str, tmp_path: Path) -> None:
+        case = CASES["net"]
+
+        def save(rank: int) -> dict[str, Any]:
+            model, optimizer = trained(case, rank, OPTIMIZERS[name])
+            write(tmp_path / "a", model, {"model": model.state_dict(), "optim": optimizer.state_dict()})
+            return everything(model, optimizer)
+
+        def load(rank: int) -> dict[str, Any]:
+            model, optimizer = trained(case, rank, OPTIMIZERS[name], steps=1)
+            state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+            read(tmp_path / "a", state)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optim"])
+            return everything(model, optimizer)
+
+        wanted = fsdp.simulate(2, save)[0]
+        assert_same_state(fsdp.simulate(3, load)[2], wanted)
+
+    def test_a_shard_by_itself_is_refused(self, tmp_path: Path) -> None:
+        def fn(rank: int) -> None:
+            model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
+            shard = next(iter(optimizer.state.values()))["exp_avg"]
+            text = r"'scale', .*|'enter.weight', of which this rank holds .* cannot be given to torch's Distributed Checkpoint"
+            with pytest.raises(fsdp.ShardingError, match=text):
+                write(tmp_path / "a", model, {"mean": shard})
+            with pytest.raises(fsdp.ShardingError, match=text):
+                shard.__create_chunk_list__()
+            with pytest.raises(fsdp.ShardingError, match=text):
+                StateDictStager().stage({"mean": shard})
+
+        fsdp.simulate(2, fn)
+
+    def test_a_background_save_copies_the_values(self) -> None:
+        def fn(rank: int) -> None:
+            optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])[1]
+            state = optimizer.state_dict()
+            before = {n: {k: v.local.clone() for k, v in kept.items() if k != "step"} for n, kept in state["state"].items()}
+            staged = StateDictStager().stage(state)
+            for kept in optimizer.state.values():
+                kept.get("exp_avg", torch.zeros(1)).zero_()
+            for number, kept in before.items():
+                for key, one in kept.items():
+                    assert torch.equal(staged["state"][number][key].local, one)
+
+        fsdp.simulate(2, fn)
+
+
+class TestTorchsOptions:
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_flattened_and_on_the_host(self, size: int) -> None:
+        def fn(rank: int) -> None:
+            model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
+            wanted = everything(model, optimizer)
+            options = StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=True)
+            state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+            assert any(isinstance(value, ShardedValue) for value in state.values())
+            train(model, own_batches(CASES["net"], rank, 1), lambda _: optimizer)
+            set_optimizer_state_dict(model, optimizer, state, options=options)
+            found = everything(model, optimizer)
+            assert_same_state({k: v for k, v in found.items() if ":" in k}, {k: v for k, v in wanted.items() if ":" in k})
+
+        fsdp.simulate(size, fn)
+
+    @pytest.mark.parametrize("ignored", [False, True])
+    def test_full_weights_are_loaded_on_every_rank(self, ignored: bool) -> None:
+        case = CASES["net"]
+
+        def fn(rank: int) -> None:
+            model, _ = trained(case, rank, OPTIMIZERS["AdamW"])
+            weights = fsdp.full_state_dict(model, rank0_only=False)
+            other = wrap(case)
+            options = StateDictOptions(full_state_dict=True, ignore_frozen_params=ignored)
+            set_model_state_dict(other, dict(weights), options=options)
+            assert_same_state(fsdp.full_state_dict(other, rank0_only=False), weights)
+
+        fsdp.simulate(2, fn)
+
+    def test_full_state_is_refused_with_the_remedy(self) -> None:
+        def fn(rank: int) -> None:
+            model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
+            options = StateDictOptions(full_state_dict=True)
+            with pytest.raises(fsdp.ShardingError, match=r"get_model_state_dict with full_state_dict=True.*fsdp.full_state_dict"):
+                get_state_dict(model, optimizer, options=options)
+            text = r"get_optimizer_state_dict with full_state_dict=True.*fsdp.full_optim_state_dict\(model, optimizer\)"
+            with pytest.raises(fsdp.ShardingError, match=text):
+                get_optimizer_state_dict(model, optimizer, options=options)
+            full = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+            text = r"set_optimizer_state_dict with full_state_dict=True.*fsdp.load_full_optim_state_dict\(model, optimizer, st"
+            with pytest.raises(fsdp.ShardingError, match=text):
+                set_optimizer_state_dict(model, optimizer, full, options=options)
+
+        fsdp.simulate(2, fn)
+
+    def test_missing_names_are_refused_or_left_alone(self) -> None:
+        def fn(rank: int) -> None:
+            model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
+            wanted = everything(model, optimizer)
+            weights, state = get_state_dict(model, optimizer)
+            del weights["enter.weight"]
+            with pytest.raises(fsdp.ShardingError, match="missing"):
+                set_state_dict(model, optimizer, model_state_dict=dict(weights), optim_state_dict=state)
+            loose = StateDictOptions(strict=False)
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=loose)
+            assert_same_state(everything(model, optimizer), wanted)
+
+        fsdp.simulate(2, fn)
+
+
+class TestStateMadeBeforeWrapping:
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    @pytest.mark.parametrize("case", ["net", "tied", "odd"])
+    @pytest.mark.parametrize("look", ["step", "save"])
+    def test_it_is_cut_to_this_ranks_parts(self, name: str, case: str, look: str) -> None:
+        chosen = CASES[case]
+        plain_model = chosen.model()
+        plain_optimizer = OPTIMIZERS[name](plain_model.parameters())
+        train(plain_model, own_batches(chosen, 0, 2), lambda _: plain_optimizer)
+        keys = [name for name, p in plain_model.named_parameters() if plain_optimizer.state.get(p)]
+
+        def fn(rank: int) -> dict[str, Any]:
+            model = chosen.model()
+            optimizer = OPTIMIZERS[name](model.parameters())
+            train(model, own_batches(chosen, 0, 2), lambda _: optimizer)
+            model = fsdp.fully_shard(model, auto_wrap_policy=chosen.policy)
+            if look == "step":
+                train(model, own_batches(chosen, 0, 1), lambda _: optimizer)
+            return everything(model, optimizer)
+
+        if look == "step":
+            train(plain_model, own_batches(chosen, 0, 1), lambda _: plain_optimizer)
+        found = fsdp.simulate(2, fn)[1]
+        for parameter_name, p in plain_model.named_parameters():
+            if parameter_name in keys and p.numel():
+                for key, value in plain_optimizer.state[p].items():
+                    torch.testing.assert_close(found[f"{parameter_name}: {key}"], torch.as_tensor(value))
+        for weight_name, tensor in plain_model.state_dict().items():
+            torch.testing.assert_close(found[weight_name], tensor)
+
+    def test_what_does_not_fit_is_refused_at_the_next_step(self) -> None:
+        def fn(rank: int) -> None:
+            model = wrap(CASES["net"])
+            optimizer = OPTIMIZERS["AdamW"](model.parameters())
+            p = model.enter.weight
+            optimizer.state[p] = {"step": torch.ones(()), "exp_avg": torch.zeros(3, 6), "exp_avg_sq": torch.zeros(3, 6)}
+            p.grad = torch.zeros_like(p)
+            text = r"state 'exp_avg' of 'enter.weight'.* has shape \(3, 6\), which is neither.*fsdp.load_full_optim_state_dict"
+            with pytest.raises(fsdp.ShardingError, match=text):
+                optimizer.step()
+
+        fsdp.simulate(2, fn)
+
+
+class TestLoadStateDict:
+    def test_values_local_parts_and_full_tensors_are_loaded(self) -> None:
+        case = CASES["net"]
+
+        def fn(rank: int) -> None:
+            model, optimizer = trained(case, rank, OPTIMIZERS["AdamW"])
+            wanted = everything(model, optimizer)
+            values = optimizer.state_dict()
+            assert all(isinstance(kept["exp_avg"], ShardedValue) for kept in values["state"].values() if kept)
+            parts = {**values, "state": {n: {k: plain(v) for k, v in kept.items()} for n, kept in local(optimizer).items()}}
+            full = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+            names = [name for name, _ in model.named_parameters()]
+            numbered = {**values, "state": {names.index(name): kept for name, kept in full["state"].items()}}
+            for given in (values, parts, numbered, {**values, "state": local(optimizer)}):
+                for stepped in (False, True):
+                    again = OPTIMIZERS["AdamW"](model.parameters())
+                    if stepped:
+                        fsdp.full_optim_state_dict(model, again)  # sets the hooks
+                    again.load_state_dict(copy.deepcopy(given))
+                    assert_same_state(everything(model, again), wanted)
+
+        fsdp.simulate(2, fn)
+
+    def test_another_cut_is_refused_before_anything_is_loaded(self) -> None:
+        case = CASES["net"]
+        by_two = fsdp.simulate(2, lambda rank: trained(case, rank, OPTIMIZERS["AdamW"])[1].state_dict())
+
+        def fn(rank: int) -> None:
+            model, optimizer = trained(case, rank, OPTIMIZERS["AdamW"], steps=1)
+            wanted = everything(model, optimizer)
+            text = r"load_state_dict of the optimizer: '.*' of '.*' was cut in another way.*fsdp.load"
+            with pytest.raises(fsdp.ShardingError, match=text):
+                optimizer.load_state_dict(by_two[1])
+            assert_same_state(everything(model, optimizer), wanted)
+
+        fsdp.simulate(3, fn)
+
+    def test_a_state_dict_and_a_shard_cannot_be_pickled(self) -> None:
+        def fn(rank: int) -> None:
+            optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])[1]
+            shard = next(iter(optimizer.state.values()))["exp_avg"]
+            for one in (optimizer.state_dict(), optimizer, shard):
+                with pytest.raises(fsdp.ShardingError, match=r"cannot be pickled: this rank holds.*fsdp.full_optim_state_dict"):
+                    torch.save(one, io.BytesIO())
+
+        fsdp.simulate(2, fn)
+
+
+def local(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """The shards themselves, by number."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {number: dict(optimizer.state[p]) for number, p in enumerate(parameters) if optimizer.state.get(p)}

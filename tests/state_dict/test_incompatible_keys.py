@@ -1,0 +1,162 @@
+"""State dicts that other ranks do not have, and state dicts with other names than the model: `strict=False`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from tests.support.models import CASES, Case, make_net, weights_of, wrap
+from tests.support.optimizers import assert_same, in_groups, trained
+from tests.support.states import STATEFUL, assert_same_state, shifted
+
+NET = CASES["net"]
+
+
+@STATEFUL
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_full_state_dict_returns_can_be_loaded_as_it_is(case: Case, size: int) -> None:
+    def fn(rank: int) -> dict[str, Tensor]:
+        model, other = wrap(case), wrap(case)
+        fsdp.load_full_state_dict(model, shifted(case))
+        assert fsdp.load_full_state_dict(other, fsdp.full_state_dict(model)) == ([], [])
+        return fsdp.full_state_dict(other, rank0_only=False)
+
+    for state in fsdp.simulate(size, fn):
+        assert_same_state(state, shifted(case))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_full_optim_state_dict_returns_can_be_loaded_as_it_is(size: int) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = trained(NET, rank, in_groups)
+        saved = fsdp.full_optim_state_dict(model, optimizer)
+        assert bool(saved) == (rank == 0)
+        other = in_groups(model.parameters())
+        fsdp.load_full_optim_state_dict(model, other, saved)
+        assert_same(fsdp.full_optim_state_dict(model, other), saved)
+
+    fsdp.simulate(size, fn)
+
+
+LOADS: dict[str, Callable[[nn.Module, Any], object]] = {
+    "load_full_state_dict": fsdp.load_full_state_dict,
+    "load_full_state_dict, not strict": lambda model, state: fsdp.load_full_state_dict(model, state, strict=False),
+    "load_full_optim_state_dict": lambda model, state: fsdp.load_full_optim_state_dict(
+        model, torch.optim.SGD(model.parameters()), state
+    ),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(("given", "said"), [({}, "an empty state dict"), (None, "None")])
+def test_rank_0_must_give_it(load: str, given: Any, said: str) -> None:
+    def fn(rank: int) -> None:
+        model = wrap(NET)
+        before = weights_of(model)
+        text = f"{load.partition(',')[0]}: rank 0 gives {said}; it must give the full one. Other ranks may give None"
+        with pytest.raises(fsdp.ShardingError, match=text):
+            LOADS[load](model, given)
+        assert_same_state(weights_of(model), before)
+
+    fsdp.simulate(2, fn)
+
+
+def changed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without one parameter of each unit and without the buffer, and with two names more."""
+    missing = {"leave.bias", "blocks.1.up.weight", "scale"}
+    return {**{name: value for name, value in state.items() if name not in missing}, "z": torch.ones(1), "more.0": torch.ones(1)}
+
+
+MISSING = ["scale", "blocks.1.up.weight", "leave.bias"]
+UNEXPECTED = ["more.0", "z"]
+
+
+@pytest.mark.parametrize("other_ranks", ["give it too", "give {}", "give None"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_names_are_left_out_and_returned_as_torch_returns_them(other_ranks: str, strategy: str) -> None:
+    plain = make_net()
+    wanted = plain.load_state_dict(changed(shifted(NET)), strict=False)
+
+    def fn(rank: int) -> tuple[Any, dict[str, Any]]:
+        model = wrap(NET, sharding_strategy=strategy)
+        given = {"give it too": changed(shifted(NET)), "give {}": {}, "give None": None}
+        state = given["give it too" if rank == 0 else other_ranks]
+        return fsdp.load_full_state_dict(model, state, strict=False), fsdp.full_state_dict(model, rank0_only=False)
+
+    for keys, state in fsdp.simulate(3, fn):
+        assert sorted(keys.missing_keys) == sorted(wanted.missing_keys) == sorted(MISSING)
+        assert keys.unexpected_keys == sorted(wanted.unexpected_keys) == UNEXPECTED
+        assert_same_state(state, dict(plain.state_dict()))
+
+
+def test_one_of_two_tied_names_is_enough_and_extra_state_may_be_missing() -> None:
+    class Counting(nn.Linear):
+        count = 0
+
+        def get_extra_state(self) -> int:
+            return self.count
+
+        def set_extra_state(self, count: int) -> None:
+            self.count = count
+
+    def fn(rank: int) -> None:
+        model = nn.Sequential(Counting(3, 3), nn.Linear(3, 3, bias=False))
+        model[1].weight = model[0].weight
+        model[0].count = 5
+        fsdp.fully_shard(model)
+        keys = fsdp.load_full_state_dict(model, {"1.weight": torch.ones(3, 3)} if rank == 0 else {}, strict=False)
+        assert keys.missing_keys == ["0.weight", "0.bias", "0._extra_state"]
+        assert torch.equal(fsdp.full_state_dict(model, rank0_only=False)["0.weight"], torch.ones(3, 3))
+        assert model[0].count == 5
+
+    fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("from_rank_0", [True, False])
+def test_a_value_that_does_not_fit_is_refused_and_nothing_is_loaded(from_rank_0: bool) -> None:
+    def fn(rank: int) -> None:
+        model = wrap(NET)
+        before = weights_of(model)
+        state = {**changed(shifted(NET)), "enter.bias": torch.ones(9)}
+        with pytest.raises(fsdp.ShardingError, match=r"'enter.bias' has shape \(9,\), the model has \(8,\)"):
+            fsdp.load_full_state_dict(model, {} if from_rank_0 and rank else state, strict=False)
+        assert_same_state(weights_of(model), before)
+
+    fsdp.simulate(2, fn)
+
+
+def test_ranks_that_leave_out_different_names_are_refused() -> None:
+    def fn(rank: int) -> None:
+        model = wrap(NET)
+        before, state = weights_of(model), shifted(NET)
+        if rank == 1:
+            del state["leave.bias"]
+        text = r"the state dict of rank 0 lacks nothing, that of rank 1 lacks \['leave.bias'\]; give the same on every rank"
+        with pytest.raises(fsdp.ShardingError, match=text):
+            fsdp.load_full_state_dict(model, state, strict=False)
+        assert_same_state(weights_of(model), before)
+
+    fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_load_state_dict_of_the_model_does_the_same(wrapped: bool) -> None:
+    def fn(rank: int) -> None:
+        net = make_net()
+        model = fsdp.FullyShardedDataParallel(net) if wrapped else fsdp.fully_shard(net)
+        before = weights_of(model)
+        with pytest.raises(fsdp.ShardingError, match=r"unexpected \['more.0', 'z'\]; .* or strict=False to leave these"):
+            model.load_state_dict(changed(shifted(NET)))
+        with pytest.raises(fsdp.ShardingError, match="has shape"):
+            model.load_state_dict({**changed(shifted(NET)), "enter.bias": torch.ones(9)}, strict=False)
+        assert_same_state(weights_of(model), before)
+        keys = model.load_state_dict(changed(shifted(NET)), strict=False)
+        assert sorted(keys.missing_keys) == sorted(MISSING) and sorted(keys.unexpected_keys) == UNEXPECTED
+        plain = make_net()
+        plain.load_state_dict(changed(shifted(NET)), strict=False)
+        assert_same_state(fsdp.full_state_dict(model, rank0_only=False), dict(plain.state_dict()))
+
+    fsdp.simulate(2, fn)

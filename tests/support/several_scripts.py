@@ -1,0 +1,20 @@
+"""Runs scripts one after the other in the processes that torchrun started, because starting processes takes longer than a script.
+
+torchrun --nproc-per-node=2 tests/support/several_scripts.py A.py B.py    rank 0 prints a line of MARK before each
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+MARK = "---- "
+
+if __name__ == "__main__":
+    for number, path in enumerate(map(Path, sys.argv[1:])):
+        # the examples keep the addresses of each start apart by this number, and these are starts, one after the other
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        if os.environ["RANK"] == "0":
+            print(f"{MARK}{path.stem}", flush=True)
+        sys.argv = [str(path)]
+        runpy.run_path(str(path), run_name="__main__")
