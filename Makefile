@@ -1,4 +1,5 @@
 # Two commands: `make train` and `make test`. Each makes the environment it needs in .venv; `make docs` makes its own.
+# `make train` installs what training needs, and `make test` adds what only tests need.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,10 +11,10 @@ ARGS ?=
 .PHONY: train test test-all wander mutants soak bench docs docs-serve clean
 
 train: $(VENV)/.made
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) examples/train.py $(DATA) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.launch --standalone --nproc-per-node=$(NPROC) examples/train.py $(if $(DATA),"$(DATA)") $(ARGS)
 
 # how long every test takes is in runs/tests.xml: `.venv/bin/python -m tools.durations runs/tests.xml` shows the slowest files
-test: $(VENV)/.made
+test: $(VENV)/.made-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --junitxml=runs/tests.xml $(ARGS)
@@ -23,20 +24,20 @@ test-all: export FSDP_TESTS = all
 test-all: test
 
 # the properties again, wandering freely for as long as asked: make wander ARGS="--hypothesis-seed=1"
-wander: $(VENV)/.made
+wander: $(VENV)/.made-for-tests
 	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest tests -k property $(ARGS)
 
 # deletes or redirects every row of every table and reports which of the changes some test notices
-mutants: $(VENV)/.made
+mutants: $(VENV)/.made-for-tests
 	$(BIN)/python -m tools.mutate_tables
 
 # random programs and random faults for as long as asked: make soak SOAK_SECONDS=1800 ARGS="--programs 20000"
 SOAK_SECONDS ?= 60
-soak: $(VENV)/.made
+soak: $(VENV)/.made-for-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.soak --seconds $(SOAK_SECONDS) $(ARGS)
 
 # measures everything, on a machine that should be idle, and writes docs/development/benchmarks.md and the table in README.md
-bench: $(VENV)/.made
+bench: $(VENV)/.made-for-tests
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/host.py
 	! command -v valgrind || $(BIN)/python benchmarks/instructions.py
@@ -57,11 +58,19 @@ docs: $(DOCS_VENV)/.made
 docs-serve: $(DOCS_VENV)/.made
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs serve
 
-$(VENV)/.made: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[bench,examples,test,fairscale]'
-	touch $@
+$(VENV)/.made: pyproject.toml constraints.txt setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "fsdp needs Python 3.11 or later, and $(PYTHON) is older; name another, as in: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "Installing torch, numpy, matplotlib, tqdm and this folder into $(VENV). Downloads once: 0.2 GB, or 3 GB with torch for CUDA."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[examples]'
+	@touch $@
+
+$(VENV)/.made-for-tests: $(VENV)/.made
+	@echo "Installing what only tests and benchmarks need into $(VENV): pytest, hypothesis, mypy, ruff, safetensors, fairscale."
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[bench,examples,test,fairscale]'
+	@touch $@
 
 # The sources are read for the API reference, not imported, so this environment holds the `docs` extra and neither torch nor fsdp.
 $(DOCS_VENV)/.made: pyproject.toml constraints.txt
