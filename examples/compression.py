@@ -170,7 +170,7 @@ def train(rank: int, device: torch.device, way: str) -> tuple[float, list[Tensor
         loss = byte_loss(model, draw_batch(step * dist.get_world_size() + rank).to(device))  # each rank its own data
         optimizer.zero_grad()
         loss.backward()
-        first = first or [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        first = first or [fsdp.to_local(p.grad).clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
     mean = loss.detach() / dist.get_world_size()
     dist.all_reduce(mean)

@@ -46,6 +46,7 @@ class Result(NamedTuple):
     parts: list[int]
     """The number of parts of each step that succeeded."""
     weights: list[Tensor]
+    """This rank's part of each."""
 
 
 def train(rank: int, device: torch.device | str = "cpu", limit: float = LIMIT, alike: bool = True) -> Result:
@@ -61,7 +62,7 @@ def train(rank: int, device: torch.device | str = "cpu", limit: float = LIMIT, a
         length = 48 if step % 3 == (0 if alike else rank % 3) else 16
         batch = torch.randn(BATCH, length, WIDTH, generator=chance).to(device)
         parts.append(take_step(model, optimizer, batch))
-    return Result(parts, [p.detach().cpu().clone() for p in model.parameters()])
+    return Result(parts, [fsdp.to_local(p).detach().cpu().clone() for p in model.parameters()])
 
 
 def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> int:

@@ -63,7 +63,7 @@ def train(rank: int, device: torch.device | str = "cpu", *, in_backward: bool) -
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-    return Result(losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, left)
+    return Result(losses, {name: fsdp.to_local(p).detach().clone() for name, p in model.named_parameters()}, left)
 
 
 def same(one: Result, other: Result) -> bool:

@@ -48,15 +48,18 @@ def to_local(parameter: Tensor) -> Tensor:
     Sum such terms over the parameters and add them to each rank's loss. Each element is then penalised once, by the rank
     that holds it, and the value is this rank's share of the penalty. A term that is not a sum over elements (a norm, a
     product of rows) needs `full_tensor`. Does not communicate; call it on every rank. The value may
-    reach the loss of some ranks only.
+    reach the loss of some ranks only. An ordinary tensor without autograd is returned as it is: so is the gradient of a
+    parameter that every rank holds in full.
 
     Raises:
-        ShardingError: `parameter` is not sharded.
+        ShardingError: `parameter` is an nn.Parameter or part of a graph, and belongs to no sharded module.
     """
     owner = owning_unit(parameter)
     if owner is None and isinstance(parameter, ShardTensor):
         _refuse_graph(parameter, "to_local")
         return plain(parameter)
+    if owner is None and not isinstance(parameter, nn.Parameter) and not parameter.requires_grad:
+        return parameter
     return _known_owner(parameter, owner, "to_local").local_value(cast(nn.Parameter, parameter))
 
 

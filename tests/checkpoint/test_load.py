@@ -245,14 +245,18 @@ def test_the_state_of_any_optimizer_goes_through_a_checkpoint(make: Any, tmp_pat
     assert_same(fsdp.simulate(2, load)[0], wanted)
 
 
+class ColumnStatistics(torch.optim.SGD):
+    """An optimizer of a user, into whose state the test writes."""
+
+
 def test_statistics_over_one_ranks_rows_come_back_on_as_many_ranks_only(tmp_path: Path) -> None:
     def save(rank: int) -> None:
-        model, optimizer = trained(ROWS, rank, torch.optim.SGD)
+        model, optimizer = trained(ROWS, rank, ColumnStatistics)
         for parameter in model.parameters():
             optimizer.state[parameter]["col_var"] = fsdp.to_local(parameter).detach().mean(dim=0, keepdim=True)
         fsdp.save(tmp_path / "a", model, optimizer)
         other = wrap(ROWS)
-        again = torch.optim.SGD(other.parameters())
+        again = ColumnStatistics(other.parameters())
         fsdp.load(tmp_path / "a", other, again)
         for one, two in zip(model.parameters(), other.parameters(), strict=True):
             assert_same(again.state[two], optimizer.state[one])
@@ -261,7 +265,7 @@ def test_statistics_over_one_ranks_rows_come_back_on_as_many_ranks_only(tmp_path
         model = wrap(ROWS)
         text = r"'col_var' of parameter '0.weight' is a statistic over each rank's own part, saved by 2 ranks"
         with pytest.raises(fsdp.ShardingError, match=text):
-            fsdp.load(tmp_path / "a", model, torch.optim.SGD(model.parameters()))
+            fsdp.load(tmp_path / "a", model, ColumnStatistics(model.parameters()))
         fsdp.load(tmp_path / "a", model)
 
     fsdp.simulate(2, save)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.models import Case, own_batches, train, wrap
+from tests.support.models import Case, local, own_batches, train, wrap
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -61,7 +61,7 @@ def assert_same(found: Any, wanted: Any, where: str = "") -> None:
         for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
             assert_same(one, other, f"{where}.{i}")
     elif isinstance(wanted, Tensor):
-        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape) and torch.equal(found, wanted), where
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape) and torch.equal(local(found), local(wanted)), where
     else:
         assert found == wanted, where
 

@@ -17,4 +17,5 @@ if __name__ == "__main__":
         if os.environ["RANK"] == "0":
             print(f"{MARK}{path.stem}", flush=True)
         sys.argv = [str(path)]
+        sys.path.insert(0, str(path.parent))  # as `python PATH` does
         runpy.run_path(str(path), run_name="__main__")
