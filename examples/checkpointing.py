@@ -115,7 +115,8 @@ def take_step(rank: int, device: torch.device | str, *, checkpointed: bool) -> S
     activation_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
     kept.clear()
     loss.backward()
-    return Step([fsdp.to_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None], activation_bytes, fsdp.memory_bytes(model, peak=True))
+    gradients = [fsdp.to_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    return Step(gradients, activation_bytes, fsdp.memory_bytes(model, peak=True))
 
 
 class Result(NamedTuple):
