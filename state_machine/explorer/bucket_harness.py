@@ -144,8 +144,8 @@ class Rank:
         """Return everything, hashable."""
         queue = self.queue
         return (
-            tuple(state.value for state in queue._states),
-            tuple(state.value for state in queue._unit_states),
+            tuple(state._value_ for state in queue._states),
+            tuple(state._value_ for state in queue._unit_states),
             tuple(queue._missing),
             queue._turn,
             (self.kept, self.here, self.came, self.complete, self.launched, self.result, self.open, self.todo, self.in_flight),

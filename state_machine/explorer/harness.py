@@ -1,8 +1,8 @@
 """Executes the moves of the model: the real machines, a minimal engine, and the invariant monitor.
 
 The engine here is the shortest that follows `Root`, `Lifecycle` and `Residency`. Each of its effects can be made to fail
-half-way (`fail_after`). Then the step is abandoned, as in the real engine, and must leave nostep behind. Some effects never
-fail: those that only free memory or change what the modules use, the commits (everystep that can fail is before the first), and
+half-way (`fail_after`). Then the step is abandoned, as in the real engine, and must leave nothing behind. Some effects never
+fail: those that only free memory or change what the modules use, the commits (everything that can fail is before the first), and
 a wait in RESHARD.
 """
 
@@ -84,7 +84,7 @@ class Harness:
     # snapshots: only the explorer may set the states of the machines
 
     def freeze(self) -> Snapshot:
-        """Return everystep that the next moves depend on, hashable. They do not depend on the story of a unit."""
+        """Return everything that the next moves depend on, hashable. They do not depend on the story of a unit."""
         units = tuple(
             (life._state._value_, home._state._value_, copy._state._value_, pending_return, facts.freeze())
             for life, home, copy, pending_return, facts in zip(

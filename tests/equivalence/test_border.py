@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.equivalence.border_programs import BORDER, ENGINES, batch
-from tests.equivalence.test_gloo import run
+from tests.equivalence.test_gloo import SIZES, run
 from tests.shards.programs import PROGRAMS
 from tests.shards.test_border import assert_of_one_process
 from tests.support.models import loss_of, make_net
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gloo
 Results = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 processes", "3 processes"])
+@pytest.fixture(scope="module", params=SIZES, ids=[f"{size} processes" for size in SIZES])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run(request.param, tmp_path_factory.mktemp("ranks"), *BORDER)
 

@@ -18,6 +18,7 @@ from tests.equivalence.compressed_programs import STEPS as COMPRESSED_STEPS
 from tests.equivalence.gloo_programs import ALONE, BF16, DISAGREE, EXACT, FOUR, HOOKS, LIMIT, OTHERS, SGD, TRAININGS, trained
 from tests.equivalence.unheard_programs import UNHEARD
 from tests.support import outside
+from tests.support.everything import EVERYTHING
 from tests.support.models import CASES, Case, assert_close, assert_trained_alike, join, joined, loss_of, reference, train
 from tests.support.processes import command, environment
 
@@ -98,7 +99,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 processes", "3 processes"])
+SIZES = [2, 3] if EVERYTHING else [3]
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=[f"{size} processes" for size in SIZES])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run(request.param, tmp_path_factory.mktemp("ranks"))
 

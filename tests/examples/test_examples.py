@@ -41,17 +41,26 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
     return importlib.import_module
 
 
-@pytest.fixture(scope="module")
-def in_two_processes(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each script printed in two processes, which run all of them."""
-    starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def run_all(starter: list[str], folder: Path, installed: Path) -> dict[str, str]:
+    """What each script printed in the processes of one start, which run all of them."""
     scripts = [str(ROOT / "tests" / "support" / "several_scripts.py"), *(script(name) for name in SAYS)]
-    with started([*starter, *scripts], tmp_path_factory.mktemp("two"), installed) as process:
+    with started([*starter, *scripts], folder, installed) as process:
         output = finish(process)
     assert process.returncode == 0, output
     printed = dict(part.split("\n", 1) for part in output.split(MARK)[1:])
     assert list(printed) == list(SAYS), output
     return printed
+
+
+@pytest.fixture(scope="module")
+def in_two_processes(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return run_all(starter, tmp_path_factory.mktemp("two"), installed)
+
+
+@pytest.fixture(scope="module")
+def in_one_process(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_all([], tmp_path_factory.mktemp("one"), installed)
 
 
 @pytest.mark.gloo
@@ -64,10 +73,8 @@ def test_the_script_runs_in_two_processes(name: str, in_two_processes: dict[str,
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_the_script_runs_alone(name: str, installed: Path, tmp_path: Path) -> None:
-    with started([script(name)], tmp_path, installed) as process:
-        output = finish(process)
-    assert process.returncode == 0, output
+def test_the_script_runs_in_one_process(name: str, in_one_process: dict[str, str]) -> None:
+    output = in_one_process[name]
     assert "1 process (cpu, gloo)" in output
     assert SAYS[name] in output
     assert "NOT" not in output

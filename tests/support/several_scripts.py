@@ -1,4 +1,4 @@
-"""Runs scripts one after the other in the processes that torchrun started, because starting processes takes longer than a script.
+"""Runs scripts one after the other in one process, or in those that torchrun started: a start takes longer than a script.
 
 torchrun --nproc-per-node=2 tests/support/several_scripts.py A.py B.py    rank 0 prints a line of MARK before each
 """
@@ -14,7 +14,7 @@ if __name__ == "__main__":
     for number, path in enumerate(map(Path, sys.argv[1:])):
         # the examples keep the addresses of each start apart by this number, and these are starts, one after the other
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-        if os.environ["RANK"] == "0":
+        if os.environ.get("RANK", "0") == "0":
             print(f"{MARK}{path.stem}", flush=True)
         sys.argv = [str(path)]
         sys.path.insert(0, str(path.parent))  # as `python PATH` does
