@@ -9,12 +9,13 @@ from torch.autograd.graph import increment_version
 from fsdp.comm.communicator import Communicator
 from fsdp.device.storage import ResizableStorage, SharedStorage, storage_key
 from fsdp.errors import ShardingError
-from fsdp.params.layout import Layout, ShardExtent, make_layout
+from fsdp.params.layout import ShardExtent, make_layout
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.use_after_free import refuse_freed_reads
+from fsdp.shards.cut import Shape
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.shard_parameter import become_shard
-from fsdp.shards.shard_tensor import as_shard, plain
+from fsdp.shards.shard_tensor import as_shard, plain, quick_attributes
 
 SavedShards = list[tuple[Tensor, Tensor]]
 """Views into shards, each with its values from before an in-place update was written back."""
@@ -45,13 +46,14 @@ class FlatBuffer:
         self.num_shards = comm.size
         originals = [info.parameter for info in param_infos]
         self.device = originals[0].device
-        self._templates: list[Tensor] = []
-        """Tensors with the shapes of the parameters and of the gaps between them, each with the memory of one element."""
-        self._param_segments: list[int] = []
-        """For each parameter, its index in `_templates`."""
         shapes = tuple(tuple(p.shape) for p in originals)
         self.layout = make_layout(shapes, min(originals[0].element_size(), dtype.itemsize), self.num_shards, aligned)
         self.parts: tuple[ShardExtent, ...] = tuple(self.layout.part(i, self.rank) for i in range(len(shapes)))
+        self.local_params = tuple(i for i, part in enumerate(self.parts) if part.numel)
+        """The parameters of which this rank holds an element."""
+        self._cutter = _Cutter([(slot.start, slot.numel, slot.shape) for slot in self.layout.slots], self.device)
+        local_parts = [self.parts[i] for i in self.local_params]
+        self._local_cutter = _Cutter([(part.offset, part.numel, part.shape) for part in local_parts], self.device)
         with torch.no_grad():
             self.shard = torch.zeros(self.layout.shard_numel, dtype=originals[0].dtype, device=self.device)
             self.is_shared = replicated and dtype == self.shard.dtype
@@ -69,7 +71,6 @@ class FlatBuffer:
                 info.remember_accumulator()
                 self._shard_param(index, info.parameter)
         self.sharded_params: tuple[nn.Parameter, ...] = tuple(originals)
-        self.split_sizes, self.local_params = self._split_sizes()
         self.empty_params = tuple(i for i, part in enumerate(self.parts) if not part.numel and self.shard_infos[i])
         """The parameters of which this rank holds no element, and whose shards know it."""
         self.empty_grads = {i: self.shard_grad(i, self.shard_view(self.parts[i])) for i in self.empty_params}
@@ -120,33 +121,13 @@ class FlatBuffer:
         info = self.shard_infos[index]
         return local if info is None else as_shard(local, info)
 
-    def _split_sizes(self) -> tuple[list[int], list[tuple[int, int, tuple[int, ...]]]]:
-        """The sizes that split a chunk (C,) into parts and padding; and (index, segment, shape) of each part.
-
-        Only parameters of which this rank holds elements have a part. `segment` is its place among the sizes.
-        """
-        sizes: list[int] = []
-        local_params = []
-        end = 0
-        for index, part in enumerate(self.parts):
-            if part.numel:
-                if part.offset > end:
-                    sizes.append(part.offset - end)
-                local_params.append((index, len(sizes), part.shape))
-                sizes.append(part.numel)
-                end = part.offset + part.numel
-        return [*sizes, self.layout.shard_numel - end], local_params
-
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """The view of each parameter in an unsharded flat tensor (W * C,)."""
-        if not self._templates:
-            self._templates, self._param_segments = _templates(self.layout, flat)
-        # one call into C++: a slice and a view for each parameter would take as long as a small kernel each
-        segments = torch._C._nn.unflatten_dense_tensors(flat, self._templates)
-        return [
-            segments[segment] if slot.numel else flat[:0].view(slot.shape)
-            for segment, slot in zip(self._param_segments, self.layout.slots, strict=True)
-        ]
+        return self._cutter.views_of(flat)
+
+    def local_views_of(self, chunk: Tensor) -> list[Tensor]:
+        """The view of each of `local_params` in a tensor (C,) that is cut like the shard."""
+        return self._local_cutter.views_of(chunk)
 
     def shard_view(self, part: ShardExtent) -> Tensor:
         """The elements of `part` in the shard."""
@@ -169,7 +150,8 @@ class FlatBuffer:
     @property
     def is_replaced(self) -> bool:
         """Whether the user pointed a sharded parameter at other memory."""
-        return [p.data_ptr() for p in self.sharded_params] != self._shard_pointers
+        with quick_attributes():
+            return [p.data_ptr() for p in self.sharded_params] != self._shard_pointers
 
     def check_shards(self, unit: str) -> bool:
         """Copy data that the user put into sharded parameters (`p.data = x`, `model.to(...)`) into the shard.
@@ -200,7 +182,8 @@ class FlatBuffer:
 
     def sync_requires_grad(self) -> bool:
         """Copy `requires_grad` from the sharded to the unsharded parameters; return whether any changed."""
-        flags = [p.requires_grad for p in self.sharded_params]
+        with quick_attributes():
+            flags = [p.requires_grad for p in self.sharded_params]
         if flags == self.requires_grad_flags:
             return False
         for unsharded, requires_grad in zip(self.unsharded_params, flags, strict=True):
@@ -282,17 +265,28 @@ def _unsharded_param(original: nn.Parameter, view: Tensor) -> nn.Parameter:
     return unsharded
 
 
-def _templates(layout: Layout, like: Tensor) -> tuple[list[Tensor], list[int]]:
-    """Tensors with the shapes of the parameters and gaps of a layout, and the index of each parameter among them."""
-    element = like.new_empty(())
-    templates: list[Tensor] = []
-    param_segments = []
-    end = 0
-    for slot in layout.slots:
-        if slot.start > end:
-            templates.append(element.expand(slot.start - end))
-        param_segments.append(len(templates))
-        if slot.numel:
-            templates.append(element.expand(slot.shape))
-        end = slot.end
-    return templates, param_segments
+class _Cutter:
+    """Cuts flat tensors into views, in one call into C++: a slice and a view for each would take as long as a small kernel."""
+
+    __slots__ = ("_segments", "_templates")
+
+    def __init__(self, extents: Sequence[tuple[int, int, Shape]], device: torch.device) -> None:
+        """`extents` are (start, numel, shape), in the order of their starts."""
+        element = torch.empty((), device=device)
+        self._templates: list[Tensor] = []
+        """Tensors with the shapes of the extents and of the gaps between them, each with the memory of one element."""
+        self._segments: list[tuple[int, Shape]] = []
+        """For each extent, its index in `_templates`, or -1 if it has no elements; and its shape."""
+        end = 0
+        for start, numel, shape in extents:
+            if start > end:
+                self._templates.append(element.expand(start - end))
+            self._segments.append((len(self._templates) if numel else -1, shape))
+            if numel:
+                self._templates.append(element.expand(shape))
+            end = start + numel
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """The view of each extent in `flat`."""
+        views = torch._C._nn.unflatten_dense_tensors(flat, self._templates)
+        return [flat[:0].view(shape) if segment < 0 else views[segment] for segment, shape in self._segments]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fsdp.comm.communicator import Communicator
 from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.shards.shard_tensor import quick_attributes
 
 
 class Versions:
@@ -29,7 +30,8 @@ class Versions:
 
     def now(self) -> int:
         """Grows with every in-place change of a shard, but for those that a recompute repeats."""
-        return sum([p._version for flat in self._flats for p in flat.sharded_params]) - self._repeated
+        with quick_attributes():
+            return sum([p._version for flat in self._flats for p in flat.sharded_params]) - self._repeated
 
     def repeat(self, changes: int) -> None:
         """So many of the last changes were made a second time, and are no reason to refuse a backward."""

@@ -16,7 +16,7 @@ from fsdp.params.external_use import RefuseShardGrad
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.reduction.accumulated import AccumulatedGrad
 from fsdp.reduction.sparse import dense
-from fsdp.shards.shard_tensor import plain
+from fsdp.shards.shard_tensor import plain, quick_attributes
 
 _LARGE: Final = 2**14
 """Average elements of a gradient from which on a pass over the memory costs more than one call for each gradient."""
@@ -253,8 +253,9 @@ class Bucket:
             return
         flat = self.flat
         # also where this rank holds no element: a hook may take a norm, which is a collective
-        for i, param in enumerate(flat.sharded_params):
-            hooks = param._backward_hooks
+        with quick_attributes():
+            hooks_of = [param._backward_hooks for param in flat.sharded_params]
+        for i, hooks in enumerate(hooks_of):
             # one hook is the engine's own
             if hooks is None or len(hooks) < 2 or not used[i]:
                 continue
@@ -283,32 +284,34 @@ class Bucket:
         flat = self.flat
         gradients = self._shard_grads(reduced)
         targets, summands = [], []
-        for (i, _, _), gradient in zip(flat.local_params, gradients, strict=True):
-            param = flat.sharded_params[i]
-            if not used[i] or not (param.requires_grad or self.expects_accumulated):
-                continue
-            if param._post_accumulate_grad_hooks:
-                hooked.append(i)
-            before = param.grad
-            accumulated = self._drop_accumulated(i)
-            if before is None or (accumulated is not None and accumulated.owns_shard_grad):
-                param.grad = flat.shard_grad(i, gradient)
-            elif before.is_sparse or gradient.is_sparse:
-                before.add_(gradient)
-            else:
-                targets.append(before)
-                summands.append(gradient)
+        with quick_attributes():
+            for i, gradient in zip(flat.local_params, gradients, strict=True):
+                param = flat.sharded_params[i]
+                if not used[i] or not (param.requires_grad or self.expects_accumulated):
+                    continue
+                if param._post_accumulate_grad_hooks:
+                    hooked.append(i)
+                before = param.grad
+                accumulated = self._drop_accumulated(i)
+                if before is None or (accumulated is not None and accumulated.owns_shard_grad):
+                    param.grad = flat.shard_grad(i, gradient)
+                elif before.is_sparse or gradient.is_sparse:
+                    before.add_(gradient)
+                else:
+                    targets.append(before)
+                    summands.append(gradient)
         if targets:
             torch._foreach_add_([plain(target) for target in targets], summands)
         # the rest belongs to parameters of which this rank holds no element
         self.drop_all_accumulated()
-        for i in flat.empty_params:
-            param = flat.sharded_params[i]
-            if not used[i] or not (param.requires_grad or self.expects_accumulated):
-                continue
-            if param._post_accumulate_grad_hooks:
-                hooked.append(i)
-            param.grad = flat.empty_grads[i]
+        with quick_attributes():
+            for i in flat.empty_params:
+                param = flat.sharded_params[i]
+                if not used[i] or not (param.requires_grad or self.expects_accumulated):
+                    continue
+                if param._post_accumulate_grad_hooks:
+                    hooked.append(i)
+                param.grad = flat.empty_grads[i]
         self.expects_accumulated = False
         # in one order on all ranks, because a hook may call a collective
         return [flat.sharded_params[i] for i in sorted(hooked)]
@@ -347,9 +350,8 @@ class Bucket:
         flat = self.flat
         alternative, self._alternative = self._alternative, None
         if alternative is not None and alternative[0].data_ptr() == reduced.data_ptr():
-            return [alternative[1][i] for i, _, _ in flat.local_params]  # it was reduced where it was filled
-        parts = torch.split_with_sizes(reduced, flat.split_sizes)
-        return [parts[segment].view(shape) for _, segment, shape in flat.local_params]
+            return [alternative[1][i] for i in flat.local_params]  # it was reduced where it was filled
+        return flat.local_views_of(reduced)
 
 
 def _copy_divided(buffer: Tensor, views: list[Tensor], gradients: list[Tensor], divisor: float) -> None:

@@ -4,10 +4,10 @@ Rule 1: only torch's optimizers in ELEMENT_WISE_OPTIMIZERS are run so, without a
         by operator, so that what mixes elements is made right or refused.
 Rule 2: what such a step leaves in the optimizer's state are shards again, and know it.
 
-[Note: shards are ordinary tensors in a step]
+[Note: shards in a step of an optimizer]
 A step of AdamW on the CPU calls about fourteen operators for each parameter. Each would cost 2 µs more by torch dispatch, and
-0.4 µs more because torch asks each tensor of a subclass for `__torch_function__`. So torch dispatch is off in the step, and
-the shards have the classes of ordinary tensors. Hooks on steps run outside of that.
+0.4 µs more because torch looks for `__torch_function__` in the class of each tensor. So both are off in the step. Hooks on steps
+run outside of that.
 """
 
 import threading
@@ -22,49 +22,34 @@ from torch.utils import _foreach_utils
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.shards.optimizer_state import ELEMENT_WISE_OPTIMIZERS, NUMBERS, hook_state
 from fsdp.shards.shard_parameter import EmptyShardParameter, ShardParameter
-from fsdp.shards.shard_tensor import ShardTensor, as_shard, local_operators
+from fsdp.shards.shard_tensor import ShardTensor, as_shard, local_operators, quick_attributes
 
 _ORDINARY: Final = {Tensor, nn.Parameter}
 
 
-class _Ordinary:
-    """What a running step has changed, to be changed back at its end."""
+class _WithoutEmpty:
+    """The groups of an optimizer without the parameters of which this rank holds no element, for one step."""
 
-    __slots__ = ("classes", "gradients")
+    __slots__ = ("_changed",)
 
     def __init__(self) -> None:
-        self.classes: list[tuple[Tensor, type]] = []
-        """The shards that are ordinary tensors meanwhile, each with its class."""
-        self.gradients: list[tuple[Tensor, Tensor]] = []
-        """The parameters without elements that have no gradient meanwhile, each with its gradient."""
+        self._changed: list[tuple[dict[str, Any], list[Any]]] = []
+        """The groups with such parameters, and all their parameters."""
 
-    def begin(self, optimizer: Optimizer, parameters: list[Any]) -> None:
-        """Give parameters, gradients and state the classes of ordinary tensors; hide what has no elements."""
+    def begin(self, optimizer: Optimizer) -> None:
+        """Leave them out. One that has state was stepped by another implementation: it stays, because its count must go on."""
         state = optimizer.state
-        for parameter in parameters:
-            kind = type(parameter)
-            if issubclass(kind, EmptyShardParameter):
-                if parameter.grad is not None:
-                    self.gradients.append((parameter, parameter.grad))
-                continue
-            if not issubclass(kind, ShardParameter):
-                continue
-            self.classes.append((parameter, kind))
-            shards = [parameter.grad, *state[parameter].values()] if parameter in state else [parameter.grad]
-            self.classes += [(shard, ShardTensor) for shard in shards if type(shard) is ShardTensor]
-        # a parameter that has state was stepped by another implementation, and its count must go on
-        self.gradients = [(parameter, gradient) for parameter, gradient in self.gradients if not state.get(parameter)]
-        for parameter, _ in self.gradients:
-            parameter.grad = None
-        for shard, kind in self.classes:
-            shard.__class__ = nn.Parameter if kind is not ShardTensor else Tensor
+        for group in optimizer.param_groups:
+            parameters = group["params"]
+            here = [p for p in parameters if not isinstance(p, EmptyShardParameter) or state.get(p)]
+            if len(here) < len(parameters):
+                self._changed.append((group, parameters))
+                group["params"] = here
 
     def end(self) -> None:
-        """Change all back. Also after a `begin` that failed."""
-        for shard, kind in self.classes:
-            shard.__class__ = kind
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
+        """Put them back. Also after a `begin` that failed."""
+        for group, parameters in self._changed:
+            group["params"] = parameters
 
 
 def hook_optimizers() -> None:
@@ -89,16 +74,16 @@ _hooking = threading.Lock()
 
 
 def _wrap_step(kind: Any) -> None:
-    """Let the step of a class of optimizers take shards for ordinary tensors. The user's hooks on steps run outside of it."""
+    """Let the step of a class of optimizers compute with the plain parts of shards. Hooks on steps run outside of it."""
     has_hooks = getattr(kind.step, "hooked", False)  # torch has wrapped the step to call hooks: when the first one was made
-    step = _with_ordinary_shards(kind.step.__wrapped__ if has_hooks else kind.step)
+    step = _on_plain_parts(kind.step.__wrapped__ if has_hooks else kind.step)
     if has_hooks:
         step = Optimizer.profile_hook_step(step)
         step.hooked = True  # type: ignore[attr-defined]
     kind.step = step
 
 
-def _with_ordinary_shards(step: Callable[..., Any]) -> Callable[..., Any]:
+def _on_plain_parts(step: Callable[..., Any]) -> Callable[..., Any]:
     @uncompiled
     @wraps(step)
     def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -108,13 +93,13 @@ def _with_ordinary_shards(step: Callable[..., Any]) -> Callable[..., Any]:
         # a closure runs a forward, which needs shards
         if not sharded or not kinds <= sharded | _ORDINARY or any(arg is not None for arg in (*args, *kwargs.values())):
             return step(optimizer, *args, **kwargs)
-        ordinary = _Ordinary()
+        without_empty = _WithoutEmpty()
         try:
-            ordinary.begin(optimizer, parameters)
-            with local_operators():
+            without_empty.begin(optimizer)
+            with local_operators(), quick_attributes():
                 return step(optimizer, *args, **kwargs)
         finally:
-            ordinary.end()
+            without_empty.end()
             mark_state(optimizer)
 
     return run

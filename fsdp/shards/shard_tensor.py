@@ -3,8 +3,8 @@
 [Note: shards that know that they are shards]
 A shard that is an ordinary tensor is taken for the full tensor by all code that does not know this engine. A norm is then the
 norm of a part, and each rank gets another one. So a shard is a tensor subclass. Its operators come to
-`ShardTensor.__torch_dispatch__`, below autograd. `__torch_function__` is disabled, so attributes cost what they cost on any
-tensor. operators.py says what is done: element by element on this rank's part, over all ranks, or refused.
+`ShardTensor.__torch_dispatch__`, below autograd. `__torch_function__` is disabled. operators.py says what is done: element by
+element on this rank's part, over all ranks, or refused.
 
 A parameter is complete on each rank if nothing is cut (NO_SHARD, or one rank): it stays an ordinary nn.Parameter.
 """
@@ -23,6 +23,9 @@ from fsdp.shards.refusals import refuse, refuse_dcp
 
 local_operators = torch._C._DisableTorchDispatch
 """A context in which operators treat shards as ordinary tensors: for code of the engine that means this rank's part."""
+quick_attributes = torch._C.DisableTorchFunctionSubclass
+"""A context in which an attribute of a shard costs what it costs on an ordinary tensor. Outside of it, torch looks for
+`__torch_function__` in the class of the shard at each read and each call, which takes 0.1 µs."""
 
 
 class ShardTensor(Tensor):

@@ -176,7 +176,9 @@ def started(arguments: list[str], folder: Path, installed: Path) -> Iterator[sub
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment["OMP_NUM_THREADS"] = "1"
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    environment["PYTHONPATH"] = os.pathsep.join([str(installed), str(without(folder, "matplotlib", "tqdm"))])
+    # the folder of the scripts too, as `python SCRIPT` has it: several_scripts.py stands elsewhere
+    paths = [installed, without(folder, "matplotlib", "tqdm"), ROOT / "examples"]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     with subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,

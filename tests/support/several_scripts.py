@@ -17,5 +17,4 @@ if __name__ == "__main__":
         if os.environ.get("RANK", "0") == "0":
             print(f"{MARK}{path.stem}", flush=True)
         sys.argv = [str(path)]
-        sys.path.insert(0, str(path.parent))  # as `python PATH` does
         runpy.run_path(str(path), run_name="__main__")
