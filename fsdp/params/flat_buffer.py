@@ -14,7 +14,7 @@ from fsdp.params.param_info import ParamInfo
 from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.shards.cut import Shape
 from fsdp.shards.info import ShardInfo
-from fsdp.shards.shard_parameter import become_shard
+from fsdp.shards.shard_parameter import become_full, become_shard
 from fsdp.shards.shard_tensor import as_shard, plain, quick_attributes
 
 SavedShards = list[tuple[Tensor, Tensor]]
@@ -115,6 +115,24 @@ class FlatBuffer:
         else:
             become_shard(parameter, shard.data, info)
         parameter.grad = None if gradient is None else self.shard_grad(index, gradient)
+
+    def restore_param(self, index: int, full: Tensor, gradient: Tensor | None) -> None:
+        """Turn the user's Parameter object back into an ordinary parameter with the values `full` and this gradient.
+
+        Hooks that were set before wrapping are its own again. The buffer must not be used afterwards.
+        """
+        parameter, accumulator = self.sharded_params[index], self.param_infos[index].kept_accumulator
+        parameter.grad = None
+        become_full(parameter, full, None if accumulator is None else accumulator.variable)
+        late, early = parameter._backward_hooks, self.unsharded_params[index]._backward_hooks
+        if early:
+            self.unsharded_params[index]._backward_hooks = None
+            early.update(late or {})
+        # torch learns of hooks when the attribute is set
+        parameter._backward_hooks = early or late or None
+        if parameter._post_accumulate_grad_hooks:
+            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+        parameter.grad = gradient
 
     def shard_grad(self, index: int, local: Tensor) -> Tensor:
         """`local`, this rank's part of the gradient of parameter `index`, as `.grad` of the sharded parameter holds it."""

@@ -49,6 +49,11 @@ def register_owner(parameter: nn.Parameter, owner: Owner) -> None:
     _owners[parameter] = weakref.ref(owner)
 
 
+def forget_owner(parameter: nn.Parameter) -> None:
+    """Record that `parameter` belongs to no unit any more."""
+    _owners.pop(parameter, None)
+
+
 def owning_unit(parameter: Tensor) -> Owner | None:
     """The unit that owns `parameter`, or None if the parameter belongs to no unit."""
     owner: weakref.ref[Owner] | None = _owners.get(parameter)  # type: ignore[no-untyped-call]
@@ -93,6 +98,13 @@ class InterceptingParamDict(ParamDict):
         # frames: this one, nn.Module.__getattr__, the reader
         module, reader = sys._getframe(1).f_locals["self"], sys._getframe(2).f_locals.get("self")
         return cast(nn.Parameter, owner.read(parameter, module, reader))
+
+
+def show_plainly(module: nn.Module) -> None:
+    """Give `module` an ordinary dict of parameters again, unless some of them belong to a unit."""
+    param_dict = module._parameters
+    if isinstance(param_dict, ParamDict) and all(p is None or owning_unit(p) is None for p in param_dict.values()):
+        module.__dict__["_parameters"] = dict(param_dict)
 
 
 class ModuleParams:

@@ -37,6 +37,10 @@ class Versions:
         """So many of the last changes were made a second time, and are no reason to refuse a backward."""
         self._repeated += changes
 
+    def invalidate(self) -> None:
+        """The shards are gone: whatever computed with them before must not go on."""
+        self._repeated -= 1 << 40
+
     def forward_begins(self) -> int:
         """A forward of the unit begins; return the number that its backward must find again."""
         self._at_forward = self.now()
