@@ -19,10 +19,13 @@ from fsdp.shards.optimizer_steps import hook_optimizers
 from fsdp.state_dict.state_dict_hooks import StateHooks
 
 
-def attach(units: Sequence[Unit], descendants: Sequence[frozenset[int]], comms: CommContext) -> Engine:
+def attach(
+    units: Sequence[Unit], descendants: Sequence[frozenset[int]], comms: CommContext, borrowed: Sequence[str] = ()
+) -> Engine:
     """Put one engine over `units`, outermost first, and set the hooks of all of them.
 
-    `descendants`: for each unit, the numbers of the units inside it.
+    `descendants`: for each unit, the numbers of the units inside it. `borrowed`: what the root uses of units that are not inside
+    it, each as the end of a sentence.
     """
     hook_optimizers()
     device = next((unit.device for unit in units if unit.flats), torch.device("cpu"))
@@ -43,7 +46,7 @@ def attach(units: Sequence[Unit], descendants: Sequence[frozenset[int]], comms: 
         refuse_other_engines(unit.module)
     for unit in units[1:]:
         unit.module.__dict__.pop(ModuleTree.ATTRIBUTE, None)
-    ModuleTree(units[0].module)
+    ModuleTree(units[0].module, borrowed)
     return engine
 
 

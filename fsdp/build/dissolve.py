@@ -72,4 +72,3 @@ def _gather(param_shard: ParamShard, local: Tensor, unit: Unit) -> Tensor:
             parts[-1][1].copy_(local.reshape(-1))
     broadcast_all(parts, unit.comm, unit.name)
     return full
-

@@ -31,9 +31,7 @@ from fsdp.params.versions import Versions
 class Unit:
     """The parameters that are gathered and released together, and the modules that show them."""
 
-    def __init__(
-        self, module: nn.Module, name: str, flats: Sequence[FlatBuffer], config: Config, comm: Communicator
-    ) -> None:
+    def __init__(self, module: nn.Module, name: str, flats: Sequence[FlatBuffer], config: Config, comm: Communicator) -> None:
         self._module = weakref.ref(module)
         self.name = name
         self.config = config
