@@ -5,8 +5,8 @@ innermost common ancestor.
 
 [Note: ties between units that were wrapped before]
 The unit of one use owns the parameter, and that of another one borrows it: until a unit around both is made, its root refuses
-to be used. Then the parameter belongs to the unit around both. The unit that owned it is regrouped: made anew, with its own options
-and the parameters that it keeps. The borrowing unit stays as it is.
+to be used. Then the parameter belongs to the unit around both. The unit that owned it is regrouped: made anew, with its own
+options and the parameters that it keeps. The borrowing unit stays as it is.
 """
 
 import inspect

@@ -51,7 +51,7 @@ def register_owner(parameter: nn.Parameter, owner: Owner) -> None:
 
 def forget_owner(parameter: nn.Parameter) -> None:
     """Record that `parameter` belongs to no unit any more."""
-    _owners.pop(parameter, None)
+    _owners.pop(parameter, None)  # type: ignore[no-untyped-call]
 
 
 def owning_unit(parameter: Tensor) -> Owner | None:

@@ -52,6 +52,7 @@ def become_full(parameter: nn.Parameter, full: Tensor, kept: Tensor | None = Non
         return
     kinds = {shard: kind for (kind, _), shard in _PARAMETER_CLASSES.items()}
     kind = kinds.get(cast(type[ShardParameter], type(parameter)), type(parameter))
+    other: Tensor
     if kept is None:
         other = torch.Tensor._make_subclass(kind, full, parameter.requires_grad)
     else:
