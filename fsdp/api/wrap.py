@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from enum import Enum
 from functools import wraps
 from typing import Any, TypeVar
@@ -157,6 +158,14 @@ class FullyShardedDataParallel(nn.Module):
                 raise
             # what `inspect.signature(model)` looks for first
             return inspect.signature(self.module.forward) if name == "__signature__" else getattr(self.module, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
+        """A copy around a copy of the module, see `fsdp/build/copies.py`."""
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        copied.__setstate__({name: deepcopy(value, memo) for name, value in self.__dict__.items() if name != "forward"})
+        if "forward" in self.__dict__:
+            copied.__dict__["forward"] = _forward_of(copied.module)
+        return copied
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell torch's functions for state dicts that the wrapper adds nothing to a name. They ask for the values alone."""

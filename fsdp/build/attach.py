@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from fsdp.build.copies import Copier
 from fsdp.build.other_engines import accept_other_engines, refuse_other_engines
 from fsdp.comm.context import CommContext
 from fsdp.debug.delays import delayed
@@ -43,6 +44,7 @@ def attach(
     for index, unit in enumerate(units):
         state_hooks = StateHooks(engine, index, around[index])
         unit.module.__dict__[UnitRef.ATTRIBUTE] = UnitRef(engine, hooks, state_hooks.handles, index)
+        unit.module.__dict__[Copier.ATTRIBUTE] = Copier(engine, index, attach)
         refuse_other_engines(unit.module)
     for unit in units[1:]:
         unit.module.__dict__.pop(ModuleTree.ATTRIBUTE, None)
@@ -65,5 +67,5 @@ def forget(ref: UnitRef) -> None:
     """Remove the attributes by which a module is a unit."""
     module = ref.unit.module
     accept_other_engines(module)
-    for name in (UnitRef.ATTRIBUTE, ModuleTree.ATTRIBUTE):
+    for name in (UnitRef.ATTRIBUTE, ModuleTree.ATTRIBUTE, Copier.ATTRIBUTE):
         module.__dict__.pop(name, None)

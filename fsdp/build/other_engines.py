@@ -61,6 +61,9 @@ class _ShardedAlready(dict[str, Any]):
         self.name = name
         """The class of the module, for the error."""
 
+    def __deepcopy__(self, memo: object) -> "_ShardedAlready":
+        return self
+
     def __contains__(self, name: object) -> bool:
         caller = sys._getframe(1)
         if caller.f_code.co_name == "_composable" and caller.f_back and caller.f_back.f_code.co_name != "_get_ignored_modules":

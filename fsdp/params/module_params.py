@@ -11,8 +11,9 @@ shard. Listings such as `parameters()` do not pass through here and always give 
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from operator import is_not
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -69,6 +70,11 @@ class ParamDict(dict[str, nn.Parameter | None]):
         super().__init__(slots)
         self.shared = False
         """Whether parameters of several units are in this dict, so that some may be sharded and others unsharded."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        """An ordinary dict: the copy of a module has units of its own."""
+        copied = memo[id(self)] = {name: deepcopy(parameter, memo) for name, parameter in self.items()}
+        return copied
 
     def share(self) -> None:
         """Record that another unit has parameters here."""

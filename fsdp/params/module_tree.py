@@ -47,9 +47,6 @@ class ModuleTree:
         tree: ModuleTree = root.__dict__[cls.ATTRIBUTE]
         return tree
 
-    def __deepcopy__(self, memo: object) -> "ModuleTree":
-        return self  # the copy of a wrapped module is refused, by an object that torch copies later
-
     def refuse_borrowing(self, root: str) -> None:
         """Raises:
         ShardingError: a module of the root uses a parameter of a unit that is not inside it.

@@ -42,6 +42,13 @@ def become_shard(parameter: nn.Parameter, local: Tensor, info: ShardInfo) -> Non
     full.data = full.data.new_empty(0)
 
 
+def make_plain(shard: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """A parameter over `data` of the class that `shard` had before it became a shard."""
+    kinds: dict[type, type] = {shard_class: kind for (kind, _), shard_class in _PARAMETER_CLASSES.items()}
+    kind = kinds.get(type(shard), type(shard))
+    return cast(nn.Parameter, torch.Tensor._make_subclass(kind, data, shard.requires_grad))
+
+
 def become_full(parameter: nn.Parameter, full: Tensor, kept: Tensor | None = None) -> None:
     """Turn the object `parameter`, a shard, into an ordinary parameter with the data `full`. It keeps hooks and attributes.
 
@@ -50,16 +57,13 @@ def become_full(parameter: nn.Parameter, full: Tensor, kept: Tensor | None = Non
     if kept is parameter:
         parameter.data = full
         return
-    kinds = {shard: kind for (kind, _), shard in _PARAMETER_CLASSES.items()}
-    kind = kinds.get(cast(type[ShardParameter], type(parameter)), type(parameter))
-    other: Tensor
     if kept is None:
-        other = torch.Tensor._make_subclass(kind, full, parameter.requires_grad)
+        other = make_plain(parameter, full)
     else:
-        other = kept
+        other = cast(nn.Parameter, kept)
         other.data = full
         other.requires_grad_(parameter.requires_grad)
-    exchange(parameter, cast(nn.Parameter, other))
+    exchange(parameter, other)
 
 
 def exchange(one: nn.Parameter, other: nn.Parameter) -> None:

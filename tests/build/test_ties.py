@@ -108,8 +108,8 @@ def test_ties_move_under_every_kind_of_shard(options: dict[str, Any]) -> None:
 def test_blocks_that_share_weights_are_wrapped_from_the_inside_outwards(ranks: int) -> None:
     def fn(rank: int) -> list[list[str]]:
         model = make(Shared)
-        for group in model.groups:  # type: ignore[union-attr]
-            for block in group:  # type: ignore[union-attr]
+        for group in model.groups:
+            for block in group:
                 fsdp.fully_shard(block)
             fsdp.fully_shard(group)
         fsdp.fully_shard(model)
@@ -123,7 +123,7 @@ def test_blocks_that_share_weights_are_wrapped_from_the_inside_outwards(ranks: i
 def test_a_policy_of_the_outer_call_meets_a_unit_that_was_wrapped_by_hand() -> None:
     def fn(rank: int) -> None:
         model = make(Shared)
-        fsdp.fully_shard(model.groups[0][1])  # type: ignore[index]
+        fsdp.fully_shard(model.groups[0][1])
         check_against_plain(fsdp.fully_shard(model, auto_wrap_policy={Block}), Shared, rank, 2)
 
     fsdp.simulate(2, fn)
@@ -133,7 +133,7 @@ def test_a_regrouped_unit_keeps_its_options() -> None:
     def fn(rank: int) -> None:
         model = make(Shared)
         policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        fsdp.fully_shard(model.groups[0][1], mp_policy=policy, reshard_after_forward=False)  # type: ignore[index]
+        fsdp.fully_shard(model.groups[0][1], mp_policy=policy, reshard_after_forward=False)
         before = next(unit.config for unit in units_of(model))
         fsdp.fully_shard(model)
         regrouped = next(unit for unit in units_of(model) if unit.name == "groups.0.1")
@@ -151,7 +151,7 @@ def test_an_optimizer_and_gradients_from_between_the_wraps_follow() -> None:
         optimizer = adam(model)
         # a gradient of the unit that owns the tied weight, which is kept until the step
         for one in (model, plain):
-            loss_of(one.embedding(torch.arange(5))).backward()  # type: ignore[operator]
+            loss_of(one.embedding(torch.arange(5))).backward()
         fsdp.fully_shard(model)
         for one in (model, plain):
             loss_of(one(torch.arange(5))).backward()
@@ -167,9 +167,9 @@ def test_an_optimizer_and_gradients_from_between_the_wraps_follow() -> None:
 def test_the_state_of_an_optimizer_that_stepped_between_the_wraps_is_refused_by_its_next_step() -> None:
     def fn(rank: int) -> str:
         model = make(Shared)
-        fsdp.fully_shard(model.groups[0][1])  # type: ignore[index]
+        fsdp.fully_shard(model.groups[0][1])
         optimizer = adam(model)
-        loss_of(model.groups[0][1](torch.ones(2, 4))).backward()  # type: ignore[index]
+        loss_of(model.groups[0][1](torch.ones(2, 4))).backward()
         optimizer.step()
         fsdp.fully_shard(model)
         loss_of(model(batch(Shared, 0))).backward()
@@ -185,8 +185,8 @@ def test_the_state_of_an_optimizer_that_stepped_between_the_wraps_is_refused_by_
 
 def borrowing() -> nn.Module:
     model = make()
-    fsdp.fully_shard(model.embedding)  # type: ignore[arg-type]
-    fsdp.fully_shard(model.head)  # type: ignore[arg-type]
+    fsdp.fully_shard(model.embedding)
+    fsdp.fully_shard(model.head)
     return model
 
 
@@ -206,8 +206,8 @@ def test_a_unit_that_borrows_is_refused_until_a_unit_around_both_is_made(use: st
         with pytest.raises(
             fsdp.ShardingError, match=r"unit 'Linear' uses parameter 'weight' of unit 'Embedding'.*wrap the module"
         ):
-            USES[use](model.head)  # type: ignore[arg-type]
-        model.embedding(torch.arange(3))  # type: ignore[operator]
+            USES[use](model.head)
+        model.embedding(torch.arange(3))
         check_against_plain(fsdp.fully_shard(model), Tied, rank, 2)
 
     fsdp.simulate(2, fn)
@@ -217,7 +217,7 @@ def test_an_inner_unit_after_the_outer_one_is_refused() -> None:
     def fn(rank: int) -> None:
         model = fsdp.fully_shard(make())
         with pytest.raises(fsdp.ShardingError, match=r"already owned by unit 'Tied', which is around this module"):
-            fsdp.fully_shard(model.head)  # type: ignore[arg-type]
+            fsdp.fully_shard(model.head)
         check_against_plain(model, Tied, rank, 2)
 
     fsdp.simulate(2, fn)
@@ -227,10 +227,10 @@ def test_a_gradient_on_some_ranks_only_is_refused_before_anything_moves() -> Non
     def fn(rank: int) -> None:
         model = borrowing()
         if rank:
-            model.embedding.weight.grad = torch.ones_like(model.embedding.weight)  # type: ignore[union-attr,arg-type]
+            model.embedding.weight.grad = torch.ones_like(model.embedding.weight)
         with pytest.raises(fsdp.ShardingError, match=r"parameter 'weight' has a gradient on some ranks only"):
             fsdp.fully_shard(model)
-        model.embedding.weight.grad = None  # type: ignore[union-attr]
+        model.embedding.weight.grad = None
         check_against_plain(fsdp.fully_shard(model), Tied, rank, 2)
 
     fsdp.simulate(2, fn)
@@ -239,15 +239,15 @@ def test_a_gradient_on_some_ranks_only_is_refused_before_anything_moves() -> Non
 def test_what_would_be_lost_with_a_regrouped_unit_is_refused() -> None:
     def fn(rank: int) -> None:
         model = make(Shared)
-        block = model.groups[0][1]  # type: ignore[index]
+        block = model.groups[0][1]
         fsdp.fully_shard(block, reduction=fsdp.ReductionPolicy(triggers=("up.weight",)))
         with pytest.raises(fsdp.ShardingError, match=r"reduction\.triggers names parameters of this unit"):
             fsdp.fully_shard(model)
         model = make(Shared)
-        block = model.groups[0][1]  # type: ignore[index]
+        block = model.groups[0][1]
         fsdp.fully_shard(block, plain_shards=True)
         with torch.no_grad():
-            block.up.weight.mul_(2)  # type: ignore[union-attr,operator]
+            block.up.weight.mul_(2)
         with pytest.raises(fsdp.ShardingError, match="after the shards were changed"):
             fsdp.fully_shard(model, plain_shards=True)
 
