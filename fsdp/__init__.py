@@ -11,6 +11,7 @@ from fsdp.api.recovery import agree_abandoned
 from fsdp.api.reductions import reducer_stats, relearn_order
 from fsdp.api.story import story
 from fsdp.api.summon import summon_full_params
+from fsdp.api.unwrap import unwrap
 from fsdp.api.wrap import FullyShardedDataParallel, fully_shard, memory_bytes, no_sync, set_requires_gradient_sync
 from fsdp.checkpoint.background import Saving
 from fsdp.checkpoint.hf_safetensors import export_safetensors, load_safetensors
@@ -61,6 +62,7 @@ __all__ = [
     "story",
     "summon_full_params",
     "to_local",
+    "unwrap",
 ]
 
 __version__ = "0.1.0"
