@@ -22,10 +22,12 @@ from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
 from fsdp.debug.dump import dump_on_signal
 from fsdp.errors import IllegalTransition, PeerFailed, ShardingError, WorldError
 from fsdp.params.external_use import full_tensor, to_local
+from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.state_dict.optim_state import full_optim_state_dict, load_full_optim_state_dict
 
 __all__ = [
+    "EMA",
     "FullyShardedDataParallel",
     "IllegalTransition",
     "MixedPrecisionPolicy",

@@ -78,6 +78,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "rng",
     ),
     "state_dict": (
+        "ema",
         "optim_state",
         "full_state",
         "model_view",

@@ -27,7 +27,13 @@ from fsdp.shards.shard_parameter import become_full, make_plain
 Attach: TypeAlias = Callable[[Sequence[Unit], Sequence[frozenset[int]], CommContext], Engine]
 Memo: TypeAlias = dict[int, Any]
 """The copies that one `copy.deepcopy` has made, by the ids of the originals."""
-_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
+_HOOKS: Final = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+)
 """The dicts of a module in which an engine has hooks."""
 
 
@@ -88,7 +94,9 @@ def _refuse_losses(engine: Engine) -> None:
     name = engine.units[0].name
     ModuleTree.of(engine.units[0].module).refuse_borrowing(name)
     if engine.reducer.keeps_gradients:
-        raise ShardingError(f"copy.deepcopy: unit {name!r} keeps gradients under no_sync; run the backward that synchronises first.")
+        raise ShardingError(
+            f"copy.deepcopy: unit {name!r} keeps gradients under no_sync; run the backward that synchronises first."
+        )
     if engine.reducer.hook is not None:
         raise ShardingError(
             f"copy.deepcopy: unit {name!r} has a communication hook, whose state belongs to one model; copy the model before you "

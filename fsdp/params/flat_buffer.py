@@ -151,6 +151,12 @@ class FlatBuffer:
         """The elements of `part` in the shard."""
         return self.shard[part.offset : part.offset + part.numel].view(part.shape)
 
+    def load_shard(self, values: Tensor) -> None:
+        """Overwrite the whole shard (C,), as a change in place of each sharded parameter."""
+        self.shard.copy_(values)
+        for parameter in self.sharded_params:
+            increment_version(parameter)
+
     def local_chunk(self, flat: Tensor) -> Tensor:
         """This rank's chunk of an unsharded flat tensor: (W * C,) -> (C,)."""
         return flat.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)

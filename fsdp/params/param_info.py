@@ -31,8 +31,10 @@ class ParamInfo:
     def copied(self, copies: Mapping[int, Any]) -> "ParamInfo":
         """The same for a copy of the model. `copies`: the copies of parameters and modules, by the ids of the originals."""
         copied = ParamInfo(copies[id(self.parameter)])
-        copied.names += self.names
-        copied._slots += [(weakref.ref(copies[id(module)]), slot) for module, slot in self.slots if id(module) in copies]
+        for name, (reference, slot) in zip(self.names, self._slots, strict=True):
+            module = copies.get(id(reference()))
+            if module is not None:
+                copied.add(name, module, slot)
         return copied
 
     def remember_accumulator(self) -> None:
