@@ -162,7 +162,8 @@ class FullyShardedDataParallel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
         """A copy around a copy of the module, see `fsdp/build/copies.py`."""
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
-        copied.__setstate__({name: deepcopy(value, memo) for name, value in self.__dict__.items() if name != "forward"})
+        state = {name: deepcopy(value, memo) for name, value in self.__dict__.items() if name != "forward"}
+        copied.__setstate__(state)  # type: ignore[no-untyped-call]
         if "forward" in self.__dict__:
             copied.__dict__["forward"] = _forward_of(copied.module)
         return copied

@@ -141,8 +141,8 @@ def _copy_unit(unit: Unit, memo: Memo) -> Unit:
                 if module._parameters.get(slot) is not info.parameter:
                     raise ShardingError(
                         f"copy.deepcopy: the copy of a {type(module).__name__} in unit {unit.name!r} has another parameter as "
-                        f"{slot!r} than the copy of the original's, because of a __deepcopy__ of its own; wrap a copy of the plain "
-                        "module instead."
+                        f"{slot!r} than the copy of the original's, because of a __deepcopy__ of its own; wrap a copy of the "
+                        "plain module instead."
                     )
         copied = FlatBuffer(infos, flat.unsharded.dtype, unit.comm, flat.is_replicated, config.aligned, config.plain_shards)
         copied.shard.copy_(flat.shard)

@@ -63,9 +63,9 @@ def load(
 
     Each rank reads the shards that it holds. On as many ranks as saved the checkpoint, buffers, extra state of modules and
     `extra` are this rank's, and `rng` restores this rank's random states. On another number of ranks, they are rank 0's, and
-    random states are left alone. `ema` gets the averages that were saved. Gradients that were saved are restored. A folder that torch's Distributed Checkpoint wrote from
-    `{"model": ..., "optimizer": ...}` can be loaded too, without checksums. Only plain data is unpickled. `progress`: as for
-    `save`. Communicates: every rank must call it alike.
+    random states are left alone. `ema` gets the averages that were saved. Gradients that were saved are restored. A folder that
+    torch's Distributed Checkpoint wrote from `{"model": ..., "optimizer": ...}` can be loaded too, without checksums. Only plain
+    data is unpickled. `progress`: as for `save`. Communicates: every rank must call it alike.
 
     With `strict=False`, names that only one of the model and the checkpoint has are left out. They are `missing_keys` and
     `unexpected_keys` of the returned dict. The parameters of an optimizer must be those of the checkpoint in any case.

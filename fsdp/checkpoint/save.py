@@ -63,11 +63,12 @@ def save(
     """Save `model`, the state of `optimizer`, and `extra` as the folder `path`, which appears when it is complete.
 
     Each rank writes its own shards. Buffers, and all else that is not sharded, are rank 0's, and each rank writes its own besides
-    where they differ. `ema` is an average of the model's weights, and is saved with them. `extra` may differ between ranks: step, position in the data, state of a scaler. `rng` saves
-    the random states of each rank as well (Python's, numpy's if it is imported, torch's, the model's device's). `accumulated`
-    saves gradients as well, for a save between the backwards of one step. With `keep_last`, the folder around `path` belongs to
-    this run: afterwards it holds the newest `keep_last` checkpoints, and no unfinished ones. Communicates: every rank must call
-    it alike, with a path that is the same folder for all. Memory: one file, of 1 GiB or one tensor.
+    where they differ. `ema`, an average of the model's weights, is saved with them. `extra` may differ between ranks: step,
+    position in the data, state of a scaler. `rng` saves the random states of each rank as well (Python's, numpy's if it is
+    imported, torch's, the model's device's). `accumulated` saves gradients as well, for a save between the backwards of one step.
+    With `keep_last`, the folder around `path` belongs to this run: afterwards it holds the newest `keep_last` checkpoints, and no
+    unfinished ones. Communicates: every rank must call it alike, with a path that is the same folder for all. Memory: one file,
+    of 1 GiB or one tensor.
 
     With `async_`, the call returns when this rank has copied its part to the host. The copies need as many bytes as the part,
     until they are written. The checkpoint has the values at the time of the call, also if training continues. A thread with a

@@ -107,8 +107,8 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """Return the averages under the names of the model's `state_dict()`, as shards, and the number of updates.
 
-        `fsdp.save` and `fsdp.load` take the EMA itself. torch's Distributed Checkpoint saves and loads this dict: give what it has
-        loaded to `load_state_dict`.
+        `fsdp.save` and `fsdp.load` take the EMA itself. torch's Distributed Checkpoint saves and loads this dict. Give what it
+        has loaded to `load_state_dict`.
         """
         self._check("EMA.state_dict")
         averages = {name: average if shard is None else shard.value(name, average) for name, shard, average in self._places()}

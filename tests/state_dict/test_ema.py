@@ -142,7 +142,7 @@ def test_an_update_is_one_foreach_call_and_communicates_nothing() -> None:
     fsdp.simulate(2, fn)
 
 
-def test_its_state_dict_goes_through_torchs_checkpoint_to_other_ranks(tmp_path: Path) -> None:
+def test_it_is_saved_with_its_model_and_loaded_on_other_ranks(tmp_path: Path) -> None:
     case = CASES["net"]
     _, average = plain_average(case, 2, 0.9)
 
@@ -153,6 +153,11 @@ def test_its_state_dict_goes_through_torchs_checkpoint_to_other_ranks(tmp_path: 
             step(model, optimizer, case.batch(0, number))
             ema.update()
         again = fsdp.EMA(model, 0.9)
+        with pytest.raises(fsdp.ShardingError, match="the EMA is of another model"):
+            fsdp.save(tmp_path / "other", fsdp.fully_shard(case.model()), ema=ema)
+        fsdp.save(tmp_path / "without", model)
+        with pytest.raises(fsdp.ShardingError, match="holds no averages of weights; leave ema out"):
+            fsdp.load(tmp_path / "without", model, ema=ema)
         again.load_state_dict(ema.state_dict())
         assert again.updates == 2
         with again.averaged_weights():
@@ -169,6 +174,26 @@ def test_its_state_dict_goes_through_torchs_checkpoint_to_other_ranks(tmp_path: 
 
     fsdp.simulate(2, save)
     fsdp.simulate(3, load)
+
+
+def test_torchs_distributed_checkpoint_saves_and_loads_it(tmp_path: Path) -> None:
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+        ema, other = fsdp.EMA(model, 0.5), fsdp.EMA(model, 0.5)
+        with torch.no_grad():
+            model.enter.weight.add_(1)
+        ema.update()
+        dcp.save({"ema": ema.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+        state = {"ema": other.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        other.load_state_dict(state["ema"])
+        assert other.updates == 1
+        with ema.averaged_weights():
+            expected = full(model)
+        with other.averaged_weights():
+            close(full(model), expected)
+
+    fsdp.simulate(1, fn)
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_loaded() -> None:
