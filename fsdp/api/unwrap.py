@@ -8,13 +8,13 @@ from fsdp.api.forward_methods import unregister_forward_methods
 from fsdp.api.wrap import FullyShardedDataParallel
 from fsdp.autograd.pytree import MANAGED
 from fsdp.build.attach import detach, forget
-from fsdp.build.dissolve import agree_on_gradients, dissolve
+from fsdp.build.dissolve import agree_on_gradients, dissolve, refuse_losses
 from fsdp.comm.agreement import agree_on_refusals
-from fsdp.errors import ShardingError
 from fsdp.params.module_params import show_plainly
 from fsdp.params.module_tree import IGNORED
+from fsdp.errors import ShardingError
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.registry import collective_call, unit_ref_of
+from fsdp.runtime.registry import KEEPS_ENGINE, collective_call, unit_ref_of
 from fsdp.state_dict.model_view import ModelView
 
 
@@ -33,11 +33,11 @@ def unwrap(model: nn.Module, rank0_only: bool = False) -> nn.Module:
     Raises:
         ShardingError: on every rank; inside a forward, a backward or a summon, or inside `fsdp.join`, gradients are kept
             under `no_sync`, `model` contains no unit or is only a part of a root, or a parameter has a gradient on some ranks
-            only. Nothing was changed.
+            only; or a module of another engine's door cannot do without its engine. Nothing was changed.
     """
     model_view = ModelView(model, "unwrap")
     engines, world_comm = model_view.engines, model_view.world_comm
-    agree_on_refusals(world_comm, "unwrap", lambda: refuse_changing(engines, "unwrap"))
+    agree_on_refusals(world_comm, "unwrap", lambda: _refuse(model, engines))
     has_grad = agree_on_gradients(model_view.units, world_comm, "unwrap")
     refs = [ref for module in model.modules() if (ref := unit_ref_of(module)) is not None]
     modules = list(model.modules())
@@ -58,18 +58,13 @@ def unwrap(model: nn.Module, rank0_only: bool = False) -> nn.Module:
     return plain
 
 
-def refuse_changing(engines: Iterable[Engine], function_name: str) -> None:
-    """Raises:
-    ShardingError: an engine holds more than its units between two steps, which would be lost.
-    """
+def _refuse(model: nn.Module, engines: Iterable[Engine]) -> None:
     for engine in engines:
-        name = engine.units[0].name
-        if engine.reducer.keeps_gradients:
-            raise ShardingError(
-                f"{function_name}: unit {name!r} keeps gradients under no_sync; run the backward that synchronises first."
-            )
-        if engine.watcher is not None:
-            raise ShardingError(f"{function_name}: {name!r} is inside fsdp.join; call it after that.")
+        refuse_losses(engine, "unwrap")
+    for module in model.modules():
+        instead = getattr(type(module), KEEPS_ENGINE, None)
+        if instead is not None:
+            raise ShardingError(f"unwrap: a {type(module).__name__} cannot do without its engine; {instead}.")
 
 
 def _without_wrapper(module: nn.Module | None) -> nn.Module | None:

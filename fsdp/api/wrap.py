@@ -40,9 +40,9 @@ class FullyShardedDataParallel(nn.Module):
 
     Args:
         module: the module to shard. It becomes a unit: its parameters are gathered and released together. Units that were
-            wrapped before inside it become its inner units. Refused: a module that is wrapped already, a container without a
-            forward (such as ModuleList), parameters on several devices, a parameter that an inner unit shares with a module
-            outside of it.
+            wrapped before inside it become its inner units. A parameter that one of these shares with a module outside of it
+            moves to `module`, or to the unit around all its uses. Refused: a module that is wrapped already, a container
+            without a forward (such as ModuleList), parameters on several devices.
         process_group: the ranks to shard over. Default None: the ranks of `mesh`, else the default group, else the simulated
             ranks inside `fsdp.simulate`. Refused together with `mesh`, and inside `fsdp.simulate`.
         mesh: a one-dimensional DeviceMesh, instead of a group. "HYBRID_SHARD" requires a two-dimensional mesh: its second

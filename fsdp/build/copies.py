@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 import torch
 from torch import nn
 
+from fsdp.build.dissolve import refuse_losses
 from fsdp.comm.context import CommContext
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
@@ -93,17 +94,12 @@ def _refuse_losses(engine: Engine) -> None:
     refuse_unless_resting("copy.deepcopy", engine)
     name = engine.units[0].name
     ModuleTree.of(engine.units[0].module).refuse_borrowing(name)
-    if engine.reducer.keeps_gradients:
-        raise ShardingError(
-            f"copy.deepcopy: unit {name!r} keeps gradients under no_sync; run the backward that synchronises first."
-        )
+    refuse_losses(engine, "copy.deepcopy")
     if engine.reducer.hook is not None:
         raise ShardingError(
             f"copy.deepcopy: unit {name!r} has a communication hook, whose state belongs to one model; copy the model before you "
             "register the hook, and register another one on the copy."
         )
-    if engine.watcher is not None:
-        raise ShardingError(f"copy.deepcopy: {name!r} is inside fsdp.join; copy it after that.")
 
 
 def _copy_as_stand_in(flat: FlatBuffer, number: int, parameter: nn.Parameter, memo: Memo) -> None:

@@ -8,12 +8,28 @@ from torch import Tensor
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
+from fsdp.runtime.engine import Engine
 from fsdp.shards.shard_tensor import plain
 from fsdp.state_dict.param_ranges import broadcast_all
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 
 HasGrad = Mapping[int, bool]
 """Whether a parameter has a gradient, by the id of the user's Parameter object."""
+
+
+def refuse_losses(engine: Engine, function_name: str) -> None:
+    """Check that an engine between two steps has nothing besides its units that would be lost.
+
+    Raises:
+        ShardingError: it keeps gradients, or is inside `fsdp.join`.
+    """
+    name = engine.units[0].name
+    if engine.reducer.keeps_gradients:
+        raise ShardingError(
+            f"{function_name}: unit {name!r} keeps gradients under no_sync; run the backward that synchronises first."
+        )
+    if engine.watcher is not None:
+        raise ShardingError(f"{function_name}: unit {name!r} is inside fsdp.join; call it after that.")
 
 
 def agree_on_gradients(units: Iterable[Unit], world_comm: Communicator, function_name: str) -> HasGrad:

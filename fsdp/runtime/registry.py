@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -15,6 +15,8 @@ from fsdp.runtime.engine import Engine
 from fsdp.runtime.hooks import EngineHooks
 from state_machine import Event, State
 
+KEEPS_ENGINE: Final = "_fsdp_keeps_engine"
+"""The attribute of a class of modules that cannot do without their engine. It says what to do instead of `fsdp.unwrap`."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 

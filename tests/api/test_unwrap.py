@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
+from fsdp.compat import fairscale
 from tests.support.models import CASES, Block, Case, loss_of, make_net
 
 Door = Callable[..., nn.Module]
@@ -188,5 +189,16 @@ def test_it_is_refused_within_a_step_and_where_something_would_be_lost() -> None
         refused(model, "parameter 'enter.weight' has a gradient on some ranks only")
         model.zero_grad()
         check_is_plain(fsdp.unwrap(model), plain)
+
+    fsdp.simulate(2, fn)
+
+
+def test_a_module_that_cannot_do_without_its_engine_says_what_to_do() -> None:
+    def fn(rank: int) -> None:
+        model = fairscale.FullyShardedDataParallel(make_net())
+        before = model(torch.ones(2, 6))
+        with pytest.raises(fsdp.ShardingError, match="cannot do without its engine; call its summon_full_params"):
+            fsdp.unwrap(model)
+        assert torch.equal(model(torch.ones(2, 6)), before)
 
     fsdp.simulate(2, fn)
