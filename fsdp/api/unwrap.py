@@ -10,9 +10,9 @@ from fsdp.autograd.pytree import MANAGED
 from fsdp.build.attach import detach, forget
 from fsdp.build.dissolve import agree_on_gradients, dissolve, refuse_losses
 from fsdp.comm.agreement import agree_on_refusals
+from fsdp.errors import ShardingError
 from fsdp.params.module_params import show_plainly
 from fsdp.params.module_tree import IGNORED
-from fsdp.errors import ShardingError
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import KEEPS_ENGINE, collective_call, unit_ref_of
 from fsdp.state_dict.model_view import ModelView
