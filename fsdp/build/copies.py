@@ -5,8 +5,7 @@ as wrapping does, and the shards are then copied.
 """
 
 import copy
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -36,6 +35,9 @@ _HOOKS: Final = (
     "_load_state_dict_pre_hooks",
 )
 """The dicts of a module in which an engine has hooks."""
+
+_ABOUT_HOOKS: Final = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+"""The dicts of a module that say something about a hook by its key."""
 
 
 class Copier(RefuseCopy):
@@ -71,18 +73,13 @@ def _copy_root(engine: Engine, memo: Memo, attach: Attach) -> nn.Module:
             for number, parameter in enumerate(flat.sharded_params):
                 _copy_as_stand_in(flat, number, parameter, memo)
     for module in root.modules():
-        for _, hooks in _hooks_of(module):
-            memo.update({id(owner): owner for hook in hooks.values() if (owner := _engine_object(hook)) is not None})
+        memo.update({id(found): found for found in _engine_hooks(module).values()})
     with _laid_aside(engine):
         copied: nn.Module = copy.deepcopy(root, memo)
-    stale = [
-        (hooks, [key for key, hook in hooks.items() if _engine_object(hook) is not None])
-        for module in copied.modules()
-        for _, hooks in _hooks_of(module)
-    ]
+    stale = {id(module): _engine_hooks(module) for module in copied.modules()}
     new_engine = attach([_copy_unit(unit, memo) for unit in engine.units], engine.descendants, engine.comms)
-    for hooks, keys in stale:
-        _take_places(hooks, keys)
+    for module in copied.modules():
+        _take_places(module, stale[id(module)])
     if (factors := engine.reducer.divide_factors) is not None:
         new_engine.reducer.set_divide_factors(*factors)
     return copied
@@ -146,8 +143,10 @@ def _copy_unit(unit: Unit, memo: Memo) -> Unit:
     return Unit(memo[id(unit.module)], unit.name, flats, config, unit.comm)
 
 
-def _hooks_of(module: nn.Module) -> Iterator[tuple[str, "OrderedDict[int, Any]"]]:
-    return ((name, module.__dict__[name]) for name in _HOOKS)
+def _engine_hooks(module: nn.Module) -> dict[int, RefuseCopy | SideOutputs]:
+    """The objects of the engine of which methods are hooks of `module`, by the keys of the hooks."""
+    hooks = ((key, _engine_object(hook)) for name in _HOOKS for key, hook in module.__dict__[name].items())
+    return {key: found for key, found in hooks if found is not None}
 
 
 def _engine_object(hook: Any) -> RefuseCopy | SideOutputs | None:
@@ -157,16 +156,21 @@ def _engine_object(hook: Any) -> RefuseCopy | SideOutputs | None:
     return owner if isinstance(owner, RefuseCopy | SideOutputs) else None
 
 
-def _take_places(hooks: "OrderedDict[int, Any]", stale: Sequence[int]) -> None:
+def _take_places(module: nn.Module, stale: Collection[int]) -> None:
     """Put the new engine's hooks where those of the original's engine are, and remove these. Hooks of the user stay in place."""
-    fresh = [key for key, hook in hooks.items() if _engine_object(hook) is not None and key not in stale]
-    waiting, order = list(fresh), []
-    for key in hooks:
-        if key in stale:
-            order += waiting[:1]
-            del waiting[:1]
-        elif key not in fresh:
-            order.append(key)
-    rest = {key: hooks[key] for key in (*order, *waiting)}
-    hooks.clear()
-    hooks.update(rest)
+    fresh = _engine_hooks(module).keys() - stale
+    for name in _HOOKS:
+        hooks = module.__dict__[name]
+        waiting, order = [key for key in hooks if key in fresh], []
+        for key in hooks:
+            if key in stale:
+                order += waiting[:1]
+                del waiting[:1]
+            elif key not in fresh:
+                order.append(key)
+        rest = {key: hooks[key] for key in (*order, *waiting)}
+        hooks.clear()
+        hooks.update(rest)
+    for name in _ABOUT_HOOKS:
+        for key in stale:
+            module.__dict__[name].pop(key, None)

@@ -260,7 +260,7 @@ def _average_targets(folder: Path, stored: "StoredCheckpoint", ema: EMA) -> dict
     operation, prefix, counter = f"load {folder}", f"{EMA_PART}.averages.", f"{EMA_PART}.updates"
     if counter not in stored.paths:
         raise ShardingError(f"{operation}: it holds no averages of weights; leave ema out.")
-    averages: dict[str, Tensor] = ema.state_dict()["averages"]
+    averages = ema.averages()
     check_names(operation, [prefix + name for name in averages], {key: 0 for key in stored.paths if key.startswith(prefix)})
     for name, average in averages.items():
         found = stored.tensor(prefix + name)

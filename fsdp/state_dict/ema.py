@@ -6,7 +6,6 @@ Rule 2: the average belongs to the units that the model had when it was made. Af
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,18 +103,21 @@ class EMA:
         if not {id(flat) for unit in model_view.units for flat in unit.flats} >= {*map(id, self._flats)}:
             raise ShardingError(f"{model_view.function_name}: the EMA is of another model; give that of this one.")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the averages under the names of the model's `state_dict()`, as shards, and the number of updates.
 
         `fsdp.save` and `fsdp.load` take the EMA itself. torch's Distributed Checkpoint saves and loads this dict. Give what it
         has loaded to `load_state_dict`.
         """
         self._check("EMA.state_dict")
-        averages = {name: average if shard is None else shard.value(name, average) for name, shard, average in self._places()}
-        return {"averages": averages, "updates": self.updates}
+        return {"averages": self.averages(), "updates": self.updates}
+
+    def averages(self) -> dict[str, Tensor]:
+        """The averages and the copies of buffers under the names of the model's `state_dict()`, as shards that share memory."""
+        return {name: average if shard is None else shard.value(name, average) for name, shard, average in self._places()}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Load what `state_dict` returned: shards of a model sharded alike, or full tensors.
 
         Raises:
@@ -125,12 +127,14 @@ class EMA:
         self._check(operation)
         places = list(self._places())
         check_names(operation, ["averages", "updates"], state_dict)
-        given: Mapping[str, Any] = state_dict["averages"]
+        updates, given = state_dict["updates"], state_dict["averages"]
+        if not isinstance(updates, int) or not isinstance(given, Mapping):
+            raise ShardingError(f"{operation}: this is not what EMA.state_dict returned.")
         check_names(operation, [name for name, _, _ in places], given)
         loaded = [(average, _fitting(operation, name, given[name], shard, average)) for name, shard, average in places]
         for average, value in loaded:
             average.copy_(value)
-        self.updates = int(state_dict["updates"])
+        self.updates = updates
 
     # helpers ------------------------------------------------------------------------------
 

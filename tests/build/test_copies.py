@@ -146,6 +146,8 @@ def test_hooks_of_the_user_keep_their_places_and_the_copy_runs_its_own() -> None
         copied = copy.deepcopy(model)
         order = [type(getattr(hook, "__self__", None)).__name__ for hook in block._forward_hooks.values()]
         assert order == [type(getattr(hook, "__self__", None)).__name__ for hook in copied.blocks[0]._forward_hooks.values()]
+        for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
+            assert len(getattr(copied.blocks[0], name)) == len(getattr(block, name))
         assert not set(map(id, engine_objects(model))) & set(map(id, engine_objects(copied)))
         ran.clear()
         loss_of(copied(torch.ones(2, 6))).backward()
