@@ -11,6 +11,7 @@ from fsdp.api.recovery import agree_abandoned
 from fsdp.api.reductions import reducer_stats, relearn_order
 from fsdp.api.story import story
 from fsdp.api.summon import summon_full_params
+from fsdp.api.unwrap import unwrap
 from fsdp.api.wrap import FullyShardedDataParallel, fully_shard, memory_bytes, no_sync, set_requires_gradient_sync
 from fsdp.checkpoint.background import Saving
 from fsdp.checkpoint.hf_safetensors import export_safetensors, load_safetensors
@@ -21,10 +22,12 @@ from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
 from fsdp.debug.dump import dump_on_signal
 from fsdp.errors import IllegalTransition, PeerFailed, ShardingError, WorldError
 from fsdp.params.external_use import full_tensor, to_local
+from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.state_dict.optim_state import full_optim_state_dict, load_full_optim_state_dict
 
 __all__ = [
+    "EMA",
     "FullyShardedDataParallel",
     "IllegalTransition",
     "MixedPrecisionPolicy",
@@ -61,6 +64,7 @@ __all__ = [
     "story",
     "summon_full_params",
     "to_local",
+    "unwrap",
 ]
 
 __version__ = "0.1.0"

@@ -39,6 +39,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "groups",
     ),
     "api": (
+        "unwrap",
         "wrap",
         "shard_grads",
         "summon",
@@ -53,6 +54,9 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "build": (
         "builder",
+        "attach",
+        "copies",
+        "dissolve",
         "consistency",
         "shardable",
         "other_engines",
@@ -74,6 +78,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "rng",
     ),
     "state_dict": (
+        "ema",
         "optim_state",
         "full_state",
         "model_view",
@@ -400,6 +405,7 @@ NOT_OURS = {
     "grad": "of a parameter of torch, which optimizers read",
     "data": "of a parameter of torch, which stays the user's object over other memory",
     "_backward_hooks": "of a parameter of torch: hooks that were set before wrapping get the full gradient",
+    "_post_accumulate_grad_hooks": "of a parameter of torch, which learns by it of the hooks of the shard that it was",
     "__class__": "of a module's dict of parameters, which intercepts reads",
     "shard_info": "of a tensor of torch, which knows by it that it is a shard",
     "f_trace": "of a frame of Python, whose end raises the error that gets a note",

@@ -41,16 +41,32 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
             f"register_forward_method: {method_name!r} goes on after it has returned, when the parameters are resharded; "
             "register what it calls instead."
         )
-    unit.__dict__[method_name] = MethodType(_ForwardMethod(method), unit)
+    unit.__dict__[method_name] = MethodType(_ForwardMethod(method, unit), unit)
+
+
+def unregister_forward_methods(module: nn.Module) -> None:
+    """Undo every `register_forward_method` of `module`."""
+    for name, method in list(module.__dict__.items()):
+        registered = getattr(method, "__func__", None)
+        if isinstance(registered, _ForwardMethod):
+            del module.__dict__[name]
+            original = registered.of(module)
+            if getattr(module, name, None) != original:  # it was an attribute of this one object before
+                module.__dict__[name] = original
 
 
 class _ForwardMethod:
-    """Calls a method between the forward pre-hooks and the forward hooks of its unit."""
+    """Calls a method between the forward pre-hooks and the forward hooks of its unit. A copy of the module shares it."""
 
-    def __init__(self, method: Any) -> None:
-        self._method = method
+    def __init__(self, method: Any, module: nn.Module) -> None:
+        self._is_bound = getattr(method, "__self__", None) is module
+        self._method = method.__func__ if self._is_bound else method
+
+    def of(self, module: nn.Module) -> Any:
+        """The method itself, of `module`."""
+        return MethodType(self._method, module) if self._is_bound else self._method
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         sharded = unit_ref_of(module)
         assert sharded is not None, "it was a unit when the method was registered"
-        return sharded.hooks.run_as_forward(sharded.index, self._method, args, kwargs)
+        return sharded.hooks.run_as_forward(sharded.index, self.of(module), args, kwargs)

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from enum import Enum
 from functools import wraps
 from typing import Any, TypeVar
@@ -39,9 +40,9 @@ class FullyShardedDataParallel(nn.Module):
 
     Args:
         module: the module to shard. It becomes a unit: its parameters are gathered and released together. Units that were
-            wrapped before inside it become its inner units. Refused: a module that is wrapped already, a container without a
-            forward (such as ModuleList), parameters on several devices, a parameter that an inner unit shares with a module
-            outside of it.
+            wrapped before inside it become its inner units. A parameter that one of these shares with a module outside of it
+            moves to `module`, or to the unit around all its uses. Refused: a module that is wrapped already, a container
+            without a forward (such as ModuleList), parameters on several devices.
         process_group: the ranks to shard over. Default None: the ranks of `mesh`, else the default group, else the simulated
             ranks inside `fsdp.simulate`. Refused together with `mesh`, and inside `fsdp.simulate`.
         mesh: a one-dimensional DeviceMesh, instead of a group. "HYBRID_SHARD" requires a two-dimensional mesh: its second
@@ -157,6 +158,15 @@ class FullyShardedDataParallel(nn.Module):
                 raise
             # what `inspect.signature(model)` looks for first
             return inspect.signature(self.module.forward) if name == "__signature__" else getattr(self.module, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
+        """A copy around a copy of the module, see `fsdp/build/copies.py`."""
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        state = {name: deepcopy(value, memo) for name, value in self.__dict__.items() if name != "forward"}
+        copied.__setstate__(state)  # type: ignore[no-untyped-call]
+        if "forward" in self.__dict__:
+            copied.__dict__["forward"] = _forward_of(copied.module)
+        return copied
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell torch's functions for state dicts that the wrapper adds nothing to a name. They ask for the values alone."""

@@ -68,7 +68,7 @@ MANAGED: Final = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 transformers asks for the first one: then all ranks run a layer, or a step of `generate`, that one of them needs. The compiler of
 torch asks for both, and does not compile a module that has the first alone.
 """
-_OF_TORCH: Final = frozenset((*vars(nn.Module()), *MANAGED))
+_OF_TORCH: Final = frozenset((*vars(nn.Module()), *MANAGED, "__deepcopy__"))
 
 
 def _in_attributes(thing: Any, depth: int) -> Iterator[Tensor]:

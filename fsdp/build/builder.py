@@ -12,22 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.autograd.pytree import MANAGED
-from fsdp.build.other_engines import refuse_other_engines
+from fsdp.build.attach import attach, detach
+from fsdp.build.dissolve import HasGrad, agree_on_gradients, dissolve
 from fsdp.build.plan import Planned
 from fsdp.comm.context import CommContext
 from fsdp.config import Config
-from fsdp.debug.delays import delayed
-from fsdp.debug.dump import remember
-from fsdp.device.storage import MemoryTracker
-from fsdp.device.streams import default_device, make_streams
+from fsdp.device.streams import default_device
 from fsdp.errors import ShardingError
-from fsdp.params.module_tree import IGNORED, ModuleTree
+from fsdp.params.buffer_plan import make_flat_buffers
+from fsdp.params.module_params import show_plainly
+from fsdp.params.module_tree import IGNORED
 from fsdp.params.unit import Unit
-from fsdp.runtime.engine import Engine
-from fsdp.runtime.hooks import EngineHooks
-from fsdp.runtime.registry import UnitRef, unit_ref_of
-from fsdp.shards.optimizer_steps import hook_optimizers
-from fsdp.state_dict.state_dict_hooks import StateHooks
+from fsdp.runtime.registry import unit_ref_of
 
 Initialise = Callable[[nn.Module], object]
 
@@ -62,43 +58,25 @@ def build(
     Memory: the shards, and at most one unsharded unit with the layers around it.
 
     Raises:
-        ShardingError: `initialise` replaced a parameter, or replicas begin with different parameters.
+        ShardingError: `initialise` replaced a parameter, replicas begin with different parameters, or a gradient of a unit that
+            is made anew is there on some ranks only.
     """
-    hook_optimizers()
-    units = _Builder(plan, config, comms, initialise).build()
+    regrouped = [one.regrouped for one in plan if one.regrouped is not None]
+    has_grad = agree_on_gradients(regrouped, comms.world_comm, "fully_shard") if regrouped else {}
+    detach(ref for one in plan if (ref := unit_ref_of(one.module)) is not None)
+    units = _Builder(plan, config, comms, initialise, has_grad).build()
     _check_replicas([unit for unit, one in zip(units, plan, strict=True) if one.unit is None], comms)
-    inner = [ref for one in plan if (ref := unit_ref_of(one.module)) is not None]
-    for old in {id(ref.engine): ref for ref in inner}.values():
-        old.engine._reset_step()
-        old.hooks.remove()
-    for ref in inner:
-        for handle in ref.state_dict_handles:
-            handle.remove()
     if config.sync_module_states:
         _broadcast(((name, buffer.detach()) for name, buffer in plan[0].module.named_buffers()), comms)
-    device = next((unit.device for unit in units if unit.flats), torch.device("cpu"))
-    streams = delayed(make_streams(device, len(comms.lanes)), comms.world_comm.rank, device)
-    tracker = MemoryTracker()
-    for unit in units:
-        unit.join(streams, tracker)
     inside: list[set[int]] = [set() for _ in plan]
     for index, one in enumerate(plan):
         for outer in one.ancestors:
             inside[outer].add(index)
-    engine = Engine(units, [*map(frozenset, inside)], comms, streams, tracker)
-    hooks = EngineHooks(engine)
-    remember(engine.snapshot)
-    for index, one in enumerate(plan):
-        state_hooks = StateHooks(engine, index, [units[outer] for outer in sorted(one.ancestors)])
-        one.module.__dict__[UnitRef.ATTRIBUTE] = UnitRef(engine, hooks, state_hooks.handles, index)
-        refuse_other_engines(one.module)
         for module in one.own_modules:
             module.__dict__.update(dict.fromkeys(MANAGED, True))
     for module in ignored:
         module.__dict__[IGNORED] = True
-    for one in plan[1:]:
-        one.module.__dict__.pop(ModuleTree.ATTRIBUTE, None)
-    ModuleTree(plan[0].module)
+    attach(units, [*map(frozenset, inside)], comms, plan[0].borrowed)
 
 
 def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
@@ -122,8 +100,11 @@ def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
 class _Builder:
     """Makes the units of a plan. A unit is sharded when all its modules have memory and values."""
 
-    def __init__(self, plan: Sequence[Planned], config: Config, comms: CommContext, initialise: Initialise | None) -> None:
+    def __init__(
+        self, plan: Sequence[Planned], config: Config, comms: CommContext, initialise: Initialise | None, has_grad: HasGrad
+    ) -> None:
         self._plan = plan
+        self._has_grad = has_grad
         self._config = config
         self._comms = comms
         self._initialise = initialise or _reset
@@ -140,12 +121,22 @@ class _Builder:
 
     def _build(self, index: int) -> None:
         one = self._plan[index]
+        if one.regrouped is not None:
+            dissolve(one.regrouped, self._has_grad)
         self._prepare(one.module, index)
         if one.unit is None and self._config.sync_module_states:
             _broadcast(((info.names[0], info.parameter.detach()) for info in one.param_infos), self._comms)
-        unit = one.unit or Unit(one.module, one.name, one.param_infos, self._config, self._comms.shard_comm)
+        unit = one.unit or self._make(one)
         unit.rename(one.name)
         self._units[index] = unit
+
+    def _make(self, one: Planned) -> Unit:
+        config = self._config if one.regrouped is None else one.regrouped.config
+        comm = self._comms.shard_comm
+        for info in one.param_infos:
+            for module, _ in info.slots:
+                show_plainly(module)  # it may have shown a parameter that belonged to another unit
+        return Unit(one.module, one.name, make_flat_buffers(one.param_infos, config, comm), config, comm)
 
     def _prepare(self, module: nn.Module, index: int) -> None:
         """Allocate and initialise `module` and the modules below it, and build the units below it."""

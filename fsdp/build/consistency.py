@@ -9,6 +9,8 @@ from fsdp.build.plan import Planned
 from fsdp.comm.communicator import Communicator
 from fsdp.config import Config
 from fsdp.errors import ShardingError
+from fsdp.params.module_params import owning_unit
+from fsdp.params.unit import Unit
 
 Prepared = tuple[Config, list[Planned]]
 
@@ -44,8 +46,9 @@ def _describe(config: Config, plan: Sequence[Planned]) -> list[str]:
         lines.append(f"unit {one.name!r}")
         for info in one.param_infos:
             p: Any = info.parameter
-            names = " = ".join(info.names)
-            lines.append(f"parameter {names!r} {tuple(p.shape)} {p.dtype}" + ("" if p.requires_grad else " frozen"))
+            names, owner = " = ".join(info.names), owning_unit(p)
+            shape = tuple(owner.unsharded_of(p).shape if isinstance(owner, Unit) else p.shape)
+            lines.append(f"parameter {names!r} {shape} {p.dtype}" + ("" if p.requires_grad else " frozen"))
     return lines
 
 

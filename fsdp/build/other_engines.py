@@ -18,6 +18,9 @@ from fsdp.errors import ShardingError
 _COMPOSABLE: Final = ("fully_shard", "replicate")
 """The names under which torch's composable functions register."""
 
+_PLACES: Final = (COMPOSABLE_REGISTRY, "_ddp_params_and_buffers_to_ignore", "_replicate_for_data_parallel")
+"""The attributes in which other engines look something up."""
+
 
 def other_engine(module: nn.Module) -> str | None:
     """The name of the engine that has wrapped `module`, if there is one."""
@@ -37,8 +40,17 @@ def refuse_other_engines(module: nn.Module, name: str | None = None) -> None:
     """
     shown = name or type(getattr(module, "module", module)).__name__
     refusal = _ShardedAlready(module.__dict__.get(COMPOSABLE_REGISTRY, {}), shown)
-    for place in (COMPOSABLE_REGISTRY, "_ddp_params_and_buffers_to_ignore", "_replicate_for_data_parallel"):
+    for place in _PLACES:
         module.__dict__[place] = refusal
+
+
+def accept_other_engines(module: nn.Module) -> None:
+    """Undo `refuse_other_engines`."""
+    registry = module.__dict__.get(COMPOSABLE_REGISTRY)
+    for place in _PLACES:
+        module.__dict__.pop(place, None)
+    if isinstance(registry, _ShardedAlready) and registry.keys():
+        module.__dict__[COMPOSABLE_REGISTRY] = dict(registry.items())
 
 
 class _ShardedAlready(dict[str, Any]):
@@ -48,6 +60,9 @@ class _ShardedAlready(dict[str, Any]):
         super().__init__(registry)
         self.name = name
         """The class of the module, for the error."""
+
+    def __deepcopy__(self, memo: object) -> "_ShardedAlready":
+        return self
 
     def __contains__(self, name: object) -> bool:
         caller = sys._getframe(1)

@@ -2,6 +2,11 @@
 
 A parameter belongs to the innermost unit that contains all its uses. A parameter that is tied across units belongs to their
 innermost common ancestor.
+
+[Note: ties between units that were wrapped before]
+The unit of one use owns the parameter, and that of another one borrows it: until a unit around both is made, its root refuses
+to be used. Then the parameter belongs to the unit around both. The unit that owned it is regrouped: made anew, with its own
+options and the parameters that it keeps. The borrowing unit stays as it is.
 """
 
 import inspect
@@ -32,13 +37,17 @@ class Planned(NamedTuple):
     module: nn.Module
     name: str
     unit: Unit | None
-    """The unit itself, if it was wrapped before."""
+    """The unit itself, if it was wrapped before and stays as it is."""
+    regrouped: Unit | None
+    """The unit itself, if it was wrapped before and is made anew, because a unit around it gets some of its parameters."""
     param_infos: list[ParamInfo]
     """The parameters that a new unit will own."""
     ancestors: frozenset[int]
     """The indices of the units around it."""
     own_modules: list[nn.Module]
     """The modules of the unit, without those of its inner units and without ignored ones."""
+    borrowed: tuple[str, ...]
+    """For the root: what it borrows of units that are not inside it, each as the end of a sentence."""
 
 
 def make_plan(
@@ -85,11 +94,13 @@ class _Walk:
         self._chosen = chosen
         self._unit_of = unit_of
         self._is_wrapper = is_wrapper
+        self._inside = set(map(id, root.modules()))
         self._modules: list[nn.Module] = []
         self._names: list[str] = []
         self._index: dict[int, int] = {}
         self._ancestors: list[set[int]] = []
         self._param_infos: dict[int, ParamInfo] = {}
+        self._borrowed: list[str] = []
         self._chains: dict[int, tuple[int, ...]] = {}
 
     def visit(self, module: nn.Module, path: str, chain: tuple[int, ...]) -> None:
@@ -120,6 +131,7 @@ class _Walk:
         Raises:
             ShardingError: an existing unit has a new parameter, or an ignored parameter is used by a module that is not ignored.
         """
+        regrouped = self._find_regrouped()
         for key, info in self._param_infos.items():
             if key in self._ignored_parameters:
                 raise ShardingError(
@@ -131,7 +143,7 @@ class _Walk:
         for key, info in self._param_infos.items():
             owner = self._chains[key][-1]
             unit = self._unit_of(self._modules[owner])
-            if unit is None:
+            if unit is None or owner in regrouped:
                 param_infos[owner].append(info)
             elif owning_unit(info.parameter) is not unit:
                 raise ShardingError(
@@ -144,10 +156,12 @@ class _Walk:
             Planned(
                 self._modules[i],
                 self._names[i] or type(self._modules[i]).__name__,
-                self._unit_of(self._modules[i]),
+                None if i in regrouped else self._unit_of(self._modules[i]),
+                regrouped.get(i),
                 param_infos[i],
                 frozenset(position[outer] for outer in self._ancestors[i]),
                 list(modules_within(self._modules[i], others)),
+                () if self._ancestors[i] else tuple(self._borrowed),
             )
             for i in order
         ]
@@ -181,16 +195,64 @@ class _Walk:
     def _note(self, module: nn.Module, attribute: str, parameter: nn.Parameter, name: str, chain: tuple[int, ...]) -> None:
         key = id(parameter)
         owner = owning_unit(parameter)
-        if owner is not None and all(self._unit_of(self._modules[index]) is not owner for index in chain):
-            raise ShardingError(
-                f"parameter {name!r} is already owned by unit {owner.name!r}, but is used outside it as well. "
-                "Wrap inner units before outer ones. Tied parameters must live in one unit: wrap the module that contains "
-                "both uses instead, or let auto_wrap_policy choose."
-            )
+        if isinstance(owner, Unit) and not self._contains(owner.module):
+            self._borrow(module, attribute, owner, name)
+            return
         info = self._param_infos.setdefault(key, ParamInfo(parameter))
         info.add(name, module, attribute)
         # a shared module stands at different depths of two chains, so a position in one says nothing about the other
         self._chains[key] = tuple(one for one in self._chains.get(key, chain) if one in chain)
+
+    def _contains(self, module: nn.Module) -> bool:
+        return id(module) in self._inside
+
+    def _borrow(self, module: nn.Module, attribute: str, owner: Unit, name: str) -> None:
+        """Note that a module uses a parameter of a unit that is not inside the root."""
+        if any(module is one and attribute == slot for info in owner.param_infos for one, slot in info.slots):
+            raise ShardingError(
+                f"parameter {name!r} is already owned by unit {owner.name!r}, which is around this module. Wrap inner units "
+                "before outer ones, or let auto_wrap_policy choose them."
+            )
+        self._borrowed.append(f"parameter {name!r} of unit {owner.name!r}, which is not inside it")
+
+    def _find_regrouped(self) -> dict[int, Unit]:
+        """The units that lose parameters to a unit around them, by their indices.
+
+        Raises:
+            ShardingError: such a unit cannot be made anew.
+        """
+        found: dict[int, Unit] = {}
+        for key, info in self._param_infos.items():
+            owner = owning_unit(info.parameter)
+            if isinstance(owner, Unit) and self._modules[self._chains[key][-1]] is not owner.module:
+                refuse_regrouping(owner, info.names[0])
+                found[self._index[id(owner.module)]] = owner
+        return found
+
+
+def refuse_regrouping(unit: Unit, name: str) -> None:
+    """Check that `unit`, of which the parameter `name` is tied to others, can be made anew.
+
+    Raises:
+        ShardingError: it cannot.
+    """
+    if any(info.names[0] in unit.config.reduction.triggers for info in unit.param_infos):
+        raise ShardingError(
+            f"parameter {name!r} of unit {unit.name!r} is used outside it as well, and moves to the unit around both, while "
+            "reduction.triggers names parameters of this unit; give the triggers to the outermost unit, or wrap all at once with "
+            "auto_wrap_policy."
+        )
+    if unit.config.plain_shards and unit.versions.changed_since_made:
+        raise ShardingError(
+            f"parameter {name!r} of unit {unit.name!r} is used outside it as well, and moves to the unit around both, after the "
+            "shards were changed, so that an optimizer may have state that is cut like them; wrap all units before the first "
+            "step, or leave plain_shards out."
+        )
+    if any(p.grad is not None and p.grad.is_sparse for p in unit.sharded_params):
+        raise ShardingError(
+            f"parameter {name!r} of unit {unit.name!r} is used outside it as well, and moves to the unit around both, while a "
+            "gradient of the unit is sparse; step the optimizer and set the gradient to None first."
+        )
 
 
 def _modules_to_ignore(root: nn.Module, ignored: Any, unit_of: Callable[[nn.Module], Unit | None]) -> set[int]:

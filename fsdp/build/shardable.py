@@ -12,6 +12,8 @@ from fsdp.build.other_engines import other_engine
 from fsdp.build.plan import Planned
 from fsdp.config import Config
 from fsdp.errors import ShardingError
+from fsdp.params.module_params import owning_unit
+from fsdp.params.param_info import ParamInfo
 
 _PLAIN_FUNCTIONS: Final = (nn.Parameter.__torch_function__, torch.Tensor.__torch_function__)
 _PLAIN_DISPATCH: Final = torch.Tensor.__torch_dispatch__
@@ -42,7 +44,7 @@ def check_shardable(plan: Sequence[Planned], config: Config) -> None:
                     f"unit {one.name!r} contains a scripted {module.original_name}, whose parameters TorchScript keeps; wrap the "
                     "module that was scripted, or name it in ignored_modules."
                 )
-        for info in one.param_infos:
+        for info in _not_sharded_yet(one):
             name, reason = info.names[0], _parameter_problem(info.parameter)
             if reason is not None:
                 raise ShardingError(f"parameter {name!r} {reason}")
@@ -154,4 +156,9 @@ def _check_shared_memory(plan: Sequence[Planned]) -> None:
 
 
 def _new_parameters(plan: Sequence[Planned]) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((info.names[0], info.parameter) for one in plan for info in one.param_infos)
+    return ((info.names[0], info.parameter) for one in plan for info in _not_sharded_yet(one))
+
+
+def _not_sharded_yet(planned: Planned) -> Iterator[ParamInfo]:
+    """The parameters of a new unit, without those that come from another unit."""
+    return (info for info in planned.param_infos if owning_unit(info.parameter) is None)

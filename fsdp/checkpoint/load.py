@@ -18,10 +18,11 @@ from fsdp.checkpoint.manifest import NAME, Manifest, read_manifest
 from fsdp.checkpoint.own_values import refuse_lost_versions, seen_by
 from fsdp.checkpoint.progress import Progress, ProgressOption
 from fsdp.checkpoint.rng import restore_random_states
-from fsdp.checkpoint.save import RANDOM, RANK_MARK, Pathlike, layout_entry, unpack
+from fsdp.checkpoint.save import EMA_PART, RANDOM, RANK_MARK, Pathlike, layout_entry, unpack
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.errors import ShardingError
 from fsdp.file_errors import file_errors
+from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names, extra_states
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_placement import PlacementKind, StatePlacement, placement_from_full
@@ -53,6 +54,7 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    ema: EMA | None = None,
     strict: bool = True,
     rng: bool = True,
     progress: ProgressOption = False,
@@ -61,17 +63,17 @@ def load(
 
     Each rank reads the shards that it holds. On as many ranks as saved the checkpoint, buffers, extra state of modules and
     `extra` are this rank's, and `rng` restores this rank's random states. On another number of ranks, they are rank 0's, and
-    random states are left alone. Gradients that were saved are restored. A folder that torch's Distributed Checkpoint wrote from
-    `{"model": ..., "optimizer": ...}` can be loaded too, without checksums. Only plain data is unpickled. `progress`: as for
-    `save`. Communicates: every rank must call it alike.
+    random states are left alone. `ema` gets the averages that were saved. Gradients that were saved are restored. A folder that
+    torch's Distributed Checkpoint wrote from `{"model": ..., "optimizer": ...}` can be loaded too, without checksums. Only plain
+    data is unpickled. `progress`: as for `save`. Communicates: every rank must call it alike.
 
     With `strict=False`, names that only one of the model and the checkpoint has are left out. They are `missing_keys` and
     `unexpected_keys` of the returned dict. The parameters of an optimizer must be those of the checkpoint in any case.
 
     Raises:
         ShardingError: on every rank; `path` is None, because `latest` found nothing; the checkpoint is unfinished, damaged or of
-            another format version; names, shapes or dtypes are not the model's; or `optimizer` is given and the checkpoint has
-            no optimizer state. Nothing was loaded.
+            another format version; names, shapes or dtypes are not the model's; or `optimizer` or `ema` is given and the
+            checkpoint has no state of one. Nothing was loaded.
     """
     from fsdp.checkpoint import dcp  # torch's Distributed Checkpoint takes most of a second to import
 
@@ -95,6 +97,9 @@ def load(
         targets.update(_gradient_targets(folder, stored, model_view, left_out))
         if optimizer_view is not None:
             targets.update(_optimizer_targets(stored, manifest, optimizer_view))
+        if ema is not None:
+            ema.check_model(model_view)
+            targets.update(_average_targets(folder, stored, ema))
         wanted = {f"extra.{comm.rank if alike else 0}"}
         if rng and alike and manifest is not None:
             wanted.add(f"{RANDOM}.{comm.rank}")
@@ -125,6 +130,8 @@ def load(
         state = {name: _local_state(kept) for name, kept in given.get("state", {}).items()}
         named = optimizer_view.named({"state": state, "param_groups": given["param_groups"]})
         optimizer_view.install(state, named["param_groups"])
+    if ema is not None:
+        ema.load_state_dict(found[EMA_PART])
     if saved_grads.PART in found:
         saved_grads.restore_gradients(model_view, found[saved_grads.PART])
     for packed in found.get(RANDOM, {}).values():
@@ -246,6 +253,22 @@ def _gradient_targets(
             param_shard = model_view.param_shards.get(id(named.get(name)))
             targets[key] = saved_grads.target_of_gradient(f"load {folder}", name, param_shard, tuple(found.size))
     return targets
+
+
+def _average_targets(folder: Path, stored: "StoredCheckpoint", ema: EMA) -> dict[str, Any]:
+    """The averages to read into, by key, and the number of updates, which is no tensor."""
+    operation, prefix, counter = f"load {folder}", f"{EMA_PART}.averages.", f"{EMA_PART}.updates"
+    if counter not in stored.paths:
+        raise ShardingError(f"{operation}: it holds no averages of weights; leave ema out.")
+    averages = ema.averages()
+    check_names(operation, [prefix + name for name in averages], {key: 0 for key in stored.paths if key.startswith(prefix)})
+    for name, average in averages.items():
+        found = stored.tensor(prefix + name)
+        if found is None:
+            raise ShardingError(f"{operation}: {prefix + name!r} is no tensor there.")
+        kept = torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+        check_fit(operation, prefix + name, kept, tuple(average.shape), average.dtype)
+    return {counter: None, **{prefix + name: average for name, average in averages.items()}}
 
 
 def _optimizer_targets(stored: "StoredCheckpoint", manifest: Manifest | None, optimizer_view: OptimizerView) -> dict[str, Any]:

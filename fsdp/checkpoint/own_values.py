@@ -97,6 +97,9 @@ def _dicts_of_unsharded(state: dict[str, Any], model_view: ModelView) -> dict[Pa
     """
     model = state["model"]
     found: dict[Path, dict[str, Any]] = {("model", name): model for name in model if not isinstance(model[name], ShardedValue)}
+    if "ema" in state:
+        averages = state["ema"]["averages"]
+        found |= {("ema", "averages", name): averages for name in averages if not isinstance(averages[name], ShardedValue)}
     if "optimizer" in state:
         states = state["optimizer"]["state"]
         sharded = {model_view.fqns[key] for key in model_view.param_shards}

@@ -28,6 +28,7 @@ from fsdp.comm.communicator import Communicator
 from fsdp.comm.connect import background_comm
 from fsdp.errors import ShardingError
 from fsdp.file_errors import reason_of
+from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_placement import PlacementKind
 from fsdp.state_dict.optim_state import OptimizerView
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 RANK_MARK: Final = "@"
 """Stands between a key of an optimizer's state and a rank, if the tensor is a statistic over that rank's shard."""
+EMA_PART: Final = "ema"
+"""The part of a checkpoint with the averages of the weights."""
 RANDOM: Final = "random"
 """The part of a checkpoint with the random states of each rank."""
 Pathlike = str | os.PathLike[str]
@@ -50,6 +53,7 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     extra: Mapping[str, object] | None = None,
+    ema: EMA | None = None,
     keep_last: int | None = None,
     rng: bool = True,
     accumulated: bool = False,
@@ -59,11 +63,12 @@ def save(
     """Save `model`, the state of `optimizer`, and `extra` as the folder `path`, which appears when it is complete.
 
     Each rank writes its own shards. Buffers, and all else that is not sharded, are rank 0's, and each rank writes its own besides
-    where they differ. `extra` may differ between ranks: step, position in the data, state of a scaler. `rng` saves
-    the random states of each rank as well (Python's, numpy's if it is imported, torch's, the model's device's). `accumulated`
-    saves gradients as well, for a save between the backwards of one step. With `keep_last`, the folder around `path` belongs to
-    this run: afterwards it holds the newest `keep_last` checkpoints, and no unfinished ones. Communicates: every rank must call
-    it alike, with a path that is the same folder for all. Memory: one file, of 1 GiB or one tensor.
+    where they differ. `ema`, an average of the model's weights, is saved with them. `extra` may differ between ranks: step,
+    position in the data, state of a scaler. `rng` saves the random states of each rank as well (Python's, numpy's if it is
+    imported, torch's, the model's device's). `accumulated` saves gradients as well, for a save between the backwards of one step.
+    With `keep_last`, the folder around `path` belongs to this run: afterwards it holds the newest `keep_last` checkpoints, and no
+    unfinished ones. Communicates: every rank must call it alike, with a path that is the same folder for all. Memory: one file,
+    of 1 GiB or one tensor.
 
     With `async_`, the call returns when this rank has copied its part to the host. The copies need as many bytes as the part,
     until they are written. The checkpoint has the values at the time of the call, also if training continues. A thread with a
@@ -93,6 +98,8 @@ def save(
         packed = {"extra": pack(dict(extra or {}))}
         if rng:
             packed[RANDOM] = pack(random_states(model_view.units[0].device))
+        if ema is not None:
+            ema.check_model(model_view)
         meter.check()
         return packed
 
@@ -104,6 +111,8 @@ def save(
         state[saved_grads.PART] = saved_grads.gradient_state(model_view, names)
     if optimizer is not None:
         state["optimizer"] = _optimizer_state(OptimizerView(model_view, optimizer))
+    if ema is not None:
+        state[EMA_PART] = ema.state_dict()
     own_values.set_apart(state, model_view)
     own_comm = background_comm(world_comm) if async_ else world_comm
     writer = CheckpointWriter(folder, state, _layout(model_view), world_comm, keep_last, meter)

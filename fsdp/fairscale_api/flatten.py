@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fsdp.build.copies import Copier
 from fsdp.fairscale_api.flat_params import Flat, FlatParameter, Shown, Slot, hide, record, show, slots_in, views_of
 from fsdp.params.module_params import ParamDict
 from fsdp.params.module_tree import ModuleTree
@@ -364,7 +365,7 @@ ABOUT_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "
 def without_engine(module: nn.Module) -> dict[str, Any]:
     """The attributes of `module` without the unit and the hooks of the engine, and without views of vectors."""
     attributes = dict(module.__dict__)
-    for name in (UnitRef.ATTRIBUTE, ModuleTree.ATTRIBUTE):
+    for name in (UnitRef.ATTRIBUTE, ModuleTree.ATTRIBUTE, Copier.ATTRIBUTE):
         attributes.pop(name, None)
     kept: set[int] = set()
     for name in HOOKS:

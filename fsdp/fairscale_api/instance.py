@@ -6,6 +6,8 @@ from torch import nn
 class InstanceState(nn.Module):
     """The base of FullyShardedDataParallel."""
 
+    _fsdp_keeps_engine = "call its summon_full_params() and copy what you need"
+    """See `fsdp.runtime.registry.KEEPS_ENGINE`."""
     gradient_predivide_factor: float
     gradient_postdivide_factor: float
     no_broadcast_optim_state: bool

@@ -14,7 +14,7 @@ from fsdp.params.param_info import ParamInfo
 from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.shards.cut import Shape
 from fsdp.shards.info import ShardInfo
-from fsdp.shards.shard_parameter import become_shard
+from fsdp.shards.shard_parameter import become_full, become_shard
 from fsdp.shards.shard_tensor import as_shard, plain, quick_attributes
 
 SavedShards = list[tuple[Tensor, Tensor]]
@@ -116,6 +116,24 @@ class FlatBuffer:
             become_shard(parameter, shard.data, info)
         parameter.grad = None if gradient is None else self.shard_grad(index, gradient)
 
+    def restore_param(self, index: int, full: Tensor, gradient: Tensor | None) -> None:
+        """Turn the user's Parameter object back into an ordinary parameter with the values `full` and this gradient.
+
+        Hooks that were set before wrapping are its own again. The buffer must not be used afterwards.
+        """
+        parameter, accumulator = self.sharded_params[index], self.param_infos[index].kept_accumulator
+        parameter.grad = None
+        become_full(parameter, full, None if accumulator is None else accumulator.variable)
+        late, early = parameter._backward_hooks, self.unsharded_params[index]._backward_hooks
+        if early:
+            self.unsharded_params[index]._backward_hooks = None
+            early.update(late or {})
+        # torch learns of hooks when the attribute is set
+        parameter._backward_hooks = early or late or None
+        if parameter._post_accumulate_grad_hooks:
+            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+        parameter.grad = gradient
+
     def shard_grad(self, index: int, local: Tensor) -> Tensor:
         """`local`, this rank's part of the gradient of parameter `index`, as `.grad` of the sharded parameter holds it."""
         info = self.shard_infos[index]
@@ -132,6 +150,12 @@ class FlatBuffer:
     def shard_view(self, part: ShardExtent) -> Tensor:
         """The elements of `part` in the shard."""
         return self.shard[part.offset : part.offset + part.numel].view(part.shape)
+
+    def load_shard(self, values: Tensor) -> None:
+        """Overwrite the whole shard (C,), as a change in place of each sharded parameter."""
+        self.shard.copy_(values)
+        for parameter in self.sharded_params:
+            increment_version(parameter)
 
     def local_chunk(self, flat: Tensor) -> Tensor:
         """This rank's chunk of an unsharded flat tensor: (W * C,) -> (C,)."""

@@ -11,8 +11,9 @@ shard. Listings such as `parameters()` do not pass through here and always give 
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from operator import is_not
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -49,6 +50,11 @@ def register_owner(parameter: nn.Parameter, owner: Owner) -> None:
     _owners[parameter] = weakref.ref(owner)
 
 
+def forget_owner(parameter: nn.Parameter) -> None:
+    """Record that `parameter` belongs to no unit any more."""
+    _owners.pop(parameter, None)  # type: ignore[no-untyped-call]
+
+
 def owning_unit(parameter: Tensor) -> Owner | None:
     """The unit that owns `parameter`, or None if the parameter belongs to no unit."""
     owner: weakref.ref[Owner] | None = _owners.get(parameter)  # type: ignore[no-untyped-call]
@@ -64,6 +70,11 @@ class ParamDict(dict[str, nn.Parameter | None]):
         super().__init__(slots)
         self.shared = False
         """Whether parameters of several units are in this dict, so that some may be sharded and others unsharded."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        """An ordinary dict: the copy of a module has units of its own."""
+        copied = memo[id(self)] = {name: deepcopy(parameter, memo) for name, parameter in self.items()}
+        return copied
 
     def share(self) -> None:
         """Record that another unit has parameters here."""
@@ -93,6 +104,13 @@ class InterceptingParamDict(ParamDict):
         # frames: this one, nn.Module.__getattr__, the reader
         module, reader = sys._getframe(1).f_locals["self"], sys._getframe(2).f_locals.get("self")
         return cast(nn.Parameter, owner.read(parameter, module, reader))
+
+
+def show_plainly(module: nn.Module) -> None:
+    """Give `module` an ordinary dict of parameters again, unless some of them belong to a unit."""
+    param_dict = module._parameters
+    if isinstance(param_dict, ParamDict) and all(p is None or owning_unit(p) is None for p in param_dict.values()):
+        module.__dict__["_parameters"] = dict(param_dict)
 
 
 class ModuleParams:

@@ -5,7 +5,7 @@ no hook where a module is put into another one's dict by hand, so the dicts are 
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import is_not
 from typing import Any, ClassVar
@@ -28,10 +28,12 @@ class ModuleTree:
 
     ATTRIBUTE: ClassVar = "_fsdp_tree"
 
-    __slots__ = ("_content", "_dicts", "_kept", "_root")
+    __slots__ = ("_borrowed", "_content", "_dicts", "_kept", "_root")
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, borrowed: Sequence[str] = ()) -> None:
         self._root = weakref.ref(root)
+        self._borrowed = tuple(borrowed)
+        """What modules of the root use of units that are not inside it, each as the end of a sentence."""
         self._kept = [module for _, module in _modules_below(root, "", set()) if module is not root]
         """The modules of the units, which refer to them weakly. One that is taken away must live on."""
         self._dicts: list[dict[str, Any]] = []
@@ -45,15 +47,20 @@ class ModuleTree:
         tree: ModuleTree = root.__dict__[cls.ATTRIBUTE]
         return tree
 
-    def __deepcopy__(self, memo: object) -> "ModuleTree":
-        return self  # the copy of a wrapped module is refused, by an object that torch copies later
+    def refuse_borrowing(self, root: str) -> None:
+        """Raises:
+        ShardingError: a module of the root uses a parameter of a unit that is not inside it.
+        """
+        if self._borrowed:
+            raise ShardingError(f"unit {root!r} uses {self._borrowed[0]}: wrap the module that contains both, then use them.")
 
-    def check(self, units: Iterable[Owner]) -> None:
-        """Check what was added, removed or replaced since the last look. `units`: those of the root.
+    def check(self, units: Sequence[Owner]) -> None:
+        """Check what was added, removed or replaced since the last look. `units`: those of the root, outermost first.
 
         Raises:
-            ShardingError: a parameter that is trained was added, or a unit's was taken away or replaced.
+            ShardingError: a parameter that is trained was added, a unit's was taken away or replaced, or one is borrowed.
         """
+        self.refuse_borrowing(units[0].name)
         # about 0.1 µs a module
         content = list(chain.from_iterable(map(dict.values, self._dicts)))
         if len(content) == len(self._content) and not any(map(is_not, content, self._content)):

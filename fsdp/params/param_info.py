@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -26,6 +27,15 @@ class ParamInfo:
         """Record that the parameter is `module.slot` and has this name."""
         self.names.append(name)
         self._slots.append((weakref.ref(module), slot))
+
+    def copied(self, copies: Mapping[int, Any]) -> "ParamInfo":
+        """The same for a copy of the model. `copies`: the copies of parameters and modules, by the ids of the originals."""
+        copied = ParamInfo(copies[id(self.parameter)])
+        for name, (reference, slot) in zip(self.names, self._slots, strict=True):
+            module = copies.get(id(reference()))
+            if module is not None:
+                copied.add(name, module, slot)
+        return copied
 
     def remember_accumulator(self) -> None:
         """The parameter is about to be sharded: note the AccumulateGrad node that some other code keeps."""

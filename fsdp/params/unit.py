@@ -19,11 +19,10 @@ from fsdp.config import Config
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
-from fsdp.params.buffer_plan import make_flat_buffers
 from fsdp.params.external_use import ReadCopies, gather_param, local_param
 from fsdp.params.flat_buffer import FlatBuffer, SavedShards
 from fsdp.params.full_params import FullParams
-from fsdp.params.module_params import module_params_of, register_owner
+from fsdp.params.module_params import forget_owner, module_params_of, register_owner, show_plainly
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.unit_observer import UnitObserver
 from fsdp.params.versions import Versions
@@ -32,9 +31,7 @@ from fsdp.params.versions import Versions
 class Unit:
     """The parameters that are gathered and released together, and the modules that show them."""
 
-    def __init__(
-        self, module: nn.Module, name: str, param_infos: Sequence[ParamInfo], config: Config, comm: Communicator
-    ) -> None:
+    def __init__(self, module: nn.Module, name: str, flats: Sequence[FlatBuffer], config: Config, comm: Communicator) -> None:
         self._module = weakref.ref(module)
         self.name = name
         self.config = config
@@ -46,7 +43,7 @@ class Unit:
         self._read_by_recompute = False
         """A recompute of a part of the unit's forward has read unsharded parameters, and may have changed them in place."""
         self._observer: UnitObserver
-        self.flats = make_flat_buffers(param_infos, config, comm)
+        self.flats = tuple(flats)
         self.versions = Versions(self.flats)
         self._full_params = FullParams(self.flats)
         self._read_copies = ReadCopies(self.param_infos)
@@ -165,6 +162,17 @@ class Unit:
         """
         for module_params in self._module_params:
             module_params.check(self.name)
+
+    def dissolve(self) -> None:
+        """Own no parameter any more: all of them are ordinary ones again. A backward through an earlier forward is refused."""
+        self.free_unsharded()
+        self.versions.invalidate()
+        for parameter in (*self.sharded_params, *self.unsharded_params):
+            forget_owner(parameter)
+        for module_params in self._module_params:
+            module = module_params.module
+            if module is not None:
+                show_plainly(module)
 
     # uses outside the unit ----------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from fsdp.shards.shard_tensor import quick_attributes
 class Versions:
     """The clocks of the shards of one unit."""
 
-    __slots__ = ("_at_forward", "_at_gather", "_flats", "_repeated", "_sums")
+    __slots__ = ("_at_forward", "_at_gather", "_flats", "_repeated", "_sums", "_when_made")
 
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
         self._flats = tuple(flats)
@@ -22,6 +22,7 @@ class Versions:
         self._at_forward = 0
         self._at_gather = 0
         self._sums: Tensor
+        self._when_made = self.now()
 
     @property
     def counts(self) -> bool:
@@ -33,9 +34,18 @@ class Versions:
         with quick_attributes():
             return sum([p._version for flat in self._flats for p in flat.sharded_params]) - self._repeated
 
+    @property
+    def changed_since_made(self) -> bool:
+        """Whether a shard was changed in place since the unit was made."""
+        return self.now() != self._when_made
+
     def repeat(self, changes: int) -> None:
         """So many of the last changes were made a second time, and are no reason to refuse a backward."""
         self._repeated += changes
+
+    def invalidate(self) -> None:
+        """The shards are gone: whatever computed with them before must not go on."""
+        self._repeated -= 1 << 40
 
     def forward_begins(self) -> int:
         """A forward of the unit begins; return the number that its backward must find again."""

@@ -54,7 +54,7 @@ class ReductionQueue:
         self._exact = policy.deterministic
         self._averaging_ranks = comms.size
         """How many ranks have gradients that count in the average."""
-        self._divide_factors: tuple[float, float] | None = None
+        self.divide_factors: tuple[float, float] | None = None
         """What gradients are divided by before and after the sum, if that was set by hand."""
         self.hook: CommHook | None = None
         """The comm hook that reduces buckets in place of the engine."""
@@ -75,7 +75,7 @@ class ReductionQueue:
 
     def set_divide_factors(self, before: float, after: float) -> None:
         """From now on, divide gradients by `before` before the sum over the ranks, and by `after` after it."""
-        self._divide_factors = before, after
+        self.divide_factors = before, after
 
     def set_hook(self, hook: CommHook) -> None:
         """From now on, a comm hook reduces buckets in place of the engine."""
@@ -230,8 +230,8 @@ class ReductionQueue:
 
     def _divisors(self, gradients: Tensor, shard_numel: int) -> tuple[float, float]:
         """The divisors before and after the sum, where this rank gets `shard_numel` elements of the sum."""
-        if self._divide_factors is not None:
-            return self._divide_factors
+        if self.divide_factors is not None:
+            return self.divide_factors
         total = self._averaging_ranks if self._policy.average else 1
         predivisor = self._policy.predivide_factor
         if predivisor is None:

@@ -77,6 +77,11 @@ class Reducer:
         """From now on, divide gradients by `before` before the sum over the ranks, and by `after` after it."""
         self._reductions.set_divide_factors(before, after)
 
+    @property
+    def divide_factors(self) -> tuple[float, float] | None:
+        """See `set_divide_factors`; None if it was not called."""
+        return self._reductions.divide_factors
+
     def set_ignores_local_grads(self, ignores: bool) -> None:
         """From now on, drop the gradients of this rank, or do not."""
         self.ignores_local_grads = ignores

@@ -1,4 +1,4 @@
-"""Refuses a copy or a pickle of a wrapped module."""
+"""Refuses a pickle of a wrapped module, and a copy of its hooks without it."""
 
 from typing import NoReturn
 
@@ -7,13 +7,13 @@ from fsdp.params.unit import Unit
 
 
 class RefuseCopy:
-    """Base class of the object that the hooks of a unit refer to. Copying or pickling the module reaches it, and it refuses."""
+    """Base class of the objects of a unit that its module refers to. Pickling the module reaches one, and it refuses."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise ShardingError(f"unit {self._unit.name!r} cannot be copied: copy the module before wrapping it, then wrap the copy.")
+        raise ShardingError(f"unit {self._unit.name!r}: its hooks cannot be copied without its module; copy.deepcopy the model.")
 
     def __reduce__(self) -> NoReturn:
         raise ShardingError(

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp.debug.error_notes import add_note
 from fsdp.errors import ShardingError, WorldError
+from fsdp.params.module_tree import ModuleTree
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.hooks import EngineHooks
 from state_machine import Event, State
 
+KEEPS_ENGINE: Final = "_fsdp_keeps_engine"
+"""The attribute of a class of modules that cannot do without their engine. It says what to do instead of `fsdp.unwrap`."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -64,7 +67,7 @@ def units_in(model: nn.Module, function_name: str) -> list[UnitRef]:
     """The units in `model`, in the order of the modules. Cleans up after a forward that failed where no hook saw it.
 
     Raises:
-        ShardingError: there is none.
+        ShardingError: there is none; or a module uses a parameter of a unit that is not in `model`.
     """
     refs = [ref for module in model.modules() if (ref := unit_ref_of(module)) is not None]
     if not refs:
@@ -74,7 +77,16 @@ def units_in(model: nn.Module, function_name: str) -> list[UnitRef]:
         )
     for engine in {ref.engine: None for ref in refs}:
         engine.clean_up_dead_forward()
+        refuse_borrowing(engine)
     return refs
+
+
+def refuse_borrowing(engine: Engine) -> None:
+    """Raises:
+    ShardingError: a module of the root uses a parameter of a unit that is not inside it.
+    """
+    root = engine.units[0]
+    ModuleTree.of(root.module).refuse_borrowing(root.name)
 
 
 def resting_units_in(model: nn.Module, function_name: str) -> list[UnitRef]:

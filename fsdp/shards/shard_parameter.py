@@ -3,6 +3,8 @@
 torch.utils.swap_tensors refuses parameters that have weak references, and units have some. `exchange` does without it.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +40,30 @@ def become_shard(parameter: nn.Parameter, local: Tensor, info: ShardInfo) -> Non
     exchange(parameter, full)
     # an AccumulateGrad node that other code has kept refers to the full parameter, which needs no memory any more
     full.data = full.data.new_empty(0)
+
+
+def make_plain(shard: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """A parameter over `data` of the class that `shard` had before it became a shard."""
+    kinds: dict[type, type] = {shard_class: kind for (kind, _), shard_class in _PARAMETER_CLASSES.items()}
+    kind = kinds.get(type(shard), type(shard))
+    return cast(nn.Parameter, torch.Tensor._make_subclass(kind, data, shard.requires_grad))
+
+
+def become_full(parameter: nn.Parameter, full: Tensor, kept: Tensor | None = None) -> None:
+    """Turn the object `parameter`, a shard, into an ordinary parameter with the data `full`. It keeps hooks and attributes.
+
+    `kept`: the tensor into which an AccumulateGrad node from before wrapping accumulates, if other code has kept that node.
+    """
+    if kept is parameter:
+        parameter.data = full
+        return
+    if kept is None:
+        other = make_plain(parameter, full)
+    else:
+        other = cast(nn.Parameter, kept)
+        other.data = full
+        other.requires_grad_(parameter.requires_grad)
+    exchange(parameter, other)
 
 
 def exchange(one: nn.Parameter, other: nn.Parameter) -> None:

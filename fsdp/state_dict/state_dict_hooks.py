@@ -19,6 +19,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.refuse_copy import RefuseCopy
+from fsdp.runtime.registry import refuse_borrowing
 from fsdp.shards.shard_tensor import ShardTensor
 from fsdp.state_dict.fqns import TRANSPARENT, check_names, check_values, entries, extra_states
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
@@ -61,6 +62,7 @@ class StateHooks(RefuseCopy):
     def _check_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self._summoned:
             return
+        refuse_borrowing(self._engine)
         if keep_vars:
             raise ShardingError(
                 f"state_dict(keep_vars=True) of unit {self._unit.name!r}: a part of a parameter cannot stand for the parameter; "
@@ -102,6 +104,7 @@ class StateHooks(RefuseCopy):
     def _check_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         if self._summoned:
             return
+        refuse_borrowing(self._engine)
         operation = self._operation
         if metadata.get("assign_to_params_buffers", False):
             raise ShardingError(f"{operation}: assign=True would replace its shards; leave it out.")

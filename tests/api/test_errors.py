@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
 from fsdp.comm.simulated import SimulatedCommunicator
-from tests.support.models import Block, Odd, Tied, is_at_rest, local, loss_of, make_net, weights_of
+from tests.support.models import Block, Odd, is_at_rest, local, loss_of, make_net, weights_of
 from tests.support.refusals import refused_everywhere
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
@@ -104,14 +104,6 @@ class TestWrapping:
         monkeypatch.setattr(SimulatedCommunicator, "supports_device", lambda self, device: False)
         text = "parameter 'enter.weight' is on cpu, where this process group cannot communicate"
         refused_everywhere(2, lambda rank: fsdp.fully_shard(make_net()), text)
-
-    def test_a_parameter_tied_to_a_unit_from_outside_is_refused(self) -> None:
-        def fn(rank: int) -> None:
-            model = Tied()
-            fsdp.fully_shard(model.embedding)
-            fsdp.fully_shard(model)
-
-        refused_everywhere(2, fn, "parameter 'head.weight' is already owned by unit 'Embedding', but is used outside it as well")
 
     def test_a_parameter_added_to_a_finished_unit_is_refused(self) -> None:
         def fn(rank: int) -> None:

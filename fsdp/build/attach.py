@@ -1,0 +1,71 @@
+"""Puts one engine over the units of a root, and takes it off again."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fsdp.build.copies import Copier
+from fsdp.build.other_engines import accept_other_engines, refuse_other_engines
+from fsdp.comm.context import CommContext
+from fsdp.debug.delays import delayed
+from fsdp.debug.dump import remember
+from fsdp.device.storage import MemoryTracker
+from fsdp.device.streams import make_streams
+from fsdp.params.module_tree import ModuleTree
+from fsdp.params.unit import Unit
+from fsdp.runtime.engine import Engine
+from fsdp.runtime.hooks import EngineHooks
+from fsdp.runtime.registry import UnitRef
+from fsdp.shards.optimizer_steps import hook_optimizers
+from fsdp.state_dict.state_dict_hooks import StateHooks
+
+
+def attach(
+    units: Sequence[Unit], descendants: Sequence[frozenset[int]], comms: CommContext, borrowed: Sequence[str] = ()
+) -> Engine:
+    """Put one engine over `units`, outermost first, and set the hooks of all of them.
+
+    `descendants`: for each unit, the numbers of the units inside it. `borrowed`: what the root uses of units that are not inside
+    it, each as the end of a sentence.
+    """
+    hook_optimizers()
+    device = next((unit.device for unit in units if unit.flats), torch.device("cpu"))
+    streams = delayed(make_streams(device, len(comms.lanes)), comms.world_comm.rank, device)
+    tracker = MemoryTracker()
+    for unit in units:
+        unit.join(streams, tracker)
+    engine = Engine(units, descendants, comms, streams, tracker)
+    hooks = EngineHooks(engine)
+    remember(engine.snapshot)
+    around: list[list[Unit]] = [[] for _ in units]
+    for outer, inside in enumerate(descendants):
+        for index in inside:
+            around[index].append(units[outer])
+    for index, unit in enumerate(units):
+        state_hooks = StateHooks(engine, index, around[index])
+        unit.module.__dict__[UnitRef.ATTRIBUTE] = UnitRef(engine, hooks, state_hooks.handles, index)
+        unit.module.__dict__[Copier.ATTRIBUTE] = Copier(engine, index, attach)
+        refuse_other_engines(unit.module)
+    for unit in units[1:]:
+        unit.module.__dict__.pop(ModuleTree.ATTRIBUTE, None)
+    ModuleTree(units[0].module, borrowed)
+    return engine
+
+
+def detach(refs: Iterable[UnitRef]) -> None:
+    """Take the engines off units. A step that is going on is abandoned. The units keep their shards and have no hooks."""
+    refs = tuple(refs)
+    for ref in {id(ref.engine): ref for ref in refs}.values():
+        ref.engine._reset_step()
+        ref.hooks.remove()
+    for ref in refs:
+        for handle in ref.state_dict_handles:
+            handle.remove()
+
+
+def forget(ref: UnitRef) -> None:
+    """Remove the attributes by which a module is a unit."""
+    module = ref.unit.module
+    accept_other_engines(module)
+    for name in (UnitRef.ATTRIBUTE, ModuleTree.ATTRIBUTE, Copier.ATTRIBUTE):
+        module.__dict__.pop(name, None)

@@ -1,0 +1,90 @@
+"""From units back to ordinary parameters: gathered one at a time, in the user's own Parameter objects."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from fsdp.comm.communicator import Communicator
+from fsdp.errors import ShardingError
+from fsdp.params.unit import Unit
+from fsdp.runtime.engine import Engine
+from fsdp.shards.shard_tensor import plain
+from fsdp.state_dict.param_ranges import broadcast_all
+from fsdp.state_dict.param_shard import ParamShard, param_shards_of
+
+HasGrad = Mapping[int, bool]
+"""Whether a parameter has a gradient, by the id of the user's Parameter object."""
+
+
+def refuse_losses(engine: Engine, function_name: str) -> None:
+    """Check that an engine between two steps has nothing besides its units that would be lost.
+
+    Raises:
+        ShardingError: it keeps gradients, or is inside `fsdp.join`.
+    """
+    name = engine.units[0].name
+    if engine.reducer.keeps_gradients:
+        raise ShardingError(
+            f"{function_name}: unit {name!r} keeps gradients under no_sync; run the backward that synchronises first."
+        )
+    if engine.watcher is not None:
+        raise ShardingError(f"{function_name}: unit {name!r} is inside fsdp.join; call it after that.")
+
+
+def agree_on_gradients(units: Iterable[Unit], world_comm: Communicator, function_name: str) -> HasGrad:
+    """Which parameters of `units` have a gradient on any rank. Communicates.
+
+    Raises:
+        ShardingError: on every rank; a parameter has a gradient on some of the ranks that hold elements of it.
+    """
+    param_shards = [param_shard for unit in units for param_shard in param_shards_of(unit)]
+    # a rank without elements of a parameter that has some says nothing
+    mine = [one.parameter.grad is not None if one.part.numel or 0 in one.shape else None for one in param_shards]
+    said = [set(flags) - {None} for flags in zip(*world_comm.gather_objects(mine, function_name), strict=True)]
+    for param_shard, flags in zip(param_shards, said, strict=True):
+        if len(flags) > 1:
+            raise ShardingError(
+                f"{function_name}: parameter {param_shard.flat.param_infos[param_shard.number].names[0]!r} has a gradient on "
+                "some ranks only; set it to None on all ranks, or on none."
+            )
+    return {id(one.parameter): True in flags for one, flags in zip(param_shards, said, strict=True)}
+
+
+@torch.no_grad()
+def dissolve(unit: Unit, has_grad: HasGrad, keeps: bool = True) -> None:
+    """Turn the parameters of `unit`, which has no engine any more, into ordinary ones. Communicates.
+
+    With `keeps` they have their full values and gradients, in memory of their own; without it they are on the meta device.
+
+    Memory: the full parameters and gradients of the unit, beside its shards; without `keeps`, one parameter.
+    """
+    for param_shard in param_shards_of(unit):
+        parameter = param_shard.parameter
+        full = _gather(param_shard, plain(parameter), unit)
+        gradient = _gather_grad(param_shard, unit) if has_grad[id(parameter)] else None
+        if not keeps:
+            full, gradient = full.to("meta"), None
+        param_shard.flat.restore_param(param_shard.number, full, gradient)
+    unit.dissolve()
+
+
+def _gather_grad(param_shard: ParamShard, unit: Unit) -> Tensor:
+    gradient = param_shard.parameter.grad
+    if gradient is not None and gradient.is_sparse:
+        return gradient  # of a parameter that every rank has in full
+    return _gather(param_shard, plain(param_shard.parameter if gradient is None else gradient), unit)
+
+
+def _gather(param_shard: ParamShard, local: Tensor, unit: Unit) -> Tensor:
+    """The full tensor of which `local` is this rank's part, on every rank and in memory of its own."""
+    full = torch.empty(param_shard.shape, dtype=local.dtype, device=local.device)
+    flat = full.view(-1)
+    parts: list[tuple[int, Tensor]] = []
+    for rank in param_shard.holders:
+        part = param_shard.part_of(rank)
+        parts.append((rank, flat[part.first : part.first + part.numel]))
+        if rank == unit.comm.rank:
+            parts[-1][1].copy_(local.reshape(-1))
+    broadcast_all(parts, unit.comm, unit.name)
+    return full

@@ -1,0 +1,204 @@
+"""fsdp.unwrap: from a sharded model back to the plain one, with nothing left of the engine and nothing lost of the user's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from fsdp.compat import fairscale
+from tests.support.models import CASES, Block, Case, loss_of, make_net
+
+Door = Callable[..., nn.Module]
+DOORS = pytest.mark.parametrize("door", [fsdp.fully_shard, fsdp.FullyShardedDataParallel], ids=["in place", "wrapper"])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
+    "SHARD_OPTIMIZER": {"sharding_strategy": "SHARD_OPTIMIZER"},
+    "plain shards": {"plain_shards": True},
+}
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+
+
+def backward(model: nn.Module, batch: Tensor) -> None:
+    loss_of(model(batch)).backward()
+
+
+def check_is_plain(model: nn.Module, plain: nn.Module) -> None:
+    """Nothing of the engine is left on `model`, and its values and gradients are those of `plain`."""
+    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+    for module, other in zip(model.modules(), plain.modules(), strict=True):
+        assert module.__dict__.keys() == other.__dict__.keys()
+        assert type(module._parameters) is dict
+        assert not any(getattr(module, name) for name in HOOKS)
+    for (name, parameter), (other_name, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert (name, type(parameter), parameter.requires_grad) == (other_name, nn.Parameter, expected.requires_grad)
+        assert torch.equal(parameter, expected)
+        assert (parameter.grad is None) == (expected.grad is None)
+        if expected.grad is not None and parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad.to_dense(), expected.grad.to_dense(), rtol=1e-5, atol=1e-7)
+
+
+def train_unwrap_and_train(case: Case, door: Door, options: dict[str, Any]) -> None:
+    plain, net = case.model(), case.model()
+    objects = dict(net.named_parameters())
+    model = door(net, auto_wrap_policy=case.policy, **options)
+    for one in (plain, model):
+        backward(one, case.batch(0, 0))
+    assert fsdp.unwrap(model) is net
+    assert dict(net.named_parameters()) == objects, "the user's Parameter objects"
+    check_is_plain(net, plain)
+    for one in (plain, net):
+        backward(one, case.batch(0, 1))
+    check_is_plain(net, plain)
+
+
+@DOORS
+@pytest.mark.parametrize("name", ["net", "tied", "recurrent", "odd", "sparse"])
+def test_the_model_is_plain_again_and_trains_on(name: str, door: Door) -> None:
+    fsdp.simulate(2, lambda rank: train_unwrap_and_train(CASES[name], door, {}))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_it_comes_back_from_every_kind_of_shard(options: dict[str, Any]) -> None:
+    fsdp.simulate(3, lambda rank: train_unwrap_and_train(CASES["net"], fsdp.fully_shard, options))
+
+
+def test_wrappers_inside_are_replaced_by_their_modules() -> None:
+    def fn(rank: int) -> None:
+        net, plain = make_net(), make_net()
+        for number, block in enumerate(net.blocks):
+            net.blocks[number] = fsdp.FullyShardedDataParallel(block)
+        check_is_plain(fsdp.unwrap(fsdp.FullyShardedDataParallel(net)), plain)
+
+    fsdp.simulate(2, fn)
+
+
+def test_other_ranks_may_get_shapes_only() -> None:
+    def fn(rank: int) -> None:
+        plain, model = make_net(), fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+        fsdp.unwrap(model, rank0_only=True)
+        if rank == 0:
+            check_is_plain(model, plain)
+        else:
+            assert all(parameter.is_meta for parameter in model.parameters())
+            assert [p.shape for p in model.parameters()] == [p.shape for p in plain.parameters()]
+
+    fsdp.simulate(2, fn)
+
+
+def test_hooks_and_methods_of_the_user_are_as_before() -> None:
+    class Coder(nn.Linear):
+        def encode(self, x: Tensor) -> Tensor:
+            return self(x).tanh()
+
+    def fn(rank: int) -> list[str]:
+        ran: list[str] = []
+        model = Coder(4, 4)
+        handle = model.weight.register_hook(lambda gradient: ran.append(f"gradient {tuple(gradient.shape)}"))
+        model.weight.register_post_accumulate_grad_hook(lambda p: ran.append(f"accumulated {tuple(p.grad.shape)}"))
+        fsdp.fully_shard(model)
+        model.register_forward_hook(lambda *_: ran.append("forward"))
+        fsdp.register_forward_method(model, "encode")
+        fsdp.unwrap(model)
+        assert "encode" not in model.__dict__
+        model.encode(torch.ones(2, 4)).sum().backward()
+        handle.remove()
+        model(torch.ones(2, 4)).sum().backward()
+        return ran
+
+    expected = ["forward", "gradient (4, 4)", "accumulated (4, 4)", "forward", "accumulated (4, 4)"]
+    assert fsdp.simulate(2, fn) == [expected] * 2
+
+
+def test_a_kept_accumulator_gets_the_gradients_again() -> None:
+    def fn(rank: int) -> int:
+        model, count = nn.Linear(4, 4), []
+        node = model.weight.expand_as(model.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        node.register_hook(lambda *_: count.append(1))
+        fsdp.unwrap(fsdp.fully_shard(model))
+        model(torch.ones(2, 4)).sum().backward()
+        return len(count)
+
+    assert fsdp.simulate(2, fn) == [1, 1]
+
+
+def test_the_unwrapped_model_is_wrapped_again() -> None:
+    def fn(rank: int) -> None:
+        plain, model = make_net(), fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+        fsdp.fully_shard(fsdp.unwrap(model), sharding_strategy="NO_SHARD")
+        for one in (plain, model):
+            backward(one, torch.ones(2, 6))
+        check_is_plain(fsdp.unwrap(model), plain)
+
+    fsdp.simulate(2, fn)
+
+
+def test_the_step_of_an_optimizer_with_state_of_shards_is_refused() -> None:
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+        optimizer = torch.optim.AdamW(model.parameters())
+        backward(model, torch.ones(2, 6))
+        optimizer.step()
+        state = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+        fsdp.unwrap(model)
+        backward(model, torch.ones(2, 6))
+        with pytest.raises(fsdp.ShardingError):
+            optimizer.step()
+        assert state
+
+    fsdp.simulate(2, fn)
+
+
+def test_a_graph_from_before_is_refused() -> None:
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+        loss = loss_of(model(torch.ones(2, 6)))
+        fsdp.unwrap(model)
+        with pytest.raises(fsdp.ShardingError):
+            loss.backward()
+
+    fsdp.simulate(2, fn)
+
+
+def test_it_is_refused_within_a_step_and_where_something_would_be_lost() -> None:
+    def refused(model: nn.Module, text: str) -> None:
+        with pytest.raises(fsdp.ShardingError, match=text):
+            fsdp.unwrap(model)
+
+    def fn(rank: int) -> None:
+        plain, model = make_net(), fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+        refused(model.blocks[1], "is a part of root 'Net'; call it on the root")
+        refused(nn.Linear(2, 2), "contains no unit")
+        with fsdp.summon_full_params(model):
+            refused(model, "outside any forward, backward and summon_full_params")
+        handle = model.blocks[0].register_forward_hook(lambda *_: refused(model, "outside any forward"))
+        model(torch.ones(2, 6))
+        handle.remove()
+        with fsdp.no_sync(model):
+            backward(model, torch.ones(2, 6))
+        refused(model, "keeps gradients under no_sync")
+        model.zero_grad()
+        with fsdp.join(model, lambda: None):
+            refused(model, "is inside fsdp.join")
+        if rank:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        refused(model, "parameter 'enter.weight' has a gradient on some ranks only")
+        model.zero_grad()
+        check_is_plain(fsdp.unwrap(model), plain)
+
+    fsdp.simulate(2, fn)
+
+
+def test_a_module_that_cannot_do_without_its_engine_says_what_to_do() -> None:
+    def fn(rank: int) -> None:
+        model = fairscale.FullyShardedDataParallel(make_net())
+        before = model(torch.ones(2, 6))
+        with pytest.raises(fsdp.ShardingError, match="cannot do without its engine; call its summon_full_params"):
+            fsdp.unwrap(model)
+        assert torch.equal(model(torch.ones(2, 6)), before)
+
+    fsdp.simulate(2, fn)
