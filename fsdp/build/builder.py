@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdp.autograd.pytree import MANAGED
 from fsdp.build.other_engines import refuse_other_engines
-from fsdp.build.plan import Planned
+from fsdp.build.plan import Planned, buffers_of
 from fsdp.comm.context import CommContext
 from fsdp.config import Config
 from fsdp.debug.delays import delayed
@@ -26,6 +26,7 @@ from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.hooks import EngineHooks
 from fsdp.runtime.registry import UnitRef, unit_ref_of
+from fsdp.shards.dtensors import Spread
 from fsdp.shards.optimizer_steps import hook_optimizers
 from fsdp.state_dict.state_dict_hooks import StateHooks
 
@@ -55,7 +56,8 @@ def build(
     config: Config,
     comms: CommContext,
     initialise: Initialise | None,
-    ignored: Collection[nn.Module],
+    ignored: Collection[nn.Module | nn.Parameter],
+    spread: Spread | None = None,
 ) -> None:
     """Shard the units of the plan and put one engine over all of them.
 
@@ -65,7 +67,7 @@ def build(
         ShardingError: `initialise` replaced a parameter, or replicas begin with different parameters.
     """
     hook_optimizers()
-    units = _Builder(plan, config, comms, initialise).build()
+    units = _Builder(plan, config, comms, initialise, spread).build()
     _check_replicas([unit for unit, one in zip(units, plan, strict=True) if one.unit is None], comms)
     inner = [ref for one in plan if (ref := unit_ref_of(one.module)) is not None]
     for old in {id(ref.engine): ref for ref in inner}.values():
@@ -75,7 +77,7 @@ def build(
         for handle in ref.state_dict_handles:
             handle.remove()
     if config.sync_module_states:
-        _broadcast(((name, buffer.detach()) for name, buffer in plan[0].module.named_buffers()), comms)
+        _broadcast(((name, buffer.detach()) for name, buffer in buffers_of(plan[0])), comms)
     device = next((unit.device for unit in units if unit.flats), torch.device("cpu"))
     streams = delayed(make_streams(device, len(comms.lanes)), comms.world_comm.rank, device)
     tracker = MemoryTracker()
@@ -90,15 +92,17 @@ def build(
     remember(engine.snapshot)
     for index, one in enumerate(plan):
         state_hooks = StateHooks(engine, index, [units[outer] for outer in sorted(one.ancestors)])
-        one.module.__dict__[UnitRef.ATTRIBUTE] = UnitRef(engine, hooks, state_hooks.handles, index)
-        refuse_other_engines(one.module)
+        ref = UnitRef(engine, hooks, state_hooks.handles, index)
+        for module in one.members:
+            module.__dict__[UnitRef.ATTRIBUTE] = ref
+            refuse_other_engines(module)
         for module in one.own_modules:
             module.__dict__.update(dict.fromkeys(MANAGED, True))
-    for module in ignored:
-        module.__dict__[IGNORED] = True
+    for left_alone in ignored:
+        left_alone.__dict__[IGNORED] = True
     for one in plan[1:]:
         one.module.__dict__.pop(ModuleTree.ATTRIBUTE, None)
-    ModuleTree(plan[0].module)
+    ModuleTree(plan[0].members)
 
 
 def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
@@ -109,7 +113,7 @@ def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
     """
     if comms.replica_comm.size == 1:
         return
-    sums = [[int(flat.shard.view(torch.int32).sum(dtype=torch.int64)) for flat in unit.flats] for unit in units]
+    sums = [[int(flat.sum_of_bits()) for flat in unit.flats] for unit in units]
     for other in comms.replica_comm.gather_objects(sums, "fully_shard"):
         for unit, mine, theirs in zip(units, sums, other, strict=True):
             if mine != theirs:
@@ -122,12 +126,20 @@ def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
 class _Builder:
     """Makes the units of a plan. A unit is sharded when all its modules have memory and values."""
 
-    def __init__(self, plan: Sequence[Planned], config: Config, comms: CommContext, initialise: Initialise | None) -> None:
+    def __init__(
+        self,
+        plan: Sequence[Planned],
+        config: Config,
+        comms: CommContext,
+        initialise: Initialise | None,
+        spread: Spread | None,
+    ) -> None:
+        self._spread = spread
         self._plan = plan
         self._config = config
         self._comms = comms
         self._initialise = initialise or _reset
-        self._index = {id(one.module): index for index, one in enumerate(plan)}
+        self._index = {id(module): index for index, one in enumerate(plan) for module in one.members}
         self._own = [{id(module) for module in one.own_modules} for one in plan]
         self._units: list[Unit | None] = [None for _ in plan]
         real = (info.parameter.device for one in plan for info in one.param_infos if not info.parameter.is_meta)
@@ -140,10 +152,11 @@ class _Builder:
 
     def _build(self, index: int) -> None:
         one = self._plan[index]
-        self._prepare(one.module, index)
+        for module in one.members:
+            self._prepare(module, index)
         if one.unit is None and self._config.sync_module_states:
             _broadcast(((info.names[0], info.parameter.detach()) for info in one.param_infos), self._comms)
-        unit = one.unit or Unit(one.module, one.name, one.param_infos, self._config, self._comms.shard_comm)
+        unit = one.unit or Unit(one.members, one.name, one.param_infos, self._config, self._comms.shard_comm, self._spread)
         unit.rename(one.name)
         self._units[index] = unit
 

@@ -11,16 +11,26 @@ from fsdp.device.storage import size_of
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.layout import next_bucket_limit
 from fsdp.params.param_info import ParamInfo
+from fsdp.shards.dtensors import Spread
 
 
-def make_flat_buffers(param_infos: Sequence[ParamInfo], config: Config, comm: Communicator) -> tuple[FlatBuffer, ...]:
-    """The flat buffers of a unit, as planned by dtype, `requires_grad` and the bucket cap."""
+def make_flat_buffers(
+    param_infos: Sequence[ParamInfo], config: Config, comm: Communicator, spread: Spread | None = None
+) -> tuple[FlatBuffer, ...]:
+    """The flat buffers of a unit, as planned by dtype, `requires_grad` and the bucket cap; one a parameter with `spread`."""
     replicated = config.mesh_kind is MeshKind.REPLICATE
+    plan = _plan(param_infos, config) if spread is None else ([info] for info in param_infos)
     return tuple(
         FlatBuffer(
-            members, _compute_dtype(members[0].parameter.dtype, config), comm, replicated, config.aligned, config.plain_shards
+            members,
+            _compute_dtype(members[0].parameter.dtype, config),
+            comm,
+            replicated,
+            config.aligned,
+            config.plain_shards,
+            spread,
         )
-        for members in _plan(param_infos, config)
+        for members in plan
     )
 
 
