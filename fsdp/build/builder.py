@@ -26,7 +26,7 @@ from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.hooks import EngineHooks
 from fsdp.runtime.registry import UnitRef, unit_ref_of
-from fsdp.shards.dtensors import Spread
+from fsdp.shards.dtensors import DTensorMesh
 from fsdp.shards.optimizer_steps import hook_optimizers
 from fsdp.state_dict.state_dict_hooks import StateHooks
 
@@ -57,7 +57,7 @@ def build(
     comms: CommContext,
     initialise: Initialise | None,
     ignored: Collection[nn.Module | nn.Parameter],
-    spread: Spread | None = None,
+    dtensor_mesh: DTensorMesh | None = None,
 ) -> None:
     """Shard the units of the plan and put one engine over all of them.
 
@@ -67,7 +67,7 @@ def build(
         ShardingError: `initialise` replaced a parameter, or replicas begin with different parameters.
     """
     hook_optimizers()
-    units = _Builder(plan, config, comms, initialise, spread).build()
+    units = _Builder(plan, config, comms, initialise, dtensor_mesh).build()
     _check_replicas([unit for unit, one in zip(units, plan, strict=True) if one.unit is None], comms)
     inner = [ref for one in plan if (ref := unit_ref_of(one.module)) is not None]
     for old in {id(ref.engine): ref for ref in inner}.values():
@@ -132,9 +132,9 @@ class _Builder:
         config: Config,
         comms: CommContext,
         initialise: Initialise | None,
-        spread: Spread | None,
+        dtensor_mesh: DTensorMesh | None,
     ) -> None:
-        self._spread = spread
+        self._dtensor_mesh = dtensor_mesh
         self._plan = plan
         self._config = config
         self._comms = comms
@@ -156,7 +156,7 @@ class _Builder:
             self._prepare(module, index)
         if one.unit is None and self._config.sync_module_states:
             _broadcast(((info.names[0], info.parameter.detach()) for info in one.param_infos), self._comms)
-        unit = one.unit or Unit(one.members, one.name, one.param_infos, self._config, self._comms.shard_comm, self._spread)
+        unit = one.unit or Unit(one.members, one.name, one.param_infos, self._config, self._comms.shard_comm, self._dtensor_mesh)
         unit.rename(one.name)
         self._units[index] = unit
 

@@ -11,15 +11,15 @@ from fsdp.device.storage import size_of
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.layout import next_bucket_limit
 from fsdp.params.param_info import ParamInfo
-from fsdp.shards.dtensors import Spread
+from fsdp.shards.dtensors import DTensorMesh
 
 
 def make_flat_buffers(
-    param_infos: Sequence[ParamInfo], config: Config, comm: Communicator, spread: Spread | None = None
+    param_infos: Sequence[ParamInfo], config: Config, comm: Communicator, dtensor_mesh: DTensorMesh | None = None
 ) -> tuple[FlatBuffer, ...]:
-    """The flat buffers of a unit, as planned by dtype, `requires_grad` and the bucket cap; one a parameter with `spread`."""
+    """The flat buffers of a unit, planned by dtype, `requires_grad` and the bucket cap; with `dtensor_mesh` one a parameter."""
     replicated = config.mesh_kind is MeshKind.REPLICATE
-    plan = _plan(param_infos, config) if spread is None else ([info] for info in param_infos)
+    plan = _plan(param_infos, config) if dtensor_mesh is None else ([info] for info in param_infos)
     return tuple(
         FlatBuffer(
             members,
@@ -28,7 +28,7 @@ def make_flat_buffers(
             replicated,
             config.aligned,
             config.plain_shards,
-            spread,
+            dtensor_mesh,
         )
         for members in plan
     )

@@ -13,7 +13,7 @@ from fsdp.params.layout import ShardExtent, make_layout, make_row_layout
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.shards.cut import Shape
-from fsdp.shards.dtensors import Spread, replace_by_dtensor, set_local
+from fsdp.shards.dtensors import DTensorMesh, replace_by_dtensor, set_local
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.shard_parameter import become_shard
 from fsdp.shards.shard_tensor import as_shard, plain, quick_attributes
@@ -38,7 +38,7 @@ class FlatBuffer:
         replicated: bool,
         aligned: bool = True,
         plain_shards: bool = False,
-        spread: Spread | None = None,
+        dtensor_mesh: DTensorMesh | None = None,
     ) -> None:
         self.param_infos = tuple(param_infos)
         self.is_replicated = replicated
@@ -49,12 +49,12 @@ class FlatBuffer:
         originals = [info.parameter for info in param_infos]
         self.device = originals[0].device
         shapes = tuple(tuple(p.shape) for p in originals)
-        if spread is None:
+        if dtensor_mesh is None:
             self.layout = make_layout(shapes, min(originals[0].element_size(), dtype.itemsize), self.num_shards, aligned)
         else:
             self.layout = make_row_layout(shapes[0], self.num_shards)
-        self.dtensor_layouts = None if spread is None else tuple(map(spread.layout_of, originals))
-        """How each shard is spread as a DTensor; None if shards are no DTensors."""
+        self.dtensor_layouts = None if dtensor_mesh is None else tuple(map(dtensor_mesh.layout_of, originals))
+        """How each shard lies on the mesh as a DTensor; None if shards are no DTensors."""
         self.parts: tuple[ShardExtent, ...] = tuple(self.layout.part(i, self.rank) for i in range(len(shapes)))
         self.local_params = tuple(i for i, part in enumerate(self.parts) if part.numel)
         """The parameters of which this rank holds an element."""
@@ -73,12 +73,12 @@ class FlatBuffer:
             self.local_unsharded = self.local_chunk(self.unsharded)
             self.unsharded_bytes, self.local_bytes = self.unsharded.view(torch.uint8), self.local_unsharded.view(torch.uint8)
             self.memory = SharedStorage() if self.is_shared else ResizableStorage(self.unsharded, "whole")
-            self.shard_infos = (None,) * len(originals) if plain_shards or spread else self._shard_infos(comm)
+            self.shard_infos = (None,) * len(originals) if plain_shards or dtensor_mesh else self._shard_infos(comm)
             for index, info in enumerate(param_infos):
                 info.remember_accumulator()
                 self._shard_param(index, info.parameter)
         self.sharded_params: tuple[nn.Parameter, ...] = tuple(info.parameter for info in param_infos)
-        known = [spread is not None or info is not None for info in self.shard_infos]
+        known = [dtensor_mesh is not None or info is not None for info in self.shard_infos]
         self.empty_params = tuple(i for i, part in enumerate(self.parts) if not part.numel and known[i])
         """The parameters of which this rank holds no element, and whose shards know it."""
         self.empty_grads = {i: self.shard_grad(i, self.shard_view(self.parts[i])) for i in self.empty_params}

@@ -27,7 +27,7 @@ from fsdp.params.module_params import module_params_of, register_owner
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.unit_observer import UnitObserver
 from fsdp.params.versions import Versions
-from fsdp.shards.dtensors import Spread
+from fsdp.shards.dtensors import DTensorMesh
 
 
 class Unit:
@@ -40,7 +40,7 @@ class Unit:
         param_infos: Sequence[ParamInfo],
         config: Config,
         comm: Communicator,
-        spread: Spread | None = None,
+        dtensor_mesh: DTensorMesh | None = None,
     ) -> None:
         self._modules = tuple(map(weakref.ref, modules))
         self.name = name
@@ -53,7 +53,7 @@ class Unit:
         self._read_by_recompute = False
         """A recompute of a part of the unit's forward has read unsharded parameters, and may have changed them in place."""
         self._observer: UnitObserver
-        self.flats = make_flat_buffers(param_infos, config, comm, spread)
+        self.flats = make_flat_buffers(param_infos, config, comm, dtensor_mesh)
         self.versions = Versions(self.flats)
         self._full_params = FullParams(self.flats)
         self._read_copies = ReadCopies(self.param_infos)
@@ -69,7 +69,7 @@ class Unit:
                 self._indices[id(parameter)] = index
                 register_owner(parameter, self)
         self._module_params = module_params_of(self.param_infos, self.unsharded_params)
-        self.has_dtensors = spread is not None
+        self.has_dtensors = dtensor_mesh is not None
         """Whether the shards are DTensors, which take the places of the user's Parameter objects."""
         if self.has_dtensors:
             self.use_sharded()

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Spread(NamedTuple):
-    """The mesh over which DTensors are spread, and the placement on each of its dimensions."""
+class DTensorMesh(NamedTuple):
+    """The mesh over which DTensors lie, and the placement on each of its dimensions."""
 
     mesh: "DeviceMesh"
     placements: tuple[Any, ...]
@@ -35,7 +35,7 @@ class Spread(NamedTuple):
 
 
 class DTensorLayout(NamedTuple):
-    """How a parameter, its gradient and its optimizer state are spread."""
+    """How a parameter, its gradient and its optimizer state lie on a mesh."""
 
     spec: Any
     """torch's DTensorSpec."""
@@ -61,12 +61,12 @@ class DTensorLayout(NamedTuple):
         return made
 
 
-def make_spread(mesh: "DeviceMesh") -> Spread:
+def make_dtensor_mesh(mesh: "DeviceMesh") -> DTensorMesh:
     """The last dimension of the mesh shards rows, the others hold replicas."""
     from torch.distributed.tensor import Replicate, Shard
 
     _hook_optimizers()
-    return Spread(mesh, (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)))
+    return DTensorMesh(mesh, (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)))
 
 
 @cache
