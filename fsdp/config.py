@@ -177,6 +177,8 @@ class Config:
     """Whether the shards of a flat buffer are multiples of 16 bytes."""
     plain_shards: bool
     """Whether shards are ordinary parameters, whose operators compute on this rank's part."""
+    dtensors: bool
+    """Whether shards are torch's DTensors, each cut evenly between rows."""
 
     @property
     def bucket_bytes(self) -> int | None:
@@ -209,6 +211,7 @@ def make_config(
     broadcast_buffers: bool,
     aligned: bool,
     plain_shards: bool,
+    dtensors: bool,
 ) -> Config:
     """Check each option and all of them together.
 
@@ -245,6 +248,12 @@ def make_config(
         raise ShardingError(f"aligned must be True or False, not {aligned!r}.")
     if not isinstance(plain_shards, bool):
         raise ShardingError(f"plain_shards must be True or False, not {plain_shards!r}.")
+    if not isinstance(dtensors, bool):
+        raise ShardingError(f"dtensors must be True or False, not {dtensors!r}.")
+    if dtensors and plain_shards:
+        raise ShardingError("dtensors and plain_shards contradict each other; give one of them.")
+    if dtensors and mesh_kind is MeshKind.REPLICATE:
+        raise ShardingError(f"dtensors: {sharding_strategy!r} cuts no parameter; leave dtensors out.")
     return Config(
         reshard_policy,
         mesh_kind,
@@ -258,6 +267,7 @@ def make_config(
         broadcast_buffers,
         aligned,
         plain_shards,
+        dtensors,
     )
 
 

@@ -66,10 +66,14 @@ class Lifecycle:
 
     def __init__(self, unit: str, reshard_policy: ReshardPolicy) -> None:
         self.unit = unit
-        self.reshard_policy = reshard_policy
-        self._table = TABLES[reshard_policy]
+        self.set_reshard_policy(reshard_policy)
         self._state = State.IDLE
         self._story: deque[Event] = deque(maxlen=STORY_LENGTH)
+
+    def set_reshard_policy(self, policy: ReshardPolicy) -> None:
+        """From now on, follow the table of `policy`. All tables have the same states."""
+        self.reshard_policy = policy
+        self._table = TABLES[policy]
 
     @property
     def state(self) -> State:

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from state_machine.lifecycle import Lifecycle
 from state_machine.staleness import GATHERS, Copy, CopyAction, CopyEvent
-from state_machine.table import BACKWARD, BackwardEvent, BackwardState, BackwardStep
+from state_machine.table import BACKWARD, BackwardEvent, BackwardState, BackwardStep, ReshardPolicy
 from state_machine.vocabulary import Action, Event, State
 
 
@@ -56,6 +56,11 @@ class Root:
         return self._backward in RESTING and all(one.state is State.IDLE for one in self.lifecycles)
 
     @property
+    def backward_gathers(self) -> bool:
+        """Whether a backward gathers some unit, so that it needs the other ranks even if it reduces nothing."""
+        return any([one.reshard_policy is ReshardPolicy.AFTER_FORWARD for one in self.lifecycles])
+
+    @property
     def in_backward(self) -> bool:
         """Whether a backward runs."""
         return self._backward not in RESTING
@@ -72,6 +77,11 @@ class Root:
         if event is Event.GRAD_ACCUMULATED:
             self._on(BackwardEvent.GRAD_ACCUMULATED)
         return self._instructions(unit, actions)
+
+    def set_reshard_policy(self, unit: int, policy: ReshardPolicy) -> None:
+        """From now on, a unit follows the tables of `policy`. The states of a unit are the same in all of them."""
+        self.lifecycles[unit].set_reshard_policy(policy)
+        self.copies[unit].set_reshard_policy(policy)
 
     def begin(self, event: BackwardEvent) -> None:
         """Set the kind of the backward in JOIN_BACKWARD: SYNC_BEGINS, NO_SYNC_BEGINS or GRAD_ONLY_BEGINS."""

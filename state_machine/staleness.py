@@ -184,8 +184,12 @@ class Copy:
 
     def __init__(self, unit: str, reshard_policy: ReshardPolicy) -> None:
         self.unit = unit
-        self._reshard_policy = reshard_policy
+        self.set_reshard_policy(reshard_policy)
         self._state = CopyState.STALE
+
+    def set_reshard_policy(self, policy: ReshardPolicy) -> None:
+        """From now on, follow the table of `policy`. All tables have the same states."""
+        self._reshard_policy = policy
 
     @property
     def state(self) -> CopyState:

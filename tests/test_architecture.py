@@ -23,7 +23,8 @@ FSDP = ROOT / "fsdp"
 ORDER: dict[str, tuple[str, ...]] = {
     "__main__": (),
     "__init__": (),
-    "compat": ("fairscale",),
+    "compat": ("fairscale", "fully_shard"),
+    "fully_shard_api": ("wrap", "module", "residence", "settings", "convert"),
     "fairscale_api": (
         "auto_wrap",
         "wrapper",
@@ -145,6 +146,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "chunks",
         "shard_parameter",
         "shard_tensor",
+        "dtensors",
         "refusals",
         "reductions",
         "operators",
@@ -152,6 +154,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "cut",
     ),
     "comm": (
+        "meshes",
         "connect",
         "context",
         "agreement",
@@ -194,6 +197,8 @@ STATE_MACHINE_USERS = {
     "runtime.final_callback",
     "debug.snapshot",
     "runtime.hooks",
+    "fully_shard_api.residence",
+    "fully_shard_api.settings",
     "state_dict.state_dict_hooks",
     "api.summon",
     "config",
@@ -304,9 +309,13 @@ def test_only_engine_and_its_neighbours_import_state_machine() -> None:
     )
 
 
+# torch's configuration objects are given on, and nothing is called
+_NAMES_OF_FSDP2 = {"compat.fully_shard", "fully_shard_api.wrap"}
+
+
 def test_only_process_group_and_connect_import_torch_distributed() -> None:
     only_in(
-        {"comm.process_group", "comm.connect", "fairscale_api.groups"},
+        {"comm.process_group", "comm.connect", "comm.meshes", "shards.dtensors", "fairscale_api.groups", *_NAMES_OF_FSDP2},
         {name: [one for one in imports_of(path_of(name)) if is_distributed(one) and not is_dcp(one)] for name in FILES},
     )
 
@@ -350,6 +359,8 @@ def test_only_hooks_registers_a_hook() -> None:
             "autograd.node_hooks",
             "runtime.side_outputs",
             "shards.optimizer_steps",
+            # hooks of the user, which a DTensor takes over from the parameter that it replaces
+            "shards.dtensors",
             # fairscale's hooks that show views again and that patch batch norms; they raise no event
             *("fairscale_api.wrapper", "fairscale_api.recompute"),
         },
@@ -429,6 +440,7 @@ LOCALS_NOT_OURS = {
     ("fairscale_api.auto_wrap", "default_auto_wrap_policy"): "a function whose attributes users of fairscale change",
     ("fairscale_api.recompute", "ctx"): "the context of a torch.autograd.Function is for attributes of its user",
     ("fairscale_api.recompute", "module"): "a module of the user, whose forward is replaced",
+    ("shards.dtensors", "tensor"): "a DTensor of torch, whose part on this rank is set as torch's own fully_shard sets it",
     ("fairscale_api.recompute", "norm"): "a batch norm of torch, which leaves its statistics alone meanwhile",
 }
 

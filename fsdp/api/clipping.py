@@ -10,7 +10,7 @@ from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call, engines_in, refusal, refuse_unless_resting
 from fsdp.shards.shard_parameter import EmptyShardParameter
-from fsdp.shards.shard_tensor import local_operators
+from fsdp.shards.shard_tensor import local_operators, plain
 
 
 @collective_call
@@ -33,7 +33,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     parameters = list(model.parameters())
     unsharded = [id(p) for p in parameters if id(p) not in sharded]
     if unsharded:  # gradients of ignored modules are left out
-        inside = {id(p) for engine in engines for p in engine.units[0].module.parameters()}
+        inside = {id(p) for engine in engines for one in engine.units[0].modules for p in one.parameters()}
         unsharded = [key for key in unsharded if key not in inside]
     if unsharded or not all(engine.comms.same_ranks_as(comms) for engine in engines):
         names = {id(p): name for name, p in model.named_parameters()}
@@ -50,7 +50,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     gradients = [gradient for p in held if (gradient := p.grad) is not None]
     sparse = [gradient for gradient in gradients if gradient.is_sparse]
     with local_operators():
-        strided = [gradient.detach() for gradient in gradients if not gradient.is_sparse]
+        strided = [plain(gradient) for gradient in gradients if not gradient.is_sparse]
     # every rank must choose one dtype, also one that holds no gradient
     is_double = any(flat.shard.dtype is torch.float64 for engine in engines for unit in engine.units for flat in unit.flats)
     local = _local_norm(strided, sparse, power, torch.float64 if is_double else torch.float32, engines[0].units[0].device)

@@ -30,7 +30,6 @@ _OFFLOAD: Final = "CPU offload is not supported; shards, gradients and optimizer
 _OBJECTS: Final = "parameters are always the original objects; leave it out"
 _DEVICE: Final = "move the module to its device before wrapping it, and its inputs before the forward"
 _PREFETCH: Final = "prefetch follows the recorded order; give prefetch=0 to switch it off"
-_IGNORED: Final = "give ignored_modules, the modules with these parameters"
 _AT_END: Final = "give reduction=fsdp.ReductionPolicy(at_end=True), which launches every reduction at the end"
 _CAP: Final = "give reduction=fsdp.ReductionPolicy(bucket_cap_mb=...)"
 _PREDIVIDE: Final = "give reduction=fsdp.ReductionPolicy(predivide_factor=...)"
@@ -49,11 +48,10 @@ PEER_OPTIONS: Final[dict[str, PeerOption]] = {
         "give mp_policy, which takes a fsdp.MixedPrecisionPolicy and the policies of FSDP1 and FSDP2", ("None", "False")
     ),
     "device_id": PeerOption(_DEVICE),
-    "ignored_states": PeerOption(_IGNORED),
+    "ignored_states": PeerOption("give ignored_modules, or ignored_params"),
     "device_mesh": PeerOption("give it as mesh; a two-dimensional one needs sharding_strategy='HYBRID_SHARD'"),
     # FSDP2
     "offload_policy": PeerOption(_OFFLOAD, ("None", "OffloadPolicy()")),
-    "ignored_params": PeerOption(_IGNORED, ("None", "set()")),
     "shard_placement_fn": PeerOption("a unit is cut as one flat buffer, so that its cuts cannot be chosen; leave it out"),
     "dp_mesh_dims": PeerOption("give a mesh of these dimensions alone, such as mesh=mesh['shard']"),
     # DDP

@@ -14,7 +14,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.module_params import show_plainly
 from fsdp.params.module_tree import IGNORED
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.registry import KEEPS_ENGINE, collective_call, unit_ref_of
+from fsdp.runtime.registry import KEEPS_ENGINE, collective_call, units_in
 from fsdp.state_dict.model_view import ModelView
 
 
@@ -39,13 +39,14 @@ def unwrap(model: nn.Module, rank0_only: bool = False) -> nn.Module:
     engines, world_comm = model_view.engines, model_view.world_comm
     agree_on_refusals(world_comm, "unwrap", lambda: _refuse(model, engines))
     has_grad = agree_on_gradients(model_view.units, world_comm, "unwrap")
-    refs = [ref for module in model.modules() if (ref := unit_ref_of(module)) is not None]
+    refs = units_in(model, "unwrap")
     modules = list(model.modules())
     detach(refs)
     for ref in refs:
         dissolve(ref.unit, has_grad, keeps=not rank0_only or world_comm.rank == 0)
     for ref in refs:
-        unregister_forward_methods(ref.unit.module)
+        for module in ref.unit.modules:
+            unregister_forward_methods(module)
         forget(ref)
     for module in modules:
         show_plainly(module)
@@ -61,6 +62,11 @@ def unwrap(model: nn.Module, rank0_only: bool = False) -> nn.Module:
 def _refuse(model: nn.Module, engines: Iterable[Engine]) -> None:
     for engine in engines:
         refuse_losses(engine, "unwrap")
+        if any(unit.has_dtensors for unit in engine.units):
+            raise ShardingError(
+                f"unwrap: the shards of {engine.units[0].name!r} are DTensors, which have taken the places of the parameters; "
+                "load full_state_dict(model, rank0_only=False) into a plain model."
+            )
     for module in model.modules():
         instead = getattr(type(module), KEEPS_ENGINE, None)
         if instead is not None:

@@ -1,14 +1,13 @@
 """FullyShardedDataParallel and fully_shard: two ways to wrap a model, one engine. Also no_sync and memory_bytes."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from enum import Enum
 from functools import wraps
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from fsdp.api import clipping
@@ -19,16 +18,18 @@ from fsdp.build.builder import build, check_initialisation
 from fsdp.build.consistency import agree
 from fsdp.build.other_engines import refuse_other_engines
 from fsdp.build.plan import Planned, WrapPolicy, make_plan
-from fsdp.build.shardable import check_shardable
+from fsdp.build.shardable import check_devices, check_shardable, device_of
 from fsdp.build.torch_policies import PrecisionFields, precision_of
 from fsdp.comm.connect import Mesh, ProcessGroup, open_comms
 from fsdp.comm.context import CommContext
+from fsdp.comm.meshes import open_mesh
 from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import engines_in, unit_ref_of
+from fsdp.shards.dtensors import make_dtensor_mesh
 
-Module = TypeVar("Module", bound=nn.Module)
+Module = TypeVar("Module", bound=nn.Module | list[nn.Module])
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -75,6 +76,7 @@ class FullyShardedDataParallel(nn.Module):
         ignored_modules: a collection of modules whose parameters, with all below them, stay as they are: complete on every rank,
             their gradients neither averaged nor clipped. Default None. Refused: `module` itself, a module that contains a unit,
             a module that shares a parameter with a module that is not ignored.
+        ignored_params: a collection of parameters that stay as they are, like those of `ignored_modules`. Default None.
         prefetch: how many units may be gathered ahead of the one that computes, in the order of the last pass. Default 1; 0
             switches prefetch off. The value of the outermost unit counts.
         guard: True checks for mistakes that would crash or go unseen: a backward that enters a unit by a path no hook sees, and
@@ -91,6 +93,10 @@ class FullyShardedDataParallel(nn.Module):
         plain_shards: True leaves the shards ordinary parameters: this rank's part and nothing else. Every operator computes on
             that part, so a norm or a number of elements is the part's, on each rank another. A part without elements gets no
             gradient. Default False: the operators of a shard compute over all ranks, or raise.
+        dtensors: True makes the shards torch's DTensors, as in FSDP2: new Parameter objects with `placements`, `to_local()` and
+            `full_tensor()`, which torch's functions for state dicts and clipping know. Each parameter is cut evenly between
+            rows and has collectives of its own. Make the optimizer after wrapping. Refused: "NO_SHARD", `fsdp.simulate`, a
+            parameter without dimensions. Default False.
 
     Options of DDP, Apex, fairscale, FSDP1 and FSDP2 are accepted where their value means what happens here anyway. There is no
     CPU offload: shards, gradients and optimizer state stay on the device of the module.
@@ -113,14 +119,18 @@ class FullyShardedDataParallel(nn.Module):
         sync_module_states: bool = False,
         param_init_fn: Callable[[nn.Module], object] | None = None,
         ignored_modules: Collection[nn.Module] | None = None,
+        ignored_params: Collection[nn.Parameter] | None = None,
         prefetch: int = 1,
         guard: bool | None = None,
         reduction: ReductionPolicy | None = None,
         broadcast_buffers: bool = False,
         aligned: bool = True,
         plain_shards: bool = False,
+        dtensors: bool = False,
     ) -> None:
         super().__init__()
+        if isinstance(module, list):
+            raise ShardingError("FullyShardedDataParallel wraps one module; give a list of modules to fully_shard.")
         fully_shard(
             module,
             process_group,
@@ -132,12 +142,14 @@ class FullyShardedDataParallel(nn.Module):
             sync_module_states=sync_module_states,
             param_init_fn=param_init_fn,
             ignored_modules=ignored_modules,
+            ignored_params=ignored_params,
             prefetch=prefetch,
             guard=guard,
             reduction=reduction,
             broadcast_buffers=broadcast_buffers,
             aligned=aligned,
             plain_shards=plain_shards,
+            dtensors=dtensors,
         )
         self.module = module
         refuse_other_engines(self)
@@ -247,31 +259,35 @@ def fully_shard(
     sync_module_states: bool = False,
     param_init_fn: Callable[[nn.Module], object] | None = None,
     ignored_modules: Collection[nn.Module] | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
     prefetch: int = 1,
     guard: bool | None = None,
     reduction: ReductionPolicy | None = None,
     broadcast_buffers: bool = False,
     aligned: bool = True,
     plain_shards: bool = False,
+    dtensors: bool = False,
 ) -> Module:
     """Shard `module` in place and return it. Its class, its name and the names of its parameters stay.
 
-    Afterwards its parameters are shards: the same Parameter objects, with this rank's part as data. The arguments are those of
+    A list of modules becomes one unit, whose parameters are gathered together for the forward of each module in it. Afterwards
+    the parameters are shards: the same Parameter objects, with this rank's part as data. The arguments are those of
     `FullyShardedDataParallel`, which documents each. Communicates: every rank must call it alike.
 
     Raises:
         ShardingError: an argument, the module or the ranks are refused. Nothing was sharded, on any rank.
     """
+    modules: Sequence[nn.Module] = module if isinstance(module, list) else [module]
     ranks = process_group, mesh, find_strategy(sharding_strategy).mesh_kind
     comms = open_comms(*ranks)
 
     def prepare() -> tuple[Config, list[Planned]]:
-        if not isinstance(module, nn.Module):
-            raise ShardingError(f"fully_shard takes an nn.Module, not {type(module).__name__}.")
+        if not modules or not all(isinstance(one, nn.Module) for one in modules):
+            raise ShardingError(f"fully_shard takes an nn.Module or a list of them, not {type(module).__name__}.")
         config = make_config(
             sharding_strategy,
             reshard_after_forward,
-            precision_of(mp_policy, module, auto_wrap_policy is not None),
+            precision_of(mp_policy, modules[0], auto_wrap_policy is not None),
             prefetch,
             sync_module_states,
             guard,
@@ -279,30 +295,42 @@ def fully_shard(
             broadcast_buffers,
             aligned,
             plain_shards,
+            dtensors,
         )
-        plan = _plan(module, auto_wrap_policy, ignored_modules, comms, config)
+        plan = _plan(modules, auto_wrap_policy, ignored_modules, tuple(ignored_params or ()), comms, config)
         check_initialisation(plan, param_init_fn)
         return config, plan
 
     config, plan = agree(comms.world_comm, prepare)
     intercept_engine_calls(translate_shards)
-    build(plan, config, open_comms(*ranks, config.reduction.streams), param_init_fn, ignored_modules or ())
+    dtensor_mesh = make_dtensor_mesh(open_mesh(process_group, mesh, device_of(plan))) if config.dtensors else None
+    comms = open_comms(*ranks, config.reduction.streams)
+    build(plan, config, comms, param_init_fn, (*(ignored_modules or ()), *(ignored_params or ())), dtensor_mesh)
     return module
 
 
-def _plan(module: nn.Module, policy: Any, ignored: Any, comms: CommContext, config: Config) -> list[Planned]:
+def _plan(
+    modules: Sequence[nn.Module],
+    policy: Any,
+    ignored: Any,
+    ignored_params: Collection[nn.Parameter],
+    comms: CommContext,
+    config: Config,
+) -> list[Planned]:
     """Choose the units, and check everything that can be refused, before anything changes."""
-    if unit_ref_of(module) is not None:
-        raise ShardingError(f"{type(module).__name__} is a unit already; wrap a module once.")
-    if isinstance(module, FullyShardedDataParallel):
-        raise ShardingError("the module is a FullyShardedDataParallel already; wrap a module once.")
-    plan = make_plan(module, policy, _unit_of, lambda one: isinstance(one, FullyShardedDataParallel), ignored)
+    for module in modules:
+        if unit_ref_of(module) is not None:
+            raise ShardingError(f"{type(module).__name__} is a unit already; wrap a module once.")
+        if isinstance(module, FullyShardedDataParallel):
+            raise ShardingError("the module is a FullyShardedDataParallel already; wrap a module once.")
+    plan = make_plan(modules, policy, _unit_of, lambda one: isinstance(one, FullyShardedDataParallel), ignored, ignored_params)
     check_shardable(plan, config)
     names = {info.names[0] for one in plan for info in one.param_infos if info.parameter.requires_grad}
     for trigger in config.reduction.triggers:
         if trigger not in names:
             raise ShardingError(
-                f"reduction.triggers: {type(module).__name__} has no trainable parameter {trigger!r}, or it is in a unit already."
+                f"reduction.triggers: {type(modules[0]).__name__} has no trainable parameter {trigger!r}, or it is in a unit "
+                "already."
             )
     for one in plan:
         inner = unit_ref_of(one.module)
@@ -320,20 +348,7 @@ def _plan(module: nn.Module, policy: Any, ignored: Any, comms: CommContext, conf
                 f"unit {one.name!r} was wrapped over another process group or mesh, or with a strategy that shares the work in "
                 "another way; wrap all units of a model alike."
             )
-    devices: dict[torch.device, str] = {}
-    for info in (info for one in plan for info in one.param_infos if not info.parameter.is_meta):
-        devices.setdefault(info.parameter.device, info.names[0])
-    if len(devices) > 1:
-        (a, first), (b, second) = list(devices.items())[:2]
-        raise ShardingError(
-            f"parameter {first!r} is on {a}, but {second!r} is on {b}; move the module to one device before wrapping it."
-        )
-    for device, name in devices.items():
-        if not comms.world_comm.supports_device(device):
-            raise ShardingError(
-                f"parameter {name!r} is on {device}, where this process group cannot communicate; "
-                "move the module to the group's device before wrapping it."
-            )
+    check_devices(plan, comms.world_comm)
     return plan
 
 

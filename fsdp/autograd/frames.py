@@ -41,10 +41,11 @@ def is_running(module: nn.Module) -> bool:
     return any(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in _frames())
 
 
-def times_running(module: nn.Module, method: CodeType, runner: object) -> int:
-    """How many calls of `module` and of `method` of `runner` are running, in sum."""
+def times_running(modules: Collection[nn.Module], method: CodeType, runner: object) -> int:
+    """How many calls of `modules` and of `method` of `runner` are running, in sum."""
     callees = (frame.f_locals.get("self") for frame in _frames() if frame.f_code in (_CALL, method))
-    return sum(callee is module or callee is runner for callee in callees)
+    watched = {id(runner), *map(id, modules)}
+    return sum(id(callee) in watched for callee in callees)
 
 
 def stepping_optimizer() -> str | None:

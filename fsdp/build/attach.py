@@ -43,12 +43,15 @@ def attach(
             around[index].append(units[outer])
     for index, unit in enumerate(units):
         state_hooks = StateHooks(engine, index, around[index])
-        unit.module.__dict__[UnitRef.ATTRIBUTE] = UnitRef(engine, hooks, state_hooks.handles, index)
-        unit.module.__dict__[Copier.ATTRIBUTE] = Copier(engine, index, attach)
-        refuse_other_engines(unit.module)
+        ref = UnitRef(engine, hooks, state_hooks.handles, index)
+        copier = Copier(engine, index, attach)
+        for module in unit.modules:
+            module.__dict__[UnitRef.ATTRIBUTE] = ref
+            module.__dict__[Copier.ATTRIBUTE] = copier
+            refuse_other_engines(module)
     for unit in units[1:]:
         unit.module.__dict__.pop(ModuleTree.ATTRIBUTE, None)
-    ModuleTree(units[0].module, borrowed)
+    ModuleTree(units[0].modules, borrowed)
     return engine
 
 
@@ -64,8 +67,8 @@ def detach(refs: Iterable[UnitRef]) -> None:
 
 
 def forget(ref: UnitRef) -> None:
-    """Remove the attributes by which a module is a unit."""
-    module = ref.unit.module
-    accept_other_engines(module)
-    for name in (UnitRef.ATTRIBUTE, ModuleTree.ATTRIBUTE, Copier.ATTRIBUTE):
-        module.__dict__.pop(name, None)
+    """Remove the attributes by which modules are a unit."""
+    for module in ref.unit.modules:
+        accept_other_engines(module)
+        for name in (UnitRef.ATTRIBUTE, ModuleTree.ATTRIBUTE, Copier.ATTRIBUTE):
+            module.__dict__.pop(name, None)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdp.autograd.pytree import MANAGED
 from fsdp.build.attach import attach, detach
 from fsdp.build.dissolve import HasGrad, agree_on_gradients, dissolve
-from fsdp.build.plan import Planned
+from fsdp.build.plan import Planned, buffers_of
 from fsdp.comm.context import CommContext
 from fsdp.config import Config
 from fsdp.device.streams import default_device
@@ -24,6 +24,7 @@ from fsdp.params.module_params import show_plainly
 from fsdp.params.module_tree import IGNORED
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import unit_ref_of
+from fsdp.shards.dtensors import DTensorMesh
 
 Initialise = Callable[[nn.Module], object]
 
@@ -51,7 +52,8 @@ def build(
     config: Config,
     comms: CommContext,
     initialise: Initialise | None,
-    ignored: Collection[nn.Module],
+    ignored: Collection[nn.Module | nn.Parameter],
+    dtensor_mesh: DTensorMesh | None = None,
 ) -> None:
     """Shard the units of the plan and put one engine over all of them.
 
@@ -64,18 +66,18 @@ def build(
     regrouped = [one.regrouped for one in plan if one.regrouped is not None]
     has_grad = agree_on_gradients(regrouped, comms.world_comm, "fully_shard") if regrouped else {}
     detach(ref for one in plan if (ref := unit_ref_of(one.module)) is not None)
-    units = _Builder(plan, config, comms, initialise, has_grad).build()
+    units = _Builder(plan, config, comms, initialise, has_grad, dtensor_mesh).build()
     _check_replicas([unit for unit, one in zip(units, plan, strict=True) if one.unit is None], comms)
     if config.sync_module_states:
-        _broadcast(((name, buffer.detach()) for name, buffer in plan[0].module.named_buffers()), comms)
+        _broadcast(((name, buffer.detach()) for name, buffer in buffers_of(plan[0])), comms)
     inside: list[set[int]] = [set() for _ in plan]
     for index, one in enumerate(plan):
         for outer in one.ancestors:
             inside[outer].add(index)
         for module in one.own_modules:
             module.__dict__.update(dict.fromkeys(MANAGED, True))
-    for module in ignored:
-        module.__dict__[IGNORED] = True
+    for left_alone in ignored:
+        left_alone.__dict__[IGNORED] = True
     attach(units, [*map(frozenset, inside)], comms, plan[0].borrowed)
 
 
@@ -87,7 +89,7 @@ def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
     """
     if comms.replica_comm.size == 1:
         return
-    sums = [[int(flat.shard.view(torch.int32).sum(dtype=torch.int64)) for flat in unit.flats] for unit in units]
+    sums = [[int(flat.sum_of_bits()) for flat in unit.flats] for unit in units]
     for other in comms.replica_comm.gather_objects(sums, "fully_shard"):
         for unit, mine, theirs in zip(units, sums, other, strict=True):
             if mine != theirs:
@@ -101,14 +103,21 @@ class _Builder:
     """Makes the units of a plan. A unit is sharded when all its modules have memory and values."""
 
     def __init__(
-        self, plan: Sequence[Planned], config: Config, comms: CommContext, initialise: Initialise | None, has_grad: HasGrad
+        self,
+        plan: Sequence[Planned],
+        config: Config,
+        comms: CommContext,
+        initialise: Initialise | None,
+        has_grad: HasGrad,
+        dtensor_mesh: DTensorMesh | None,
     ) -> None:
+        self._dtensor_mesh = dtensor_mesh
         self._plan = plan
         self._has_grad = has_grad
         self._config = config
         self._comms = comms
         self._initialise = initialise or _reset
-        self._index = {id(one.module): index for index, one in enumerate(plan)}
+        self._index = {id(module): index for index, one in enumerate(plan) for module in one.members}
         self._own = [{id(module) for module in one.own_modules} for one in plan]
         self._units: list[Unit | None] = [None for _ in plan]
         real = (info.parameter.device for one in plan for info in one.param_infos if not info.parameter.is_meta)
@@ -123,7 +132,8 @@ class _Builder:
         one = self._plan[index]
         if one.regrouped is not None:
             dissolve(one.regrouped, self._has_grad)
-        self._prepare(one.module, index)
+        for module in one.members:
+            self._prepare(module, index)
         if one.unit is None and self._config.sync_module_states:
             _broadcast(((info.names[0], info.parameter.detach()) for info in one.param_infos), self._comms)
         unit = one.unit or self._make(one)
@@ -136,7 +146,8 @@ class _Builder:
         for info in one.param_infos:
             for module, _ in info.slots:
                 show_plainly(module)  # it may have shown a parameter that belonged to another unit
-        return Unit(one.module, one.name, make_flat_buffers(one.param_infos, config, comm), config, comm)
+        flats = make_flat_buffers(one.param_infos, config, comm, self._dtensor_mesh)
+        return Unit(one.members, one.name, flats, config, comm)
 
     def _prepare(self, module: nn.Module, index: int) -> None:
         """Allocate and initialise `module` and the modules below it, and build the units below it."""

@@ -5,7 +5,7 @@ from dataclasses import fields
 from hashlib import sha256
 from typing import Any
 
-from fsdp.build.plan import Planned
+from fsdp.build.plan import Planned, buffers_of
 from fsdp.comm.communicator import Communicator
 from fsdp.config import Config
 from fsdp.errors import ShardingError
@@ -41,7 +41,7 @@ def agree(comm: Communicator, prepare: Callable[[], Prepared]) -> Prepared:
 def _describe(config: Config, plan: Sequence[Planned]) -> list[str]:
     lines = [f"{option.name}={getattr(config, option.name)}" for option in fields(config)]
     if config.sync_module_states:
-        lines += [f"buffer {name!r} {tuple(b.shape)} {b.dtype}" for name, b in plan[0].module.named_buffers()]
+        lines += [f"buffer {name!r} {tuple(b.shape)} {b.dtype}" for name, b in buffers_of(plan[0])]
     for one in plan:
         lines.append(f"unit {one.name!r}")
         for info in one.param_infos:

@@ -90,6 +90,15 @@ def _refuse_losses(engine: Engine) -> None:
     engine.clean_up_dead_forward()
     refuse_unless_resting("copy.deepcopy", engine)
     name = engine.units[0].name
+    if len(engine.units[0].modules) > 1:
+        raise ShardingError(
+            f"copy.deepcopy: unit {name!r} is a list of modules, which are copied one by one; copy a model that contains them."
+        )
+    if any(unit.has_dtensors for unit in engine.units):
+        raise ShardingError(
+            f"copy.deepcopy: the shards of {name!r} are DTensors, which have taken the places of the parameters; copy the plain "
+            "model before you wrap it, and load the state dict into the copy."
+        )
     ModuleTree.of(engine.units[0].module).refuse_borrowing(name)
     refuse_losses(engine, "copy.deepcopy")
     if engine.reducer.hook is not None:
@@ -112,8 +121,8 @@ def _copy_as_stand_in(flat: FlatBuffer, number: int, parameter: nn.Parameter, me
 def _laid_aside(engine: Engine) -> Iterator[None]:
     """Remove inside what a copy of a module must not have: the attributes by which it is a unit, and the copier."""
     aside: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for unit in engine.units:
-        attributes = unit.module.__dict__
+    for module in (module for unit in engine.units for module in unit.modules):
+        attributes = module.__dict__
         names = (Copier.ATTRIBUTE, UnitRef.ATTRIBUTE, ModuleTree.ATTRIBUTE)
         aside.append((attributes, {name: attributes.pop(name) for name in names if name in attributes}))
     try:
@@ -140,7 +149,7 @@ def _copy_unit(unit: Unit, memo: Memo) -> Unit:
         copied = FlatBuffer(infos, flat.unsharded.dtype, unit.comm, flat.is_replicated, config.aligned, config.plain_shards)
         copied.shard.copy_(flat.shard)
         flats.append(copied)
-    return Unit(memo[id(unit.module)], unit.name, flats, config, unit.comm)
+    return Unit([memo[id(module)] for module in unit.modules], unit.name, flats, config, unit.comm)
 
 
 def _engine_hooks(module: nn.Module) -> dict[int, RefuseCopy | SideOutputs]:

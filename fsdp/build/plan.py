@@ -10,10 +10,10 @@ options and the parameters that it keeps. The borrowing unit stays as it is.
 """
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp.autograd.pytree import modules_within
@@ -48,32 +48,39 @@ class Planned(NamedTuple):
     """The modules of the unit, without those of its inner units and without ignored ones."""
     borrowed: tuple[str, ...]
     """For the root: what it borrows of units that are not inside it, each as the end of a sentence."""
+    members: tuple[nn.Module, ...]
+    """The modules whose forwards are the unit's: `module`, or all modules of a list that is one unit."""
 
 
 def make_plan(
-    root: nn.Module,
+    roots: Sequence[nn.Module],
     policy: Any,
     unit_of: Callable[[nn.Module], Unit | None],
     is_wrapper: Callable[[nn.Module], bool],
     ignored: Any = None,
+    ignored_params: Collection[nn.Parameter] = (),
 ) -> list[Planned]:
-    """Return the units of `root`, outermost first, in the order of the modules.
+    """Return the units of `roots`, outermost first, in the order of the modules. Several roots are one unit.
 
     Raises:
         ShardingError: the policy or the module is refused, or a unit elsewhere owns one of the parameters.
     """
-    if isinstance(root, ParametrizationList):
-        raise ShardingError(
-            "a ParametrizationList computes a parameter of another module and cannot be a unit; wrap that module."
-        )
-    if isinstance(root, CONTAINERS):
-        raise ShardingError(
-            f"a {type(root).__name__} has no forward of its own and cannot be a unit; wrap its members, or the "
-            "module that contains it."
-        )
-    left_alone = _modules_to_ignore(root, ignored, unit_of)
-    walk = _Walk(root, _chooser(policy, root, left_alone), unit_of, is_wrapper, left_alone)
-    walk.visit(root, "", ())
+    below = {id(inner) for root in roots for inner in root.modules() if inner is not root}
+    roots = [root for root in dict.fromkeys(roots) if id(root) not in below]
+    for root in roots:
+        if isinstance(root, ParametrizationList):
+            raise ShardingError(
+                "a ParametrizationList computes a parameter of another module and cannot be a unit; wrap that module."
+            )
+        if isinstance(root, CONTAINERS):
+            raise ShardingError(
+                f"a {type(root).__name__} has no forward of its own and cannot be a unit; wrap its members, or the "
+                "module that contains it."
+            )
+    left_alone = _modules_to_ignore(roots, ignored, unit_of)
+    walk = _Walk(roots, _chooser(policy, roots[0], left_alone), unit_of, is_wrapper, left_alone, ignored_params)
+    for number, root in enumerate(roots):
+        walk.visit(root, str(number) if len(roots) > 1 else "", ())
     return walk.planned()
 
 
@@ -82,20 +89,24 @@ class _Walk:
 
     def __init__(
         self,
-        root: nn.Module,
+        roots: Sequence[nn.Module],
         chosen: Callable[[str, nn.Module], bool],
         unit_of: Callable[[nn.Module], Unit | None],
         is_wrapper: Callable[[nn.Module], bool],
         ignored: Collection[int],
+        ignored_params: Collection[nn.Parameter],
     ) -> None:
-        self._root = root
+        self._roots = tuple(roots)
+        self._left_out = set(map(id, ignored_params))
+        """The ids of the parameters that are ignored by themselves."""
         self._ignored = ignored
         self._ignored_parameters: dict[int, str] = {}
         self._chosen = chosen
         self._unit_of = unit_of
         self._is_wrapper = is_wrapper
-        self._inside = set(map(id, root.modules()))
+        self._inside = {id(module) for root in roots for module in root.modules()}
         self._modules: list[nn.Module] = []
+        self._members: list[tuple[nn.Module, ...]] = []
         self._names: list[str] = []
         self._index: dict[int, int] = {}
         self._ancestors: list[set[int]] = []
@@ -109,16 +120,18 @@ class _Walk:
             self._ignored_parameters.update({id(p): _join(path, name) for name, p in module.named_parameters()})
             return
         if self._is_unit(module, path):
-            index = self._index.get(id(module))
+            members = self._members_of(module)
+            index = self._index.get(id(members[0]))
             if index is None:
-                index = self._index[id(module)] = len(self._modules)
-                self._modules.append(module)
+                index = self._index[id(members[0])] = len(self._modules)
+                self._modules.append(members[0])
+                self._members.append(members)
                 self._names.append(path)
                 self._ancestors.append(set())
             self._ancestors[index].update(chain)
             chain = (*chain, index)
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and id(parameter) not in self._left_out:
                 self._note(module, name, parameter, _join(path, name), chain)
         for name, child in module._modules.items():
             if child is not None:
@@ -138,7 +151,7 @@ class _Walk:
                     f"parameter {info.names[0]!r} is also {self._ignored_parameters[key]!r}, in a module of ignored_modules; "
                     "ignore every module that uses it, or none."
                 )
-        others = {*map(id, self._modules), *self._ignored}
+        others = {*(id(one) for members in self._members for one in members), *self._ignored}
         param_infos: list[list[ParamInfo]] = [[] for _ in self._modules]
         for key, info in self._param_infos.items():
             owner = self._chains[key][-1]
@@ -155,13 +168,14 @@ class _Walk:
         return [
             Planned(
                 self._modules[i],
-                self._names[i] or type(self._modules[i]).__name__,
+                ("" if len(self._roots) > 1 and not i else self._names[i]) or type(self._modules[i]).__name__,
                 None if i in regrouped else self._unit_of(self._modules[i]),
                 regrouped.get(i),
                 param_infos[i],
                 frozenset(position[outer] for outer in self._ancestors[i]),
-                list(modules_within(self._modules[i], others)),
+                [one for member in self._members[i] for one in modules_within(member, others)],
                 () if self._ancestors[i] else tuple(self._borrowed),
+                self._members[i],
             )
             for i in order
         ]
@@ -176,8 +190,15 @@ class _Walk:
             order |= dict.fromkeys((*sorted(ancestors - order.keys(), key=lambda outer: len(self._ancestors[outer])), i))
         return list(order)
 
+    def _members_of(self, module: nn.Module) -> tuple[nn.Module, ...]:
+        """The modules of the unit to which a unit's module belongs."""
+        unit = self._unit_of(module)
+        if unit is not None:
+            return unit.modules
+        return self._roots if any(module is root for root in self._roots) else (module,)
+
     def _is_unit(self, module: nn.Module, path: str) -> bool:
-        if module is self._root or self._unit_of(module) is not None:
+        if any(module is root for root in self._roots) or self._unit_of(module) is not None:
             return True
         if self._is_wrapper(module) or not self._chosen(path, module):
             return False
@@ -248,6 +269,12 @@ def refuse_regrouping(unit: Unit, name: str) -> None:
             "shards were changed, so that an optimizer may have state that is cut like them; wrap all units before the first "
             "step, or leave plain_shards out."
         )
+    if unit.has_dtensors or len(unit.modules) > 1:
+        what = "has DTensors as shards" if unit.has_dtensors else "is a list of modules"
+        raise ShardingError(
+            f"parameter {name!r} of unit {unit.name!r} is used outside it as well, and such a unit, which {what}, cannot be made "
+            "anew without it; wrap the module that contains both uses instead."
+        )
     if any(p.grad is not None and p.grad.is_sparse for p in unit.sharded_params):
         raise ShardingError(
             f"parameter {name!r} of unit {unit.name!r} is used outside it as well, and moves to the unit around both, while a "
@@ -255,17 +282,22 @@ def refuse_regrouping(unit: Unit, name: str) -> None:
         )
 
 
-def _modules_to_ignore(root: nn.Module, ignored: Any, unit_of: Callable[[nn.Module], Unit | None]) -> set[int]:
+def buffers_of(one: Planned) -> list[tuple[str, Tensor]]:
+    """The buffers of a unit and of all below it, with their names."""
+    return [entry for module in one.members for entry in module.named_buffers()]
+
+
+def _modules_to_ignore(roots: Sequence[nn.Module], ignored: Any, unit_of: Callable[[nn.Module], Unit | None]) -> set[int]:
     """Check `ignored` and return the ids of its modules."""
     if ignored is None:
         return set()
     if not isinstance(ignored, Collection) or isinstance(ignored, str | nn.Module):
         raise ShardingError(f"ignored_modules must be a collection of modules, not {ignored!r}.")
-    inside = set(map(id, root.modules()))
+    inside = {id(module) for root in roots for module in root.modules()}
     for module in ignored:
         if not isinstance(module, nn.Module):
             raise ShardingError(f"ignored_modules must name modules; this is not one: {module!r}.")
-        if id(module) not in inside or module is root:
+        if id(module) not in inside or any(module is root for root in roots):
             raise ShardingError(f"ignored_modules: this {type(module).__name__} is not a part of the module that is wrapped.")
         if any(unit_of(one) is not None for one in module.modules()):
             raise ShardingError(f"ignored_modules: this {type(module).__name__} contains a unit already.")

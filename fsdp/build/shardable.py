@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fsdp.build.other_engines import other_engine
-from fsdp.build.plan import Planned
+from fsdp.build.plan import Planned, buffers_of
+from fsdp.comm.communicator import Communicator
 from fsdp.config import Config
 from fsdp.errors import ShardingError
 from fsdp.params.module_params import owning_unit
@@ -38,7 +39,7 @@ def check_shardable(plan: Sequence[Planned], config: Config) -> None:
                     "the plain module instead."
                 )
         places = {id(module): module for info in one.param_infos for module, _ in info.slots}
-        for module in (one.module, *places.values()):
+        for module in (*one.members, *places.values()):
             if isinstance(module, torch.jit.ScriptModule):
                 raise ShardingError(
                     f"unit {one.name!r} contains a scripted {module.original_name}, whose parameters TorchScript keeps; wrap the "
@@ -46,10 +47,12 @@ def check_shardable(plan: Sequence[Planned], config: Config) -> None:
                 )
         for info in _not_sharded_yet(one):
             name, reason = info.names[0], _parameter_problem(info.parameter)
+            if reason is None and config.dtensors and not info.parameter.dim():
+                reason = "has no dimensions, and a DTensor is cut by rows; give it the shape (1,), or leave out dtensors."
             if reason is not None:
                 raise ShardingError(f"parameter {name!r} {reason}")
     _check_shared_memory(plan)
-    buffers = list(plan[0].module.named_buffers()) if config.sync_module_states or config.broadcast_buffers else []
+    buffers = buffers_of(plan[0]) if config.sync_module_states or config.broadcast_buffers else []
     for name, tensor in [*buffers, *_new_parameters(plan)] if config.sync_module_states else buffers:
         reason = _broadcast_problem(tensor)
         if reason is not None:
@@ -57,6 +60,34 @@ def check_shardable(plan: Sequence[Planned], config: Config) -> None:
                 f"{name!r} {reason}, so it cannot be broadcast; make it a plain dense tensor, or leave out sync_module_states "
                 "and broadcast_buffers."
             )
+
+
+def check_devices(plan: Sequence[Planned], comm: Communicator) -> None:
+    """Check that all parameters are on one device, which the group supports.
+
+    Raises:
+        ShardingError: they are not.
+    """
+    devices: dict[torch.device, str] = {}
+    for info in (info for one in plan for info in one.param_infos if not info.parameter.is_meta):
+        devices.setdefault(info.parameter.device, info.names[0])
+    if len(devices) > 1:
+        (a, first), (b, second) = list(devices.items())[:2]
+        raise ShardingError(
+            f"parameter {first!r} is on {a}, but {second!r} is on {b}; move the module to one device before wrapping it."
+        )
+    for device, name in devices.items():
+        if not comm.supports_device(device):
+            raise ShardingError(
+                f"parameter {name!r} is on {device}, where this process group cannot communicate; "
+                "move the module to the group's device before wrapping it."
+            )
+
+
+def device_of(plan: Sequence[Planned]) -> torch.device:
+    """The device of the parameters. A parameter on the meta device has none yet."""
+    found = (info.parameter.device for one in plan for info in one.param_infos if not info.parameter.is_meta)
+    return next(found, torch.device("cpu"))
 
 
 def _parameter_problem(parameter: Tensor) -> str | None:

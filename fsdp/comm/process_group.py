@@ -147,9 +147,10 @@ class ProcessGroupCommunicator:
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         if dist.get_backend(self.group) == "fake":
             return [thing] * self._size  # a fake group has no peers: all ranks are taken to be alike
-        pickled = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
-        sizes = self._gather_rows(torch.tensor([pickled.numel()]), label).view(-1).tolist()
-        rows = self._gather_rows(torch.nn.functional.pad(pickled, (0, max(sizes) - pickled.numel())), label)
+        with torch.device("cpu"):  # the caller may build its model under torch.device("meta")
+            pickled = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+            sizes = self._gather_rows(torch.tensor([pickled.numel()]), label).view(-1).tolist()
+            rows = self._gather_rows(torch.nn.functional.pad(pickled, (0, max(sizes) - pickled.numel())), label)
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def _gather_rows(self, row: Tensor, label: str) -> Tensor:

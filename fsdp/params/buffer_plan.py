@@ -11,16 +11,26 @@ from fsdp.device.storage import size_of
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.layout import next_bucket_limit
 from fsdp.params.param_info import ParamInfo
+from fsdp.shards.dtensors import DTensorMesh
 
 
-def make_flat_buffers(param_infos: Sequence[ParamInfo], config: Config, comm: Communicator) -> tuple[FlatBuffer, ...]:
-    """The flat buffers of a unit, as planned by dtype, `requires_grad` and the bucket cap."""
+def make_flat_buffers(
+    param_infos: Sequence[ParamInfo], config: Config, comm: Communicator, dtensor_mesh: DTensorMesh | None = None
+) -> tuple[FlatBuffer, ...]:
+    """The flat buffers of a unit, planned by dtype, `requires_grad` and the bucket cap; with `dtensor_mesh` one a parameter."""
     replicated = config.mesh_kind is MeshKind.REPLICATE
+    plan = _plan(param_infos, config) if dtensor_mesh is None else ([info] for info in param_infos)
     return tuple(
         FlatBuffer(
-            members, _compute_dtype(members[0].parameter.dtype, config), comm, replicated, config.aligned, config.plain_shards
+            members,
+            _compute_dtype(members[0].parameter.dtype, config),
+            comm,
+            replicated,
+            config.aligned,
+            config.plain_shards,
+            dtensor_mesh,
         )
-        for members in _plan(param_infos, config)
+        for members in plan
     )
 
 

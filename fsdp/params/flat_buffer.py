@@ -9,10 +9,11 @@ from torch.autograd.graph import increment_version
 from fsdp.comm.communicator import Communicator
 from fsdp.device.storage import ResizableStorage, SharedStorage, storage_key
 from fsdp.errors import ShardingError
-from fsdp.params.layout import ShardExtent, make_layout
+from fsdp.params.layout import ShardExtent, make_layout, make_row_layout
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.shards.cut import Shape
+from fsdp.shards.dtensors import DTensorMesh, replace_by_dtensor, set_local
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.shard_parameter import become_full, become_shard
 from fsdp.shards.shard_tensor import as_shard, plain, quick_attributes
@@ -37,6 +38,7 @@ class FlatBuffer:
         replicated: bool,
         aligned: bool = True,
         plain_shards: bool = False,
+        dtensor_mesh: DTensorMesh | None = None,
     ) -> None:
         self.param_infos = tuple(param_infos)
         self.is_replicated = replicated
@@ -47,7 +49,12 @@ class FlatBuffer:
         originals = [info.parameter for info in param_infos]
         self.device = originals[0].device
         shapes = tuple(tuple(p.shape) for p in originals)
-        self.layout = make_layout(shapes, min(originals[0].element_size(), dtype.itemsize), self.num_shards, aligned)
+        if dtensor_mesh is None:
+            self.layout = make_layout(shapes, min(originals[0].element_size(), dtype.itemsize), self.num_shards, aligned)
+        else:
+            self.layout = make_row_layout(shapes[0], self.num_shards)
+        self.dtensor_layouts = None if dtensor_mesh is None else tuple(map(dtensor_mesh.layout_of, originals))
+        """How each shard lies on the mesh as a DTensor; None if shards are no DTensors."""
         self.parts: tuple[ShardExtent, ...] = tuple(self.layout.part(i, self.rank) for i in range(len(shapes)))
         self.local_params = tuple(i for i, part in enumerate(self.parts) if part.numel)
         """The parameters of which this rank holds an element."""
@@ -66,16 +73,17 @@ class FlatBuffer:
             self.local_unsharded = self.local_chunk(self.unsharded)
             self.unsharded_bytes, self.local_bytes = self.unsharded.view(torch.uint8), self.local_unsharded.view(torch.uint8)
             self.memory = SharedStorage() if self.is_shared else ResizableStorage(self.unsharded, "whole")
-            self.shard_infos = (None,) * len(originals) if plain_shards else self._shard_infos(comm)
+            self.shard_infos = (None,) * len(originals) if plain_shards or dtensor_mesh else self._shard_infos(comm)
             for index, info in enumerate(param_infos):
                 info.remember_accumulator()
                 self._shard_param(index, info.parameter)
-        self.sharded_params: tuple[nn.Parameter, ...] = tuple(originals)
-        self.empty_params = tuple(i for i, part in enumerate(self.parts) if not part.numel and self.shard_infos[i])
+        self.sharded_params: tuple[nn.Parameter, ...] = tuple(info.parameter for info in param_infos)
+        known = [dtensor_mesh is not None or info is not None for info in self.shard_infos]
+        self.empty_params = tuple(i for i, part in enumerate(self.parts) if not part.numel and known[i])
         """The parameters of which this rank holds no element, and whose shards know it."""
         self.empty_grads = {i: self.shard_grad(i, self.shard_view(self.parts[i])) for i in self.empty_params}
         """The gradient of each of them. It has no elements, so one serves all steps."""
-        self._shard_pointers = [p.data_ptr() for p in originals]
+        self._shard_pointers = self._pointers()
         self.requires_grad_flags = [p.requires_grad for p in originals]
         """`requires_grad` of each parameter, as of the last forward."""
         self._nonempty_params = [p for p in self.unsharded_params if p.numel()]
@@ -110,7 +118,10 @@ class FlatBuffer:
         shard.copy_(parameter.detach().reshape(-1)[part.first : part.first + part.numel].view(part.shape))
         if gradient is not None:
             gradient = gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape).clone()
-        if info is None:
+        if self.dtensor_layouts is not None:
+            parameter = replace_by_dtensor(parameter, shard, self.dtensor_layouts[index])
+            self.param_infos[index].replace(parameter)
+        elif info is None:
             parameter.data = shard.data
         else:
             become_shard(parameter, shard.data, info)
@@ -137,6 +148,8 @@ class FlatBuffer:
     def shard_grad(self, index: int, local: Tensor) -> Tensor:
         """`local`, this rank's part of the gradient of parameter `index`, as `.grad` of the sharded parameter holds it."""
         info = self.shard_infos[index]
+        if self.dtensor_layouts is not None:
+            return self.dtensor_layouts[index].tensor(local)
         return local if info is None else as_shard(local, info)
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
@@ -174,8 +187,19 @@ class FlatBuffer:
     @property
     def is_replaced(self) -> bool:
         """Whether the user pointed a sharded parameter at other memory."""
+        return self._pointers() != self._shard_pointers
+
+    def _pointers(self) -> list[int]:
+        """Where this rank's part of each parameter lies."""
+        if self.dtensor_layouts is not None:
+            return [plain(p).data_ptr() for p in self.sharded_params]
         with quick_attributes():
-            return [p.data_ptr() for p in self.sharded_params] != self._shard_pointers
+            return [p.data_ptr() for p in self.sharded_params]
+
+    def sum_of_bits(self) -> Tensor:
+        """The sum of the shard's bits, taken as numbers of four bytes where they are a multiple of that: ()."""
+        words = torch.int32 if self.shard.nbytes % 4 == 0 else torch.uint8
+        return self.shard.view(words).sum(dtype=torch.int64)
 
     def check_shards(self, unit: str) -> bool:
         """Copy data that the user put into sharded parameters (`p.data = x`, `model.to(...)`) into the shard.
@@ -187,8 +211,8 @@ class FlatBuffer:
         """
         if not self.is_replaced:
             return False
-        for info, parameter, part in zip(self.param_infos, self.sharded_params, self.parts, strict=True):
-            shard = self.shard_view(part)
+        for info, param, part in zip(self.param_infos, self.sharded_params, self.parts, strict=True):
+            shard, parameter = self.shard_view(part), param if self.dtensor_layouts is None else plain(param)
             if parameter.shape != shard.shape or parameter.dtype != shard.dtype or parameter.device != shard.device:
                 raise ShardingError(
                     f"parameter {info.names[0]!r} of unit {unit!r} was replaced from outside by a tensor of shape "
@@ -198,10 +222,13 @@ class FlatBuffer:
                 )
         for parameter, part in zip(self.sharded_params, self.parts, strict=True):
             shard = self.shard_view(part)
-            if parameter.data_ptr() != shard.data_ptr():
+            if self.dtensor_layouts is None and parameter.data_ptr() != shard.data_ptr():
                 shard.copy_(plain(parameter))
                 parameter.data = shard.data
-        self._shard_pointers = [p.data_ptr() for p in self.sharded_params]
+            elif plain(parameter).data_ptr() != shard.data_ptr():
+                shard.copy_(plain(parameter))
+                set_local(parameter, shard)
+        self._shard_pointers = self._pointers()
         return True
 
     def sync_requires_grad(self) -> bool:

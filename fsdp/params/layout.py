@@ -127,6 +127,16 @@ def make_layout(shapes: tuple[Shape, ...], itemsize: int, num_shards: int, align
     return smallest
 
 
+def make_row_layout(shape: Shape, num_shards: int) -> Layout:
+    """Lay one parameter into `num_shards` chunks of equally many rows, as DTensor's Shard(0) does. The last ones may be short.
+
+    Example: 5 rows over 4 ranks are 2, 2, 1 and 0 rows.
+    """
+    row = _row(shape)
+    rows = -(-shape[0] // num_shards)
+    return Layout((ParamExtent(shape, 0, prod(shape), False),), max(rows * row, 1), num_shards)
+
+
 def _row(shape: Shape) -> int:
     """Elements in one row."""
     return prod(shape[1:])

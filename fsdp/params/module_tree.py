@@ -17,7 +17,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.module_params import Owner, owning_unit
 
 IGNORED = "_fsdp_ignored"
-"""The attribute of a module that wrapping ignored, with all below it."""
+"""The attribute of a module that wrapping ignored, with all below it, and of a parameter that it ignored by itself."""
 
 
 class ModuleTree:
@@ -28,18 +28,18 @@ class ModuleTree:
 
     ATTRIBUTE: ClassVar = "_fsdp_tree"
 
-    __slots__ = ("_borrowed", "_content", "_dicts", "_kept", "_root")
+    __slots__ = ("_borrowed", "_content", "_dicts", "_kept", "_roots")
 
-    def __init__(self, root: nn.Module, borrowed: Sequence[str] = ()) -> None:
-        self._root = weakref.ref(root)
+    def __init__(self, roots: Sequence[nn.Module], borrowed: Sequence[str] = ()) -> None:
+        self._roots = tuple(map(weakref.ref, roots))
         self._borrowed = tuple(borrowed)
-        """What modules of the root use of units that are not inside it, each as the end of a sentence."""
-        self._kept = [module for _, module in _modules_below(root, "", set()) if module is not root]
+        """What modules of the roots use of units that are not inside them, each as the end of a sentence."""
+        self._kept = [module for _, module in self._modules() if module is not roots[0]]
         """The modules of the units, which refer to them weakly. One that is taken away must live on."""
         self._dicts: list[dict[str, Any]] = []
         self._content: list[Any] = []
         self._remember()
-        root.__dict__[self.ATTRIBUTE] = self
+        roots[0].__dict__[self.ATTRIBUTE] = self
 
     @classmethod
     def of(cls, root: nn.Module) -> "ModuleTree":
@@ -67,17 +67,23 @@ class ModuleTree:
             return
         for unit in units:
             unit.check_modules()
-        for path, module in _modules_below(self._root(), "", set()):
+        for path, module in self._modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.requires_grad and owning_unit(parameter) is None:
+                if parameter is None or IGNORED in parameter.__dict__:
+                    continue
+                if parameter.requires_grad and owning_unit(parameter) is None:
                     raise ShardingError(
                         f"parameter {path + name!r} was added after wrapping: it is not sharded, and each rank would train its "
                         "own. Add it before wrapping, or shard the new module with fsdp.fully_shard before you put it in."
                     )
         self._remember()
 
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        seen: set[int] = set()
+        return chain.from_iterable(_modules_below(root(), "", seen) for root in self._roots)
+
     def _remember(self) -> None:
-        modules = [module for _, module in _modules_below(self._root(), "", set())]
+        modules = [module for _, module in self._modules()]
         self._dicts = [content for module in modules for content in (module._modules, module._parameters)]
         self._content = list(chain.from_iterable(map(dict.values, self._dicts)))
 

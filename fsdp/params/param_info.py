@@ -37,6 +37,10 @@ class ParamInfo:
                 copied.add(name, module, slot)
         return copied
 
+    def replace(self, parameter: nn.Parameter) -> None:
+        """From now on, `parameter` is the one that the unit shards: a DTensor in place of the user's object."""
+        self.parameter = parameter
+
     def remember_accumulator(self) -> None:
         """The parameter is about to be sharded: note the AccumulateGrad node that some other code keeps."""
         self.kept_accumulator = kept_accumulator(self.parameter)

@@ -31,8 +31,10 @@ from fsdp.params.versions import Versions
 class Unit:
     """The parameters that are gathered and released together, and the modules that show them."""
 
-    def __init__(self, module: nn.Module, name: str, flats: Sequence[FlatBuffer], config: Config, comm: Communicator) -> None:
-        self._module = weakref.ref(module)
+    def __init__(
+        self, modules: Sequence[nn.Module], name: str, flats: Sequence[FlatBuffer], config: Config, comm: Communicator
+    ) -> None:
+        self._modules = tuple(map(weakref.ref, modules))
         self.name = name
         self.config = config
         self.comm = comm
@@ -59,15 +61,29 @@ class Unit:
                 self._indices[id(parameter)] = index
                 register_owner(parameter, self)
         self._module_params = module_params_of(self.param_infos, self.unsharded_params)
+        self.has_dtensors = any(flat.dtensor_layouts is not None for flat in self.flats)
+        """Whether the shards are DTensors, which take the places of the user's Parameter objects."""
+        if self.has_dtensors:
+            self.use_sharded()
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules whose forwards are the unit's: one, or those of a list."""
+        return tuple(module for reference in self._modules if (module := reference()) is not None)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of the unit is running."""
+        return any([is_running(module) for module in self.modules])
 
     @property
     def module(self) -> nn.Module:
-        """The module that is the unit. It is alive whenever code asks for it.
+        """The module that is the unit, or the first of a list. It is alive whenever code asks for it.
 
         The unit refers to its modules weakly. Autograd graphs refer to the unit in ways that Python's garbage collector does
         not see, and a module may hold a graph (`self.aux = loss`).
         """
-        module = self._module()
+        module = self._modules[0]()
         assert module is not None
         return module
 
@@ -292,7 +308,16 @@ class Unit:
         return self._full_params.is_gathered
 
     def gather_full(self) -> None:
-        """Gather the full parameters and point the user's Parameter objects at them."""
+        """Gather the full parameters and point the user's Parameter objects at them.
+
+        Raises:
+            ShardingError: the shards are DTensors, which cannot become ordinary parameters.
+        """
+        if self.has_dtensors:
+            raise ShardingError(
+                f"unit {self.name!r} shows its shards as DTensors, which cannot be full parameters for a while; read "
+                "p.full_tensor(), or wrap without dtensors."
+            )
         self._full_params.gather(self.comm, self.name, self._tracker)
 
     def write_back(self) -> None:

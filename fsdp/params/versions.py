@@ -21,7 +21,8 @@ class Versions:
         """How many changes were made by recomputes, which repeat those of a forward."""
         self._at_forward = 0
         self._at_gather = 0
-        self._sums: Tensor
+        self._sums: Tensor | None = None
+        """The checksums that were noted last; None before the first time."""
         self._when_made = self.now()
 
     @property
@@ -72,7 +73,7 @@ class Versions:
 
     def has_changed(self) -> Tensor:
         """Whether a shard was changed, also through `.data`, or replaced, since then: () bool, on the device of the shards."""
-        if self.now() != self._at_gather or any(flat.is_replaced for flat in self._flats):
+        if self._sums is None or self.now() != self._at_gather or any(flat.is_replaced for flat in self._flats):
             return torch.ones((), dtype=torch.bool, device=self._flats[0].device)
         return (self._count_sums() != self._sums).any()
 
@@ -81,7 +82,7 @@ class Versions:
         if not self._flats:
             return torch.zeros(0, dtype=torch.int64)
         with torch.no_grad():
-            return torch.stack([flat.shard.view(torch.int32).sum(dtype=torch.int64) for flat in self._flats])
+            return torch.stack([flat.sum_of_bits() for flat in self._flats])
 
 
 def any_changed(asked: Sequence[Versions], world_comm: Communicator) -> bool:

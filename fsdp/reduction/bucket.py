@@ -264,7 +264,7 @@ class Bucket:
                 changed = None if isinstance(hook, RefuseShardGrad) else hook(flat.shard_grad(i, view))
                 if changed is None:
                     continue
-                if not isinstance(changed, Tensor) or changed.shape != view.shape:
+                if not isinstance(changed, Tensor) or plain(changed).shape != view.shape:
                     raise ShardingError(
                         f"a hook on parameter {flat.param_infos[i].names[0]!r} must return None or a tensor of shape "
                         f"{tuple(view.shape)}, this rank's part of the gradient; it returned "

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch.autograd import Variable
 
-from fsdp.autograd.frames import gets_gradient, graph_task, is_running
+from fsdp.autograd.frames import gets_gradient, graph_task
 from fsdp.comm.context import CommContext
 from fsdp.debug.error_notes import add_note, add_note_to_what_ends_the_backward, is_noted
 from fsdp.debug.snapshot import EngineSnapshot, take_snapshot
@@ -43,7 +43,6 @@ from state_machine import (
     Instruction,
     Lifecycle,
     Request,
-    ReshardPolicy,
     Residency,
     ResidencyState,
     Root,
@@ -69,15 +68,13 @@ class Engine:
         self.descendants = tuple(descendants)
         self._streams = streams
         policies = [units[0].config.root_reshard_policy, *(unit.config.reshard_policy for unit in units[1:])]
-        self._backward_unshards = ReshardPolicy.AFTER_FORWARD in policies
-        """Whether a backward gathers, so that it needs the other ranks even if it reduces nothing."""
         self.pending_backward = PendingBackward(comms)
         self.root = Root([Lifecycle(unit.name, policy) for unit, policy in zip(units, policies, strict=True)])
         self._stale_params = StaleParams(units, self.root, streams, comms.world_comm)
         self._residencies = tuple(Residency(unit.name) for unit in units)
         self.reducer = Reducer(units, [not inside for inside in descendants], comms, streams, tracker)
-        self._forward_schedule, self._backward_schedule = (PrefetchSchedule(units[0].config.prefetch) for _ in range(2))
-        self._schedule = self._forward_schedule
+        self.forward_schedule, self.backward_schedule = (PrefetchSchedule(units[0].config.prefetch) for _ in range(2))
+        self._schedule = self.forward_schedule
         self._forward_stack: list[int] = []
         """The units whose forward runs, outermost first."""
         self._last_unit = 0
@@ -93,8 +90,8 @@ class Engine:
         self._action_handlers: dict[Action, Callable[[int], object]] = {
             Action.DROP_STALE: self._drop_stale,
             Action.UNSHARD: self._unshard,
-            Action.KEEP_UNSHARDED: partial(self._request, request=Request.CACHE),
-            Action.RESHARD: partial(self._request, request=Request.RESHARD),
+            Action.KEEP_UNSHARDED: partial(self.request, request=Request.CACHE),
+            Action.RESHARD: partial(self.request, request=Request.RESHARD),
             Action.HOOK_OUTPUTS: self._hook_outputs,
             Action.INTERCEPT_READS: self._intercept_reads,
             Action.JOIN_BACKWARD: self._join_backward,
@@ -167,7 +164,7 @@ class Engine:
     def pre_forward(self, index: int) -> None:
         """Begin a forward outside any backward. Clean up first after a pass that failed unnoticed."""
         outer = self._forward_stack[-1] if self._forward_stack else None
-        if outer is not None and index not in self.descendants[outer] and not is_running(self.units[outer].module):
+        if outer is not None and index not in self.descendants[outer] and not self.units[outer].is_running:
             self.refuse_two_threads()
             self.abandon_step()
         if not self._forward_stack:
@@ -182,9 +179,9 @@ class Engine:
                 add_note(failure, self.snapshot, index, ours=True)
                 self.abandon_step(failure, index)
                 raise
-            self._forward_schedule.begin()
+            self.forward_schedule.begin()
             self._streams.pass_begins()
-        self._schedule = self._forward_schedule
+        self._schedule = self.forward_schedule
         self.on_event(index, Event.PRE_FORWARD)
         self._forward_stack.append(index)
 
@@ -192,13 +189,13 @@ class Engine:
         """Clean up after a forward that failed unnoticed: that of unit `index`, or one that Ctrl-C ended."""
         if index in self._forward_stack:
             self.abandon_step()
-        elif index is None and self._forward_stack and not is_running(self.units[self._forward_stack[0]].module):
+        elif index is None and self._forward_stack and not self.units[self._forward_stack[0]].is_running:
             self.refuse_two_threads()
             self.abandon_step()
 
     def refuse_two_threads(self) -> None:
         """Raise ShardingError if another thread is inside this root. Called only where something is wrong already."""
-        refuse_two_threads({id(unit.module): unit.name for unit in self.units}, self.root.in_backward)
+        refuse_two_threads({id(one): unit.name for unit in self.units for one in unit.modules}, self.root.in_backward)
 
     def post_forward(self, index: int, event: Event) -> None:
         """End a forward outside any backward, with POST_FORWARD, POST_FORWARD_NO_GRAD or FORWARD_FAILED."""
@@ -206,9 +203,9 @@ class Engine:
             del self._forward_stack[self._forward_stack.index(index) :]
         self.on_event(index, event)
         if not self._forward_stack:
-            self.pending_backward.expect(event is Event.POST_FORWARD and (self.synchronises or self._backward_unshards))
+            self.pending_backward.expect(event is Event.POST_FORWARD and (self.synchronises or self.root.backward_gathers))
             for other in range(len(self.units)):
-                self._request(other, Request.PASS_FAILS if event is Event.FORWARD_FAILED else Request.PASS_ENDS)
+                self.request(other, Request.PASS_FAILS if event is Event.FORWARD_FAILED else Request.PASS_ENDS)
             if not torch.is_grad_enabled():
                 self.root.evaluation_ends()
             if event is Event.FORWARD_FAILED:
@@ -258,8 +255,8 @@ class Engine:
     def notify_peers(self, unit: str, failure: BaseException | None) -> None:
         """Notify the other ranks, which may wait for this one, that a step has ended early."""
         self.pending_backward.expect(False)
-        self._forward_schedule.forget()
-        self._backward_schedule.forget()
+        self.forward_schedule.forget()
+        self.backward_schedule.forget()
         self.comms.abandon(unit, failure)
 
     def _reset_step(self) -> None:
@@ -286,18 +283,19 @@ class Engine:
         if self.watcher is not None:
             self.watcher.before_forward(records_graph)
         if self.pending_backward.was_abandoned():
-            self._forward_schedule.forget()
-            self._backward_schedule.forget()
+            self.forward_schedule.forget()
+            self.backward_schedule.forget()
         if (restart := self.pending_backward.announce_restart(self.units[0].name)) is not None:
             self.abandon_step(restart, 0)
         if self.units[0].config.broadcast_buffers and records_graph:
-            broadcast_buffers(self.units[0].module, self.comms.world_comm)
+            for module in self.units[0].modules:
+                broadcast_buffers(module, self.comms.world_comm)
         if self.reducer.policy.find_unused_parameters:
             # a rank may not use a unit that is frozen on all ranks
             for unit in self.units:
                 unit.sync_requires_grad()
         for index in self._stale_params.begin_pass(records_graph):
-            self._request(index, Request.RESHARD)
+            self.request(index, Request.RESHARD)
 
     # actions ------------------------------------------------------------------------------
 
@@ -319,18 +317,19 @@ class Engine:
     def _drop_stale(self, index: int) -> None:
         self.units[index].sync_requires_grad()
         if self._stale_params.must_drop(index):
-            self._request(index, Request.RESHARD)
+            self.request(index, Request.RESHARD)
 
     def _unshard(self, index: int) -> None:
-        done = self._request(index, Request.UNSHARD)
+        done = self.request(index, Request.UNSHARD)
         if done:
             # this has no effect outside a backward: the next one begins anew
             self.reducer.gathered(index)
         if Effect.WAIT_ALL_GATHER in done:
             for ahead in self._schedule.needed(index):
-                self._request(ahead, Request.PREFETCH)
+                self.request(ahead, Request.PREFETCH)
 
-    def _request(self, index: int, request: Request) -> tuple[Effect, ...]:
+    def request(self, index: int, request: Request) -> tuple[Effect, ...]:
+        """Apply a request to the residency of a unit and execute its effects, which are returned."""
         handlers, effects = self._effect_handlers[index], self._residencies[index].on(request)
         for effect in effects:
             handlers[effect]()
@@ -355,19 +354,19 @@ class Engine:
             self.watcher.before_backward(kind is BackwardEvent.SYNC_BEGINS)
         self.pending_backward.expect(False)
         if self._forward_stack:
-            if not is_running(self.units[self._forward_stack[0]].module):
+            if not self.units[self._forward_stack[0]].is_running:
                 self.refuse_two_threads()
             self._hooks.write_back_inplace_of_forward()
         self._task = graph_task()
-        self._schedule = self._backward_schedule
+        self._schedule = self.backward_schedule
         self.reducer.begin(accumulates=kind is BackwardEvent.NO_SYNC_BEGINS)
         if kind is BackwardEvent.SYNC_BEGINS and self.reducer.policy.find_unused_parameters:
             self.reducer.expect_only_used(gets_gradient)
         self.call_at_end_of_graph_task(FinalCallback(self.root, self.on_backward_ended, self.on_backward_failed))
         self._streams.pass_begins()
         # gather the first units of this backward while the layers of the root itself compute
-        for ahead in self._backward_schedule.begin():
-            self._request(ahead, Request.PREFETCH)
+        for ahead in self.backward_schedule.begin():
+            self.request(ahead, Request.PREFETCH)
 
     def _execute(self, instructions: Iterable[Instruction]) -> None:
         """Execute instructions in order; if one fails, abandon the step before the error is raised."""

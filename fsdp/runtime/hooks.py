@@ -38,7 +38,7 @@ class EngineHooks(HookActions):
     def __init__(self, engine: Engine) -> None:
         self._unit_hooks: list[UnitHooks] = []
         enclosing: list[list[UnitHooks]] = [[] for _ in engine.units]
-        modules = {id(unit.module) for unit in engine.units}
+        modules = {id(module) for unit in engine.units for module in unit.modules}
         for index, inside in enumerate(engine.descendants):  # outer units come first
             self._unit_hooks.append(UnitHooks(engine, index, enclosing[index], modules))
             for inner in inside:
@@ -95,12 +95,12 @@ class UnitHooks(RefuseCopy, UnitObserver):
         self._outer: Sequence[UnitHooks] = ()
         """The hooks of all units with inner units. Autograd can leave such a unit by a path without hooks."""
         self.double_backward = DoubleBackward(self._unit, self.progress, self._pre_double_backward, self._refusal)
-        module = self._unit.module
-        self._side_outputs = SideOutputs(module, list(modules_within(module, modules_of_units)))
-        self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self._post_forward, always_call=True),
-        ]
+        members = self._unit.modules
+        self._side_outputs = SideOutputs(members, [one for module in members for one in modules_within(module, modules_of_units)])
+        self._handles: list[RemovableHandle] = []
+        for module in members:
+            self._handles.append(module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._post_forward, always_call=True))
         self._accumulate_grad_checks = AccumulateGradChecks(self._unit)
         for number in engine.reducer.of_unit[index]:
             early_bucket = number if number in engine.reducer.early else None
@@ -243,7 +243,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
         Raises:
             ShardingError: the earlier call runs on another thread.
         """
-        if times_running(self._unit.module, UnitHooks.run_as_forward.__code__, self) > 1:
+        if times_running(self._unit.modules, UnitHooks.run_as_forward.__code__, self) > 1:
             return True
         try:
             self._engine.refuse_two_threads()

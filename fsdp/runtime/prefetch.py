@@ -13,7 +13,7 @@ class PrefetchSchedule:
     Example: after a pass that gathered 0 1 2, with `depth` 1, gathering 0 prefetches 1, and gathering 1 prefetches 2.
     """
 
-    __slots__ = ("_current", "_followed", "_record", "depth")
+    __slots__ = ("_current", "_followed", "_given", "_record", "depth")
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -21,6 +21,12 @@ class PrefetchSchedule:
         self._record: tuple[int, ...] = ()
         self._current: list[int] = []
         self._followed = True
+        self._given: dict[int, tuple[int, ...]] = {}
+        """For units whose successors the user has given: these, nearest first."""
+
+    def give(self, unit: int, ahead: Sequence[int]) -> None:
+        """From now on, gather the units `ahead` whenever `unit` had to be gathered, whatever the record says."""
+        self._given[unit] = tuple(ahead)
 
     def begin(self) -> Sequence[int]:
         """Start a pass. The pass before becomes the record. Return the units that will be needed first."""
@@ -41,6 +47,8 @@ class PrefetchSchedule:
         position = len(self._current)
         self._current.append(unit)
         self._followed = self._followed and position < len(self._record) and self._record[position] == unit
+        if unit in self._given:
+            return self._given[unit]
         return self._record[position + 1 : position + 1 + self.depth] if self._followed else ()
 
     def _followed_to_the_end(self) -> bool:

@@ -69,7 +69,7 @@ def units_in(model: nn.Module, function_name: str) -> list[UnitRef]:
     Raises:
         ShardingError: there is none; or a module uses a parameter of a unit that is not in `model`.
     """
-    refs = [ref for module in model.modules() if (ref := unit_ref_of(module)) is not None]
+    refs = list(dict.fromkeys(ref for module in model.modules() if (ref := unit_ref_of(module)) is not None))
     if not refs:
         raise ShardingError(
             f"{function_name}: {type(model).__name__} contains no unit; wrap it with FullyShardedDataParallel or fully_shard "

@@ -15,9 +15,9 @@ class SideOutputs:
 
     __slots__ = ("_attributes", "_captured", "_handles", "_hooked", "_hooks", "_inner")
 
-    def __init__(self, module: nn.Module, own_modules: Sequence[nn.Module]) -> None:
+    def __init__(self, members: Sequence[nn.Module], own_modules: Sequence[nn.Module]) -> None:
         self._attributes = [Attributes(one) for one in own_modules]
-        inner = [one for one in own_modules if one is not module]
+        inner = [one for one in own_modules if all(one is not module for module in members)]
         self._inner = [*map(weakref.ref, inner)]
         self._hooks = [weakref.ref(one._forward_hooks) for one in inner]
         self._hooked: set[int] = set()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdp.errors import ShardingError
+from fsdp.shards.dtensors import local_of
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.operators import Rule, rule_of
 from fsdp.shards.reductions import REDUCTIONS, Reduction, gather_and_combine, only_element
@@ -129,8 +130,9 @@ class ShardTensor(Tensor):
 
 def plain(tensor: Tensor) -> Tensor:
     """`tensor` as an ordinary tensor: this rank's part, which shares its memory, without autograd."""
+    local = local_of(tensor)
     with local_operators():
-        return tensor.detach()
+        return (tensor if local is None else local).detach()
 
 
 def gather_full(tensor: ShardTensor) -> Tensor:

@@ -94,9 +94,10 @@ def check_values(operation: str, model: nn.Module, given: Mapping[str, object]) 
         if name in given:
             param_shard = param_shards.get(id(tensor))
             shape: Shape = tuple(tensor.shape) if param_shard is None else param_shard.shape
-            value = check_fit(operation, name, given[name], shape, tensor.dtype)
             if param_shard is not None:
-                param_shard.local_part(operation, name, value)
+                param_shard.local_part(operation, name, given[name])
+            else:
+                check_fit(operation, name, given[name], shape, tensor.dtype)
 
 
 def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

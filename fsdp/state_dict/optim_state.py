@@ -14,6 +14,7 @@ from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
+from fsdp.shards.dtensors import local_of
 from fsdp.shards.optimizer_state import adopt_state, hook_state
 from fsdp.shards.shard_tensor import ShardTensor, plain
 from fsdp.state_dict.fqns import given_by
@@ -98,7 +99,8 @@ class OptimizerView:
         """
         return {
             name: {
-                key: plain(value) if isinstance(value, ShardTensor) else value for key, value in self.optimizer.state[p].items()
+                key: plain(value) if isinstance(value, ShardTensor) or local_of(value) is not None else value
+                for key, value in self.optimizer.state[p].items()
             }
             for name, p in self.parameters.items()
             if self.holds(name) and self.optimizer.state.get(p)
@@ -323,3 +325,7 @@ def _gather(placement: StatePlacement, local: Tensor | None, optimizer_view: Opt
         parts.append((rank, part))
     broadcast_all(parts, optimizer_view.comm, name)
     return full
+
+
+def _is_shard(value: object) -> bool:
+    return isinstance(value, ShardTensor) or local_of(value) is not None

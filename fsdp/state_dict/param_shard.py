@@ -1,7 +1,7 @@
 """One parameter of a unit, and the shard of it that this rank holds."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from fsdp.params.layout import ShardExtent
 from fsdp.params.module_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.shards.cut import Shape
+from fsdp.shards.dtensors import local_of
 from fsdp.shards.shard_tensor import plain
 from fsdp.shards.sharded_value import ShardedValue
 
@@ -57,12 +58,16 @@ class ParamShard(NamedTuple):
         empty = 0 in self.shape and self.flat.rank == 0
         return ShardedValue(name, plain(local), self.shape, self.part.first, empty)
 
-    def local_part(self, operation: str, name: str, given: Tensor) -> Tensor:
+    def local_part(self, operation: str, name: str, given: Any) -> Tensor:
         """This rank's part of `given`, which is the full tensor or already this part. Errors begin with `operation`.
 
         Raises:
             ShardingError: `given` has another shape, or a dtype whose conversion would lose something, or is another part.
         """
+        layouts = self.flat.dtensor_layouts
+        part = None if layouts is None else local_of(given)
+        if layouts is not None and part is not None and layouts[self.number].fits(given):
+            return part
         if given is self.parameter:
             # torch's set_model_state_dict gives the model its own parameters under names that are missing
             return plain(given)

@@ -38,18 +38,20 @@ class StateHooks(RefuseCopy):
         for info, param_shard in zip(self._unit.param_infos, param_shards_of(self._unit), strict=True):
             for owner, slot in info.slots:
                 self._slots.setdefault(owner, {})[slot] = param_shard
-        module = self._unit.module
-        self.handles: list[RemovableHandle] = [
-            module.register_state_dict_pre_hook(self._check_save),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(self._check_load),  # type: ignore[no-untyped-call]
-        ]
+        self.handles: list[RemovableHandle] = []
+        for module in self._unit.modules:
+            self.handles += [
+                module.register_state_dict_pre_hook(self._check_save),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(self._check_load),  # type: ignore[no-untyped-call]
+            ]
         # as partials: torch sets an attribute on a hook that runs after state_dict(), and a bound method has none
         for owner in self._slots:
             self.handles += [
                 owner.register_state_dict_post_hook(partial(self._put_sharded_values)),  # type: ignore[no-untyped-call]
                 owner.register_load_state_dict_pre_hook(self._take_local_parts),  # type: ignore[no-untyped-call]
             ]
-        self.handles.append(module.register_state_dict_post_hook(partial(self._refuse_renamed_shards)))  # type: ignore[no-untyped-call]
+        for module in self._unit.modules:
+            self.handles.append(module.register_state_dict_post_hook(partial(self._refuse_renamed_shards)))  # type: ignore[no-untyped-call]
 
     @property
     def _summoned(self) -> bool:
@@ -63,12 +65,12 @@ class StateHooks(RefuseCopy):
         if self._summoned:
             return
         refuse_borrowing(self._engine)
-        if keep_vars:
+        if keep_vars and not self._unit.has_dtensors:
             raise ShardingError(
                 f"state_dict(keep_vars=True) of unit {self._unit.name!r}: a part of a parameter cannot stand for the parameter; "
                 "use named_parameters(), or state_dict() without it."
             )
-        if caller_of_full_state() is not None:
+        if caller_of_full_state() is not None and not self._unit.has_dtensors:
             raise ShardingError(
                 "get_model_state_dict with full_state_dict=True takes parts for full tensors: call "
                 "fsdp.full_state_dict(model), which returns it on rank 0 (rank0_only=False: on every rank), or leave "
@@ -77,7 +79,7 @@ class StateHooks(RefuseCopy):
         self._unit.check_shards()
 
     def _put_sharded_values(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if self._summoned:
+        if self._summoned or self._unit.has_dtensors:
             return
         for slot, param_shard in self._slots[module].items():
             if prefix + slot in state_dict:
@@ -85,7 +87,7 @@ class StateHooks(RefuseCopy):
 
     def _refuse_renamed_shards(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Refuse a state dict in which this rank's shard stands under a name for which no hook replaced it."""
-        outer = [unit.module for unit in self._outer]
+        outer = [module for unit in self._outer for module in unit.modules]
         # the outermost unit that is saved checks for all units inside, or the time would grow with the square of their number
         if self._summoned or (outer and any(saved is module for saved in modules_being_saved() for module in outer)):
             return
@@ -124,7 +126,9 @@ class StateHooks(RefuseCopy):
         for slot, param_shard in self._slots[module].items():
             given = state_dict.get(prefix + slot)
             if given is not None and not self._summoned:
-                state_dict[prefix + slot] = param_shard.local_part(self._operation, prefix + slot, given)
+                local = param_shard.local_part(self._operation, prefix + slot, given)
+                is_dtensor = self._unit.has_dtensors
+                state_dict[prefix + slot] = param_shard.flat.shard_grad(param_shard.number, local) if is_dtensor else local
 
 
 def _renames(target: nn.Module) -> bool:

@@ -5,10 +5,11 @@ from itertools import product
 from math import prod
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp.params.layout import Layout, ParamExtent, ShardExtent, make_layout
+from fsdp.params.layout import Layout, ParamExtent, ShardExtent, make_layout, make_row_layout
 
 Shape = tuple[int, ...]
 
@@ -175,3 +176,16 @@ def test_without_alignment_a_vector_that_divides_is_cut_evenly(num_shards: int) 
 def test_without_alignment_parameters_follow_each_other_without_gaps() -> None:
     layout = make_layout(((3,), (), (5,)), 2, 2, aligned=False)
     assert [slot.start for slot in layout.slots] == [0, 3, 4] and layout.numel == 10
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=["vector", "matrix", "cube"])
+def test_a_row_layout_cuts_as_chunk_does(rows: int, shape: tuple[int, ...]) -> None:
+    layout = make_row_layout((rows, *shape), 4)
+    full = torch.arange(rows * prod(shape)).view(rows, *shape)
+    chunks = torch.chunk(full, 4) if rows else ()
+    for rank in range(4):
+        part = layout.part(0, rank)
+        mine = full.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
+        expected = chunks[rank] if rank < len(chunks) else full[:0]
+        assert torch.equal(mine, expected)

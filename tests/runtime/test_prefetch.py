@@ -69,3 +69,10 @@ def test_asks_are_the_same_for_all_who_do_alike_and_only_what_was_recorded(passe
         assert asked == run(other, *units)
         assert all(len(ahead) <= depth and set(ahead) <= before for ahead in asked)
         before |= set(units)
+
+
+def test_the_units_that_the_user_gives_are_gathered_ahead_whatever_the_record_says() -> None:
+    schedule = PrefetchSchedule(1)
+    schedule.give(0, [2, 1])
+    assert run(schedule, 0, 1, 2) == [(2, 1), (), ()]
+    assert run(schedule, 0, 1, 2) == [(2, 1), (2,), ()]

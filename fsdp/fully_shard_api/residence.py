@@ -1,0 +1,82 @@
+"""Where the unsharded parameters of a unit are, as FSDP2's methods ask for it: now, ahead of time, and for how long."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fsdp.errors import ShardingError
+from fsdp.runtime.prefetch import PrefetchSchedule
+from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
+from state_machine import Request, ReshardPolicy, State
+
+
+class UnshardHandle:
+    """What `unshard(async_op=True)` returns. The next forward of the unit waits by itself."""
+
+    def __init__(self, ref: UnitRef | None = None) -> None:
+        self._ref = ref
+
+    def wait(self) -> None:
+        """Wait for the all-gather, and let the module show its unsharded parameters."""
+        ref, self._ref = self._ref, None
+        if ref is not None and _rests(ref):
+            ref.engine.request(ref.index, Request.UNSHARD)
+
+
+def unshard(ref: UnitRef) -> UnshardHandle:
+    """Launch the all-gather of a unit. Does nothing while the unit computes."""
+    if _rests(ref):
+        ref.engine.request(ref.index, Request.PREFETCH)
+    return UnshardHandle(ref)
+
+
+def reshard(ref: UnitRef) -> None:
+    """Let the module show its shards and free the unsharded parameters. Does nothing while the unit computes."""
+    if _rests(ref):
+        ref.engine.request(ref.index, Request.RESHARD)
+
+
+def _rests(ref: UnitRef) -> bool:
+    return ref.engine.root.lifecycles[ref.index].state is State.IDLE
+
+
+def reshard_after_forward(ref: UnitRef, reshards: bool) -> None:
+    """From now on, free the unsharded parameters of a unit after its forward, or after its backward.
+
+    Raises:
+        ShardingError: a forward or a backward is running.
+    """
+    _set_policy(ref, ReshardPolicy.AFTER_FORWARD if reshards else ReshardPolicy.AFTER_BACKWARD, "set_reshard_after_forward")
+
+
+def reshard_after_backward(ref: UnitRef, reshards: bool, otherwise: ReshardPolicy) -> None:
+    """From now on, free the unsharded parameters of a unit when `otherwise` says, or keep them until the weights change.
+
+    Raises:
+        ShardingError: a forward or a backward is running.
+    """
+    _set_policy(ref, otherwise if reshards else ReshardPolicy.NEVER, "set_reshard_after_backward")
+
+
+def policy_of(ref: UnitRef) -> ReshardPolicy:
+    """When the unsharded parameters of a unit are freed now."""
+    return ref.engine.root.lifecycles[ref.index].reshard_policy
+
+
+def _set_policy(ref: UnitRef, policy: ReshardPolicy, method: str) -> None:
+    if policy_of(ref) is not policy:
+        refuse_unless_resting(method, ref.engine)
+        ref.engine.root.set_reshard_policy(ref.index, policy)
+
+
+def prefetch(schedule: PrefetchSchedule, ref: UnitRef, ahead: Sequence[nn.Module]) -> None:
+    """From now on, gather the units `ahead` whenever the unit is gathered in passes of this schedule.
+
+    Raises:
+        ShardingError: one of them is no unit of the same root.
+    """
+    found = [unit_ref_of(module) for module in ahead]
+    for module, other in zip(ahead, found, strict=True):
+        if other is None or other.engine is not ref.engine:
+            raise ShardingError(f"prefetch: {type(module).__name__} is no unit of the same root; wrap the root first.")
+    schedule.give(ref.index, [other.index for other in found if other is not None])

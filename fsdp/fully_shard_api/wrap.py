@@ -1,0 +1,144 @@
+"""FSDP2's `fully_shard` and the functions beside it."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from fsdp.api import forward_methods
+from fsdp.api import wrap as native
+from fsdp.comm import simulated
+from fsdp.errors import ShardingError
+from fsdp.fully_shard_api.module import FSDPModule, become_fsdp_module
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen, as in FSDP2
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Make `module`, or a list of modules, one unit over the ranks of `mesh`, in place; return it.
+
+    The arguments are FSDP2's. The page "From FSDP2" lists each of them with what differs. Communicates: every rank must call it
+    alike.
+
+    Raises:
+        ValueError: an argument, the module or the ranks are refused. Nothing was sharded, on any rank.
+    """
+    modules = module if isinstance(module, list | tuple) else [module]
+    if not modules or not all(isinstance(one, nn.Module) for one in modules):
+        raise ValueError(f"fully_shard takes a module or a list of modules, not {module!r}.")
+    if dp_mesh_dims is not None:
+        raise ShardingError("dp_mesh_dims is not supported: give a mesh of these dimensions alone, such as mesh=mesh['shard'].")
+    ndim = 1 if mesh is None else 2 if isinstance(mesh, tuple) else mesh.ndim
+    if ndim > 2:
+        raise ValueError(f"fully_shard takes a mesh of one or two dimensions, not {mesh!r}.")
+    _check_placements(modules, shard_placement_fn, ignored_params or ())
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        _check_on_host(modules)
+    else:
+        _move(modules, mesh, ignored_params or ())
+    native.fully_shard(
+        modules[0] if len(modules) == 1 else list(modules),
+        mesh=mesh,
+        sharding_strategy="FULL_SHARD" if ndim == 1 else "HYBRID_SHARD",
+        reshard_after_forward=_reshards(reshard_after_forward),
+        mp_policy=mp_policy,
+        ignored_params=ignored_params,
+        param_init_fn=_leave_empty,
+        dtensors=simulated.current_rank() is None,
+    )
+    for one in modules:
+        become_fsdp_module(one)
+    return module
+
+
+def _reshards(given: Any) -> bool | None:
+    """`reshard_after_forward` as the engine takes it."""
+    if given is None or isinstance(given, bool):
+        return given
+    if not isinstance(given, int):
+        raise ValueError(f"reshard_after_forward must be True, False, None or a number of ranks, not {given!r}.")
+    warnings.warn(f"reshard_after_forward={given}: parameters are resharded over all ranks, as with True.", stacklevel=3)
+    return True
+
+
+def _check_placements(modules: Sequence[nn.Module], function: Any, ignored: Any) -> None:
+    """Raises:
+    ShardingError: `shard_placement_fn` chooses another dimension than the first for some parameter.
+    """
+    if function is None:
+        return
+    left = set(map(id, ignored))
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            placement = None if id(parameter) in left else function(parameter)
+            if placement is not None and getattr(placement, "dim", None) != 0:
+                raise ShardingError(
+                    f"shard_placement_fn gives {placement!r} for {name!r}: parameters are cut between rows, Shard(0); transpose "
+                    "the parameter in the module, or leave it out."
+                )
+
+
+def _check_on_host(modules: Sequence[nn.Module]) -> None:
+    """Raises:
+    ShardingError: a parameter is on a device, and offloading it is asked for.
+    """
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if parameter.device.type not in ("cpu", "meta"):
+                raise ShardingError(
+                    f"CPUOffloadPolicy with {name!r} on {parameter.device}: CPU offload is not supported; leave it out. On the "
+                    "host it changes nothing."
+                )
+
+
+def _move(modules: Sequence[nn.Module], mesh: Any, ignored: Any) -> None:
+    """Move parameters and buffers to this rank's device of the mesh, as FSDP2 does."""
+    kind = getattr(mesh, "device_type", None)
+    if kind is None or kind == "cpu":
+        return
+    device = torch.device(kind, torch.accelerator.current_device_index())
+    left = set(map(id, ignored))
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in left and not tensor.is_meta and tensor.device != device:
+                tensor.data = tensor.data.to(device)
+
+
+def _leave_empty(module: nn.Module) -> None:
+    """Fill parameters that were on the meta device with NaN: FSDP2's user gives them values after wrapping."""
+    with torch.no_grad():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make a method of a wrapped module run as its forward. Does nothing with a module that is not wrapped.
+
+    Raises:
+        ValueError: the module has no such method, or it cannot run so.
+    """
+    if isinstance(module, FSDPModule):
+        forward_methods.register_forward_method(module, method_name)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Do nothing: every root has streams of its own.
+
+    Raises:
+        ValueError: one of `modules` is not wrapped.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"expected modules that fully_shard has wrapped, not {type(module).__name__}.")
