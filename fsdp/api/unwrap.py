@@ -53,7 +53,8 @@ def unwrap(model: nn.Module, rank0_only: bool = False) -> nn.Module:
         for name in (*MANAGED, IGNORED):
             module.__dict__.pop(name, None)
         for name, child in module._modules.items():
-            module._modules[name] = _without_wrapper(child)
+            if isinstance(child, FullyShardedDataParallel):
+                module._modules[name] = _without_wrapper(child)
     plain = _without_wrapper(model)
     assert plain is not None, "a wrapper has a module"
     return plain

@@ -154,7 +154,7 @@ def _copy_unit(unit: Unit, memo: Memo) -> Unit:
 
 def _engine_hooks(module: nn.Module) -> dict[int, RefuseCopy | SideOutputs]:
     """The objects of the engine of which methods are hooks of `module`, by the keys of the hooks."""
-    hooks = ((key, _engine_object(hook)) for name in _HOOKS for key, hook in module.__dict__[name].items())
+    hooks = ((key, _engine_object(hook)) for name in _HOOKS for key, hook in getattr(module, name, {}).items())
     return {key: found for key, found in hooks if found is not None}
 
 
@@ -167,6 +167,8 @@ def _engine_object(hook: Any) -> RefuseCopy | SideOutputs | None:
 
 def _take_places(module: nn.Module, stale: Collection[int]) -> None:
     """Put the new engine's hooks where those of the original's engine are, and remove these. Hooks of the user stay in place."""
+    if not stale:
+        return
     fresh = _engine_hooks(module).keys() - stale
     for name in _HOOKS:
         hooks = module.__dict__[name]

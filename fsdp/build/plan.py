@@ -257,6 +257,7 @@ def refuse_regrouping(unit: Unit, name: str) -> None:
     Raises:
         ShardingError: it cannot.
     """
+    unit.check_shards()
     if any(info.names[0] in unit.config.reduction.triggers for info in unit.param_infos):
         raise ShardingError(
             f"parameter {name!r} of unit {unit.name!r} is used outside it as well, and moves to the unit around both, while "
