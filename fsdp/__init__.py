@@ -9,10 +9,10 @@ from fsdp.api.forward_methods import register_forward_method
 from fsdp.api.join import join
 from fsdp.api.recovery import agree_abandoned
 from fsdp.api.reductions import reducer_stats, relearn_order
-from fsdp.api.story import story
+from fsdp.api.story import memory_bytes, story
 from fsdp.api.summon import summon_full_params
 from fsdp.api.unwrap import unwrap
-from fsdp.api.wrap import FullyShardedDataParallel, fully_shard, memory_bytes, no_sync, set_requires_gradient_sync
+from fsdp.api.wrap import FullyShardedDataParallel, fully_shard, no_sync, set_requires_gradient_sync
 from fsdp.checkpoint.background import Saving
 from fsdp.checkpoint.hf_safetensors import export_safetensors, load_safetensors
 from fsdp.checkpoint.load import latest, load

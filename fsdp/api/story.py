@@ -1,4 +1,4 @@
-"""The state of every unit and its last events, as text for people."""
+"""What an engine says of itself: the state of every unit and its last events, as text for people, and the bytes it holds."""
 
 from torch import nn
 
@@ -17,3 +17,16 @@ def story(model: nn.Module) -> str:
         ShardingError: `model` contains no unit, or is only a part of a root.
     """
     return "\n".join(line for engine in engines_in(model, "story") for line in lines_of(engine.snapshot()))
+
+
+def memory_bytes(model: nn.Module, peak: bool = False) -> int:
+    """Return how many bytes the engine holds for `model` on this rank; with `peak`, the most it has held at once.
+
+    Counted are shards, unsharded and summoned parameters, buckets and the memory that reducing them takes, reduced gradients
+    that are not in `.grad` yet, and gradients kept under `no_sync`. Memory of `.grad` is the user's and not counted.
+
+    Raises:
+        ShardingError: `model` contains no unit, or is only a part of a root.
+    """
+    trackers = [engine.tracker for engine in engines_in(model, "memory_bytes")]
+    return sum(tracker.peak if peak else tracker.now for tracker in trackers)

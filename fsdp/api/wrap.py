@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel and fully_shard: two ways to wrap a model, one engine. Also no_sync and memory_bytes."""
+"""FullyShardedDataParallel and fully_shard: two ways to wrap a model, one engine. Also no_sync."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -387,16 +387,3 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
     """
     for engine in engines_in(model, "set_requires_gradient_sync"):
         engine.set_synchronises(bool(requires_gradient_sync))
-
-
-def memory_bytes(model: nn.Module, peak: bool = False) -> int:
-    """Return how many bytes the engine holds for `model` on this rank; with `peak`, the most it has held at once.
-
-    Counted are shards, unsharded and summoned parameters, buckets and the memory that reducing them takes, reduced gradients
-    that are not in `.grad` yet, and gradients kept under `no_sync`. Memory of `.grad` is the user's and not counted.
-
-    Raises:
-        ShardingError: `model` contains no unit, or is only a part of a root.
-    """
-    trackers = [engine.tracker for engine in engines_in(model, "memory_bytes")]
-    return sum(tracker.peak if peak else tracker.now for tracker in trackers)

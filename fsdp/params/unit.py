@@ -72,6 +72,11 @@ class Unit:
         return tuple(module for reference in self._modules if (module := reference()) is not None)
 
     @property
+    def has_opaque_shards(self) -> bool:
+        """Whether torch's functions for state dicts cannot tell that its shards are parts, as they can of DTensors."""
+        return bool(self.flats) and not self.has_dtensors
+
+    @property
     def is_running(self) -> bool:
         """Whether a forward of the unit is running."""
         return any([is_running(module) for module in self.modules])
