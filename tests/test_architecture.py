@@ -26,7 +26,14 @@ ORDER: dict[str, tuple[str, ...]] = {
     "compat": (
         "installation",
         "doors",
+        "ddp",
+        "apex",
         "fairscale",
+    ),
+    "ddp_api": (
+        "apex_wrapper",
+        "wrapper",
+        "arguments",
     ),
     "fairscale_api": (
         "auto_wrap",
@@ -49,6 +56,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "story",
         "reductions",
         "join",
+        "join_result",
         "recovery",
         "clipping",
         "comm_hooks",
@@ -350,6 +358,7 @@ def test_only_hooks_registers_a_hook() -> None:
             "autograd.node_hooks",
             "runtime.side_outputs",
             "shards.optimizer_steps",
+            "api.join_result",
             # fairscale's hooks that show views again and that patch batch norms; they raise no event
             *("fairscale_api.wrapper", "fairscale_api.recompute"),
         },
