@@ -112,7 +112,10 @@ class Joined(PassWatcher):
         self._source = has_data.index(1)
         if left < comm.size and self._rules.stops_at_first:
             finished = [rank for rank, has in enumerate(has_data) if not has]
-            raise InputsExhausted(f"inside join, {name_ranks(finished)} had no further batch while others had; all ranks stop.")
+            stop = InputsExhausted(f"inside join, {name_ranks(finished)} had no further batch while others had; all ranks stop")
+            if self._finished:
+                self._engine.abandon_step(stop)  # the others do so in the forward that they have begun
+            raise stop
         if not self._rules.divides_by_all_ranks:
             self._engine.reducer.set_averaging_ranks(left)
         if counts.count(0) != len(counts) - 1:

@@ -88,7 +88,9 @@ def take_over(source: int, model: nn.Module, optimizers: list[Optimizer], comm: 
 
 def _describe(optimizer: Optimizer) -> tuple[list[str], list[dict[str, Any]]]:
     """The options of each group as text; for each parameter its state, with an empty tensor on its device for each tensor."""
-    options = [str({name: value for name, value in group.items() if name != "params"}) for group in optimizer.param_groups]
+    options = [
+        ", ".join(f"{name}: {value}" for name, value in group.items() if name != "params") for group in optimizer.param_groups
+    ]
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return options, [
         {name: _Shape.of(value) if isinstance(value, Tensor) else value for name, value in optimizer.state.get(p, {}).items()}
@@ -111,8 +113,8 @@ def _check_alike(source: int, described: list[list[tuple[list[str], list[dict[st
     lacking = [rank for rank, found in enumerate(described) if len(found) != len(described[source])]
     if lacking and has_state:
         raise ShardingError(
-            f"join: rank {source} has stepped {len(described[source])} optimizers of this model, and {name_ranks(lacking)} another "
-            "number, so their state would differ; step the same optimizers on all ranks, and give every rank a batch."
+            f"join: rank {source} has stepped {len(described[source])} optimizers of this model, and {name_ranks(lacking)} "
+            "another number, so their state would differ; step the same optimizers on all ranks, and give every rank a batch."
         )
     for rank, found in enumerate(described):
         for (mine, _), (theirs, _) in zip(found, described[source], strict=False):
