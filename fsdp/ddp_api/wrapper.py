@@ -199,6 +199,13 @@ class DistributedDataParallel(ReplicatedModule):
             raise TypeError(f"register_comm_hook takes a function of (state, bucket), not {hook!r}.")
         comm_hooks.register_comm_hook(self, state, hook)
 
+    def _get_ddp_logging_data(self) -> dict[str, object]:
+        """The facts about the wrapper that torch logs, as far as they mean something here."""
+        comm = self._unit_ref.engine.comms.world_comm
+        names = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers")
+        given = {name: getattr(self, name) for name in names}
+        return {"world_size": comm.size, "rank": comm.rank, "is_multi_device_module": False, **given}
+
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         raise ShardingError(
             "the built-in hooks reduce torch's own buckets; register default_hooks.allreduce_hook or fp16_compress_hook of "

@@ -232,7 +232,7 @@ def test_all_ranks_may_stop_with_the_first(options: dict[str, Any]) -> None:
     def fn(rank: int) -> int:
         model = fsdp.fully_shard(Net(1), sync_module_states=True, **options)
         taken = 0
-        stops = pytest.raises(fsdp.errors.InputsExhausted, match="rank 0 had no further batch")
+        stops = pytest.raises(fsdp.InputsExhausted, match="rank 0 had no further batch")
         with stops, fsdp.join(model, lambda: None, stops_at_first=True) as joined:
             for _ in range(2 + rank):
                 loss_of(model(batch(rank, 0))).backward()

@@ -251,6 +251,8 @@ def test_frameworks_that_ask_for_torchs_class_find_it() -> None:
     def one_rank(rank: int) -> None:
         model = ddp.DistributedDataParallel(nn.Linear(1, 1))
         assert isinstance(model, TORCH_DDP) and issubclass(ddp.DistributedDataParallel, TORCH_DDP)
+        logged = model._get_ddp_logging_data()
+        assert logged["world_size"] == 1 and logged["static_graph"] is False and model.broadcast_buffers is True
         assert not isinstance(fsdp.FullyShardedDataParallel(nn.Linear(1, 1)), TORCH_DDP)
         with pytest.raises(fsdp.ShardingError, match=r"use `with model.join\(\):`"):
             Join([model])
