@@ -319,6 +319,29 @@ def test_what_this_engine_lacks_is_refused_with_the_alternative(wrap: Callable[[
     fsdp.simulate(1, one_rank)
 
 
+def test_a_communication_hook_reduces_the_buckets_inside_join_too() -> None:
+    def one_rank(rank: int) -> list[float]:
+        model = ddp.DistributedDataParallel(nn.Linear(1, 1))
+        seen = []
+
+        def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+            seen.append(float(bucket.buffer().sum()))
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(torch.full_like(bucket.buffer(), 5.0))
+            return future
+
+        model.register_comm_hook(None, hook)
+        with model.join():
+            for _ in range(1 + rank):
+                model.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+        assert model.module.weight.grad.item() == 5.0
+        return seen
+
+    # a rank that has finished sends zeros
+    assert fsdp.simulate(2, one_rank) == [[2.0, 0.0], [2.0, 2.0]]
+
+
 def test_a_hook_that_cannot_be_called_is_refused_with_torchs_type() -> None:
     def one_rank(rank: int) -> None:
         with pytest.raises(TypeError, match="register_comm_hook takes a function"):
