@@ -20,7 +20,7 @@ from fsdp.checkpoint.save import save
 from fsdp.comm.simulated import simulate
 from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
 from fsdp.debug.dump import dump_on_signal
-from fsdp.errors import IllegalTransition, PeerFailed, ShardingError, WorldError
+from fsdp.errors import IllegalTransition, InputsExhausted, PeerFailed, ShardingError, WorldError
 from fsdp.params.external_use import full_tensor, to_local
 from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.full_state import full_state_dict, iter_full_params, load_full_state_dict
@@ -30,6 +30,7 @@ __all__ = [
     "EMA",
     "FullyShardedDataParallel",
     "IllegalTransition",
+    "InputsExhausted",
     "MixedPrecisionPolicy",
     "PeerFailed",
     "ReductionPolicy",

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from state_machine import IllegalTransition
 
-__all__ = ["IllegalTransition", "PeerFailed", "ShardingError", "WorldError"]
+__all__ = ["IllegalTransition", "InputsExhausted", "PeerFailed", "ShardingError", "WorldError"]
 
 EVERY_RANK: Final = "Every rank must call it."
 FEWER_BATCHES: Final = "If a rank has fewer batches than the others, train inside fsdp.join."
@@ -15,6 +15,10 @@ FEWER_BATCHES: Final = "If a rank has fewer batches than the others, train insid
 
 class ShardingError(ValueError):
     """A use of the library that cannot be right. The text says what to do. Nothing was changed."""
+
+
+class InputsExhausted(ShardingError, RuntimeError):
+    """A rank inside a join that stops at the first one has no further batch. Every rank raises it."""
 
 
 class WorldError(RuntimeError):

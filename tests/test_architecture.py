@@ -23,7 +23,19 @@ FSDP = ROOT / "fsdp"
 ORDER: dict[str, tuple[str, ...]] = {
     "__main__": (),
     "__init__": (),
-    "compat": ("fairscale", "fully_shard"),
+    "compat": (
+        "installation",
+        "doors",
+        "ddp",
+        "apex",
+        "fairscale",
+        "fully_shard",
+    ),
+    "ddp_api": (
+        "apex_wrapper",
+        "wrapper",
+        "arguments",
+    ),
     "fully_shard_api": ("wrap", "module", "residence", "settings", "convert"),
     "fairscale_api": (
         "auto_wrap",
@@ -47,6 +59,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "story",
         "reductions",
         "join",
+        "join_result",
         "recovery",
         "clipping",
         "comm_hooks",
@@ -277,7 +290,8 @@ def test_every_file_has_its_place_in_the_order() -> None:
 def test_a_package_is_a_docstring_and_at_most_a_dozen_files(package: str) -> None:
     tree = parse(FSDP / package / "__init__.py")
     text = ast.get_docstring(tree)
-    assert text and len(tree.body) == 1
+    # only compat is imported by users, who find its functions there
+    assert text and (len(tree.body) == 1 or package == "compat")
     assert all(line in text for line in ("Start with", "May use:", "Must not:"))
     assert 0 < len(ORDER[package]) <= 12
 
@@ -361,8 +375,11 @@ def test_only_hooks_registers_a_hook() -> None:
             "shards.optimizer_steps",
             # hooks of the user, which a DTensor takes over from the parameter that it replaces
             "shards.dtensors",
+            "api.join_result",
             # fairscale's hooks that show views again and that patch batch norms; they raise no event
             *("fairscale_api.wrapper", "fairscale_api.recompute"),
+            # a communication hook, by the function of fsdp
+            "ddp_api.wrapper",
         },
         {name: registrations(name) for name in FILES},
     )

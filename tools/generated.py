@@ -1,13 +1,15 @@
-"""The parts of pages that are printed from tables: of the state machine, of other engines' options, and of optimizers.
+"""The parts of pages that are printed from tables: of the state machine, of other engines' options, of doors, and of optimizers.
 
 python -m tools.generated     writes them
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from fsdp.api.peer_options import PEER_OPTIONS
+from fsdp.compat.doors import DOORS, replacements
 from state_machine.markdown import remedies, tables
 from tests.shards import optimizer_table
 
@@ -27,12 +29,25 @@ def peer_options() -> str:
     return "\n".join(rows)
 
 
+def installed_names() -> str:
+    """Every attribute that `fsdp.compat.install` replaces, by door and module of the library."""
+    rows = ["| door | module of the library | attributes that become those of the door |", "| --- | --- | --- |"]
+    for name, door in DOORS.items():
+        if find_spec(door.module):
+            places: dict[str, list[str]] = {}
+            for one in replacements(door):
+                places.setdefault(one.place, []).append(f"`{one.name}`")
+            rows += [f"| `{name}` | `{place}` | {', '.join(sorted(names))} |" for place, names in places.items()]
+    return "\n".join(rows)
+
+
 PARTS: Final[dict[str, dict[str, Callable[[], str]]]] = {
     "state-machine.md": {"tables": tables},
     "errors.md": {"illegal moves": remedies, "options of other engines": peer_options},
     "optimizers.md": {"optimizers": optimizer_table.page},
+    "../migration/install.md": {"installed names": installed_names},
 }
-"""By page and by the name of the marks."""
+"""By page, from the folder of the reference, and by the name of the marks."""
 
 
 def generated(page: str, text: str) -> str:

@@ -1,22 +1,26 @@
 """Training on uneven inputs: some ranks run out of data before others.
 
 A rank that has finished still serves its shards. The ranks with data announce each forward, backward and step, and the finished
-rank does the same with its last batch. Its gradients do not count.
+rank does the same with its last batch. Its gradients do not count. If no step is given, every rank steps by itself, and finished
+ranks take over weights and optimizer state from a rank that was left (join_result.py).
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fsdp.api.join_result import InputsOfOthers, SteppedOptimizers, take_over
 from fsdp.autograd.pytree import tensors_in
-from fsdp.errors import ShardingError
+from fsdp.config import MeshKind
+from fsdp.errors import InputsExhausted, ShardingError, name_ranks
+from fsdp.runtime.buffers import broadcast_buffers
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.hook_actions import PassWatcher
-from fsdp.runtime.registry import engines_in, unit_ref_of
+from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
 
 
 class _Operation(IntEnum):
@@ -31,15 +35,37 @@ class _Operation(IntEnum):
 
 _CLEARED = len(_Operation)
 """The place in the message of the number of ranks without gradients. If it is all of them, they have set gradients to None."""
+_LACKING = _CLEARED + 1
+"""The place in the message of the number of finished ranks that have never had a batch."""
+_RANKS = _LACKING + 1
+"""The place in the message of rank 0, behind which the other ranks follow: 1 for a rank that has data left."""
+
+
+class JoinRules(NamedTuple):
+    """How a join treats ranks that have finished."""
+
+    divides_by_all_ranks: bool
+    """Whether gradients are divided by the number of all ranks, finished ones included."""
+    stops_at_first: bool
+    """Whether all ranks raise when one of them has finished."""
 
 
 class Joined(PassWatcher):
     """The object that `join` yields. Its `step` is taken by all ranks together."""
 
-    def __init__(self, model: nn.Module, engine: Engine, step: Callable[[], object], inputs: tuple[Any, ...] | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        step: Callable[[], object] | None,
+        inputs: tuple[Any, ...] | None,
+        rules: JoinRules,
+    ) -> None:
         self._model = model
         self._engine = engine
         self._step = step
+        self._rules = rules
+        self._source = 0
         self._args = inputs
         self._kwargs: dict[str, Any] = {}
         self._outputs: list[Tensor] = []
@@ -49,10 +75,19 @@ class Joined(PassWatcher):
         """Take the step given to `join` on every rank, finished ranks included.
 
         Raises:
-            ShardingError: the ranks with data do different things.
+            ShardingError: the ranks with data do different things, or no step was given.
         """
+        if self._step is None:
+            raise ShardingError(
+                "joined.step() takes the step that was given to fsdp.join; give it, or step the optimizer yourself."
+            )
         self._announce(_Operation.STEPS)
         self._step()
+
+    @property
+    def buffer_source(self) -> int:
+        """The first rank that had data left at the last announcement: its buffers and final weights are those of all."""
+        return self._source
 
     def _announce(self, operation: _Operation | None) -> _Operation | None:
         """Announce the next operation of this rank, or None if it has finished; return that of the ranks with data, if any.
@@ -60,24 +95,41 @@ class Joined(PassWatcher):
         Raises:
             ShardingError: the ranks with data do different things.
         """
-        message = torch.zeros(_CLEARED + 1, dtype=torch.int64, device=self._engine.units[0].device)
+        comm = self._engine.comms.world_comm
+        message = torch.zeros(_RANKS + comm.size, dtype=torch.int64, device=self._engine.units[0].device)
         shards = [parameter for unit in self._engine.units for parameter in unit.sharded_params]
-        if operation is not None:
-            message[operation] = 1
+        if operation is None:
+            message[_LACKING] = self._args is None
+        else:
+            message[operation] = message[_RANKS + comm.rank] = 1
             message[_CLEARED] = all(parameter.grad is None for parameter in shards)
-        self._engine.comms.world_comm.all_reduce(message, "sum", "who has data left").wait()
-        *counts, cleared = message.tolist()
-        left = sum(counts)
+        comm.all_reduce(message, "sum", "who has data left").wait()
+        *counts, cleared, lacking = message[:_RANKS].tolist()
+        has_data = message[_RANKS:].tolist()
+        left = sum(has_data)
         if not left:
             return None
-        self._engine.reducer.set_averaging_ranks(left)
+        self._source = has_data.index(1)
+        if left < comm.size and self._rules.stops_at_first:
+            finished = [rank for rank, has in enumerate(has_data) if not has]
+            stop = InputsExhausted(f"inside join, {name_ranks(finished)} had no further batch while others had; all ranks stop")
+            if self._finished:
+                self._engine.abandon_step(stop)  # the others do so in the forward that they have begun
+            raise stop
+        if not self._rules.divides_by_all_ranks:
+            self._engine.reducer.set_averaging_ranks(left)
         if counts.count(0) != len(counts) - 1:
             counted = ", ".join(f"{count} {of.name.lower()}" for of, count in zip(_Operation, counts, strict=True) if count)
             raise ShardingError(f"inside fsdp.join, of {left} ranks that have data left {counted} at the same time.")
         if self._finished and cleared == left:
             for parameter in shards:
                 parameter.grad = None
-        return _Operation(counts.index(left))
+        found = _Operation(counts.index(left))
+        if lacking and found in (_Operation.TRAINS, _Operation.EVALUATES):
+            given = InputsOfOthers(self._args, self._kwargs).exchange(comm, self._source, self._engine.units[0].device)
+            if self._args is None and given is not None:
+                self._args, self._kwargs = given
+        return found
 
     def _store_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._finished:
@@ -102,6 +154,7 @@ class Joined(PassWatcher):
         try:
             while (operation := self._announce(None)) is not None:
                 if operation is _Operation.STEPS:
+                    assert self._step is not None, "the other ranks were given one too"
                     self._step()
                 elif operation in (_Operation.TRAINS, _Operation.EVALUATES):
                     self._run_forward(operation is _Operation.TRAINS)
@@ -114,8 +167,8 @@ class Joined(PassWatcher):
     def _run_forward(self, records_graph: bool) -> None:
         if self._args is None:
             raise ShardingError(
-                "a rank had no batch at all inside fsdp.join, so it does not know what to compute beside the others; give one as "
-                "inputs=(...), whose gradients will count for nothing."
+                "a rank had no batch at all inside fsdp.join, and the inputs of the others cannot be pickled, so it does not "
+                "know what to compute beside them; give a batch as inputs=(...), whose gradients will count for nothing."
             )
         buffers = [(buffer, buffer._version, buffer.clone()) for buffer in self._model.buffers()]
         with torch.set_grad_enabled(records_graph):
@@ -148,7 +201,14 @@ class Joined(PassWatcher):
 
 
 @contextmanager
-def join(model: nn.Module, step: Callable[[], object], inputs: tuple[object, ...] | None = None) -> Iterator[Joined]:
+def join(
+    model: nn.Module,
+    step: Callable[[], object] | None = None,
+    inputs: tuple[object, ...] | None = None,
+    *,
+    divides_by_all_ranks: bool = False,
+    stops_at_first: bool = False,
+) -> Iterator[Joined]:
     """Train on ranks that have different numbers of batches.
 
         with fsdp.join(model, optimizer.step) as joined:
@@ -165,39 +225,55 @@ def join(model: nn.Module, step: Callable[[], object], inputs: tuple[object, ...
         model: a root.
         step: a function that updates the weights between two batches, clipping included. All ranks call it, finished ranks too,
             so it must be the same on all. Put collectives of your own into it. If the other ranks set gradients to None, they
-            are set to None on finished ranks too.
-        inputs: the arguments of a forward, for a rank that may have no batch at all. Default None.
+            are set to None on finished ranks too. Default None, under "NO_SHARD" alone: each rank steps by itself, in a loop
+            that needs no change. At the end all ranks take over weights, buffers and the state of the optimizers from a rank
+            that was left last.
+        inputs: the arguments of a forward, for a rank that may have no batch at all. Default None: such a rank gets those of
+            another rank, which must be picklable.
+        divides_by_all_ranks: True divides gradients by the number of all ranks, finished ones included, so that every sample
+            has the same weight. Default False: by the number of ranks that have data left.
+        stops_at_first: True lets all ranks raise when one of them has no further batch. Default False.
 
     Every rank must call the forward of `model` (not of a unit in it), the backward and `joined.step` in the same order. One
     backward goes through all forwards since the last one, and every output of `model` that requires a gradient must lead to the
     loss. Gradients that a rank keeps under `no_sync` when it leaves are dropped.
 
     Raises:
-        ShardingError: `model` is not one root, has a communication hook, a static graph or broadcast buffers, is inside another
-            join, or ranks with data do different things.
+        ShardingError: `model` is not one root, has a static graph, is inside another join, has a communication hook or broadcast
+            buffers with which the options do not fit; or ranks with data do different things.
+        InputsExhausted: `stops_at_first`, and a rank has finished before the others.
     """
-    sharded = unit_ref_of(getattr(model, "module", model)) or unit_ref_of(model)
+    rules = JoinRules(divides_by_all_ranks, stops_at_first)
+    root = _root_to_join(model, step, rules)
+    engine = root.engine
+    joined = Joined(model, engine, step, inputs, rules)
+    with ExitStack() as stack:
+        stepped = stack.enter_context(SteppedOptimizers(model)) if step is None else None
+        stack.callback(root.hooks.on_call(joined._store_inputs).remove)
+        stack.callback(engine.reducer.set_averaging_ranks, engine.comms.size)
+        stack.callback(engine.set_watcher, None)
+        engine.set_watcher(joined)
+        yield joined
+        joined._serve_shards()
+        if stepped is not None:
+            take_over(joined.buffer_source, model, stepped.all_found(), engine.comms.world_comm)
+        elif root.unit.config.broadcast_buffers:
+            broadcast_buffers(root.unit.module, engine.comms.world_comm, joined.buffer_source)
+
+
+def _root_to_join(model: nn.Module, step: object, rules: JoinRules) -> UnitRef:
+    """The one root of `model`, whose options allow a join."""
+    root = unit_ref_of(getattr(model, "module", model)) or unit_ref_of(model)
     engines = engines_in(model, "join")
-    if sharded is None or len(engines) != 1:
+    if root is None or len(engines) != 1:
         raise ShardingError(f"join takes one wrapped model; there are {len(engines)} roots in this {type(model).__name__}.")
-    if not callable(step):
-        raise ShardingError(f"join takes a function that steps, such as optimizer.step, not {step!r}.")
     engine = engines[0]
+    if not callable(step) and (step is not None or root.unit.config.mesh_kind is not MeshKind.REPLICATE):
+        raise ShardingError(f"join takes a function that steps, such as optimizer.step, not {step!r}.")
     if engine.watcher is not None:
         raise ShardingError("join: this model is inside another join already.")
-    if engine.reducer.hook is not None:
+    if engine.reducer.hook is not None and not rules.divides_by_all_ranks:
         raise ShardingError("join: the communication hook of this model averages over all ranks, also those that have finished.")
     if engine.reducer.policy.static_graph:
         raise ShardingError("join: a rank that has finished has no gradients, so leave out reduction.static_graph.")
-    if engine.units[0].config.broadcast_buffers:
-        raise ShardingError("join: rank 0, whose buffers broadcast_buffers=True gives to all, may have finished; leave it out.")
-    joined = Joined(model, engine, step, inputs)
-    handle = sharded.hooks.on_call(joined._store_inputs)
-    engine.set_watcher(joined)
-    try:
-        yield joined
-        joined._serve_shards()
-    finally:
-        engine.set_watcher(None)
-        engine.reducer.set_averaging_ranks(engine.comms.size)
-        handle.remove()
+    return root

@@ -17,6 +17,8 @@ from fsdp.errors import ShardingError
 
 _COMPOSABLE: Final = ("fully_shard", "replicate")
 """The names under which torch's composable functions register."""
+_WRAPPERS: Final = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+"""torch's own classes, whatever those names are bound to later."""
 
 _PLACES: Final = (COMPOSABLE_REGISTRY, "_ddp_params_and_buffers_to_ignore", "_replicate_for_data_parallel")
 """The attributes in which other engines look something up."""
@@ -24,7 +26,7 @@ _PLACES: Final = (COMPOSABLE_REGISTRY, "_ddp_params_and_buffers_to_ignore", "_re
 
 def other_engine(module: nn.Module) -> str | None:
     """The name of the engine that has wrapped `module`, if there is one."""
-    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+    if any(base in _WRAPPERS for base in type(module).__mro__):
         return f"torch's {type(module).__name__}"
     if any(f"{base.__module__}.".startswith("torch.distributed.fsdp.") for base in type(module).__mro__):
         return "torch's FSDP"

@@ -9,8 +9,8 @@ from fsdp.comm.communicator import Communicator
 
 
 @torch.no_grad()
-def broadcast_buffers(module: nn.Module, world_comm: Communicator) -> None:
-    """Overwrite every buffer of `module` with rank 0's.
+def broadcast_buffers(module: nn.Module, world_comm: Communicator, source: int = 0) -> None:
+    """Overwrite every buffer of `module` with those of rank `source`.
 
     Traffic: one broadcast for each dtype and device.
     """
@@ -21,7 +21,7 @@ def broadcast_buffers(module: nn.Module, world_comm: Communicator) -> None:
     for buffers in kinds.values():
         mine = torch.cat([buffer.reshape(-1) for buffer in buffers])
         together = mine.clone()
-        world_comm.broadcast(together, 0, "buffers").wait()
+        world_comm.broadcast(together, source, "buffers").wait()
         # equal buffers are not written, because a graph may have saved them
         if not torch.equal(together, mine):
             _copy_out(together, buffers)

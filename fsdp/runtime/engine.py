@@ -288,8 +288,9 @@ class Engine:
         if (restart := self.pending_backward.announce_restart(self.units[0].name)) is not None:
             self.abandon_step(restart, 0)
         if self.units[0].config.broadcast_buffers and records_graph:
+            source = 0 if self.watcher is None else self.watcher.buffer_source
             for module in self.units[0].modules:
-                broadcast_buffers(module, self.comms.world_comm)
+                broadcast_buffers(module, self.comms.world_comm, source)
         if self.reducer.policy.find_unused_parameters:
             # a rank may not use a unit that is frozen on all ranks
             for unit in self.units:

@@ -26,6 +26,11 @@ class HookActions(ABC):
 class PassWatcher(ABC):
     """An object that the engine calls before each forward of the root and before each backward, such as that of `fsdp.join`."""
 
+    @property
+    @abstractmethod
+    def buffer_source(self) -> int:
+        """The rank whose buffers a forward gives to all, if it gives one's to all."""
+
     @abstractmethod
     def before_forward(self, records_graph: bool) -> None:
         """A forward of the root begins."""

@@ -2,7 +2,8 @@
 
 Rule 1: no communication and no copy. A value of the state dict is the shard itself (sharded_value.py).
 Rule 2: a state dict that does not fit is refused before anything is loaded.
-Rule 3: inside `summon_full_params` the parameters are full, and the hooks do nothing.
+Rule 3: inside `summon_full_params` the parameters are full, and the hooks do nothing. Under "NO_SHARD" with `plain_shards`
+        they are full and ordinary too, and stand for themselves.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp.autograd.frames import caller_of_full_state, loading_call, modules_being_saved
+from fsdp.config import MeshKind
 from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
@@ -34,6 +36,8 @@ class StateHooks(RefuseCopy):
         self._engine = engine
         self._index = index
         self._outer = outer
+        config = self._unit.config
+        self._shows_full_params = config.plain_shards and config.mesh_kind is MeshKind.REPLICATE
         self._slots: WeakKeyDictionary[nn.Module, dict[str, ParamShard]] = WeakKeyDictionary()  # see `Unit.module`
         for info, param_shard in zip(self._unit.param_infos, param_shards_of(self._unit), strict=True):
             for owner, slot in info.slots:
@@ -65,6 +69,9 @@ class StateHooks(RefuseCopy):
         if self._summoned:
             return
         refuse_borrowing(self._engine)
+        if self._shows_full_params:
+            self._unit.check_shards()
+            return
         if keep_vars and self._unit.has_opaque_shards:
             raise ShardingError(
                 f"state_dict(keep_vars=True) of unit {self._unit.name!r}: a part of a parameter cannot stand for the parameter; "
@@ -79,7 +86,7 @@ class StateHooks(RefuseCopy):
         self._unit.check_shards()
 
     def _put_sharded_values(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if self._summoned or self._unit.has_dtensors:
+        if self._summoned or self._shows_full_params or self._unit.has_dtensors:
             return
         for slot, param_shard in self._slots[module].items():
             if prefix + slot in state_dict:
@@ -89,7 +96,11 @@ class StateHooks(RefuseCopy):
         """Refuse a state dict in which this rank's shard stands under a name for which no hook replaced it."""
         outer = [module for unit in self._outer for module in unit.modules]
         # the outermost unit that is saved checks for all units inside, or the time would grow with the square of their number
-        if self._summoned or (outer and any(saved is module for saved in modules_being_saved() for module in outer)):
+        if (
+            self._summoned
+            or self._shows_full_params
+            or (outer and any(saved is module for saved in modules_being_saved() for module in outer))
+        ):
             return
         units = [self._unit, *(self._engine.units[inner] for inner in self._engine.descendants[self._index])]
         owners = {key: unit for unit in units for key in (*(storage_key(flat.shard) for flat in unit.flats), *unit.keys)}

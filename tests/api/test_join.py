@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
+from fsdp.shards.shard_tensor import plain
 from tests.support.models import CASES, Block, Net, assert_close, is_at_rest, join, loss_of, weights_of
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -145,16 +146,148 @@ def test_evaluations_inside_are_served_and_running_statistics_stay() -> None:
     assert fsdp.simulate(3, fn) == [(2, 2), (4, 4), (6, 6)]
 
 
-def test_a_rank_without_any_batch_needs_inputs() -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(Net(1))
+def test_a_rank_without_any_batch_gets_the_inputs_of_another() -> None:
+    def fn(rank: int, wrapped: bool) -> list[Tensor]:
+        class Unwrap(nn.Module):
+            """Takes inputs that cannot be pickled, and others."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = Net(1)
+
+            def forward(self, *inputs: Any, scale: Tensor) -> Tensor:
+                output: Tensor = self.net(inputs[0]() if wrapped else inputs[0]) * scale
+                return output
+
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(Unwrap())
         with fsdp.join(model, lambda: None) as joined:
             for _ in range(rank):
-                loss_of(model(batch(0, 0))).backward()
+                x = partial(batch, 0, 0) if wrapped else batch(0, 0)
+                loss_of(model((lambda x=x: x()) if wrapped else x, scale=torch.ones(()))).backward()
                 joined.step()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    with pytest.raises((fsdp.ShardingError, fsdp.WorldError), match="had no batch at all"):
+    shards = fsdp.simulate(2, partial(fn, wrapped=False))
+    torch.manual_seed(0)
+    net = Net(1)
+    loss_of(net(batch(0, 0))).backward()
+    expected = torch.cat([p.grad.reshape(-1) for p in net.parameters() if p.grad is not None])
+    assert_close({"squares": sum(plain(g).square().sum() for one in shards for g in one)}, {"squares": expected.square().sum()})
+    with pytest.raises((fsdp.ShardingError, fsdp.WorldError), match="the inputs of the others cannot be pickled"):
+        fsdp.simulate(2, partial(fn, wrapped=True))
+
+
+REPLICATED: dict[str, Any] = {"sharding_strategy": "NO_SHARD"}
+
+
+def replicated(rank: int, counts: tuple[int, ...], **rules: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An ordinary loop, without the step of `join`."""
+    model = fsdp.fully_shard(CASES["net"].model(), auto_wrap_policy={Block}, plain_shards=True, **REPLICATED)
+    optimizer = SGD(model.parameters())
+    with fsdp.join(model, **rules):
+        for number in range(counts[rank]):
+            loss_of(model(batch(rank, number))).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert is_at_rest(model)
+    return weights_of(model), optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("counts", [COUNTS, (0, 2, 2, 3)], ids=str)
+def test_without_a_step_all_ranks_take_over_weights_and_optimizer_state(counts: tuple[int, ...]) -> None:
+    found = fsdp.simulate(4, lambda rank: replicated(rank, counts))
+    for weights, states in found:
+        assert_close(weights, alone(counts))
+        for number, state in found[-1][1].items():
+            assert torch.equal(state["momentum_buffer"], states[number]["momentum_buffer"])
+
+
+def test_gradients_may_be_divided_by_all_ranks() -> None:
+    def fn(rank: int) -> float:
+        model = fsdp.fully_shard(nn.Linear(1, 1), sync_module_states=True, plain_shards=True, **REPLICATED)
+        gradients = []
+        with fsdp.join(model, lambda: None, divides_by_all_ranks=True) as joined:
+            for _ in range(rank + 1):
+                model.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                gradients.append(float(model.bias.grad.sum()))
+                joined.step()
+        return gradients[-1]
+
+    assert fsdp.simulate(2, fn) == [1.0, 0.5]
+
+
+def test_a_communication_hook_divides_by_all_ranks_too() -> None:
+    def fn(rank: int) -> None:
+        with fsdp.join(hooked_model(), print, divides_by_all_ranks=True):
+            pass
+
+    fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("options", [{}, REPLICATED], ids=["FULL_SHARD", "NO_SHARD"])
+def test_all_ranks_may_stop_with_the_first(options: dict[str, Any]) -> None:
+    def fn(rank: int) -> int:
+        model = fsdp.fully_shard(Net(1), sync_module_states=True, **options)
+        taken = 0
+        stops = pytest.raises(fsdp.InputsExhausted, match="rank 0 had no further batch")
+        with stops, fsdp.join(model, lambda: None, stops_at_first=True) as joined:
+            for _ in range(2 + rank):
+                loss_of(model(batch(rank, 0))).backward()
+                joined.step()
+                taken += 1
+        loss_of(model(batch(rank, 0))).backward()
+        assert is_at_rest(model)
+        return taken
+
+    assert fsdp.simulate(2, fn) == [2, 2]
+
+
+@pytest.mark.parametrize("options", [{}, REPLICATED], ids=["FULL_SHARD", "NO_SHARD"])
+def test_buffers_are_broadcast_from_a_rank_that_has_data_left(options: dict[str, Any]) -> None:
+    def fn(rank: int) -> tuple[float, int]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+        model = fsdp.fully_shard(net, sync_module_states=True, broadcast_buffers=True, **options)
+        with fsdp.join(model, lambda: None) as joined:
+            for _ in range(1 + 2 * rank):
+                model(torch.tensor([[0.0, 1.0], [1.0, float(rank)]])).sum().backward()
+                joined.step()
+        return float(net[0].running_mean[1]), int(net[0].num_batches_tracked)
+
+    (mean, count), other = fsdp.simulate(2, fn)
+    # rank 0 has finished before the second forward, so the statistics of rank 1's three batches go on
+    assert count == 3 and (mean, count) == other
+    assert mean == pytest.approx(1 - 0.9**3)
+
+
+@pytest.mark.parametrize("differs", ["learning rate", "optimizers"])
+def test_optimizers_that_differ_at_the_end_are_refused(differs: str) -> None:
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Linear(2, 1), sync_module_states=True, **REPLICATED)
+        optimizers = [SGD([p]) for p in model.parameters()]
+        with fsdp.join(model):
+            for _ in range(1 + rank):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizers[0].step()
+                if rank:
+                    optimizers[0].param_groups[0]["lr"] *= 0.5 if differs == "learning rate" else 1.0
+                    optimizers[1 if differs == "optimizers" else 0].step()
+
+    text = "lr: 0.05.* on rank 0 and lr: 0.0125.* on rank 1" if differs == "learning rate" else "rank 1 has stepped 2 optimizers"
+    with pytest.raises((fsdp.ShardingError, fsdp.WorldError), match=text):
         fsdp.simulate(2, fn)
+
+
+def test_a_step_that_was_not_given_cannot_be_taken() -> None:
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Linear(2, 1), **REPLICATED)
+        with fsdp.join(model) as joined, pytest.raises(fsdp.ShardingError, match="takes the step that was given"):
+            joined.step()
+
+    fsdp.simulate(1, fn)
 
 
 def test_ranks_that_do_different_things_get_an_error() -> None:

@@ -1,0 +1,147 @@
+"""What ranks inside a join get from each other: the inputs of a forward, and at the end weights and optimizer state."""
+
+import gc
+import pickle
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map
+
+from fsdp.comm.communicator import Communicator
+from fsdp.errors import ShardingError, name_ranks
+
+
+class InputsOfOthers:
+    """The inputs of this rank's last forward, for a rank that has never had a batch."""
+
+    def __init__(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any]) -> None:
+        self._inputs = None if args is None else (args, kwargs)
+
+    def exchange(self, comm: Communicator, source: int, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the inputs of `source`, on `device`; None if they cannot be pickled. Every rank calls it."""
+        mine = self._pickled() if comm.rank == source else None
+        pickled = comm.gather_objects(mine, "inputs for ranks without a batch")[source]
+        if pickled is None:
+            return None
+        on_device = tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, pickle.loads(pickled))
+        return on_device[0], on_device[1]
+
+    def _pickled(self) -> bytes | None:
+        on_host = tree_map(lambda one: one.detach().cpu() if isinstance(one, Tensor) else one, self._inputs)
+        try:
+            return pickle.dumps(on_host)
+        except (pickle.PicklingError, AttributeError, TypeError):  # what pickle raises for a lambda, a local class, a lock
+            return None
+
+
+class SteppedOptimizers:
+    """A context that finds the optimizers that step parameters of a model meanwhile, in the order of their first steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params = {id(parameter) for parameter in model.parameters()}
+        self._found: list[Optimizer] = []
+
+    def __enter__(self) -> "SteppedOptimizers":
+        self._handle = register_optimizer_step_post_hook(self._on_step)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._handle.remove()
+
+    def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
+        if self._steps_params(optimizer) and not any(one is optimizer for one in self._found):
+            self._found.append(optimizer)
+
+    def all_found(self) -> list[Optimizer]:
+        """The optimizers. If none has stepped, because there was no batch, those that there are."""
+        if self._found:
+            return self._found
+        made = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+        return [one for one in made if self._steps_params(one)]
+
+    def _steps_params(self, optimizer: Optimizer) -> bool:
+        return any(id(parameter) in self._params for group in optimizer.param_groups for parameter in group["params"])
+
+
+def take_over(source: int, model: nn.Module, optimizers: list[Optimizer], comm: Communicator) -> None:
+    """Make weights, buffers and the state of `optimizers` those of rank `source` on every rank. Every rank holds full parameters.
+
+    Traffic: a broadcast for each tensor.
+
+    Raises:
+        ShardingError: a rank lacks an optimizer, or its options differ. Nothing was taken over, on any rank.
+    """
+    described = comm.gather_objects([_describe(one) for one in optimizers], "optimizers")
+    _check_alike(source, described)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.copy_(_broadcast(tensor.detach(), source, comm))
+        for optimizer, (_, states) in zip(optimizers, described[source], strict=False):
+            params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for parameter, state in zip(params, states, strict=True):
+                _take_state(optimizer.state, parameter, state, source, comm)
+
+
+def _describe(optimizer: Optimizer) -> tuple[list[str], list[dict[str, Any]]]:
+    """The options of each group as text; for each parameter its state, with an empty tensor on its device for each tensor."""
+    options = [
+        ", ".join(f"{name}: {value}" for name, value in group.items() if name != "params") for group in optimizer.param_groups
+    ]
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return options, [
+        {name: _Shape.of(value) if isinstance(value, Tensor) else value for name, value in optimizer.state.get(p, {}).items()}
+        for p in params
+    ]
+
+
+class _Shape(tuple[Any, ...]):
+    """Stands for a tensor of a state: its shape, its dtype, and whether it is on the host."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(tensor: Tensor) -> "_Shape":
+        return _Shape((tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu"))
+
+
+def _check_alike(source: int, described: list[list[tuple[list[str], list[dict[str, Any]]]]]) -> None:
+    has_state = any(state for _, states in described[source] for state in states)
+    lacking = [rank for rank, found in enumerate(described) if len(found) != len(described[source])]
+    if lacking and has_state:
+        raise ShardingError(
+            f"join: rank {source} has stepped {len(described[source])} optimizers of this model, and {name_ranks(lacking)} "
+            "another number, so their state would differ; step the same optimizers on all ranks, and give every rank a batch."
+        )
+    for rank, found in enumerate(described):
+        for (mine, _), (theirs, _) in zip(found, described[source], strict=False):
+            if mine != theirs:
+                raise ShardingError(
+                    f"join: the options of an optimizer are {'; '.join(mine)} on rank {rank} and {'; '.join(theirs)} on rank "
+                    f"{source}; change the learning rate outside of join, or as often on every rank."
+                )
+
+
+def _take_state(states: Any, parameter: Tensor, wanted: dict[str, Any], source: int, comm: Communicator) -> None:
+    mine = states.get(parameter, {})
+    for name, value in wanted.items():
+        if not isinstance(value, _Shape):
+            mine[name] = value
+            continue
+        shape, dtype, on_host = value
+        if not isinstance(mine.get(name), Tensor) or mine[name].shape != shape:
+            mine[name] = torch.zeros(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+        mine[name].copy_(_broadcast(mine[name].to(parameter.device), source, comm))
+    if wanted:
+        states[parameter] = mine
+
+
+def _broadcast(tensor: Tensor, source: int, comm: Communicator) -> Tensor:
+    """The values of rank `source`, in memory of their own."""
+    found = tensor.clone(memory_format=torch.contiguous_format)
+    if found.numel():
+        comm.broadcast(found, source, "the result of join").wait()
+    return found

@@ -1,0 +1,85 @@
+"""Arguments of DistributedDataParallel, checked and translated: devices of inputs, ignored parameters, other engines' options."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from fsdp.api.peer_options import refused_options, remedies_for
+from fsdp.errors import ShardingError
+
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""The attribute of a module with the names that DistributedDataParallel leaves alone. Users of torch set it."""
+
+
+def input_device(module: nn.Module, device_ids: Sequence[Any] | None, output_device: Any) -> torch.device | None:
+    """The device to which inputs are moved; None if they are not.
+
+    Raises:
+        ShardingError: the module is on the host or elsewhere, or there are several devices.
+    """
+    if not device_ids and output_device is None:
+        return None
+    given = [*(device_ids or ()), *(() if output_device is None else (output_device,))]
+    kind = next((p.device.type for p in module.parameters()), "cpu")
+    wanted = {torch.device(kind, one) if isinstance(one, int) else torch.device(one) for one in given}
+    found = {p.device for p in module.parameters()}
+    if kind == "cpu" or len(wanted) != 1 or wanted != found:
+        raise ShardingError(
+            f"device_ids={device_ids!r} with output_device={output_device!r}: one device is allowed, where the module is, "
+            f"and None on the host; the parameters are on {', '.join(sorted(map(str, found)))}."
+        )
+    return wanted.pop()
+
+
+def moved(inputs: Any, device: torch.device | None) -> Any:
+    """`inputs` with all tensors in it on `device`."""
+    return inputs if device is None else tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, inputs)
+
+
+def ignored_modules(module: nn.Module, broadcasts_buffers: bool) -> list[nn.Module]:
+    """The modules all of whose parameters and buffers are ignored, from the names that the user has set on `module`.
+
+    Raises:
+        ShardingError: a module has ignored parameters beside others, or a buffer is ignored while buffers are broadcast.
+    """
+    names = set(module.__dict__.get(IGNORED, ()))
+    if broadcasts_buffers and (buffers := sorted(names & set(_buffers(module)))):
+        raise ShardingError(f"{buffers[0]!r} is ignored, and buffers are broadcast all together; give broadcast_buffers=False.")
+    found: list[nn.Module] = []
+    covered: set[str] = set()
+    for prefix, one in module.named_modules():
+        below = {f"{prefix}.{name}" if prefix else name for name in (*_params(one), *_buffers(one))}
+        if below and below <= names and not below <= covered:
+            found.append(one)
+            covered |= below
+    rest = sorted(names - covered)
+    if rest:
+        raise ShardingError(
+            f"{rest[0]!r} is ignored, but not all parameters and buffers of its module are: put those into a module of their own."
+        )
+    return found
+
+
+def refuse_other_options(given: Mapping[str, object], known: Collection[str]) -> None:
+    """Drop options of other engines whose values mean what happens here anyway, and refuse all others.
+
+    Raises:
+        ShardingError: an option is not known here, or has another value.
+    """
+    refused = refused_options(given)
+    if refused:
+        raise ShardingError(
+            f"DistributedDataParallel: {remedies_for(refused, known)}. Options of Apex are those of fsdp.compat.apex; "
+            "fsdp.fully_shard has the other ones."
+        )
+
+
+def _params(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters(remove_duplicate=False)]
+
+
+def _buffers(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_buffers(remove_duplicate=False)]
