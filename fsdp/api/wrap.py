@@ -28,6 +28,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import engines_in, unit_ref_of
 from fsdp.shards.dtensors import make_dtensor_mesh
+from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
 
 Module = TypeVar("Module", bound=nn.Module | list[nn.Module])
 
@@ -222,15 +223,19 @@ class FullyShardedDataParallel(nn.Module):
         return clipping.clip_grad_norm_(self, max_norm, norm_type)
 
 
-def run_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the forward of a unit, and abandon the step after a KeyboardInterrupt, for which torch runs no hook."""
+def run_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], unit_ref: UnitRef | None = None) -> Any:
+    """Run the forward of a unit, and abandon the step after a KeyboardInterrupt, for which torch runs no hook.
+
+    `unit_ref`: the unit, if `module` is a wrapper around it.
+    """
     try:
         return module(*args, **kwargs)
     except Exception:
         raise  # the hooks have abandoned the step
     except BaseException as failure:
-        sharded = unit_ref_of(module)
-        assert sharded is not None, "the module was wrapped"
+        sharded = unit_ref or unit_ref_of(module)
+        if sharded is None:
+            raise
         sharded.engine.note(failure)
         sharded.engine.abandon_step(failure)
         raise

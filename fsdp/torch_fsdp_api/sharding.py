@@ -13,7 +13,6 @@ from fsdp.build.other_engines import refuse_other_engines
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError
 from fsdp.params.module_tree import IGNORED
-from fsdp.runtime.registry import unit_ref_of
 from fsdp.torch_fsdp_api import torch_names
 from fsdp.torch_fsdp_api.torch_names import HYBRID, ShardingStrategy
 
@@ -169,9 +168,11 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
     module = instance._fsdp_wrapped_module
     inner = [one for one in instances_in(instance) if one is not instance]
     for one in inner:
-        if one._ranks_key != instance._ranks_key and IGNORED not in one._fsdp_wrapped_module.__dict__:
+        if one._ranks_key != instance._ranks_key and IGNORED not in one._unit_module.__dict__:
             # a root over other ranks is driven by itself; it is called inside the forward of this one
-            one._fsdp_wrapped_module.__dict__[IGNORED] = True
+            one._unit_module.__dict__[IGNORED] = True
+    if all(p in instance._ignored_params for p in module.parameters()) and next(module.parameters(), None) is not None:
+        return
     strategy = instance.sharding_strategy
     keeps = strategy is ShardingStrategy._HYBRID_SHARD_ZERO2
     prefetches = instance.backward_prefetch is not None or instance.forward_prefetch
@@ -190,7 +191,7 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
     )
     refuse_other_engines(instance, type(module).__name__)
     for one in (instance, *inner):
-        found = unit_ref_of(one._fsdp_wrapped_module)
+        found = one._unit_ref
         # state dicts have FSDP1's formats
         for handle in () if found is None else found.state_dict_handles:
             handle.remove()
@@ -212,7 +213,7 @@ def _outermost_ignored(instance: Any) -> list[nn.Module] | None:
             found.append(one)
             covered |= own
     for name, parameter in module.named_parameters():
-        if parameter in parameters and parameter not in covered and IGNORED not in module.__dict__:
+        if parameter in parameters and parameter not in covered:
             raise ShardingError(
                 f"ignored_states: parameter {plain_name(name)!r} belongs to a module with parameters that are not ignored; put it "
                 "into a module of its own."

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
+from fsdp.runtime.registry import refuse_unless_resting
 from fsdp.state_dict.full_state import RANGE_BYTES
 from fsdp.state_dict.param_ranges import gather_range, memory_for, ranges_of
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
@@ -28,7 +29,9 @@ def names_of(instance: Any) -> dict[str, ParamShard]:
     paths: dict[int, list[str]] = {}
     for path, module in instance._fsdp_wrapped_module.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(plain_name(f"{path}." if path else ""))
-    unit: Unit = instance._unit_ref.unit
+    unit = _unit_of(instance)
+    if unit is None:
+        return {}
     shards = {id(one.parameter): one for one in param_shards_of(unit)}
     return {
         path + name: shards[id(info.parameter)] for info in unit.param_infos for owner, name in info.slots for path in paths[id(owner)]
@@ -49,6 +52,19 @@ def format_of(instance: Any) -> tuple[StateDictType, Any]:
     return kind, config
 
 
+def _unit_of(instance: Any) -> Unit | None:
+    """The unit of an instance; None if all its parameters are ignored."""
+    return None if instance._unit_ref is None else instance._unit_ref.unit
+
+
+def _check_resting(instance: Any, call: str) -> None:
+    """Refuse a call inside a forward or a backward, and take over what was put into shards."""
+    ref = instance._unit_ref
+    if ref is not None and not instance._is_summoned:
+        refuse_unless_resting(call, ref.engine)
+        ref.unit.check_shards()
+
+
 def rename(state_dict: dict[str, Any], old: str, new: str) -> None:
     """Replace the beginning `old` of names by `new`; the order stays."""
     if old != new and any(key.startswith(old) for key in state_dict):
@@ -63,9 +79,7 @@ def rename(state_dict: dict[str, Any], old: str, new: str) -> None:
 def check_save(instance: Any, prefix: str, keep_vars: bool) -> None:
     """Refuse what cannot be saved, before anything is."""
     format_of(instance)
-    if not instance._is_summoned:
-        instance._check_resting("state_dict")
-        instance._unit_ref.unit.check_shards()
+    _check_resting(instance, "state_dict")
 
 
 @torch.no_grad()
@@ -93,12 +107,12 @@ def put_values(instance: Any, state_dict: dict[str, Any], prefix: str, metadata:
 def _put_parameters(
     instance: Any, state_dict: dict[str, Any], prefix: str, kind: StateDictType, config: Any, absent: bool
 ) -> None:
-    unit: Unit = instance._unit_ref.unit
+    unit = _unit_of(instance)
     keys: dict[tuple[int, int], list[str]] = {}
     for name, param_shard in names_of(instance).items():
         if prefix + name in state_dict:
             keys.setdefault((id(param_shard.flat), param_shard.number), []).append(prefix + name)
-    if instance._is_summoned:
+    if instance._is_summoned or unit is None:
         for key in (key for group in keys.values() for key in group):
             state_dict[key] = state_dict[key].detach().clone()
         return
@@ -132,7 +146,8 @@ def _put_vector(instance: Any, state_dict: dict[str, Any], prefix: str, config: 
 
 def _vectors(instance: Any, prefix: str) -> Iterator[tuple[str, FlatBuffer]]:
     """The flat buffers of the unit by name. The first has FSDP1's name; the others are numbered."""
-    for number, flat in enumerate(instance._unit_ref.unit.flats):
+    unit = _unit_of(instance)
+    for number, flat in enumerate(() if unit is None else unit.flats):
         yield prefix + FLAT_NAME + (f"_{number}" if number else ""), flat
 
 
@@ -161,9 +176,8 @@ def take_values(
 ) -> None:
     """Put this rank's parts in the place of the given values, under the names that the wrapper has."""
     kind, _ = format_of(instance)
+    _check_resting(instance, "load_state_dict")
     if not instance._is_summoned:
-        instance._check_resting("load_state_dict")
-        instance._unit_ref.unit.check_shards()
         if metadata.get("assign_to_params_buffers", False):
             raise ShardingError("load_state_dict: assign=True would replace the shards; leave it out.")
         if kind is StateDictType.LOCAL_STATE_DICT:

@@ -24,6 +24,8 @@ def summoned(
     with ExitStack() as stack:
         for one in instances:
             ref = one._unit_ref
+            if ref is None:
+                continue
             if rank0_only and one.rank != 0:
                 with summoned_unit(ref, writeback=False):
                     pass  # to join the collective

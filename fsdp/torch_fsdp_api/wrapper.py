@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from fsdp.api.wrap import no_sync, run_forward
 from fsdp.errors import ShardingError
-from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
+from fsdp.runtime.registry import UnitRef, unit_ref_of
 from fsdp.torch_fsdp_api import gradients, optim_states, sharding, state_types, states, summon, torch_names
 from fsdp.torch_fsdp_api.instance import InstanceState
 from fsdp.torch_fsdp_api.sharding import WRAPPED_NAME, instances_in
@@ -100,6 +100,8 @@ class FullyShardedDataParallel(InstanceState):
             }
             sharding.wrap_children(module, auto_wrap_policy, self, arguments, FullyShardedDataParallel)
         self._fsdp_wrapped_module = module
+        # apart from the attribute, in which torch puts a wrapper for activation checkpointing
+        self.__dict__["_unit_module"] = module
         sharding.shard(self, param_init_fn, sync_module_states)
         self.register_state_dict_pre_hook(states.check_save)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(partial(states.put_values))  # type: ignore[no-untyped-call]
@@ -176,15 +178,14 @@ class FullyShardedDataParallel(InstanceState):
     # instances and states -----------------------------------------------------------------
 
     @property
-    def _unit_ref(self) -> UnitRef:
-        found = unit_ref_of(self._fsdp_wrapped_module)
-        assert found is not None, "the constructor makes the unit"
-        return found
+    def _unit_ref(self) -> UnitRef | None:
+        """The unit; None if all parameters of the module are ignored."""
+        return unit_ref_of(self._unit_module)
 
     @property
     def training_state(self) -> TrainingState:
         """What the instance does now."""
-        ref = unit_ref_of(self._fsdp_wrapped_module)
+        ref = self._unit_ref
         if self._is_summoned:
             return TrainingState.SUMMON_FULL_PARAMS
         if ref is None or ref.engine.root.lifecycles[ref.index].state.name == "IDLE":
@@ -200,16 +201,13 @@ class FullyShardedDataParallel(InstanceState):
             names = ", ".join(one.name for one in allowed)
             raise ValueError(f"this instance is in {self.training_state.name}; here it may be in {names}.")
 
-    def _check_resting(self, call: str) -> None:
-        refuse_unless_resting(call, self._unit_ref.engine)
-
     @property
     def _is_root(self) -> bool:
-        return self._unit_ref.index == 0
+        return self._unit_ref is not None and self._unit_ref.index == 0
 
     @property
     def _has_params(self) -> bool:
-        return bool(self._unit_ref.unit.flats)
+        return self._unit_ref is not None and bool(self._unit_ref.unit.flats)
 
     def check_is_root(self) -> bool:
         """Whether no other instance over the same ranks is around this one."""
@@ -231,7 +229,7 @@ class FullyShardedDataParallel(InstanceState):
             sharding.cast_buffers(self)
             if self.compute_device.type != "cpu":
                 args, kwargs = tree_map(self._to_device, (args, kwargs))
-        return run_forward(self._fsdp_wrapped_module, args, kwargs)
+        return run_forward(self._fsdp_wrapped_module, args, kwargs, self._unit_ref)
 
     def _to_device(self, thing: Any) -> Any:
         return thing.to(self.compute_device) if isinstance(thing, Tensor) else thing
