@@ -25,6 +25,18 @@ ORDER: dict[str, tuple[str, ...]] = {
     "__init__": (),
     "compat": ("fairscale", "fully_shard"),
     "fully_shard_api": ("wrap", "module", "residence", "settings", "convert"),
+    "compat": ("fairscale", "torch_fsdp"),
+    "torch_fsdp_api": (
+        "wrapper",
+        "optim_states",
+        "states",
+        "state_types",
+        "gradients",
+        "summon",
+        "sharding",
+        "instance",
+        "torch_names",
+    ),
     "fairscale_api": (
         "auto_wrap",
         "wrapper",
@@ -316,6 +328,7 @@ _NAMES_OF_FSDP2 = {"compat.fully_shard", "fully_shard_api.wrap"}
 def test_only_process_group_and_connect_import_torch_distributed() -> None:
     only_in(
         {"comm.process_group", "comm.connect", "comm.meshes", "shards.dtensors", "fairscale_api.groups", *_NAMES_OF_FSDP2},
+        {"comm.process_group", "comm.connect", "fairscale_api.groups", "torch_fsdp_api.torch_names"},
         {name: [one for one in imports_of(path_of(name)) if is_distributed(one) and not is_dcp(one)] for name in FILES},
     )
 
@@ -363,6 +376,8 @@ def test_only_hooks_registers_a_hook() -> None:
             "shards.dtensors",
             # fairscale's hooks that show views again and that patch batch norms; they raise no event
             *("fairscale_api.wrapper", "fairscale_api.recompute"),
+            # FSDP1's communication hook, given to the engine
+            "torch_fsdp_api.gradients",
         },
         {name: registrations(name) for name in FILES},
     )

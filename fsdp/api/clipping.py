@@ -82,11 +82,12 @@ def clip_norm_of_roots(model: nn.Module, max_norm: float, norm_type: float = 2.0
     outside = [p for p in model.parameters() if id(p) not in sharded]
     device = engines[0].units[0].device
     norms, held = [], []
-    for engine, parameters in [*zip(engines, of_roots, strict=True), (None, outside)]:
+    comms = [engine.comms.reduce_comm for engine in engines]
+    for comm, parameters in zip((*comms, None), (*of_roots, outside), strict=True):
         strided, sparse = _gradients_of(parameters)
         is_double = any(p.dtype is torch.float64 for p in parameters)
         norm = _local_norm(strided, sparse, power, torch.float64 if is_double else torch.float32, device)
-        norms.append(norm if engine is None else _combine(engine.comms.reduce_comm, norm, power))
+        norms.append(norm if comm is None else _combine(comm, norm, power))
         held += [*strided, *sparse]
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].dtype) for norm in norms]), power)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -34,7 +34,8 @@ class GradientHook(NamedTuple):
     is_replicated: bool
     num_shards: int
 
-    def __call__(self, state: object, bucket: Any) -> "torch.futures.Future[Tensor]":
+    def reduce(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Reduce a bucket by the hook."""
         gradient = bucket.buffer()
         result = gradient
         if self.is_replicated:
@@ -54,12 +55,14 @@ def set_hook(instance: Any, state: object, hook: Callable[..., object]) -> None:
     instances = instances_in(instance)
     for one in instances:
         if one.sharding_strategy in HYBRID:
-            raise AssertionError(f"register_comm_hook: {one.sharding_strategy.name} reduces twice; a hook reduces once. Leave it out.")
+            raise AssertionError(
+                f"register_comm_hook: {one.sharding_strategy.name} reduces twice; a hook reduces once. Leave it out."
+            )
         if one._comm_hook is not None:
             raise AssertionError("register_comm_hook: there is a communication hook already; a second would replace it.")
         if not callable(hook):
             raise ValueError(f"register_comm_hook takes a function, not {hook!r}.")
     replicated = instance.sharding_strategy is ShardingStrategy.NO_SHARD
-    register_comm_hook(instance, state, GradientHook(hook, replicated, instance.world_size))
+    register_comm_hook(instance, state, GradientHook(hook, replicated, instance.world_size).reduce)
     for one in instances:
         one.set_comm_hook(hook)

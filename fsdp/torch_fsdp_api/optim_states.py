@@ -66,7 +66,9 @@ def in_format(model: nn.Module, optim: torch.optim.Optimizer, given: Any) -> dic
     """See `FullyShardedDataParallel.optim_state_dict`."""
     settings = settings_of(model)
     if given is not None and not _is_state_of(optim, given):
-        raise ShardingError("optim_state_dict: the given state is not that of the optimizer; give what optim.state_dict() returns.")
+        raise ShardingError(
+            "optim_state_dict: the given state is not that of the optimizer; give what optim.state_dict() returns."
+        )
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
         return sharded(model, optim)
     config = settings.optim_state_dict_config
@@ -77,7 +79,9 @@ def _is_state_of(optim: torch.optim.Optimizer, given: Mapping[str, Any]) -> bool
     """Whether `given` has the tensors of the optimizer's own state dict."""
     mine = optim.state_dict()["state"]
     return set(given["state"]) == set(mine) and all(
-        value is given["state"][number].get(key) or torch.is_tensor(value) is False or torch.equal(value, given["state"][number][key])
+        value is given["state"][number].get(key)
+        or torch.is_tensor(value) is False
+        or torch.equal(value, given["state"][number][key])
         for number, kept in mine.items()
         for key, value in kept.items()
     )
@@ -108,9 +112,7 @@ def _part(view: OptimizerView, name: str, key: str, value: Any) -> Any:
     return placement.cut(value, view.rank).to(view.parameters[name].device)
 
 
-def rekey(
-    given: Mapping[str, Any], kind: OptimStateKeyType, model: nn.Module, optim: torch.optim.Optimizer
-) -> dict[str, Any]:
+def rekey(given: Mapping[str, Any], kind: OptimStateKeyType, model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
     """See `FullyShardedDataParallel.rekey_optim_state_dict`.
 
     Raises:
@@ -120,7 +122,9 @@ def rekey(
         raise ValueError(f"optim_state_key_type must be PARAM_NAME or PARAM_ID, not {kind!r}.")
     types = {type(key) for key in given["state"]}
     if len(types) > 1 or not types <= {int, str}:
-        raise ValueError(f"rekey_optim_state_dict: keys are of types {sorted(one.__name__ for one in types)}; give one of int, str.")
+        raise ValueError(
+            f"rekey_optim_state_dict: keys are of types {sorted(one.__name__ for one in types)}; give one of int, str."
+        )
     wanted = str if kind is OptimStateKeyType.PARAM_NAME else int
     if types <= {wanted}:
         return {**given}

@@ -107,8 +107,8 @@ def check(instance: Any, module: nn.Module, parameters: list[nn.Parameter]) -> N
     device = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), torch.device("cpu"))
     if instance.cpu_offload.offload_params and (device.type != "cpu" or instance.compute_device.type != "cpu"):
         raise ShardingError(
-            f"cpu_offload=CPUOffload(offload_params=True) with parameters on {device}: CPU offload is not supported; leave it out. "
-            "On the host it changes nothing."
+            f"cpu_offload=CPUOffload(offload_params=True) with parameters on {device}: CPU offload is not supported; leave "
+            "it out. On the host it changes nothing."
         )
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         warnings.warn(f"a {type(module).__name__} has no forward; wrap its members.", stacklevel=4)
@@ -121,11 +121,15 @@ def check_uniform(instance: Any) -> None:
         ValueError: `use_orig_params` is False, and the parameters of the unit differ in `requires_grad`.
     """
     inner = {id(p) for one in instances_in(instance._fsdp_wrapped_module) for p in one.parameters()}
-    kinds = {p.requires_grad for p in instance._fsdp_wrapped_module.parameters() if id(p) not in inner} if not instance._use_orig_params else set()
+    kinds = (
+        {p.requires_grad for p in instance._fsdp_wrapped_module.parameters() if id(p) not in inner}
+        if not instance._use_orig_params
+        else set()
+    )
     if len(kinds) > 1:
         raise ValueError(
-            "use_orig_params=False: trainable and frozen parameters are in one unit; wrap those that differ by themselves, or give "
-            "use_orig_params=True."
+            "use_orig_params=False: trainable and frozen parameters are in one unit; wrap those that differ by themselves, or "
+            "give use_orig_params=True."
         )
 
 
@@ -137,7 +141,9 @@ def wrap_children(module: nn.Module, policy: Any, instance: Any, arguments: dict
     """
     for name, one in module.named_modules():
         if isinstance(one, cls):
-            raise ValueError(f"auto_wrap_policy: {name or type(module).__name__!r} is wrapped already; wrap by hand or by policy, not both.")
+            raise ValueError(
+                f"auto_wrap_policy: {name or type(module).__name__!r} is wrapped already; wrap by hand or by policy, not both."
+            )
     torch_names.auto_wrap(module, policy, instance._ignored_modules, instance._ignored_params, arguments, cls)
 
 
@@ -215,8 +221,8 @@ def _outermost_ignored(instance: Any) -> list[nn.Module] | None:
     for name, parameter in module.named_parameters():
         if parameter in parameters and parameter not in covered:
             raise ShardingError(
-                f"ignored_states: parameter {plain_name(name)!r} belongs to a module with parameters that are not ignored; put it "
-                "into a module of its own."
+                f"ignored_states: parameter {plain_name(name)!r} belongs to a module with parameters that are not ignored; put "
+                "it into a module of its own."
             )
     return [one for one in found if not any(one is not other and one in set(other.modules()) for other in found)] or None
 

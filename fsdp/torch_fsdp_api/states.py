@@ -34,7 +34,10 @@ def names_of(instance: Any) -> dict[str, ParamShard]:
         return {}
     shards = {id(one.parameter): one for one in param_shards_of(unit)}
     return {
-        path + name: shards[id(info.parameter)] for info in unit.param_infos for owner, name in info.slots for path in paths[id(owner)]
+        path + name: shards[id(info.parameter)]
+        for info in unit.param_infos
+        for owner, name in info.slots
+        for path in paths[id(owner)]
     }
 
 
@@ -204,14 +207,16 @@ def _take_parts(instance: Any, state_dict: dict[str, Any], prefix: str, errors: 
 def _take_vectors(instance: Any, state_dict: dict[str, Any], prefix: str) -> None:
     for key, flat in _vectors(instance, prefix):
         if key not in state_dict:
-            raise ShardingError(f"load_state_dict: {key!r} is not in the state dict; give one that was saved as LOCAL_STATE_DICT.")
+            raise ShardingError(
+                f"load_state_dict: {key!r} is not in the state dict; give one that was saved as LOCAL_STATE_DICT."
+            )
         given = state_dict.pop(key)
         shards = given.local_shards() if isinstance(given, torch_names.ShardedTensor) else []
         numel = shards[0].tensor.numel() if shards else prod(getattr(given, "shape", (0,)))
         if not shards or numel != flat.shard.numel():
             raise ShardingError(
-                f"load_state_dict: {key!r} has {numel} elements on this rank, the model has {flat.shard.numel()}; load it on as many "
-                "ranks, of a model wrapped alike."
+                f"load_state_dict: {key!r} has {numel} elements on this rank, the model has {flat.shard.numel()}; load it on "
+                "as many ranks, of a model wrapped alike."
             )
         vector = shards[0].tensor.to(flat.device)
         for param_shard in (ParamShard(flat, number) for number in range(len(flat.param_infos))):
@@ -225,5 +230,3 @@ def plain_keys(module: nn.Module, keys: Any) -> None:
     """Remove the names of wrappers from those that `load_state_dict` returns."""
     for found in (keys.missing_keys, keys.unexpected_keys):
         found[:] = [plain_name(name) for name in found]
-
-

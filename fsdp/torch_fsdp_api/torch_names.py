@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -33,7 +35,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp._common_utils import TrainingState
-from torch.distributed.fsdp._shard_utils import _all_gather_dtensor, _create_chunk_dtensor, _create_chunk_sharded_tensor
+from torch.distributed.fsdp._shard_utils import _create_chunk_dtensor, _create_chunk_sharded_tensor
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import (
@@ -150,6 +152,8 @@ def hybrid_mesh(groups: Any, mesh: Any) -> tuple[Any, Any, Any]:
         if current_rank() is not None or not 0 < local <= total or total % local:
             local = total
         return (total // local, local), default_group(), None
+    if isinstance(groups, tuple) and all(isinstance(one, int) for one in groups):
+        return groups, default_group(), None  # the shape, from the instance around this one
     if not (isinstance(groups, tuple) and len(groups) == 2 and all(isinstance(one, dist.ProcessGroup) for one in groups)):
         raise ValueError(
             f"process_group must be a pair (ranks that share the shards, ranks that hold the same), not {type(groups).__name__}."

@@ -32,6 +32,8 @@ from fsdp.torch_fsdp_api.torch_names import (
     TrainingState,
 )
 
+_OWN_ARGUMENTS = ("module", "auto_wrap_policy", "ignored_modules", "ignored_states")
+"""The arguments of an instance that those inside it, which its policy chooses, do not get."""
 _OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 
@@ -65,6 +67,7 @@ class FullyShardedDataParallel(InstanceState):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: Any = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__", *_OWN_ARGUMENTS)}
         super().__init__()
         self._ignored_modules, self._ignored_params = sharding.ignored_modules(module, ignored_modules, ignored_states)
         self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
@@ -82,22 +85,9 @@ class FullyShardedDataParallel(InstanceState):
         self.compute_device = device or next((p.device for p in own if not p.is_meta), torch.device("cpu"))
         sharding.check(self, module, own)
         if auto_wrap_policy is not None:
-            groups = (process_group or (self.process_group, self._inter_node_pg)) if device_mesh is None else None
-            arguments = {
-                "process_group": groups if self.sharding_strategy in HYBRID and self._inter_node_pg else process_group,
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-                "ignored_states": self._ignored_params,
-                "device_mesh": device_mesh,
-            }
+            if self.sharding_strategy in HYBRID and device_mesh is None:
+                given["process_group"] = process_group or self._mesh
+            arguments = {**given, "ignored_states": self._ignored_params}
             sharding.wrap_children(module, auto_wrap_policy, self, arguments, FullyShardedDataParallel)
         self._fsdp_wrapped_module = module
         # apart from the attribute, in which torch puts a wrapper for activation checkpointing
@@ -116,8 +106,8 @@ class FullyShardedDataParallel(InstanceState):
         if self.sharding_strategy in HYBRID:
             if process_group is None and policy is None and self._device_mesh is None:
                 raise ValueError(
-                    f"sharding_strategy={self.sharding_strategy.name} without a policy: give the same process_group or device_mesh "
-                    "to every instance."
+                    f"sharding_strategy={self.sharding_strategy.name} without a policy: give the same process_group or "
+                    "device_mesh to every instance."
                 )
             self._mesh, self.process_group, self._inter_node_pg = torch_names.hybrid_mesh(process_group, self._device_mesh)
         elif self._device_mesh is not None:
