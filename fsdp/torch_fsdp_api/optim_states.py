@@ -1,5 +1,6 @@
 """Optimizer state in FSDP1's formats: by name in full, by name with parts cut by rows, by number for this rank's optimizer."""
 
+import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
@@ -26,6 +27,8 @@ def order_of(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input:
     """
     if optim is not None and optim_input is not None:
         raise ValueError("optim and optim_input contradict each other; give optim.")
+    if optim_input is not None:
+        warnings.warn("optim_input has gone from torch; give optim, the optimizer.", FutureWarning, stacklevel=3)
     if optim is not None:
         return optim
     given = list(model.parameters() if optim_input is None else optim_input)
@@ -70,9 +73,13 @@ def in_format(model: nn.Module, optim: torch.optim.Optimizer, given: Any) -> dic
             "optim_state_dict: the given state is not that of the optimizer; give what optim.state_dict() returns."
         )
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        return sharded(model, optim)
-    config = settings.optim_state_dict_config
-    return full(model, optim, getattr(config, "rank0_only", False), config.offload_to_cpu)
+        found = sharded(model, optim)
+    else:
+        config = settings.optim_state_dict_config
+        found = full(model, optim, getattr(config, "rank0_only", False), config.offload_to_cpu)
+    if given is not None and "param_groups" not in given:
+        found.pop("param_groups", None)
+    return found
 
 
 def _is_state_of(optim: torch.optim.Optimizer, given: Mapping[str, Any]) -> bool:
@@ -95,13 +102,14 @@ def to_load(given: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optim
     """This rank's part of a state by name, as `optim.load_state_dict` takes it. Communicates for parts that are cut by rows."""
     view = OptimizerView(ModelView(model, "optim_state_dict_to_load"), optim)
     group = instances_in(model)[0].process_group
-    named = view.named(given)
+    named = view.named({"param_groups": view.options(), **given})
     state: dict[str, dict[str, Any]] = {}
     for name, kept in named["state"].items():
         values = {key: torch_names.full_value(value, group) for key, value in kept.items()}
         if view.holds(name):
             state[name] = {key: _part(view, name, key, value) for key, value in values.items()}
-    return view.numbered(state, named["param_groups"])
+    found = view.numbered(state, named["param_groups"])
+    return found if "param_groups" in given else {"state": found["state"]}
 
 
 def _part(view: OptimizerView, name: str, key: str, value: Any) -> Any:

@@ -178,9 +178,8 @@ class FullyShardedDataParallel(InstanceState):
         ref = self._unit_ref
         if self._is_summoned:
             return TrainingState.SUMMON_FULL_PARAMS
-        if ref is None or ref.engine.root.lifecycles[ref.index].state.name == "IDLE":
-            return TrainingState.IDLE
-        return TrainingState.FORWARD_BACKWARD
+        is_idle = ref is None or ref.engine.root.lifecycles[ref.index].state.name == "IDLE"
+        return TrainingState.IDLE if is_idle else TrainingState.FORWARD_BACKWARD
 
     def _assert_state(self, state: Any) -> None:
         """Raises:
@@ -207,9 +206,6 @@ class FullyShardedDataParallel(InstanceState):
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> "list[FullyShardedDataParallel]":
         """Return the instances in `module`; with `root_only` the outermost ones."""
         return [one for one in instances_in(module) if not root_only or one._is_root]
-
-    def _reset_lazy_init(self) -> None:
-        """Do nothing: no part of an instance is set up lazily."""
 
     # forward and backward -----------------------------------------------------------------
 
@@ -272,9 +268,9 @@ class FullyShardedDataParallel(InstanceState):
             NotImplementedError: arguments contradict each other.
             IllegalTransition: a forward, a backward or another summon is running.
         """
-        found = instances_in(module) if recurse else [module] if isinstance(module, FullyShardedDataParallel) else []
-        if not recurse and not found:
-            found = [one for one in instances_in(module) if one._is_root]
+        found = instances_in(module)
+        if not recurse:
+            found = [one for one in found if one is module] or [one for one in found if one._is_root]
         with summon.summoned(found, writeback, rank0_only, offload_to_cpu, with_grads):
             yield
 
