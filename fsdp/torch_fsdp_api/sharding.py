@@ -236,13 +236,12 @@ def cast_buffers(instance: Any) -> None:
         return
     instances = instances_in(instance)
     others = {id(one) for one in instances}
-    names = {id(module): plain_name(path) for path, module in instance.named_modules()}
+    prefixes = {id(module): plain_name(f"{path}.") for path, module in instance.named_modules() if path}
     for one in instances:
         one.set_buffers_are_cast()
         wanted = one.mixed_precision.buffer_dtype
         for module in modules_within(one, others) if wanted is not None else ():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and module not in one._ignored_modules:
-                    path = names[id(module)]
-                    instance.remember_buffer(f"{path}.{name}" if path else name, buffer.dtype)
+                    instance.remember_buffer(prefixes[id(module)] + name, buffer.dtype)
                     module._buffers[name] = buffer.to(wanted)
