@@ -1,7 +1,8 @@
 """How an instance is made a unit of the engine: its arguments in the engine's words, its group, its precision, its buffers."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,6 +166,35 @@ def precision(instance: Any) -> MixedPrecisionPolicy:
     )
 
 
+# tensors on the meta device ---------------------------------------------------------------
+
+
+@torch.no_grad()
+def initialise(fn: Callable[[nn.Module], None], module: nn.Module) -> None:
+    """Call FSDP1's `param_init_fn`, which gets a module on the meta device and gives it memory and values.
+
+    The engine has given it memory already, and keeps the Parameter objects.
+    """
+    stores = module._parameters, module._buffers
+    real = [dict(store) for store in stores]
+    for store in stores:
+        for name, tensor in store.items():
+            if tensor is not None:
+                on_meta = torch.empty_like(tensor, device="meta")
+                store[name] = nn.Parameter(on_meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else on_meta
+    fn(module)
+    made = [dict(store) for store in stores]
+    for store, tensors in zip(stores, real, strict=True):
+        store.update(tensors)
+    pairs = [(kept[name], tensor) for kept, new in zip(real, made, strict=True) for name, tensor in new.items() if name in kept]
+    given = [(kept, tensor) for kept, tensor in pairs if kept is not None and tensor is not None]
+    if any(tensor.is_meta for _, tensor in given):
+        fn(module)  # it sets values only
+        return
+    for kept, tensor in given:
+        kept.copy_(tensor)
+
+
 # units ------------------------------------------------------------------------------------
 
 
@@ -190,7 +220,7 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
         reshard_after_forward=False if keeps else None,
         mp_policy=precision(instance),
         sync_module_states=sync_module_states,
-        param_init_fn=param_init_fn,
+        param_init_fn=partial(initialise, param_init_fn) if callable(param_init_fn) else param_init_fn,
         ignored_modules=_outermost_ignored(instance),
         prefetch=1 if prefetches else 0,
         plain_shards=True,
