@@ -273,7 +273,9 @@ def test_buffers_are_cast_in_the_forward_and_saved_as_they_were() -> None:
 
 def test_a_policy_may_give_options_to_one_module() -> None:
     def fn(rank: int) -> list[ShardingStrategy]:
-        policy = CustomPolicy(lambda one: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(one, Block) else False)
+        policy = CustomPolicy(
+            lambda one: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(one, Block) else False
+        )
         return [one.sharding_strategy for one in FSDP.fsdp_modules(wrapped(auto_wrap_policy=policy))]
 
     assert simulate(2, fn)[0] == [ShardingStrategy.FULL_SHARD, *[ShardingStrategy.SHARD_GRAD_OP] * 2]
