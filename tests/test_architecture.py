@@ -439,6 +439,7 @@ NOT_OURS = {
     "asyncOp": "of options of a collective of torch",
     "reduceOp": "of options of a collective of torch",
     "rootRank": "of options of a collective of torch",
+    "_use_dtensor": "of a configuration of torch: FSDP1 sets it where there is a device mesh",
     "_is_sharded": "of a parameter of torch, on which users of fairscale look for it",
     "_orig_size": "of a parameter of torch, on which users of fairscale look for it",
     "_is_shared": "of a parameter of torch, on which users of fairscale look for it",

@@ -31,6 +31,11 @@ def instances_in(module: nn.Module) -> list[Any]:
     return [one for one in module.modules() if hasattr(type(one), "optim_state_dict_to_load")]
 
 
+def kind_of(strategy: ShardingStrategy) -> str:
+    """How ranks share the parameters. Instances of one root do so alike."""
+    return strategy.name if strategy in (*HYBRID, ShardingStrategy.NO_SHARD) else "shard"
+
+
 # arguments --------------------------------------------------------------------------------
 
 

@@ -113,15 +113,14 @@ class FullyShardedDataParallel(InstanceState):
         elif self._device_mesh is not None:
             self.process_group = self._device_mesh.get_group(mesh_dim=0)
         else:
-            self.process_group = torch_names.default_group() if process_group is None else process_group
+            self.process_group = process_group or torch_names.default_group()
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        if self.world_size == 1 and self.sharding_strategy not in (*HYBRID, ShardingStrategy.NO_SHARD):
+        if self.world_size == 1 and sharding.kind_of(self.sharding_strategy) == "shard":
             warnings.warn(
-                f"one rank has nothing to share: NO_SHARD is used in place of {self.sharding_strategy.name}.", stacklevel=3
+                f"one rank has nothing to share: NO_SHARD takes the place of {self.sharding_strategy.name}.", stacklevel=3
             )
             self.sharding_strategy = ShardingStrategy.NO_SHARD
-        kind = self.sharding_strategy.name if self.sharding_strategy in (*HYBRID, ShardingStrategy.NO_SHARD) else "shard"
-        self._ranks_key = torch_names.ranks_of(self.process_group), kind
+        self._ranks_key = torch_names.ranks_of(self.process_group), sharding.kind_of(self.sharding_strategy)
 
     # what nn.Module shows -----------------------------------------------------------------
 

@@ -318,24 +318,6 @@ def test_a_number_is_the_host_and_offload_changes_nothing_where_there_is_no_acce
     simulate(2, fn)
 
 
-def test_a_function_that_gives_memory_to_modules_on_the_meta_device_initialises_them() -> None:
-    def init(module: nn.Module) -> None:
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if any(one.is_meta for one in tensors):
-            module.to_empty(device="cpu", recurse=False)
-            for one in module.parameters(recurse=False):
-                one.data.fill_(3)
-
-    def fn(rank: int) -> None:
-        with torch.device("meta"):
-            net = nn.Sequential(nn.Linear(3, 3), Block())
-        model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Block}), param_init_fn=init)
-        with FSDP.summon_full_params(model):
-            assert all(bool((p == 3).all()) for p in model.parameters())
-
-    simulate(2, fn)
-
-
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "both groups": ({"process_group": object(), "device_mesh": object()}, ValueError, "process_group and device_mesh contradict"),
     "both kinds of ignored": ({"ignored_modules": [], "ignored_states": []}, ValueError, "ignored_modules and ignored_states"),
