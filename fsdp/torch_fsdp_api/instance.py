@@ -5,11 +5,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp.runtime.registry import unit_ref_of
 from fsdp.torch_fsdp_api.torch_names import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
 
 
 class InstanceState(nn.Module):
     """The base of FullyShardedDataParallel."""
+
+    _unit_module: nn.Module
+    """The module that is the unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +43,12 @@ class InstanceState(nn.Module):
     def set_buffers_are_cast(self) -> None:
         """Cast buffers no more."""
         self._buffers_are_cast = True
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that this instance shards."""
+        ref = unit_ref_of(self._unit_module)
+        return [] if ref is None else [*ref.unit.sharded_params]
 
     # what FSDP1 calls these ------------------------------------------------------------------
 

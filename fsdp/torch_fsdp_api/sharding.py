@@ -180,7 +180,7 @@ def initialise(fn: Callable[[nn.Module], None], module: nn.Module) -> None:
 
     The engine has given it memory already, and keeps the Parameter objects.
     """
-    stores = module._parameters, module._buffers
+    stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     real = [dict(store) for store in stores]
     for store in stores:
         for name, tensor in store.items():
