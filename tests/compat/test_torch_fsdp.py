@@ -120,8 +120,9 @@ def test_every_strategy_gives_the_weights_of_a_single_process(strategy: str) -> 
             optimizer.step()
         return dict(model.state_dict())
 
+    weights = simulate(2, fn)[0]
     for name, value in plain(2)[0].state_dict().items():
-        torch.testing.assert_close(simulate(2, fn)[0][name], value)
+        torch.testing.assert_close(weights[name], value)
 
 
 def test_names_are_those_of_fsdp1_and_plain_inside_summon_full_params() -> None:
