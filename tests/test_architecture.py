@@ -23,9 +23,8 @@ FSDP = ROOT / "fsdp"
 ORDER: dict[str, tuple[str, ...]] = {
     "__main__": (),
     "__init__": (),
-    "compat": ("fairscale", "fully_shard"),
+    "compat": ("fairscale", "fully_shard", "torch_fsdp"),
     "fully_shard_api": ("wrap", "module", "residence", "settings", "convert"),
-    "compat": ("fairscale", "torch_fsdp"),
     "torch_fsdp_api": (
         "wrapper",
         "optim_states",
@@ -327,8 +326,10 @@ _NAMES_OF_FSDP2 = {"compat.fully_shard", "fully_shard_api.wrap"}
 
 def test_only_process_group_and_connect_import_torch_distributed() -> None:
     only_in(
-        {"comm.process_group", "comm.connect", "comm.meshes", "shards.dtensors", "fairscale_api.groups", *_NAMES_OF_FSDP2},
-        {"comm.process_group", "comm.connect", "fairscale_api.groups", "torch_fsdp_api.torch_names"},
+        {
+            *("comm.process_group", "comm.connect", "comm.meshes", "shards.dtensors"),
+            *("fairscale_api.groups", "torch_fsdp_api.torch_names", *_NAMES_OF_FSDP2),
+        },
         {name: [one for one in imports_of(path_of(name)) if is_distributed(one) and not is_dcp(one)] for name in FILES},
     )
 

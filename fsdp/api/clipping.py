@@ -100,7 +100,7 @@ def _gradients_of(parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Te
     """The gradients of which this rank holds elements: dense ones, as plain tensors, and sparse ones."""
     gradients = [p.grad for p in parameters if type(p) is not EmptyShardParameter and p.grad is not None]
     with local_operators():
-        strided = [gradient.detach() for gradient in gradients if not gradient.is_sparse]
+        strided = [plain(gradient) for gradient in gradients if not gradient.is_sparse]
     return strided, [gradient for gradient in gradients if gradient.is_sparse]
 
 
