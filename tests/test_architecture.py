@@ -30,6 +30,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "apex",
         "fairscale",
         "fully_shard",
+        "torch_fsdp",
     ),
     "ddp_api": (
         "apex_wrapper",
@@ -37,6 +38,17 @@ ORDER: dict[str, tuple[str, ...]] = {
         "arguments",
     ),
     "fully_shard_api": ("wrap", "module", "residence", "settings", "convert"),
+    "torch_fsdp_api": (
+        "wrapper",
+        "optim_states",
+        "states",
+        "state_types",
+        "gradients",
+        "summon",
+        "sharding",
+        "instance",
+        "torch_names",
+    ),
     "fairscale_api": (
         "auto_wrap",
         "wrapper",
@@ -329,7 +341,10 @@ _NAMES_OF_FSDP2 = {"compat.fully_shard", "fully_shard_api.wrap"}
 
 def test_only_process_group_and_connect_import_torch_distributed() -> None:
     only_in(
-        {"comm.process_group", "comm.connect", "comm.meshes", "shards.dtensors", "fairscale_api.groups", *_NAMES_OF_FSDP2},
+        {
+            *("comm.process_group", "comm.connect", "comm.meshes", "shards.dtensors"),
+            *("fairscale_api.groups", "torch_fsdp_api.torch_names", *_NAMES_OF_FSDP2),
+        },
         {name: [one for one in imports_of(path_of(name)) if is_distributed(one) and not is_dcp(one)] for name in FILES},
     )
 
@@ -380,6 +395,8 @@ def test_only_hooks_registers_a_hook() -> None:
             *("fairscale_api.wrapper", "fairscale_api.recompute"),
             # a communication hook, by the function of fsdp
             "ddp_api.wrapper",
+            # FSDP1's communication hook, given to the engine
+            "torch_fsdp_api.gradients",
         },
         {name: registrations(name) for name in FILES},
     )
@@ -441,6 +458,7 @@ NOT_OURS = {
     "asyncOp": "of options of a collective of torch",
     "reduceOp": "of options of a collective of torch",
     "rootRank": "of options of a collective of torch",
+    "_use_dtensor": "of a configuration of torch: FSDP1 sets it where there is a device mesh",
     "_is_sharded": "of a parameter of torch, on which users of fairscale look for it",
     "_orig_size": "of a parameter of torch, on which users of fairscale look for it",
     "_is_shared": "of a parameter of torch, on which users of fairscale look for it",

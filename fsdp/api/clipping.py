@@ -46,11 +46,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         if engine.reducer.keeps_gradients:
             raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
     # only parameters of which this rank holds elements
-    held = [p for p in parameters if type(p) is not EmptyShardParameter and id(p) in sharded]
-    gradients = [gradient for p in held if (gradient := p.grad) is not None]
-    sparse = [gradient for gradient in gradients if gradient.is_sparse]
-    with local_operators():
-        strided = [plain(gradient) for gradient in gradients if not gradient.is_sparse]
+    strided, sparse = _gradients_of([p for p in parameters if id(p) in sharded])
     # every rank must choose one dtype, also one that holds no gradient
     is_double = any(flat.shard.dtype is torch.float64 for engine in engines for unit in engine.units for flat in unit.flats)
     local = _local_norm(strided, sparse, power, torch.float64 if is_double else torch.float32, engines[0].units[0].device)
@@ -61,6 +57,51 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     for gradient in sparse:
         gradient.mul_(factor)
     return total
+
+
+@collective_call
+def clip_norm_of_roots(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Like `clip_grad_norm_`, of roots that may have different groups, and of parameters that are not sharded.
+
+    The gradients of a root count once for the ranks that share its shards; those of ranks that hold the same shards, and of
+    parameters outside every root, count as they are on this rank. Communicates once for each root.
+
+    Raises:
+        ShardingError: as `clip_grad_norm_`, except for parameters that are not sharded.
+    """
+    power = float(norm_type)
+    if not power > 0:
+        raise ShardingError(f"norm_type must be a positive number or inf, not {norm_type!r}.")
+    engines = engines_in(model, "clip_grad_norm_")
+    for engine in engines:
+        refuse_unless_resting("clip_grad_norm_", engine)
+        if engine.reducer.keeps_gradients:
+            raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
+    of_roots = [[p for unit in engine.units for p in unit.sharded_params] for engine in engines]
+    sharded = {id(p) for parameters in of_roots for p in parameters}
+    outside = [p for p in model.parameters() if id(p) not in sharded]
+    device = engines[0].units[0].device
+    norms, held = [], []
+    comms = [engine.comms.reduce_comm for engine in engines]
+    for comm, parameters in zip((*comms, None), (*of_roots, outside), strict=True):
+        strided, sparse = _gradients_of(parameters)
+        is_double = any(p.dtype is torch.float64 for p in parameters)
+        norm = _local_norm(strided, sparse, power, torch.float64 if is_double else torch.float32, device)
+        norms.append(norm if comm is None else _combine(comm, norm, power))
+        held += [*strided, *sparse]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].dtype) for norm in norms]), power)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for gradient in held:
+        gradient.mul_(factor.to(gradient.dtype))
+    return total
+
+
+def _gradients_of(parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of which this rank holds elements: dense ones, as plain tensors, and sparse ones."""
+    gradients = [p.grad for p in parameters if type(p) is not EmptyShardParameter and p.grad is not None]
+    with local_operators():
+        strided = [plain(gradient) for gradient in gradients if not gradient.is_sparse]
+    return strided, [gradient for gradient in gradients if gradient.is_sparse]
 
 
 def _local_norm(strided: list[Tensor], sparse: list[Tensor], power: float, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ from fsdp.comm.meshes import open_mesh
 from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
-from fsdp.runtime.registry import engines_in, unit_ref_of
+from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
 from fsdp.shards.dtensors import make_dtensor_mesh
 
 Module = TypeVar("Module", bound=nn.Module | list[nn.Module])
@@ -222,17 +222,16 @@ class FullyShardedDataParallel(nn.Module):
         return clipping.clip_grad_norm_(self, max_norm, norm_type)
 
 
-def run_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the forward of a unit, and abandon the step after a KeyboardInterrupt, for which torch runs no hook."""
+def run_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], unit_ref: UnitRef | None = None) -> Any:
+    """Run the forward of a unit, or of a wrapper around `unit_ref`; abandon the step where torch runs no hook (Ctrl-C)."""
     try:
         return module(*args, **kwargs)
     except Exception:
         raise  # the hooks have abandoned the step
     except BaseException as failure:
-        sharded = unit_ref_of(module)
-        assert sharded is not None, "the module was wrapped"
-        sharded.engine.note(failure)
-        sharded.engine.abandon_step(failure)
+        if (sharded := unit_ref or unit_ref_of(module)) is not None:
+            sharded.engine.note(failure)
+            sharded.engine.abandon_step(failure)
         raise
 
 

@@ -181,8 +181,8 @@ class OptimizerView:
             found.append({**options[same], "params": names})
         return found
 
-    def install(self, state: State, groups: list[dict[str, Any]]) -> None:
-        """Load this rank's state by the optimizer's own `load_state_dict`, which converts dtypes and devices."""
+    def numbered(self, state: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """This rank's state by the numbers of the optimizer, as its own `load_state_dict` takes it."""
         numbers = {name: number for number, name in enumerate(name for names in self.groups for name in names)}
         current = self.optimizer.state_dict()["param_groups"]
         renumbered = [
@@ -191,7 +191,11 @@ class OptimizerView:
         ]
         in_order = [number for group in current for number in group["params"]]
         by_number = {in_order[numbers[name]]: kept for name, kept in state.items()}
-        self.optimizer.load_state_dict({"state": by_number, "param_groups": renumbered})
+        return {"state": by_number, "param_groups": renumbered}
+
+    def install(self, state: State, groups: list[dict[str, Any]]) -> None:
+        """Load this rank's state by the optimizer's own `load_state_dict`, which converts dtypes and devices."""
+        self.optimizer.load_state_dict(self.numbered(state, groups))
         adopt_state(self.optimizer)
 
     def holds(self, name: str) -> bool:

@@ -1,0 +1,65 @@
+"""What of an instance changes after its constructor, and by which call: its class alone writes it."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp.runtime.registry import unit_ref_of
+from fsdp.torch_fsdp_api.torch_names import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
+
+
+class InstanceState(nn.Module):
+    """The base of FullyShardedDataParallel."""
+
+    _unit_module: nn.Module
+    """The module that is the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._settings = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+        self._buffer_dtypes: dict[str, torch.dtype] = {}
+        """The dtype that each buffer had before it was cast to `buffer_dtype`, by its plain name."""
+        self._buffers_are_cast = False
+        self._comm_hook: Any = None
+        self._is_summoned = False
+
+    def set_settings(self, settings: StateDictSettings) -> None:
+        """From now on `state_dict()` gives this kind of state."""
+        self._settings = settings
+
+    def set_comm_hook(self, hook: Any) -> None:
+        """Remember that the gradients of this instance are reduced by `hook`."""
+        self._comm_hook = hook
+
+    def set_summoned(self, is_summoned: bool) -> None:
+        """Remember whether `summon_full_params` shows full parameters, or has shown them to rank 0 alone."""
+        self._is_summoned = is_summoned
+
+    def remember_buffer(self, name: str, dtype: torch.dtype) -> None:
+        """Remember the dtype that a buffer had before it was cast."""
+        self._buffer_dtypes[name] = dtype
+
+    def set_buffers_are_cast(self) -> None:
+        """Cast buffers no more."""
+        self._buffers_are_cast = True
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that this instance shards."""
+        ref = unit_ref_of(self._unit_module)
+        return [] if ref is None else [*ref.unit.sharded_params]
+
+    # what FSDP1 calls these ------------------------------------------------------------------
+
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        return self._settings.state_dict_type
+
+    @property
+    def _state_dict_config(self) -> Any:
+        return self._settings.state_dict_config
+
+    @property
+    def _optim_state_dict_config(self) -> Any:
+        return self._settings.optim_state_dict_config

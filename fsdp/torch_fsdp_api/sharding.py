@@ -1,0 +1,282 @@
+"""How an instance is made a unit of the engine: its arguments in the engine's words, its group, its precision, its buffers."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.api.wrap import fully_shard
+from fsdp.autograd.pytree import modules_within
+from fsdp.build.other_engines import refuse_other_engines
+from fsdp.config import MixedPrecisionPolicy
+from fsdp.errors import ShardingError
+from fsdp.params.module_tree import IGNORED
+from fsdp.torch_fsdp_api import torch_names
+from fsdp.torch_fsdp_api.torch_names import HYBRID, ShardingStrategy
+
+WRAPPED_NAME = "_fsdp_wrapped_module."
+CHECKPOINT_NAME = "_checkpoint_wrapped_module."
+
+
+def plain_name(name: str) -> str:
+    """The name without those of the wrappers."""
+    return name.replace(WRAPPED_NAME, "").replace(CHECKPOINT_NAME, "")
+
+
+def instances_in(module: nn.Module) -> list[Any]:
+    """The FullyShardedDataParallel instances in `module`, in the order of the modules."""
+    return [one for one in module.modules() if hasattr(type(one), "optim_state_dict_to_load")]
+
+
+def kind_of(strategy: ShardingStrategy) -> str:
+    """How ranks share the parameters. Instances of one root do so alike."""
+    return strategy.name if strategy in (*HYBRID, ShardingStrategy.NO_SHARD) else "shard"
+
+
+# arguments --------------------------------------------------------------------------------
+
+
+def device_of(device_id: Any) -> torch.device | None:
+    """The device of `device_id`. On a machine without accelerators any number is the host.
+
+    Raises:
+        TypeError: it is neither a number nor a device.
+    """
+    if device_id is None:
+        return None
+    if not torch.accelerator.is_available() and isinstance(device_id, int):
+        return torch.device("cpu")
+    device = torch.device(device_id)
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+        warnings.warn(f"device_id={device_id!r} has no index; {device} is used.", stacklevel=4)
+    return device
+
+
+def move(module: nn.Module, device: torch.device | None, parameters: Iterable[Tensor]) -> None:
+    """Move a module to the device of `device_id`.
+
+    Raises:
+        ValueError: its parameters are on another device than that, and not on the host.
+    """
+    if device is None:
+        return
+    others = {one.device for one in parameters if one.device.type not in ("cpu", "meta")} - {device}
+    if others:
+        raise ValueError(f"device_id is {device}, and the module has parameters on {others.pop()}; give one of them.")
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.device != device and not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+
+
+def ignored_modules(module: nn.Module, modules: Any, states: Any) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """The modules and the parameters that `ignored_modules` and `ignored_states` leave alone.
+
+    Raises:
+        ValueError: both are given, or `states` mixes modules and parameters.
+        TypeError: something in them is neither.
+    """
+    if modules is not None and states is not None:
+        raise ValueError("ignored_modules and ignored_states contradict each other; give ignored_states alone.")
+    given = list(modules if states is None else states) if (modules is not None or states is not None) else []
+    kinds = {nn.Parameter if isinstance(one, nn.Parameter) else nn.Module for one in given}
+    for one in given:
+        if not isinstance(one, nn.Module | nn.Parameter) or (isinstance(one, nn.Parameter) and states is None):
+            name = "ignored_modules" if states is None else "ignored_states"
+            raise TypeError(f"{name} takes modules{'' if states is None else ' or parameters'}, not {type(one).__name__}.")
+    if len(kinds) > 1:
+        raise ValueError("ignored_states mixes modules and parameters; give only one kind.")
+    named = [one for one in given if isinstance(one, nn.Module)]
+    for one in named:
+        if instances_in(one):
+            raise ValueError(f"ignored_modules: {type(one).__name__} is or contains a FullyShardedDataParallel; leave it out.")
+        if one is module:
+            warnings.warn("ignored_modules has the wrapped module itself, so that nothing is sharded.", stacklevel=4)
+    left = {child for one in named for child in one.modules()}
+    parameters = {one for one in given if isinstance(one, nn.Parameter)} | {p for one in left for p in one.parameters()}
+    for inner in instances_in(module):
+        left |= inner._ignored_modules
+        parameters |= inner._ignored_params
+    return left, parameters
+
+
+def check(instance: Any, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+    """Refuse arguments that do not fit the parameters.
+
+    Raises:
+        ShardingError: parameters would be kept on the host while a device computes.
+        ValueError: `use_orig_params` is False, and a unit would have trainable and frozen parameters.
+    """
+    device = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), torch.device("cpu"))
+    if instance.cpu_offload.offload_params and (device.type != "cpu" or instance.compute_device.type != "cpu"):
+        raise ShardingError(
+            f"cpu_offload=CPUOffload(offload_params=True) with parameters on {device}: CPU offload is not supported; leave "
+            "it out. On the host it changes nothing."
+        )
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        warnings.warn(f"a {type(module).__name__} has no forward; wrap its members.", stacklevel=4)
+
+
+def check_uniform(instance: Any) -> None:
+    """Refuse a unit with trainable and frozen parameters, which one flat parameter of FSDP1 cannot hold.
+
+    Raises:
+        ValueError: `use_orig_params` is False, and the parameters of the unit differ in `requires_grad`.
+    """
+    inner = {id(p) for one in instances_in(instance._fsdp_wrapped_module) for p in one.parameters()}
+    kinds = (
+        {p.requires_grad for p in instance._fsdp_wrapped_module.parameters() if id(p) not in inner}
+        if not instance._use_orig_params
+        else set()
+    )
+    if len(kinds) > 1:
+        raise ValueError(
+            "use_orig_params=False: trainable and frozen parameters are in one unit; wrap those that differ by themselves, or "
+            "give use_orig_params=True."
+        )
+
+
+def wrap_children(module: nn.Module, policy: Any, instance: Any, arguments: dict[str, Any], cls: type[nn.Module]) -> None:
+    """Wrap the modules inside `module` that a policy chooses.
+
+    Raises:
+        ValueError: one is wrapped already.
+    """
+    for name, one in module.named_modules():
+        if isinstance(one, cls):
+            raise ValueError(
+                f"auto_wrap_policy: {name or type(module).__name__!r} is wrapped already; wrap by hand or by policy, not both."
+            )
+    torch_names.auto_wrap(module, policy, instance._ignored_modules, instance._ignored_params, arguments, cls)
+
+
+def precision(instance: Any) -> MixedPrecisionPolicy:
+    """The engine's policy for the `mixed_precision` of an instance.
+
+    Raises:
+        ShardingError: `keep_low_precision_grads` is asked for.
+    """
+    given = instance.mixed_precision
+    if given.keep_low_precision_grads:
+        raise ShardingError("keep_low_precision_grads=True: `.grad` always has the dtype of the parameters; leave it out.")
+    return MixedPrecisionPolicy(
+        given.param_dtype,
+        given.reduce_dtype,
+        None,
+        given.cast_forward_inputs,
+        given.cast_root_forward_inputs,
+    )
+
+
+# tensors on the meta device ---------------------------------------------------------------
+
+
+@torch.no_grad()
+def initialise(fn: Callable[[nn.Module], None], module: nn.Module) -> None:
+    """Call FSDP1's `param_init_fn`, which gets a module on the meta device and gives it memory and values.
+
+    The engine has given it memory already, and keeps the Parameter objects.
+    """
+    stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    real = [dict(store) for store in stores]
+    for store in stores:
+        for name, tensor in store.items():
+            if tensor is not None:
+                on_meta = torch.empty_like(tensor, device="meta")
+                store[name] = nn.Parameter(on_meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else on_meta
+    fn(module)
+    made = [dict(store) for store in stores]
+    for store, tensors in zip(stores, real, strict=True):
+        store.update(tensors)
+    pairs = [(kept[name], tensor) for kept, new in zip(real, made, strict=True) for name, tensor in new.items() if name in kept]
+    given = [(kept, tensor) for kept, tensor in pairs if kept is not None and tensor is not None]
+    if any(tensor.is_meta for _, tensor in given):
+        fn(module)  # it sets values only
+        return
+    for kept, tensor in given:
+        kept.copy_(tensor)
+
+
+# units ------------------------------------------------------------------------------------
+
+
+def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
+    """Make the wrapped module of an instance a unit of the engine."""
+    check_uniform(instance)
+    module = instance._fsdp_wrapped_module
+    inner = [one for one in instances_in(instance) if one is not instance]
+    for one in inner:
+        if one._ranks_key != instance._ranks_key and IGNORED not in one._unit_module.__dict__:
+            # a root over other ranks is driven by itself; it is called inside the forward of this one
+            one._unit_module.__dict__[IGNORED] = True
+    if all(p in instance._ignored_params for p in module.parameters()) and next(module.parameters(), None) is not None:
+        return
+    strategy = instance.sharding_strategy
+    keeps = strategy is ShardingStrategy._HYBRID_SHARD_ZERO2
+    prefetches = instance.backward_prefetch is not None or instance.forward_prefetch
+    fully_shard(
+        module,
+        None if instance._mesh is not None else torch_names.engine_group(instance.process_group),
+        mesh=instance._mesh,
+        sharding_strategy="HYBRID_SHARD" if strategy in HYBRID else strategy.name,
+        reshard_after_forward=False if keeps else None,
+        mp_policy=precision(instance),
+        sync_module_states=sync_module_states,
+        param_init_fn=partial(initialise, param_init_fn) if callable(param_init_fn) else param_init_fn,
+        ignored_modules=_outermost_ignored(instance),
+        prefetch=1 if prefetches else 0,
+        plain_shards=True,
+    )
+    refuse_other_engines(instance, type(module).__name__)
+    for one in (instance, *inner):
+        found = one._unit_ref
+        # state dicts have FSDP1's formats
+        for handle in () if found is None else found.state_dict_handles:
+            handle.remove()
+
+
+def _outermost_ignored(instance: Any) -> list[nn.Module] | None:
+    """The modules that the engine shall ignore.
+
+    Raises:
+        ShardingError: a parameter is ignored, and its module has others that are not.
+    """
+    module, parameters = instance._fsdp_wrapped_module, instance._ignored_params
+    inside = [*module.modules()]
+    found = [one for one in inside if one in instance._ignored_modules and one is not module]
+    covered = {p for one in found for p in one.parameters()}
+    for one in inside[1:]:
+        own = {p for p in one.parameters()}
+        if own and own <= parameters and not own <= covered:
+            found.append(one)
+            covered |= own
+    for name, parameter in module.named_parameters():
+        if parameter in parameters and parameter not in covered:
+            raise ShardingError(
+                f"ignored_states: parameter {plain_name(name)!r} belongs to a module with parameters that are not ignored; put "
+                "it into a module of its own."
+            )
+    return [one for one in found if not any(one is not other and one in set(other.modules()) for other in found)] or None
+
+
+# buffers and inputs -----------------------------------------------------------------------
+
+
+def cast_buffers(instance: Any) -> None:
+    """Cast the floating-point buffers of this instance and those inside it to their `buffer_dtype`, once."""
+    if instance._buffers_are_cast:
+        return
+    instances = instances_in(instance)
+    others = {id(one) for one in instances}
+    prefixes = {id(module): plain_name(f"{path}.") for path, module in instance.named_modules() if path}
+    for one in instances:
+        one.set_buffers_are_cast()
+        wanted = one.mixed_precision.buffer_dtype
+        for module in modules_within(one, others) if wanted is not None else ():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and module not in one._ignored_modules:
+                    instance.remember_buffer(prefixes[id(module)] + name, buffer.dtype)
+                    module._buffers[name] = buffer.to(wanted)

@@ -1,0 +1,60 @@
+"""One rank of two over gloo: an old script in torch's FSDP1 and in the drop-in module, and sharded states."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp.compat import torch_fsdp
+from fsdp.compat.torch_fsdp import FullyShardedDataParallel, StateDictType
+from tests.compat.test_torch_fsdp import Net, batch, old_script
+
+
+def torch_on_the_host() -> Any:
+    """torch's FSDP1, which trains on the host if it is not asked to look for an accelerator."""
+    from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
+    from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
+
+    def handle(state: Any, *_: Any) -> Any:
+        state._device_handle = _FSDPDeviceHandle.from_device(torch.device("cpu"))
+        return state
+
+    _init_utils._init_device_handle = fully_sharded_data_parallel._init_device_handle = handle
+    return fully_sharded_data_parallel
+
+
+def run(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    result: dict[str, Any] = {"ours": old_script(torch_fsdp, rank)}
+    model = FullyShardedDataParallel(Net(), use_orig_params=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(batch(0, rank)).sum().backward()
+    optimizer.step()
+    full = {name: value.clone() for name, value in model.state_dict().items()}
+    for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT):
+        with FullyShardedDataParallel.state_dict_type(model, kind):
+            saved = model.state_dict()
+            kinds = {type(value).__name__ for name, value in saved.items() if name != "scale"}
+            with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            model.load_state_dict(saved)
+        again = model.state_dict()
+        result[kind.name] = kinds, all(torch.equal(full[name], again[name]) for name in full)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        sharded = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        before = [value.clone() for state in optimizer.state.values() for value in state.values()]
+        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, sharded, load_directly=True)
+        after = [value for state in optimizer.state.values() for value in state.values()]
+    result["optimizer"] = all(map(torch.equal, before, after)) and len(before) == len(after)
+    result["torch"] = old_script(torch_on_the_host(), rank)
+    torch.save(result, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
