@@ -65,12 +65,15 @@ class StateHooks(RefuseCopy):
         if self._summoned:
             return
         refuse_borrowing(self._engine)
-        if keep_vars and not self._unit.has_dtensors:
+        if self._unit.has_dtensors or not self._unit.flats:
+            self._unit.check_shards()
+            return
+        if keep_vars:
             raise ShardingError(
                 f"state_dict(keep_vars=True) of unit {self._unit.name!r}: a part of a parameter cannot stand for the parameter; "
                 "use named_parameters(), or state_dict() without it."
             )
-        if caller_of_full_state() is not None and not self._unit.has_dtensors:
+        if caller_of_full_state() is not None:
             raise ShardingError(
                 "get_model_state_dict with full_state_dict=True takes parts for full tensors: call "
                 "fsdp.full_state_dict(model), which returns it on rank 0 (rank0_only=False: on every rank), or leave "

@@ -384,9 +384,10 @@ def test_the_policies_are_torchs_own() -> None:
         assert getattr(api, name) is getattr(torch_fsdp, name)
 
 
-def test_a_copy_is_no_unit() -> None:
-    def program(rank: int) -> None:
-        with pytest.raises(ShardingError):
-            copy.deepcopy(sharded())
+def test_a_copy_trains_as_the_original() -> None:
+    def program(rank: int) -> list[Tensor]:
+        copied = copy.deepcopy(sharded())
+        assert type(copied).__name__ == "FSDPNet"
+        return train(copied, [rank])
 
-    fsdp.simulate(2, program)
+    torch.testing.assert_close(fsdp.simulate(2, program)[0], train(net(), [0, 1]))
