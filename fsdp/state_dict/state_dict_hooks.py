@@ -69,15 +69,15 @@ class StateHooks(RefuseCopy):
         if self._summoned:
             return
         refuse_borrowing(self._engine)
-        if self._shows_full_params:
+        if self._shows_full_params or not self._unit.has_opaque_shards:
             self._unit.check_shards()
             return
-        if keep_vars and self._unit.has_opaque_shards:
+        if keep_vars:
             raise ShardingError(
                 f"state_dict(keep_vars=True) of unit {self._unit.name!r}: a part of a parameter cannot stand for the parameter; "
                 "use named_parameters(), or state_dict() without it."
             )
-        if caller_of_full_state() is not None and self._unit.has_opaque_shards:
+        if caller_of_full_state() is not None:
             raise ShardingError(
                 "get_model_state_dict with full_state_dict=True takes parts for full tensors: call "
                 "fsdp.full_state_dict(model), which returns it on rank 0 (rank0_only=False: on every rank), or leave "
