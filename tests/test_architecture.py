@@ -76,9 +76,9 @@ ORDER: dict[str, tuple[str, ...]] = {
         "clipping",
         "comm_hooks",
         "forward_methods",
-        "peer_options",
     ),
     "build": (
+        "peer_options",
         "builder",
         "attach",
         "copies",

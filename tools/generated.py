@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from fsdp.api.peer_options import PEER_OPTIONS
+from fsdp.build.peer_options import PEER_OPTIONS
 from fsdp.compat.doors import DOORS, replacements
 from state_machine.markdown import remedies, tables
 from tests.shards import optimizer_table

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from fsdp.api import clipping
-from fsdp.api.peer_options import accepts_peer_options
 from fsdp.api.shard_grads import translate_shards
 from fsdp.autograd.engine_calls import intercept_engine_calls
 from fsdp.build.builder import build, check_initialisation
 from fsdp.build.consistency import agree
 from fsdp.build.other_engines import refuse_other_engines
+from fsdp.build.peer_options import accepts_peer_options
 from fsdp.build.plan import Planned, WrapPolicy, make_plan
 from fsdp.build.shardable import check_devices, check_shardable, device_of
 from fsdp.build.torch_policies import PrecisionFields, precision_of

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fsdp.api.peer_options import refused_options, remedies_for
+from fsdp.build.peer_options import refused_options, remedies_for
 from fsdp.errors import ShardingError
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"

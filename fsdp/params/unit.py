@@ -73,7 +73,7 @@ class Unit:
 
     @property
     def has_opaque_shards(self) -> bool:
-        """Whether torch's functions for state dicts cannot tell that its shards are parts, as they can of DTensors."""
+        """Whether torch's functions for state dicts do not know its shards as parts. They know DTensors."""
         return bool(self.flats) and not self.has_dtensors
 
     @property

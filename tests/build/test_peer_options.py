@@ -31,7 +31,7 @@ from torch.distributed.fsdp.wrap import (
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fsdp
-from fsdp.api.peer_options import PEER_OPTIONS, remedies_for
+from fsdp.build.peer_options import PEER_OPTIONS, remedies_for
 from fsdp.runtime.registry import unit_ref_of, units_in
 from tests.api.test_errors import refused_everywhere
 from tests.support.models import Block, Net, make_net, weights_of
