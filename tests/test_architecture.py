@@ -22,6 +22,19 @@ FSDP = ROOT / "fsdp"
 # imports point down: from a package to the packages below it, and inside a package to the files after it
 ORDER: dict[str, tuple[str, ...]] = {
     "__main__": (),
+    "reporting": (
+        "command",
+        "page",
+        "text",
+        "who",
+        "advice",
+        "formats",
+        "replay",
+        "numbers",
+        "intervals",
+        "clocks",
+        "rank_trace",
+    ),
     "__init__": (),
     "compat": ("fairscale",),
     "fairscale_api": (
@@ -88,6 +101,12 @@ ORDER: dict[str, tuple[str, ...]] = {
         "optim_placement",
         "param_shard",
     ),
+    "tracing": (
+        "trace",
+        "chrome",
+        "lanes",
+        "recorder",
+    ),
     "runtime": (
         "registry",
         "hooks",
@@ -104,7 +123,10 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "debug": (
         "guard",
+        "phases",
+        "step_stats",
         "dump",
+        "run_dir",
         "error_notes",
         "threads",
         "snapshot",
@@ -176,6 +198,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "config": (),
     "file_errors": (),
     "errors": (),
+    "log": (),
     "autograd": (
         "backward_progress",
         "node_hooks",
@@ -193,6 +216,9 @@ STATE_MACHINE_USERS = {
     "runtime.engine",
     "runtime.final_callback",
     "debug.snapshot",
+    "debug.phases",
+    "tracing.lanes",
+    "tracing.recorder",
     "runtime.hooks",
     "state_dict.state_dict_hooks",
     "api.summon",
@@ -366,7 +392,7 @@ def test_only_engine_queues_a_callback() -> None:
     only_in({"runtime.engine"}, calls)
 
 
-ARITHMETIC = ("shards.cut", "params.layout", "reduction.bucketing", "runtime.prefetch")
+ARITHMETIC = ("shards.cut", "params.layout", "reduction.bucketing", "runtime.prefetch", "log")
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)
