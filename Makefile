@@ -8,7 +8,7 @@ NPROC ?= 2
 DATA ?=
 ARGS ?=
 
-.PHONY: train test test-all wander mutants soak bench docs docs-serve clean
+.PHONY: train test test-all test-browser wander mutants soak bench docs docs-serve clean
 
 train: $(VENV)/.made
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.launch --standalone --nproc-per-node=$(NPROC) examples/train.py $(if $(DATA),"$(DATA)") $(ARGS)
@@ -36,6 +36,11 @@ SOAK_SECONDS ?= 60
 soak: $(VENV)/.made-for-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.soak --seconds $(SOAK_SECONDS) $(ARGS)
 
+# uses a report in a headless Chromium; needs Debian's chromium and chromium-driver
+test-browser: $(VENV)/.made-for-tests
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[browser]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.report_in_browser $(ARGS)
+
 # measures everything, on a machine that should be idle, and writes docs/development/benchmarks.md and the table in README.md
 bench: $(VENV)/.made-for-tests
 	$(BIN)/python benchmarks/step.py
@@ -46,6 +51,7 @@ bench: $(VENV)/.made-for-tests
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/where.py
+	$(BIN)/python benchmarks/advice.py
 	$(BIN)/python benchmarks/step_profile.py
 	$(BIN)/python benchmarks/report.py
 	! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || $(BIN)/python benchmarks/gpu.py

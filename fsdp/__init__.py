@@ -25,6 +25,7 @@ from fsdp.params.external_use import full_tensor, to_local
 from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.state_dict.optim_state import full_optim_state_dict, load_full_optim_state_dict
+from fsdp.tracing.trace import Trace, stats, trace
 
 __all__ = [
     "EMA",
@@ -37,6 +38,7 @@ __all__ = [
     "Saving",
     "ShardedGradScaler",
     "ShardingError",
+    "Trace",
     "WorldError",
     "agree_abandoned",
     "clip_grad_norm_",
@@ -62,9 +64,11 @@ __all__ = [
     "save",
     "set_requires_gradient_sync",
     "simulate",
+    "stats",
     "story",
     "summon_full_params",
     "to_local",
+    "trace",
     "unwrap",
 ]
 

@@ -1,4 +1,4 @@
-"""The command line, python -m fsdp inspect|convert: examine and convert checkpoints."""
+"""The command line, python -m fsdp inspect|convert|trace|who: checkpoints, traces, and jobs that hang."""
 
 import argparse
 import sys
@@ -9,11 +9,15 @@ from fsdp.checkpoint.convert import convert, damage_in, describe
 from fsdp.checkpoint.hf_safetensors import size_in_bytes
 from fsdp.errors import ShardingError
 from fsdp.file_errors import file_errors
+from fsdp.reporting.command import add_trace, add_who, run_trace, run_who
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit status: 0, or 1 if a checkpoint is damaged or the command failed."""
-    parser = argparse.ArgumentParser(prog="python -m fsdp", description="Examine and convert checkpoints.")
+    """Run one command; return the exit status.
+
+    It is 0, or 1 if a checkpoint is damaged, a rank does not answer, or the command failed.
+    """
+    parser = argparse.ArgumentParser(prog="python -m fsdp", description="Examine checkpoints, traces and running jobs.")
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="describe a checkpoint, and check every byte against its checksums")
     inspect.add_argument("path", type=Path)
@@ -27,8 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="5GB",
         help="limit for one output file, which is held in memory while it is made; unused with --to torch (default: %(default)s)",
     )
+    add_trace(commands)
+    add_who(commands)
     given = parser.parse_args(arguments)
     try:
+        if given.command in ("trace", "who"):
+            return run_trace(given) if given.command == "trace" else run_who(given)
         with file_errors(given.command, given.path):
             return run(given)
     except ShardingError as refusal:

@@ -84,6 +84,15 @@ class Lifecycle:
         """The last events, oldest first."""
         return tuple(self._story)
 
+    @property
+    def story_length(self) -> int:
+        """The number of events that a story keeps."""
+        return STORY_LENGTH
+
+    def keep_story_in(self, story: deque[Event]) -> None:
+        """From now on, append events to `story`, which has the last events already. A recorder gives one that keeps the time."""
+        self._story = story
+
     def on(self, event: Event) -> tuple[Action, ...]:
         """Change the state by the table and return the actions of the engine, in order.
 

@@ -22,6 +22,19 @@ FSDP = ROOT / "fsdp"
 # imports point down: from a package to the packages below it, and inside a package to the files after it
 ORDER: dict[str, tuple[str, ...]] = {
     "__main__": (),
+    "reporting": (
+        "command",
+        "page",
+        "text",
+        "who",
+        "advice",
+        "formats",
+        "replay",
+        "numbers",
+        "intervals",
+        "clocks",
+        "rank_trace",
+    ),
     "__init__": (),
     "compat": (
         "installation",
@@ -114,6 +127,12 @@ ORDER: dict[str, tuple[str, ...]] = {
         "optim_placement",
         "param_shard",
     ),
+    "tracing": (
+        "trace",
+        "chrome",
+        "lanes",
+        "recorder",
+    ),
     "runtime": (
         "registry",
         "hooks",
@@ -130,7 +149,10 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "debug": (
         "guard",
+        "phases",
+        "step_stats",
         "dump",
+        "run_dir",
         "error_notes",
         "threads",
         "snapshot",
@@ -204,6 +226,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "config": (),
     "file_errors": (),
     "errors": (),
+    "log": (),
     "autograd": (
         "backward_progress",
         "node_hooks",
@@ -221,6 +244,9 @@ STATE_MACHINE_USERS = {
     "runtime.engine",
     "runtime.final_callback",
     "debug.snapshot",
+    "debug.phases",
+    "tracing.lanes",
+    "tracing.recorder",
     "runtime.hooks",
     "fully_shard_api.residence",
     "fully_shard_api.settings",
@@ -411,7 +437,7 @@ def test_only_engine_queues_a_callback() -> None:
     only_in({"runtime.engine"}, calls)
 
 
-ARITHMETIC = ("shards.cut", "params.layout", "reduction.bucketing", "runtime.prefetch")
+ARITHMETIC = ("shards.cut", "params.layout", "reduction.bucketing", "runtime.prefetch", "log")
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)

@@ -20,8 +20,10 @@ OUR_BUG: Final = "this is a bug in fsdp"
 RAISED_WORDS: Final = 2
 OTHER_WORDS: Final = 6
 """Texts with fewer words, outside `raise`, are parts of other texts."""
-HELP: Final = ("ArgumentParser", "add_parser", "add_argument", "disable")
-"""Calls whose texts are no errors."""
+HELP: Final = ("ArgumentParser", "add_parser", "add_argument", "disable", "info", "warning")
+"""Calls whose texts are no errors: help, and the log."""
+PRINTS: Final = ROOT / "fsdp" / "reporting"
+"""The package that prints reports. Its errors are in `raise`."""
 _WORD: Final = re.compile(r"[A-Za-z']{2,}")
 
 
@@ -30,7 +32,7 @@ def texts() -> dict[str, str]:
     """Each text, with the first place in the sources that has it: `file:line`."""
     found: dict[str, str] = {}
     for path in sorted((ROOT / "fsdp").rglob("*.py")):
-        for line, text in _texts_of(ast.parse(path.read_text(encoding="utf-8"))):
+        for line, text in _texts_of(ast.parse(path.read_text(encoding="utf-8")), raised_only=path.parent == PRINTS):
             found.setdefault(text, f"{path.relative_to(ROOT)}:{line}")
     return found
 
@@ -56,11 +58,11 @@ def updated(page: str) -> str:
     return page
 
 
-def _texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _texts_of(tree: ast.Module, raised_only: bool = False) -> Iterator[tuple[int, str]]:
     skipped = _docstrings_and_help(tree)
     raised = {id(part) for node in ast.walk(tree) if isinstance(node, ast.Raise) for part in ast.walk(node)}
     for node in ast.walk(tree):
-        text = "" if id(node) in skipped else _rendered(node)
+        text = "" if id(node) in skipped or (raised_only and id(node) not in raised) else _rendered(node)
         words = len(_WORD.findall(text))
         if words >= (RAISED_WORDS if id(node) in raised else OTHER_WORDS) and " " in text and OUR_BUG not in text:
             yield node.lineno, text.strip()  # type: ignore[attr-defined]

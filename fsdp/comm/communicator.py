@@ -5,7 +5,7 @@ Rule 2: every rank of a communicator calls the same methods in the same order.
 Rule 3: a rank that is alone has a communicator too (`SingleRankCommunicator`), so callers need not ask for the number of ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, Protocol
 
 import torch
@@ -13,8 +13,16 @@ from torch import Tensor
 
 from fsdp.comm.work import DONE, Work
 from fsdp.errors import PeerFailed
+from fsdp.failure.pending_call import Wait
 
 ReduceOp = Literal["sum", "max"]
+
+
+class CallRecorder(Protocol):
+    """Records the collectives that one communicator launches."""
+
+    def launch(self, kind: str, label: str, received: int, launch: Callable[[], Work]) -> Work:
+        """Launch a collective, and return a work that records its end. `received`: bytes that reach this rank."""
 
 
 class Communicator(Protocol):
@@ -77,8 +85,11 @@ class Communicator(Protocol):
     def recent(self) -> Sequence[str]:
         """Return the last calls on this rank, oldest first: the collective and the label."""
 
-    def waits(self) -> str:
-        """Return for how long this rank has waited in which call for which ranks, as a sentence; empty unless it waits long."""
+    def set_recorder(self, recorder: CallRecorder | None) -> None:
+        """From now on, launch collectives through `recorder`. None: launch them directly."""
+
+    def waits(self) -> Wait | None:
+        """Return in which call this rank has waited since when for which ranks; None unless it waits long."""
 
     def epoch(self) -> int:
         """Return a number that increases with every abandoned step of any model on this communicator."""
@@ -144,8 +155,11 @@ class SingleRankCommunicator:
     def recent(self) -> Sequence[str]:
         return ()
 
-    def waits(self) -> str:
-        return ""
+    def set_recorder(self, recorder: CallRecorder | None) -> None:
+        return
+
+    def waits(self) -> Wait | None:
+        return None
 
     def epoch(self) -> int:
         return 0

@@ -9,6 +9,7 @@ NO_SHARD        each rank alone   all ranks
 from typing import Final, NamedTuple
 
 from fsdp.comm.communicator import Communicator
+from fsdp.log import LOG
 
 # The names of communicators in stories and errors. Each is an attribute of CommContext without its "_comm".
 SHARD_NAME: Final = "shard"
@@ -62,6 +63,7 @@ class CommContext(NamedTuple):
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """Notify all other ranks that this one abandons a step."""
+        LOG.warning("rank %d abandons the step in unit %r: %r", self.world_comm.rank, unit, failure)
         for comm in self.each().values():
             comm.abandon(unit, failure)
 

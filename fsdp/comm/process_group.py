@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp.comm.communicator import ReduceOp, as_bytes
+from fsdp.comm.communicator import CallRecorder, ReduceOp, as_bytes
 from fsdp.comm.work import AllToAllReduceScatter, DeterministicAllReduce, Work, WorkBatch
 from fsdp.errors import PeerFailed, ShardingError
 from fsdp.failure.desync import RECENT, WatchedWork
 from fsdp.failure.peers import PeerMonitor
-from fsdp.failure.pending_call import OBJECTS
+from fsdp.failure.pending_call import OBJECTS, Wait
 
 # The three collectives of every step are methods of the group itself: torch's functions around them cost 3 to 5 µs a call, and
 # 2.13 renamed two of them, while the group's methods have had the same names since 2.11.
@@ -38,6 +38,8 @@ _LARGE: Final = 2**16
 class ProcessGroupCommunicator:
     """A communicator over a torch process group of at least two ranks."""
 
+    _recorder: CallRecorder | None = None
+
     def __init__(self, group: dist.ProcessGroup, name: str, peers: PeerMonitor | None) -> None:
         # torch owns the group: a strong reference would keep its threads alive after destroy_process_group()
         self._reference = weakref.ref(group)
@@ -47,11 +49,21 @@ class ProcessGroupCommunicator:
         self._peers = peers
         self._recent: deque[tuple[str, str]] = deque(maxlen=RECENT)
 
+    def set_recorder(self, recorder: CallRecorder | None) -> None:
+        self._recorder = recorder
+
     def _launch(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any], nbytes: int | None = None) -> Work:
         """Launch a collective, which every rank must call. On a device, its `wait` makes a stream wait and not the host.
 
         `nbytes`: the size of the collective, if it is not that of `tensor`. It must be the same on all ranks.
         """
+        if self._recorder is None:
+            return self._launch_unrecorded(kind, label, tensor, launch, nbytes)
+        total = (tensor.nbytes if nbytes is None else nbytes) * (2 if kind == "all_reduce" else 1)
+        received = total if kind == "broadcast" else total * (self._size - 1) // self._size
+        return self._recorder.launch(kind, label, received, lambda: self._launch_unrecorded(kind, label, tensor, launch, nbytes))
+
+    def _launch_unrecorded(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any], nbytes: int | None) -> Work:
         self._recent.append((kind, label))
         group, peers = self.group, self._peers
         if peers is None:
@@ -199,9 +211,9 @@ class ProcessGroupCommunicator:
     def recent(self) -> Sequence[str]:
         return [f"{kind} {label}" for kind, label in self._recent]
 
-    def waits(self) -> str:
+    def waits(self) -> Wait | None:
         wait = None if self._peers is None else self._peers.detector.wait
-        return "" if wait is None or wait.pending.comm != self._name else wait.describe()
+        return None if wait is None or wait.pending.comm != self._name else wait
 
     def epoch(self) -> int:
         return 0 if self._peers is None else self._peers.epoch

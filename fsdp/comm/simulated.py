@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fsdp.comm.communicator import ReduceOp, as_bytes
+from fsdp.comm.communicator import CallRecorder, ReduceOp, as_bytes
 from fsdp.comm.simulated_ops import (
     Buffer,
     Operation,
@@ -28,9 +28,10 @@ from fsdp.comm.simulated_ops import (
     move_sums,
     move_total,
 )
+from fsdp.comm.work import Work
 from fsdp.errors import FEWER_BATCHES, PeerFailed, ShardingError, WorldError, name_ranks
 from fsdp.failure.desync import RECENT
-from fsdp.failure.pending_call import have_left_the_loop
+from fsdp.failure.pending_call import Wait, have_left_the_loop
 
 T = TypeVar("T")
 
@@ -127,6 +128,7 @@ class SimulatedCommunicator:
         self._world = world
         self._ranks = ranks
         self._log = rank.log
+        self._recorder: CallRecorder | None = None
         self._epoch = 0
         self._called = 0
 
@@ -134,7 +136,7 @@ class SimulatedCommunicator:
         """Whether `device` is the CPU, where simulated ranks compute."""
         return device.type == "cpu"
 
-    def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> "_PendingWork":
+    def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
         """Fill `unsharded` (W * C,) with the chunks of all ranks, as bytes."""
         if unsharded.numel() % self.size:
             raise ShardingError(f"all_gather({label!r}) takes {self.size} equal chunks, not {describe(unsharded)}.")
@@ -147,7 +149,7 @@ class SimulatedCommunicator:
         side = Side(f"all_gather({label!r}, {unsharded.numel()} bytes)", label, move_chunks, (buffer,))
         return self._launch("all_gather", side, unsharded.numel() - chunk)
 
-    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> "_PendingWork":
+    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
         """Sum chunk `rank` of every rank's `bucket` (W * C,) into `into` (C,), in rank order, half precision in fp32."""
         if bucket.numel() != self.size * into.numel() or bucket.dtype is not into.dtype:
             raise ShardingError(f"reduce_scatter({label!r}, {self.size} ranks): {describe(bucket)} into {describe(into)}.")
@@ -175,7 +177,7 @@ class SimulatedCommunicator:
         """Zero."""
         return 0
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> "_PendingWork":
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         """Combine `tensor` (any shape) over all ranks, in place, in rank order, half precision in fp32."""
         if op not in ("sum", "max"):
             raise ShardingError(f"all_reduce({label!r}) knows 'sum' and 'max', not {op!r}.")
@@ -185,7 +187,7 @@ class SimulatedCommunicator:
         side = Side(f"all_reduce({label!r}, {describe(tensor)}, {op})", label, partial(move_total, op=op), (buffer,))
         return self._launch("all_reduce", side, 2 * (self.size - 1) * tensor.nbytes // self.size)
 
-    def broadcast(self, tensor: Tensor, source: int, label: str) -> "_PendingWork":
+    def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         """Overwrite `tensor` (any shape) with the one of rank `source`."""
         if not 0 <= source < self.size:
             raise ShardingError(f"broadcast({label!r}) from rank {source}: the ranks are 0 to {self.size - 1}.")
@@ -199,7 +201,7 @@ class SimulatedCommunicator:
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         """Wait for the `thing` of every rank, and return all, by rank. They are pickled, so that ranks share no object."""
         side = Side(f"gather_objects({label!r})", label, lambda sides: None, pickled=pickle.dumps(thing))
-        work = self._launch("gather_objects", side, 0)
+        work = self._launch_unrecorded("gather_objects", side, 0)
         work.wait()
         arrived = work.operation.pickled
         # the sizes are known only now; this rank has called nothing since
@@ -210,9 +212,13 @@ class SimulatedCommunicator:
         """Return the last calls, oldest first."""
         return [f"{call.kind} {call.label}" for call in self._log if call.comm == self.name][-RECENT:]
 
-    def waits(self) -> str:
-        """Empty: the world finds every wait that cannot end, and others take no time."""
-        return ""
+    def set_recorder(self, recorder: CallRecorder | None) -> None:
+        """From now on, launch collectives through `recorder`. None: launch them directly."""
+        self._recorder = recorder
+
+    def waits(self) -> Wait | None:
+        """None: the world finds every wait that cannot end, and others take no time."""
+        return None
 
     def epoch(self) -> int:
         """Zero: the world counts epochs by itself."""
@@ -233,7 +239,12 @@ class SimulatedCommunicator:
     def reconnect(self) -> None:
         """Do nothing: there are no connections."""
 
-    def _launch(self, kind: str, side: Side, received: int) -> "_PendingWork":
+    def _launch(self, kind: str, side: Side, received: int) -> Work:
+        if self._recorder is None:
+            return self._launch_unrecorded(kind, side, received)
+        return self._recorder.launch(kind, side.label, received, lambda: self._launch_unrecorded(kind, side, received))
+
+    def _launch_unrecorded(self, kind: str, side: Side, received: int) -> "_PendingWork":
         self._log.append(Call(self.name, kind, side.label, received))
         rank = self._ranks[self.rank]
         epoch = self._world.epoch_of(self.name, rank)
@@ -277,7 +288,7 @@ class _Coalesced:
 
     __slots__ = ("_works",)
 
-    def __init__(self, works: Sequence[_PendingWork]) -> None:
+    def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
 
     def wait(self) -> None:

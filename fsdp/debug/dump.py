@@ -15,11 +15,12 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Final
 
 from fsdp.debug.error_notes import communicator_lines, lines_of
+from fsdp.debug.run_dir import answer_questions
 from fsdp.debug.snapshot import EngineSnapshot
 from fsdp.errors import ShardingError
 
@@ -67,22 +68,28 @@ def dump_on_signal(number: int = signal.SIGUSR1) -> None:
 def remember(snapshot: Callable[[], EngineSnapshot]) -> None:
     """Add an engine to the dump for as long as it lives. `snapshot` is its bound method."""
     _snapshots.add(weakref.WeakMethod(snapshot, _snapshots.discard))
+    answer_questions(snapshot, living_snapshots)
     main = threading.current_thread() is threading.main_thread()
     if os.environ.get(DUMP) == "1" and main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         dump_on_signal()
+
+
+def living_snapshots() -> Iterator[EngineSnapshot]:
+    """A snapshot of each model of this process."""
+    for reference in list(_snapshots):
+        snapshot = reference()
+        if snapshot is not None:
+            yield snapshot()
 
 
 def dump() -> str:
     """The stories of all models of this process, and the stack of its main thread."""
     lines = [f"fsdp: process {os.getpid()}, at {time.strftime('%H:%M:%S')}"]
     shared: set[str] = set()
-    for reference in list(_snapshots):
-        snapshot = reference()
-        if snapshot is not None:
-            now = snapshot()
-            # models on the same communicators wait for the same calls
-            lines += [line for line in lines_of(now) if line not in shared]
-            shared.update(communicator_lines(now))
+    for now in living_snapshots():
+        # models on the same communicators wait for the same calls
+        lines += [line for line in lines_of(now) if line not in shared]
+        shared.update(communicator_lines(now))
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is not None:
         lines += ["main thread, innermost call last:", *"".join(traceback.format_stack(frame)[-FRAMES:]).splitlines()]

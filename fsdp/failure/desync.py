@@ -267,8 +267,7 @@ class CallSequence:
         detector = self._detector
         if detector.fatal is not None:
             raise WorldError(detector.fatal)
-        call = (kind, label, size)
-        here = self._here
+        call, here = (kind, label, size), self._here
         number = self._number = self._number + 1
 
         def describe() -> PendingCall:
@@ -357,6 +356,9 @@ class WatchedWork:
         self._work = work
         self._detector = detector
         self._describe = describe
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
 
     def wait(self) -> None:
         """Return when the result may be used.

@@ -57,10 +57,14 @@ class Wait(NamedTuple):
     absent: tuple[int, ...]
     """The ranks that have not made the call, as far as this rank knows."""
 
+    @property
+    def seconds(self) -> float:
+        """For how long it has waited."""
+        return time.monotonic() - self.begin
+
     def describe(self) -> str:
-        seconds = time.monotonic() - self.begin
         whom = f" for {name_ranks(self.absent)}" if self.absent else ""
-        return f"rank {self.rank} has waited {seconds:.0f} s in {self.pending.where}{whom}"
+        return f"rank {self.rank} has waited {self.seconds:.0f} s in {self.pending.where}{whom}"
 
     def tell(self) -> None:
         """Print it to stderr, in one write."""

@@ -110,6 +110,11 @@ class Unit:
         tracker.add("shards", sum(size_of(flat.shard) for flat in self.flats))
 
     @property
+    def gather_sizes(self) -> tuple[int, ...]:
+        """Bytes of the unsharded parameters that each all-gather of this unit fills."""
+        return tuple(size_of(flat.unsharded) for flat in self.flats if not flat.is_shared)
+
+    @property
     def device(self) -> torch.device:
         return self.flats[0].device if self.flats else torch.device("cpu")
 

@@ -10,6 +10,7 @@ import torch
 from fsdp.comm.communicator import Communicator
 from fsdp.config import Config, MeshKind
 from fsdp.device.storage import size_of
+from fsdp.log import LOG
 from fsdp.reduction.bucket import Bucket
 from fsdp.reduction.bucketing import BucketGroup, Item, make_bucket_groups
 
@@ -50,6 +51,7 @@ class ReductionOrder:
         if learned is None or learned[1] is self.buckets:
             return False
         self.units, self.buckets = learned
+        LOG.info("order of reductions changed with the trainable parameters: %s", [self._buckets[n].name for n in self.buckets])
         return True
 
     def add_arrival(self, number: int) -> None:
@@ -72,6 +74,7 @@ class ReductionOrder:
         self.units = (*present, *(index for index in self._default if index not in present))
         self.buckets = self._in_units(self.units) if self._by_unit else tuple(numbers)
         self._learned[self._trained] = self.units, self.buckets
+        LOG.info("order of reductions learned from rank 0: %s", [self._buckets[number].name for number in self.buckets])
         return True
 
     def relearn(self) -> None:

@@ -281,8 +281,9 @@ class Reducer:
         return all([BucketAction.WAIT in self._queue.on(bucket.number, BucketEvent.MAKE_ROOM) for bucket in buckets])
 
     def _wait_next(self) -> None:
-        buckets = self._reductions.oldest
+        buckets, began = self._reductions.oldest, perf_counter()
         self._reductions.wait_next()
+        self.stats.add_wait(began)
         self._on_landed(buckets)
 
     def _on_landed(self, buckets: Iterable[Bucket]) -> None:
@@ -328,7 +329,9 @@ class Reducer:
         self._settled = True
         while self._reductions.oldest:
             self._wait_next()
+        began = perf_counter()
         self._reductions.finish()
+        self.stats.add_wait(began)
         self._used_params.wait_all()
         self._used_params.end()
         self._queue.check(BucketEvent.COMMIT)  # all buckets or none

@@ -35,6 +35,8 @@ class ReducerStats:
 
     def __init__(self) -> None:
         self._last: list[_Launch] = []
+        self.waited = 0.0
+        """Seconds for which this rank has waited for reductions since it was wrapped, sums on the host included."""
         self.begin()
 
     def begin(self) -> None:
@@ -47,6 +49,15 @@ class ReducerStats:
         used = [bucket.local_used for bucket in buckets]
         size = sum([bucket.nbytes for bucket in buckets])
         self._current.append(_Launch(buckets, used, size, ready - self._began, perf_counter() - self._began))
+
+    def add_wait(self, began: float) -> None:
+        """Add a wait for reductions that began at `began` (`time.perf_counter`) and ends now."""
+        self.waited += perf_counter() - began
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """The number of reductions in the last backward that synchronised, and their bytes."""
+        return len(self._last), sum(one.bytes for one in self._last)
 
     def end(self) -> None:
         """A backward that synchronised is over."""

@@ -21,7 +21,9 @@ from torch.autograd import Variable
 from fsdp.autograd.frames import gets_gradient, graph_task
 from fsdp.comm.context import CommContext
 from fsdp.debug.error_notes import add_note, add_note_to_what_ends_the_backward, is_noted
+from fsdp.debug.phases import Phases
 from fsdp.debug.snapshot import EngineSnapshot, take_snapshot
+from fsdp.debug.step_stats import StepStats
 from fsdp.debug.threads import refuse_two_threads
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
@@ -32,7 +34,7 @@ from fsdp.reduction.reducer import Reducer
 from fsdp.runtime.buffers import broadcast_buffers
 from fsdp.runtime.final_callback import FinalCallback, PendingBackward, kind_of_backward
 from fsdp.runtime.hook_actions import HookActions, PassWatcher
-from fsdp.runtime.prefetch import PrefetchSchedule
+from fsdp.runtime.prefetch import PassSchedules
 from fsdp.runtime.stale_params import StaleParams
 from state_machine import (
     Action,
@@ -73,8 +75,8 @@ class Engine:
         self._stale_params = StaleParams(units, self.root, streams, comms.world_comm)
         self._residencies = tuple(Residency(unit.name) for unit in units)
         self.reducer = Reducer(units, [not inside for inside in descendants], comms, streams, tracker)
-        self.forward_schedule, self.backward_schedule = (PrefetchSchedule(units[0].config.prefetch) for _ in range(2))
-        self._schedule = self.forward_schedule
+        self.schedules = PassSchedules([unit.name for unit in units], units[0].config.prefetch)
+        self._schedule = self.schedules.forward
         self._forward_stack: list[int] = []
         """The units whose forward runs, outermost first."""
         self._last_unit = 0
@@ -93,7 +95,7 @@ class Engine:
             Action.KEEP_UNSHARDED: partial(self.request, request=Request.CACHE),
             Action.RESHARD: partial(self.request, request=Request.RESHARD),
             Action.HOOK_OUTPUTS: self._hook_outputs,
-            Action.INTERCEPT_READS: self._intercept_reads,
+            Action.INTERCEPT_READS: partial(self._of_unit, Unit.intercept_reads),
             Action.JOIN_BACKWARD: self._join_backward,
             Action.REDUCE_GRADS: self.reducer.reduce,
             Action.FLUSH_GRADS: self.reducer.flush,
@@ -101,20 +103,22 @@ class Engine:
             Action.ACCUMULATE_UNSHARDED: self.reducer.accumulate_unsharded,
             Action.WAIT_REDUCTIONS: self.reducer.drain,
             Action.DROP_GRADS: self.reducer.drop,
-            Action.GATHER_FULL: self._gather_full,
-            Action.WRITE_BACK: self._write_back,
-            Action.FREE_FULL: self._free_full,
+            Action.GATHER_FULL: partial(self._of_unit, Unit.gather_full),
+            Action.WRITE_BACK: partial(self._of_unit, Unit.write_back),
+            Action.FREE_FULL: partial(self._of_unit, Unit.free_full),
         }
+        self.stats = StepStats([unit.gather_sizes for unit in units], self.reducer.stats, tracker)
         self._effect_handlers: tuple[dict[Effect, Callable[[], None]], ...] = tuple(
             {
                 Effect.ALL_GATHER: partial(self._all_gather, index),
-                Effect.WAIT_ALL_GATHER: unit.wait_all_gather,
+                Effect.WAIT_ALL_GATHER: partial(self.stats.wait_all_gather, unit.wait_all_gather),
                 Effect.USE_UNSHARDED: unit.use_unsharded,
                 Effect.USE_SHARDED: unit.use_sharded,
                 Effect.FREE_UNSHARDED: partial(self._free_unsharded, index),
             }
             for index, unit in enumerate(units)
         )
+        self.phases = Phases([unit.name for unit in units], self._action_handlers, self._effect_handlers)
 
     def attach(self, hooks: HookActions) -> None:
         """Set the hooks that execute actions on autograd graphs. Called once."""
@@ -179,9 +183,9 @@ class Engine:
                 add_note(failure, self.snapshot, index, ours=True)
                 self.abandon_step(failure, index)
                 raise
-            self.forward_schedule.begin()
-            self._streams.pass_begins()
-        self._schedule = self.forward_schedule
+            self.schedules.forward.begin()
+            self._begin_pass(is_forward=True)
+        self._schedule = self.schedules.forward
         self.on_event(index, Event.PRE_FORWARD)
         self._forward_stack.append(index)
 
@@ -233,6 +237,7 @@ class Engine:
 
     def close_backward(self, event: BackwardEvent) -> bool:
         """End the backward for every unit, in the agreed order; return whether a backward was running."""
+        reduces = self.root.synchronises
         instructions = self.root.end_backward(event, self.reducer.order)
         if instructions is None:
             return False
@@ -241,6 +246,7 @@ class Engine:
             self._execute_all(instructions)
         else:
             self._execute(instructions)
+            self.stats.end_backward(reduces)
             self.comms.completed()
             self.reducer.run_hooks(self.note)
         return True
@@ -255,8 +261,8 @@ class Engine:
     def notify_peers(self, unit: str, failure: BaseException | None) -> None:
         """Notify the other ranks, which may wait for this one, that a step has ended early."""
         self.pending_backward.expect(False)
-        self.forward_schedule.forget()
-        self.backward_schedule.forget()
+        self.schedules.forget()
+        self.stats.abandon_step()
         self.comms.abandon(unit, failure)
 
     def _reset_step(self) -> None:
@@ -283,8 +289,7 @@ class Engine:
         if self.watcher is not None:
             self.watcher.before_forward(records_graph)
         if self.pending_backward.was_abandoned():
-            self.forward_schedule.forget()
-            self.backward_schedule.forget()
+            self.schedules.forget()
         if (restart := self.pending_backward.announce_restart(self.units[0].name)) is not None:
             self.abandon_step(restart, 0)
         if self.units[0].config.broadcast_buffers and records_graph:
@@ -303,17 +308,8 @@ class Engine:
     def _hook_outputs(self, index: int) -> None:
         self._hooks.hook_outputs(index)
 
-    def _intercept_reads(self, index: int) -> None:
-        self.units[index].intercept_reads()
-
-    def _gather_full(self, index: int) -> None:
-        self.units[index].gather_full()
-
-    def _write_back(self, index: int) -> None:
-        self.units[index].write_back()
-
-    def _free_full(self, index: int) -> None:
-        self.units[index].free_full()
+    def _of_unit(self, method: Callable[[Unit], None], index: int) -> None:
+        method(self.units[index])
 
     def _drop_stale(self, index: int) -> None:
         self.units[index].sync_requires_grad()
@@ -343,6 +339,7 @@ class Engine:
     def _all_gather(self, index: int) -> None:
         self._stale_params.prepare_gather(index)
         self.units[index].all_gather()
+        self.stats.add_gather(index)
 
     def _commit(self, index: int) -> None:
         self.reducer.commit(index)
@@ -359,15 +356,20 @@ class Engine:
                 self.refuse_two_threads()
             self._hooks.write_back_inplace_of_forward()
         self._task = graph_task()
-        self._schedule = self.backward_schedule
+        self._schedule = self.schedules.backward
         self.reducer.begin(accumulates=kind is BackwardEvent.NO_SYNC_BEGINS)
         if kind is BackwardEvent.SYNC_BEGINS and self.reducer.policy.find_unused_parameters:
             self.reducer.expect_only_used(gets_gradient)
         self.call_at_end_of_graph_task(FinalCallback(self.root, self.on_backward_ended, self.on_backward_failed))
-        self._streams.pass_begins()
+        self._begin_pass(is_forward=False)
         # gather the first units of this backward while the layers of the root itself compute
-        for ahead in self.backward_schedule.begin():
+        for ahead in self._schedule.begin():
             self.request(ahead, Request.PREFETCH)
+
+    def _begin_pass(self, is_forward: bool) -> None:
+        self._streams.pass_begins()
+        self.phases.begin_pass()
+        self.stats.begin_pass(is_forward)
 
     def _execute(self, instructions: Iterable[Instruction]) -> None:
         """Execute instructions in order; if one fails, abandon the step before the error is raised."""

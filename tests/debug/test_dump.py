@@ -16,6 +16,7 @@ import torch
 import fsdp
 from fsdp.comm.simulated import SimulatedCommunicator
 from fsdp.debug.dump import DUMP, dump
+from fsdp.failure.pending_call import PendingCall, Wait
 
 
 class Mine(Exception):
@@ -86,7 +87,9 @@ def test_a_handler_of_the_user_stays() -> None:
 
 def test_a_wait_and_the_collectives_of_shared_communicators_are_notified_once(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = "rank 0 has waited 12 s in all_gather of blocks.3 for rank 1"
-    monkeypatch.setattr(SimulatedCommunicator, "waits", lambda comm: wait if comm.name == "shard" else "")
+    call = PendingCall("shard", 1, "all_gather('blocks.3')", "", {}, where="all_gather of blocks.3")
+    monkeypatch.setattr(Wait, "seconds", 12.0)
+    monkeypatch.setattr(SimulatedCommunicator, "waits", lambda comm: Wait(0.0, call, 0, (1,)) if comm.name == "shard" else None)
 
     gc.collect()  # models of other tests would be in the dump
 

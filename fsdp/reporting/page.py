@@ -1,0 +1,323 @@
+"""The report as one HTML file that needs no network: the numbers as tables, and the same numbers as plots.
+
+Plots are drawn by plotly.js, whose source the package plotly brings along, so that the file can hold it whole.
+"""
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, Final
+
+from fsdp.errors import require_package
+from fsdp.file_errors import file_errors
+from fsdp.reporting.advice import Advice
+from fsdp.reporting.clocks import Offset
+from fsdp.reporting.formats import milliseconds, size
+from fsdp.reporting.numbers import RankNumbers, StepNumbers, slowest
+from fsdp.reporting.rank_trace import RankTrace, Slice
+from fsdp.reporting.text import advice_line, exposed_units
+
+COLOURS: Final = {
+    "computing": "#3366aa",
+    "exposed communication": "#cc4433",
+    "host of the engine": "#e0a030",
+    "rest": "#b8b8b8",
+    "gathers": "#228866",
+    "reductions": "#885599",
+    "other collectives": "#777777",
+}
+"""Told apart also without red and green: they differ in brightness."""
+_MOST_BARS: Final = 40
+_STYLE: Final = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 72rem; padding: 1rem; color: #1a1a1a; background: #fff; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.25rem; margin-top: 2rem; }
+.plot { width: 100%; } details, .scroll { overflow-x: auto; } li { overflow-wrap: anywhere; }
+table { border-collapse: collapse; } th, td { padding: .25rem .75rem; text-align: right; border-bottom: 1px solid #ddd; }
+th:first-child, td:first-child { text-align: left; }
+button { font: inherit; margin: 0 .25rem .25rem 0; padding: .25rem .75rem; min-height: 2.5rem; }
+:focus-visible { outline: 3px solid #3366aa; outline-offset: 2px; }
+.numbers { display: flex; flex-wrap: wrap; gap: 1rem; padding: 0; list-style: none; }
+.numbers li { border: 1px solid #ccc; border-radius: .5rem; padding: .5rem 1rem; }
+.numbers strong { display: block; font-size: 1.3rem; }
+"""
+_SCRIPT: Final = """
+for (const [id, plot] of Object.entries(PLOTS)) {
+  const target = document.getElementById(id);
+  const narrow = window.innerWidth < 600;
+  if (narrow) { plot.layout.margin = {l: plot.layout.narrowLeft || 70, r: 10, t: 90, b: 50}; }
+  Plotly.newPlot(target, plot.data, plot.layout, {responsive: true, displaylogo: false, scrollZoom: false});
+  for (const button of document.querySelectorAll(`button[data-plot="${id}"]`)) {
+    button.addEventListener("click", () => zoom(target, button.dataset.zoom));
+  }
+}
+function zoom(target, how) {
+  if (how === "all") { Plotly.relayout(target, {"xaxis.autorange": true}); return; }
+  const [from, to] = target._fullLayout.xaxis.range.map(Number);
+  const width = to - from, middle = (from + to) / 2;
+  if (how === "in" || how === "out") {
+    const half = width * (how === "in" ? 0.25 : 1);
+    Plotly.relayout(target, {"xaxis.range": [middle - half, middle + half]});
+  } else {
+    const by = width * (how === "left" ? -0.25 : 0.25);
+    Plotly.relayout(target, {"xaxis.range": [from + by, to + by]});
+  }
+}
+"""
+
+
+def write_page(
+    path: Path,
+    traces: Sequence[RankTrace],
+    numbers: Sequence[RankNumbers],
+    offsets: Sequence[Offset],
+    missing: Sequence[int],
+    advice: Sequence[Advice],
+) -> None:
+    """Write the report as an HTML file.
+
+    Raises:
+        ShardingError: the package plotly is missing, or the file system refuses the file.
+    """
+    text = page_of(plotly_source(), traces, numbers, offsets, missing, advice)
+    with file_errors(f"report: {path}", path):
+        path.write_text(text, encoding="utf-8")
+
+
+def plotly_source() -> str:
+    """The source of plotly.js, which the package plotly brings along.
+
+    Raises:
+        ShardingError: the package is missing.
+    """
+    require_package("report --html", "plotly")
+    from plotly.offline import get_plotlyjs
+
+    source: str = get_plotlyjs()
+    return source
+
+
+def page_of(
+    plotly: str,
+    traces: Sequence[RankTrace],
+    numbers: Sequence[RankNumbers],
+    offsets: Sequence[Offset],
+    missing: Sequence[int],
+    advice: Sequence[Advice],
+) -> str:
+    """The whole page. `plotly`: the source of plotly.js."""
+    shown = slowest(numbers)[0] if len(numbers) > 1 else numbers[0]
+    trace = next(one for one in traces if one.rank == shown.rank)
+    step = shown.typical
+    plots = {
+        "parts": _parts(numbers),
+        "exposed": _exposed(numbers),
+        "timeline": _timeline(trace, step),
+        "memory": _memory(trace, step),
+    }
+    title = f"Report of {len(numbers)} of {traces[0].world_size} ranks"
+    absent = f"<p role='alert'>No trace of ranks {', '.join(map(str, missing))}.</p>" if missing else ""
+    body = [
+        f"<h1>{title}</h1>{absent}",
+        _headline(numbers, offsets),
+        "<h2>Advice</h2>",
+        _list([advice_line(one) for one in advice] or ["No option is expected to save 2 % of a step."]),
+        _section("parts", "What a step consists of", "The step of median length on each rank.", _parts_table(numbers), False),
+        _section("exposed", "Exposed communication by unit", "Mean over the ranks.", _exposed_table(numbers), False),
+        _section(
+            "timeline",
+            f"Timeline of step {step.number} on rank {shown.rank}",
+            "Zoom by dragging over a stretch, or with the buttons.",
+            "",
+            True,
+        ),
+        _section("memory", f"Bytes held in step {step.number} on rank {shown.rank}", "By kind.", _memory_table(step), True),
+    ]
+    # `</` would end the script element
+    data = json.dumps(plots).replace("</", "<\\/")
+    return (
+        "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><link rel='icon' href='data:,'>"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<title>{title}</title><style>{_STYLE}</style></head><body><main>{''.join(body)}</main>"
+        f"<script>{plotly}</script><script>const PLOTS = {data};{_SCRIPT}</script></body></html>\n"
+    )
+
+
+def _headline(numbers: Sequence[RankNumbers], offsets: Sequence[Offset]) -> str:
+    step = max((one.typical for one in numbers), key=lambda step: step.length)
+    peak = max(step.peak for one in numbers for step in one.steps)
+    told = [
+        ("step", f"{milliseconds(step.length)} ms"),
+        ("computing", f"{step.computing / step.length:.0%}"),
+        ("exposed communication", f"{step.waiting / step.length:.0%}"),
+        ("host of the engine", f"{step.engine / step.length:.0%}"),
+        ("peak of the engine's memory", size(peak)),
+    ]
+    if len(numbers) > 1:
+        rank, excess = slowest(numbers)
+        told.append((f"slowest rank: {rank.rank}", f"+{milliseconds(excess)} ms"))
+    items = "".join(f"<li><strong>{escape(value)}</strong>{escape(name)}</li>" for name, value in told)
+    return f"<ul class='numbers'>{items}</ul>"
+
+
+def _section(name: str, title: str, text: str, table: str, zooms: bool) -> str:
+    labels = {"in": "Zoom in", "out": "Zoom out", "left": "Earlier", "right": "Later", "all": "All"}
+    buttons = "".join(
+        f"<button type='button' data-plot='{name}' data-zoom='{how}' aria-controls='{name}'>{label}</button>"
+        for how, label in (labels.items() if zooms else ())
+    )
+    numbers = f"<details><summary>The numbers of this plot</summary><div class='scroll'>{table}</div></details>" if table else ""
+    return (
+        f"<section aria-labelledby='{name}-title'><h2 id='{name}-title'>{escape(title)}</h2><p>{escape(text)}</p>{buttons}"
+        f"<div class='plot' id='{name}' role='img' aria-labelledby='{name}-title'></div>{numbers}</section>"
+    )
+
+
+def _list(items: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def cells(kind: str, row: Sequence[str]) -> str:
+        return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in row)}</tr>"
+
+    return f"<table><thead>{cells('th', header)}</thead><tbody>{''.join(cells('td', row) for row in rows)}</tbody></table>"
+
+
+def _shares(step: StepNumbers) -> dict[str, float]:
+    return {
+        "computing": step.computing,
+        "exposed communication": step.waiting,
+        "host of the engine": step.engine,
+        "rest": step.rest,
+    }
+
+
+def _parts(numbers: Sequence[RankNumbers]) -> dict[str, Any]:
+    ranks = [f"rank {one.rank}" for one in numbers]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "y": ranks,
+            "x": [_shares(one.typical)[name] / 1e3 for one in numbers],
+            "marker": {"color": COLOURS[name]},
+            "hovertemplate": f"%{{y}}: {name} %{{x:.2f}} ms<extra></extra>",
+        }
+        for name in _shares(numbers[0].typical)
+    ]
+    height = 190 + 28 * len(ranks)
+    return {"data": data, "layout": _layout(height, "milliseconds of a step", barmode="stack", yaxis={"autorange": "reversed"})}
+
+
+def _parts_table(numbers: Sequence[RankNumbers]) -> str:
+    names = list(_shares(numbers[0].typical))
+    rows = [[f"rank {one.rank}", *(milliseconds(part) for part in _shares(one.typical).values())] for one in numbers]
+    return _table(["", *(f"{name}, ms" for name in names)], rows)
+
+
+def _exposed(numbers: Sequence[RankNumbers]) -> dict[str, Any]:
+    found = exposed_units(numbers)[:_MOST_BARS]
+    units = list(dict.fromkeys(unit for _, unit, _ in found))
+    data = []
+    for lane in dict.fromkeys(lane for lane, _, _ in found):
+        waits = {unit: waited / 1e3 for one, unit, waited in found if one == lane}
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": lane,
+                "y": units,
+                "x": [waits.get(unit, 0) for unit in units],
+                "marker": {"color": COLOURS[lane]},
+                "hovertemplate": f"{lane} of %{{y}}: %{{x:.3f}} ms<extra></extra>",
+            }
+        )
+    layout = _layout(210 + 24 * len(units), "milliseconds waited in a step", barmode="stack")
+    return {
+        "data": data,
+        "layout": {**layout, "yaxis": {"type": "category", "autorange": "reversed", "automargin": True}, "narrowLeft": 110},
+    }
+
+
+def _exposed_table(numbers: Sequence[RankNumbers]) -> str:
+    return _table(["unit", "lane", "ms"], [[unit, lane, milliseconds(waited)] for lane, unit, waited in exposed_units(numbers)])
+
+
+def _timeline(trace: RankTrace, step: StepNumbers) -> dict[str, Any]:
+    lanes: dict[str, list[Slice]] = {
+        "computing": list(trace.computing),
+        "host of the engine": list(trace.engine),
+        "gathers": [one for one in trace.collectives if one.args["collective"] == "all_gather"],
+        "reductions": [one for one in trace.collectives if one.args["collective"] == "reduce_scatter"],
+        "other collectives": [one for one in trace.collectives if one.args["collective"] not in ("all_gather", "reduce_scatter")],
+    }
+    data = []
+    for lane, slices in lanes.items():
+        inside = [one for one in slices if step.began <= one.began < step.ended]
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": lane,
+                "showlegend": False,
+                "y": [lane] * len(inside),
+                "base": [(one.began - step.began) / 1e3 for one in inside],
+                "x": [one.length / 1e3 for one in inside],
+                "customdata": [_told(one) for one in inside],
+                "opacity": 0.75,
+                "marker": {"color": COLOURS[lane], "line": {"color": "#ffffff", "width": 0.5}},
+                "hovertemplate": "%{customdata}<br>at %{base:.3f} ms, for %{x:.3f} ms<extra></extra>",
+            }
+        )
+    layout = _layout(
+        360, "milliseconds since the step began", barmode="overlay", yaxis={"autorange": "reversed", "automargin": True}
+    )
+    return {"data": data, "layout": {**layout, "narrowLeft": 110}}
+
+
+def _told(one: Slice) -> str:
+    parts = [escape(one.name)]
+    if "received" in one.args:
+        parts.append(f"{one.args['received']:,} bytes received")
+    if one.args.get("waited"):
+        parts.append(f"the host waited {milliseconds(one.args['waited'])} ms")
+    return "<br>".join(parts)
+
+
+def _memory(trace: RankTrace, step: StepNumbers) -> dict[str, Any]:
+    points = [(time, held) for time, held in trace.memory if step.began <= time < step.ended]
+    kinds = sorted({kind for _, held in points for kind in held})
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "line": {"shape": "hv", "width": 0.5},
+            "stackgroup": "held",
+            "name": kind,
+            "x": [(time - step.began) / 1e3 for time, _ in points],
+            "y": [held.get(kind, 0) / 2**20 for _, held in points],
+            "hovertemplate": f"{kind}: %{{y:.3f}} MiB<extra></extra>",
+        }
+        for kind in kinds
+    ]
+    layout = _layout(340, "milliseconds since the step began", hovermode="x unified", yaxis={"title": {"text": "MiB"}})
+    return {"data": data, "layout": layout}
+
+
+def _memory_table(step: StepNumbers) -> str:
+    rows = [[kind, f"{count:,}"] for kind, count in sorted(step.held_at_peak.items(), key=lambda one: -one[1])]
+    return _table(["kind", "bytes at the peak"], rows)
+
+
+def _layout(height: int, x: str, **more: Any) -> dict[str, Any]:
+    return {
+        "height": height,
+        "margin": {"l": 130, "r": 20, "t": 60, "b": 50},
+        "xaxis": {"title": {"text": x}},
+        "legend": {"orientation": "h", "yref": "container", "y": 1, "yanchor": "top", "x": 0, "traceorder": "normal"},
+        "dragmode": "zoom",
+        **more,
+    }
