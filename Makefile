@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DOCS_VENV := .venv-docs
+FRAMEWORKS_VENV := .venv-frameworks
 NPROC ?= 2
 DATA ?=
 ARGS ?=
 
-.PHONY: train test test-all test-browser wander mutants soak bench docs docs-serve clean
+.PHONY: train test test-all test-browser test-frameworks wander mutants soak bench docs docs-serve clean
 
 train: $(VENV)/.made
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.launch --standalone --nproc-per-node=$(NPROC) examples/train.py $(if $(DATA),"$(DATA)") $(ARGS)
@@ -22,6 +23,10 @@ test: $(VENV)/.made-for-tests
 # the same with every training pattern in every simulated world, and over gloo with three processes as well
 test-all: export FSDP_TESTS = all
 test-all: test
+
+# training frameworks on this engine, in an environment that has them; `make test` needs none of them
+test-frameworks: $(FRAMEWORKS_VENV)/.made
+	OMP_NUM_THREADS=1 $(FRAMEWORKS_VENV)/bin/python -m pytest --noconftest tests/integrations $(ARGS)
 
 # the properties again, wandering freely for as long as asked: make wander ARGS="--hypothesis-seed=1"
 wander: $(VENV)/.made-for-tests
@@ -85,5 +90,12 @@ $(DOCS_VENV)/.made: pyproject.toml constraints.txt
 	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(DOCS_VENV)/requirements.txt
 	touch $@
 
+$(FRAMEWORKS_VENV)/.made: pyproject.toml constraints.txt setup.py
+	@echo "Installing torch, Lightning, Accelerate, transformers, TRL, peft, pytest and this folder into $(FRAMEWORKS_VENV): 1.5 GB."
+	@$(PYTHON) -m venv $(FRAMEWORKS_VENV)
+	@$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
+	@$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[lightning,accelerate]' datasets peft trl pytest pytest-timeout
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) site runs .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(FRAMEWORKS_VENV) site runs .mypy_cache .pytest_cache .ruff_cache

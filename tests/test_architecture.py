@@ -36,6 +36,13 @@ ORDER: dict[str, tuple[str, ...]] = {
         "rank_trace",
     ),
     "__init__": (),
+    "integrations": (
+        "accelerate",
+        "lightning",
+        "lightning_trainer",
+        "lightning_fabric",
+        "lightning_common",
+    ),
     "compat": (
         "installation",
         "doors",
@@ -257,7 +264,7 @@ STATE_MACHINE_USERS = {
 }
 # torch's Distributed Checkpoint lies below torch.distributed, and communicates only where it is asked to
 DCP = "torch.distributed.checkpoint"
-DCP_USERS = {"shards.sharded_value", "checkpoint.dcp"}
+DCP_USERS = {"shards.sharded_value", "checkpoint.dcp", "integrations.accelerate"}
 LONGEST = 400
 LONGER = {"comm.simulated": 600}
 
@@ -369,7 +376,7 @@ def test_only_process_group_and_connect_import_torch_distributed() -> None:
     only_in(
         {
             *("comm.process_group", "comm.connect", "comm.meshes", "shards.dtensors"),
-            *("fairscale_api.groups", "torch_fsdp_api.torch_names", *_NAMES_OF_FSDP2),
+            *("fairscale_api.groups", "torch_fsdp_api.torch_names", "integrations.lightning_trainer", *_NAMES_OF_FSDP2),
         },
         {name: [one for one in imports_of(path_of(name)) if is_distributed(one) and not is_dcp(one)] for name in FILES},
     )
