@@ -17,6 +17,8 @@ from state_machine import Action, Effect
 _NAMED: Final[Any] = torch._C._profiler._RecordFunctionFast
 
 
+_BRIEF: Final = ("use_unsharded", "use_sharded", "free_unsharded", "drop_stale", "keep_unsharded", "intercept_reads")
+"""Phases that take about as long as a record of them. A trace has none; most are parts of a phase that it has."""
 Record = tuple[int, int, str, int]
 """A phase: when it began and ended (`time.perf_counter_ns`), its name, and the number of its unit."""
 AddRecord = Callable[[Record], None]
@@ -64,15 +66,17 @@ class Phases:
     def _replace_handlers(self) -> None:
         units = range(len(self._units))
         for action, handler in self._plain_actions.items():
-            calls = [self._around(partial(handler, unit), action.name.lower(), unit) for unit in units]
-            self._actions[action] = partial(_call, calls) if self._named or self.is_recorded else handler
+            phase = action.name.lower()
+            calls = [self._around(partial(handler, unit), phase, unit) for unit in units]
+            is_wrapped = self._named or (self.is_recorded and phase not in _BRIEF)
+            self._actions[action] = partial(_call, calls) if is_wrapped else handler
         for unit, effects in enumerate(self._plain_effects):
             for effect, plain in effects.items():
                 self._effects[unit][effect] = self._around(plain, effect.name.lower(), unit)
 
     def _around(self, handler: Callable[[], Any], phase: str, unit: int) -> Callable[[], Any]:
         """`handler`, with a name around it if a profiler runs, and with its times recorded if a trace is made."""
-        if self._add_record is not None:
+        if self._add_record is not None and phase not in _BRIEF:
             handler = _recorded(handler, self._add_record, phase, self._first + unit)
         if self._named:
             handler = partial(_name, handler, f"fsdp::{phase} {self._units[unit]}")
