@@ -296,7 +296,7 @@ def fully_shard(
             plain_shards,
             dtensors,
         )
-        plan = _plan(modules, auto_wrap_policy, ignored_modules, tuple(ignored_params or ()), comms, config)
+        plan = _plan(modules, auto_wrap_policy, ignored_modules, ignored_params, comms, config)
         check_initialisation(plan, param_init_fn)
         return config, plan
 
@@ -312,7 +312,7 @@ def _plan(
     modules: Sequence[nn.Module],
     policy: Any,
     ignored: Any,
-    ignored_params: Collection[nn.Parameter],
+    ignored_params: Any,
     comms: CommContext,
     config: Config,
 ) -> list[Planned]:

@@ -58,7 +58,7 @@ def make_plan(
     unit_of: Callable[[nn.Module], Unit | None],
     is_wrapper: Callable[[nn.Module], bool],
     ignored: Any = None,
-    ignored_params: Collection[nn.Parameter] = (),
+    ignored_params: Any = None,
 ) -> list[Planned]:
     """Return the units of `roots`, outermost first, in the order of the modules. Several roots are one unit.
 
@@ -78,7 +78,9 @@ def make_plan(
                 "module that contains it."
             )
     left_alone = _modules_to_ignore(roots, ignored, unit_of)
-    walk = _Walk(roots, _chooser(policy, roots[0], left_alone), unit_of, is_wrapper, left_alone, ignored_params)
+    walk = _Walk(
+        roots, _chooser(policy, roots[0], left_alone), unit_of, is_wrapper, left_alone, _params_to_ignore(ignored_params)
+    )
     for number, root in enumerate(roots):
         walk.visit(root, str(number) if len(roots) > 1 else "", ())
     return walk.planned()
@@ -94,10 +96,10 @@ class _Walk:
         unit_of: Callable[[nn.Module], Unit | None],
         is_wrapper: Callable[[nn.Module], bool],
         ignored: Collection[int],
-        ignored_params: Collection[nn.Parameter],
+        left_out: set[int],
     ) -> None:
         self._roots = tuple(roots)
-        self._left_out = set(map(id, ignored_params))
+        self._left_out = left_out
         """The ids of the parameters that are ignored by themselves."""
         self._ignored = ignored
         self._ignored_parameters: dict[int, str] = {}
@@ -302,6 +304,18 @@ def _modules_to_ignore(roots: Sequence[nn.Module], ignored: Any, unit_of: Callab
             raise ShardingError(f"ignored_modules: this {type(module).__name__} is not a part of the module that is wrapped.")
         if any(unit_of(one) is not None for one in module.modules()):
             raise ShardingError(f"ignored_modules: this {type(module).__name__} contains a unit already.")
+    return set(map(id, ignored))
+
+
+def _params_to_ignore(ignored: Any) -> set[int]:
+    """Check `ignored`, of which some may be outside the module, and return the ids of its parameters."""
+    if ignored is None:
+        return set()
+    if not isinstance(ignored, Collection) or isinstance(ignored, str | Tensor):
+        raise ShardingError(f"ignored_params must be a collection of parameters, not {ignored!r}.")
+    for parameter in ignored:
+        if not isinstance(parameter, nn.Parameter):
+            raise ShardingError(f"ignored_params must name parameters; this is not one: {parameter!r}.")
     return set(map(id, ignored))
 
 

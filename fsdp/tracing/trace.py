@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter_ns, time
-from typing import Any
 
 from torch import nn
 
@@ -44,7 +43,7 @@ class Trace:
             target.write_text(json.dumps(document(self._recorder, info)), encoding="utf-8")
         return target
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> dict[str, object]:
         """The trace of this rank as it is saved: the object of a file in Chrome's trace format.
 
         Raises:

@@ -29,7 +29,7 @@ class TestWrapping:
         refused_everywhere(1, lambda rank: fsdp.fully_shard(make_net(), object()), "have no meaning inside fsdp.simulate")
 
     def test_what_is_no_module_is_refused(self) -> None:
-        refused_everywhere(1, lambda rank: fsdp.fully_shard(3), "fully_shard takes an nn.Module, not int")  # type: ignore[type-var]
+        refused_everywhere(1, lambda rank: fsdp.fully_shard(3), "fully_shard takes an nn.Module or a list of them, not int")  # type: ignore[type-var]
 
     @pytest.mark.parametrize(
         ("options", "text"),
