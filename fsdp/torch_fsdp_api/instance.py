@@ -1,12 +1,21 @@
 """What of an instance changes after its constructor, and by which call: its class alone writes it."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from fsdp.errors import ShardingError
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.torch_fsdp_api.torch_names import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
+
+
+class FlatParamFacts(NamedTuple):
+    """What Accelerate asks of FSDP1's flat parameter. There is none here."""
+
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
 
 
 class InstanceState(nn.Module):
@@ -49,6 +58,22 @@ class InstanceState(nn.Module):
         """The parameters that this instance shards."""
         ref = unit_ref_of(self._unit_module)
         return [] if ref is None else [*ref.unit.sharded_params]
+
+    @property
+    def _flat_param(self) -> FlatParamFacts:
+        """What Accelerate reads in mixed precision, to convert trainable parameters of low precision to float32.
+
+        Raises:
+            ShardingError: such a parameter is there. Its shard cannot change its dtype.
+        """
+        for parameter in self.params:
+            if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+                raise ShardingError(
+                    f"a trainable parameter is {parameter.dtype}, and mixed precision keeps float32 ones; convert the model with "
+                    "model.float() before it is wrapped, or leave mixed precision out."
+                )
+        first = self.params[0]
+        return FlatParamFacts(first.dtype, first.device, any(parameter.requires_grad for parameter in self.params))
 
     # what FSDP1 calls these ------------------------------------------------------------------
 

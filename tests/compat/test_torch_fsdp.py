@@ -393,3 +393,12 @@ def _continued(rows: list[list[str]], row: int) -> list[str]:
             break
         found += one
     return found
+
+
+def test_what_accelerate_asks_in_mixed_precision_is_answered_or_refused() -> None:
+    def program(rank: int) -> None:
+        assert FullyShardedDataParallel(nn.Linear(4, 4))._flat_param[::2] == (torch.float32, True)
+        with pytest.raises(fsdp.ShardingError, match=r"a trainable parameter is torch.bfloat16.*model.float\(\)"):
+            FullyShardedDataParallel(nn.Linear(4, 4).bfloat16())._flat_param  # noqa: B018
+
+    fsdp.simulate(2, program)
