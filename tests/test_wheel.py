@@ -19,7 +19,12 @@ import fsdp, fsdp.state_machine
 
 imported = [module.name for module in pkgutil.walk_packages(fsdp.__path__, "fsdp.") if not module.name.endswith("__main__")]
 for name in imported:
-    __import__(name)
+    try:
+        __import__(name)
+    except ImportError as missing:
+        # a framework is not installed
+        assert name.startswith("fsdp.integrations."), name
+        assert "pip install" in str(missing) or missing.name.partition(".")[0] in ("accelerate", "lightning"), missing
 assert "state_machine" not in sys.modules
 assert fsdp.IllegalTransition is fsdp.state_machine.IllegalTransition
 

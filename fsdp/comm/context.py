@@ -63,7 +63,8 @@ class CommContext(NamedTuple):
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """Notify all other ranks that this one abandons a step."""
-        LOG.warning("rank %d abandons the step in unit %r: %r", self.world_comm.rank, unit, failure)
+        # as text: a handler that keeps records would keep the error, and with its traceback the model
+        LOG.warning("rank %d abandons the step in unit %r: %s", self.world_comm.rank, unit, repr(failure))
         for comm in self.each().values():
             comm.abandon(unit, failure)
 

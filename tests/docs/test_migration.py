@@ -1,14 +1,13 @@
 """A user's script before and after it moved here: one import changes, and the losses stay."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.docs.test_pages import DOCS, ROOT, blocks_of
-from tests.support.several_scripts import MARK
+from tests.docs.test_pages import DOCS, blocks_of
+from tests.support.processes import environment
 
 NAMES = ("before.py", "after.py")
 
@@ -31,23 +30,23 @@ def test_imports_alone_change(page: str) -> None:
 
 
 @pytest.mark.gloo
-def test_losses_are_the_same_before_and_after(tmp_path: Path) -> None:
-    files = []
-    for page, texts in scripts().items():
-        for name in NAMES:
-            files.append(tmp_path / f"{page}-{name}")
-            files[-1].write_text(texts[name], encoding="utf-8")
-    starter = ROOT / "tests" / "support" / "several_scripts.py"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(starter)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+@pytest.mark.parametrize("page", scripts())
+def test_losses_are_the_same_before_and_after(page: str, tmp_path: Path) -> None:
+    before, after = (losses_of(tmp_path / name, scripts()[page][name]) for name in NAMES)
+    assert before and after == pytest.approx(before, abs=2e-5)
+
+
+def losses_of(file: Path, script: str) -> list[float]:
+    """What a script prints in two processes. A second group in one start would find old addresses."""
+    file.write_text(script, encoding="utf-8")
     done = subprocess.run(
-        [*launcher, *map(str, files)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(file)],
+        cwd=file.parent,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    printed = {
-        part.split("\n")[0]: [float(line) for line in part.split("\n")[1:] if line] for part in done.stdout.split(MARK)[1:]
-    }
-    assert len(printed) == len(files)
-    for page in scripts():
-        before, after = (printed[f"{page}-{Path(name).stem}"] for name in NAMES)
-        assert before and after == pytest.approx(before, abs=2e-5)
+    return [float(line) for line in done.stdout.splitlines()]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
-from torch.optim.swa_utils import AveragedModel
 
 import fsdp
 from fsdp.shards.shard_parameter import ShardParameter
@@ -115,13 +114,5 @@ def test_a_deep_copy_of_a_parameter_is_a_shard_of_its_own() -> None:
         with torch.no_grad():
             copied.add_(1)
         assert not torch.equal(copied, parameter)
-
-    fsdp.simulate(2, fn)
-
-
-def test_an_average_of_a_model_that_is_sharded_already_is_refused_with_the_remedy() -> None:
-    def fn(rank: int) -> None:
-        with pytest.raises(fsdp.ShardingError, match="cannot be copied: copy the module before wrapping it, then wrap the copy"):
-            AveragedModel(make(sharded=True))
 
     fsdp.simulate(2, fn)

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.shards.shard_tensor import ShardTensor
+from tests.support.everything import EVERYTHING
 from tests.support.models import local
 
+MORE_CASES: Final = {"rows on two ranks": ((6, 4), 2), "a vector": ((7,), 2)}
+"""Cut as others are. `make test-all` tests them."""
 CASES: Final = {
-    "rows on two ranks": ((6, 4), 2),
     "rows on three ranks": ((7, 4), 3),
     "by element": ((3, 5), 2),
     "all on one of two ranks": ((1, 4), 2),
-    "a vector": ((7,), 2),
+    **(MORE_CASES if EVERYTHING else {}),
 }
 WITH: Final[dict[str, tuple[Any, ...]]] = {
     "nothing": (),

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp.api import wrap
-from fsdp.build import builder
+from fsdp.build import attach
 from fsdp.comm.communicator import Communicator, ReduceOp, SingleRankCommunicator
 from fsdp.comm.connect import open_comms
 from fsdp.comm.context import CommContext, Lane
@@ -396,7 +396,7 @@ class Harness:
             mock.patch.object(storage.ResizableStorage, "allocate", allocated),
             mock.patch.object(storage.ResizableStorage, "release", released),
             mock.patch.object(Tensor, "tolist", listed),
-            mock.patch.object(builder, "make_streams", lambda device, lanes: streams.CudaStreams(self._here.recorder, lanes)),
+            mock.patch.object(attach, "make_streams", lambda device, lanes: streams.CudaStreams(self._here.recorder, lanes)),
             mock.patch.object(wrap, "open_comms", self._open),
         ):
             yield
