@@ -208,6 +208,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "cut",
     ),
     "comm": (
+        "plain_group",
         "meshes",
         "connect",
         "context",
@@ -375,7 +376,7 @@ _NAMES_OF_FSDP2 = {"compat.fully_shard", "fully_shard_api.wrap"}
 def test_only_process_group_and_connect_import_torch_distributed() -> None:
     only_in(
         {
-            *("comm.process_group", "comm.connect", "comm.meshes", "shards.dtensors"),
+            *("comm.process_group", "comm.connect", "comm.meshes", "comm.plain_group", "shards.dtensors"),
             *("fairscale_api.groups", "torch_fsdp_api.torch_names", "integrations.lightning_trainer", *_NAMES_OF_FSDP2),
         },
         {name: [one for one in imports_of(path_of(name)) if is_distributed(one) and not is_dcp(one)] for name in FILES},

@@ -8,15 +8,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp.comm.connect import SINGLE_RANK, open_comms
+from fsdp.comm.connect import open_comms
+from fsdp.comm.plain_group import PlainGroup, shared_group
 from fsdp.comm.simulated import current_rank
 from fsdp.config import MeshKind
 from fsdp.errors import ShardingError
 
 _cached: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 """The groups made here, by the default group that they belong to."""
-_first_of: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
-"""The first group that was given for some ranks, by the default group."""
 
 
 class ProcessGroupName(StrEnum):
@@ -24,21 +23,6 @@ class ProcessGroupName(StrEnum):
 
     default = "default"
     reduce_scatter = "reduce_scatter"
-
-
-class PlainGroup:
-    """The group of all ranks inside `fsdp.simulate`, or that of one rank alone. Torch knows nothing of it."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        """This rank's number."""
-        return self._rank
-
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._size
 
 
 def get_process_group_cached(name: ProcessGroupName = ProcessGroupName.default, ranks: Sequence[int] | None = None) -> Any:
@@ -75,16 +59,6 @@ def is_process_group(group: Any) -> bool:
 def can_communicate(group: Any) -> bool:
     """Whether the ranks of `group` can communicate. An object with rank() and size() alone cannot, but a single rank need not."""
     return isinstance(group, dist.ProcessGroup | PlainGroup) or (not isinstance(group, str) and group.size() == 1)
-
-
-def shared_group(group: Any) -> Any:
-    """The first group that was given for the same ranks. Instances nested in each other must use one."""
-    if group.size() == 1:
-        return SINGLE_RANK
-    if isinstance(group, PlainGroup):
-        return None
-    known = _first_of.setdefault(c10d._get_default_group(), {})
-    return known.setdefault(tuple(dist.get_process_group_ranks(group)), group)
 
 
 def global_rank() -> int:

@@ -10,10 +10,11 @@ from torch.utils._pytree import tree_map
 from fsdp.api.wrap import fully_shard
 from fsdp.autograd.pytree import modules_within
 from fsdp.build.other_engines import refuse_other_engines
+from fsdp.comm.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
 from fsdp.errors import ShardingError
 from fsdp.fairscale_api.flatten import OWN_NAME
-from fsdp.fairscale_api.groups import ProcessGroupName, get_process_group_cached, is_process_group, shared_group
+from fsdp.fairscale_api.groups import ProcessGroupName, get_process_group_cached, is_process_group
 from fsdp.fairscale_api.shared_params import SharedParam
 from fsdp.params.module_tree import IGNORED
 from fsdp.runtime.registry import unit_ref_of

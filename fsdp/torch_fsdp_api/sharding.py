@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fsdp.api.wrap import fully_shard
 from fsdp.autograd.pytree import modules_within
 from fsdp.build.other_engines import refuse_other_engines
+from fsdp.comm.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError
 from fsdp.params.module_tree import IGNORED
@@ -219,7 +220,7 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
     prefetches = instance.backward_prefetch is not None or instance.forward_prefetch
     fully_shard(
         module,
-        None if instance._mesh is not None else torch_names.engine_group(instance.process_group),
+        None if instance._mesh is not None else shared_group(instance.process_group),
         mesh=instance._mesh,
         sharding_strategy="HYBRID_SHARD" if strategy in HYBRID else strategy.name,
         reshard_after_forward=False if keeps else None,

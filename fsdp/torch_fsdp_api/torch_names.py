@@ -4,7 +4,6 @@ Rule: the only file of the door that imports torch.distributed.
 """
 
 import os
-import weakref
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp.comm.connect import SINGLE_RANK
+from fsdp.comm.plain_group import PlainGroup
 from fsdp.comm.simulated import current_rank
 from fsdp.errors import ShardingError
 
@@ -92,21 +91,6 @@ auto_wrap = _auto_wrap
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
-class SimulatedGroup:
-    """The group of all ranks inside `fsdp.simulate`. torch knows nothing of it."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        """This rank's number."""
-        return self._rank
-
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._size
-
-
 def default_group() -> Any:
     """The group of all ranks.
 
@@ -114,25 +98,12 @@ def default_group() -> Any:
         ValueError: torch.distributed is not initialised.
     """
     here = current_rank()
-    return SimulatedGroup(here.rank, here.size) if here is not None else c10d._get_default_group()
+    return PlainGroup(here.rank, here.size) if here is not None else c10d._get_default_group()
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
     """The numbers of the ranks of a group among all."""
     return tuple(range(group.size())) if not isinstance(group, dist.ProcessGroup) else tuple(dist.get_process_group_ranks(group))
-
-
-_first_of: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
-"""The first group that was given for some ranks, by the default group."""
-
-
-def engine_group(group: Any) -> Any:
-    """The group that the engine is given for `group`. Instances nested in each other must use one for the same ranks."""
-    if group.size() == 1:
-        return SINGLE_RANK
-    if not isinstance(group, dist.ProcessGroup):
-        return None
-    return _first_of.setdefault(c10d._get_default_group(), {}).setdefault(ranks_of(group), group)
 
 
 def hybrid_mesh(groups: Any, mesh: Any) -> tuple[Any, Any, Any]:

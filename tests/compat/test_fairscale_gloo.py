@@ -1,6 +1,5 @@
 """fsdp.compat.fairscale over gloo processes: the weights of the plain model, whatever groups are given."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,29 +7,13 @@ import torch
 
 from fsdp.compat.fairscale import FullyShardedDataParallel
 from tests.compat.test_fairscale import STEPS, plain
-from tests.support.processes import command, environment
+from tests.support.processes import results_of
 
 pytestmark = pytest.mark.gloo
 
 
 def test_a_pickled_model_trains_in_processes_and_is_put_together_offline(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            command("tests.compat.gloo_program", rank, 2, tmp_path),
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [one.communicate(timeout=120)[0].decode() for one in ranks]
-    finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
-    assert [one.returncode for one in ranks] == [0, 0], "\n".join(printed)
-    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    results = results_of("tests.compat.gloo_program", 2, tmp_path)
     for one in results:
         assert one["ddp"].startswith("Net is sharded by fsdp, which averages its gradients over the ranks already")
     together = FullyShardedDataParallel.consolidate_shard_weights(
