@@ -336,8 +336,11 @@ def with_peers(part: Callable[[], None]) -> None:
 
 
 def look_around(model: nn.Module) -> None:
-    """Whoever has heard of nothing yet hears of it here."""
-    loss_of(model(x_of(here(), 4))).backward()
+    """Whoever has heard of nothing yet hears of it here: also that a rank failed after its commit and so has not stepped."""
+    try:
+        loss_of(model(x_of(here(), 4))).backward()
+    except fsdp.ShardingError as apart:
+        assert "an optimizer has stepped on some ranks only" in str(apart), apart
 
 
 def cell(name: str, strategy: str, phase: str, alone: bool = False) -> str:

@@ -81,8 +81,9 @@ class FlatBuffer:
         known = [dtensor_mesh is not None or info is not None for info in self.shard_infos]
         self.empty_params = tuple(i for i, part in enumerate(self.parts) if not part.numel and known[i])
         """The parameters of which this rank holds no element, and whose shards know it."""
-        self.empty_grads = {i: self.shard_grad(i, self.shard_view(self.parts[i])) for i in self.empty_params}
-        """The gradient of each of them. It has no elements, so one serves all steps."""
+        self.empty_grads = {i: self.shard_grad(i, self.shard_view(self.parts[i]).clone()) for i in self.empty_params}
+        """The gradient of each of them. It has no elements, so one serves all steps. Its version says whether the user has zeroed
+        it, so it is no view of the shard, which would share the version."""
         self._shard_pointers = self._pointers()
         self.requires_grad_flags = [p.requires_grad for p in originals]
         """`requires_grad` of each parameter, as of the last forward."""

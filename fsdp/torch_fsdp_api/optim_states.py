@@ -61,7 +61,9 @@ def sharded(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
             return value
         return torch_names.local_chunk(value.to(instance.compute_device), instance.process_group, instance._device_mesh)
 
-    state = {name: {key: part(value) for key, value in kept.items()} for name, kept in found["state"].items()}
+    # in the order of the model, which is the same on all ranks: who gathers the parts does so in the order of the dict
+    names = [name for name in first_names(model).values() if name in found["state"]]
+    state = {name: {key: part(value) for key, value in found["state"][name].items()} for name in names}
     return {**found, "state": state}
 
 

@@ -50,6 +50,10 @@ def run(rank: int, size: int, folder: Path) -> None:
         FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, sharded, load_directly=True)
         after = [value for state in optimizer.state.values() for value in state.values()]
     result["optimizer"] = all(map(torch.equal, before, after)) and len(before) == len(after)
+    parameters = list(model.parameters())
+    backwards = torch.optim.Adam(parameters[::-1] if rank else parameters)
+    backwards.step()
+    result["order"] = list(FullyShardedDataParallel.sharded_optim_state_dict(model, backwards)["state"])
     result["torch"] = old_script(torch_on_the_host(), rank)
     torch.save(result, folder / f"{rank}.pt")
     dist.barrier()

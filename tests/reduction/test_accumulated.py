@@ -272,6 +272,23 @@ def test_what_no_sync_kept_is_reduced_though_it_was_frozen_since() -> None:
     assert torch.cat(simulate(2, one_rank)).tolist() == [2.0] * 8
 
 
+def test_writing_weights_drops_nothing_that_no_sync_kept() -> None:
+    """A rank without elements of a parameter keeps its part of the gradient of others."""
+
+    def one_rank(rank: int) -> Tensor:
+        model = fsdp.fully_shard(nn.Linear(1, 1, bias=False))  # the other rank holds nothing
+        for _ in range(2):
+            model.zero_grad(set_to_none=False)
+            with fsdp.no_sync(model):
+                model(torch.ones(1, 1)).sum().backward()
+            with fsdp.summon_full_params(model, writeback=True), torch.no_grad():
+                model.weight.fill_(1)
+            model(torch.ones(1, 1)).sum().backward()
+        return local(model.weight.grad).flatten()
+
+    assert torch.cat(simulate(2, one_rank)).tolist() == [2.0]
+
+
 def test_gradients_kept_under_no_sync_are_in_the_books() -> None:
     def one_rank(rank: int) -> None:
         model = two_units()
