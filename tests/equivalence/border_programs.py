@@ -53,6 +53,14 @@ def other_engines(rank: int) -> dict[str, tuple[str, bool]]:
     return found
 
 
+def around_a_container(rank: int) -> tuple[str, bool]:
+    """What DistributedDataParallel is told around a module that contains a unit, and whether the weights are the same."""
+    outer = nn.Sequential(fsdp.fully_shard(nn.Linear(6, 6, bias=False)), nn.Linear(6, 1))
+    before = [local(p).clone() for p in outer.parameters()]
+    said = said_by(lambda: DistributedDataParallel(outer))
+    return said, all(torch.equal(local(p), was) for p, was in zip(outer.parameters(), before, strict=True))
+
+
 def bad_parameter(rank: int) -> tuple[str, dict[str, Tensor]]:
     """What is said when rank 1 alone has a sparse parameter; then the model is mended and trained."""
     net = make_net()
@@ -114,6 +122,7 @@ def in_full(model: nn.Module, gradients: Any) -> dict[str, Tensor]:
 
 BORDER: Final[dict[str, Callable[[int], Any]]] = {
     "other engines": other_engines,
+    "around a container": around_a_container,
     "bad parameter": bad_parameter,
     "gradients of shards": gradients_of_shards,
     "one rank steps": one_rank_steps,

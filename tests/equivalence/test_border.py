@@ -39,6 +39,14 @@ def test_another_engine_is_refused_before_it_communicates(engine: str, ranks: Re
         assert same
 
 
+def test_what_contains_a_unit_is_refused_as_well(ranks: Results) -> None:
+    """DistributedDataParallel looks at the shards, which refuse to be taken for full tensors."""
+    for one in ranks:
+        said, same = one["around a container"]
+        assert said.startswith("ShardingError: aten.view.default to (-1,) on 'weight'")
+        assert same
+
+
 def test_a_parameter_that_one_rank_cannot_shard_stops_all_ranks_and_can_be_mended(ranks: Results) -> None:
     for one in ranks:
         said, gradients = one["bad parameter"]
