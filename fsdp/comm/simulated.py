@@ -325,6 +325,7 @@ class _World:
         """Run `fn` on every rank and return the results. Raises the exception of the first rank that failed."""
         results: dict[int, T] = {}
         callers, grad = _RandomState(), torch.is_grad_enabled()
+        _keep_device_guard()
         threads = [
             threading.Thread(target=self._run_rank, args=(rank, fn, results, callers, grad), name=f"rank {rank}", daemon=True)
             for rank in range(self.size)
@@ -540,6 +541,17 @@ class _RankSlot:
     def end(self) -> None:
         """The rank has returned or failed."""
         self.over = True
+
+
+def _keep_device_guard() -> None:
+    """Let ranks use torch.compile where torch is built for CUDA and there is no GPU.
+
+    There the compiler of torch 2.11 replaces the CUDA device guard by an object that ends with the thread that compiles, and a
+    compilation in the next thread crashes the process (measured without fsdp: two threads that compile one after the other).
+    The thread that calls `simulate` outlives the ranks, so it makes that object.
+    """
+    if torch.version.cuda is not None and not torch.accelerator.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
 
 
 class _RandomState:
