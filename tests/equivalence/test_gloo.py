@@ -20,10 +20,11 @@ from tests.equivalence.unheard_programs import UNHEARD
 from tests.support import outside
 from tests.support.everything import EVERYTHING
 from tests.support.models import CASES, Case, assert_close, assert_trained_alike, join, joined, loss_of, reference, train
-from tests.support.processes import command, environment
+from tests.support.processes import Rank, start_rank
 
 pytestmark = pytest.mark.gloo
 
+PROGRAMS = "tests.equivalence.gloo_programs"
 CASE_OF = {
     "hybrid": "net in layers",
     "hybrid over a mesh": "odd",
@@ -46,21 +47,13 @@ STEPS = {"twenty steps in float64": 20}
 MICRO = {"no_sync": 3, "hybrid, no_sync": 3, "SHARD_GRADIENTS": 3}
 
 
-def start(rank: int, size: int, folder: Path, *names: str) -> subprocess.Popen[bytes]:
-    """One rank, as a process of its own; what it prints goes to a file."""
-    with open(folder / f"{rank}.txt", "wb") as output:
-        return subprocess.Popen(
-            command("tests.equivalence.gloo_programs", rank, size, folder, *names),
-            # as torchrun does; a DeviceMesh reads it
-            env=environment(LOCAL_RANK=str(rank)),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-
-
 def run(size: int, folder: Path, *names: str) -> list[dict[str, Any]]:
     """The results of every rank. If one fails the others are ended, and what all of them printed is shown."""
-    ranks = [start(rank, size, folder, *names) for rank in range(size)]
+    ranks = [
+        # LOCAL_RANK as torchrun sets it; a DeviceMesh reads it
+        start_rank(PROGRAMS, rank, size, folder, *names, output=folder / f"{rank}.txt", LOCAL_RANK=str(rank))
+        for rank in range(size)
+    ]
     try:
         for one in _ended(ranks):
             if one.returncode:
@@ -75,7 +68,7 @@ def run(size: int, folder: Path, *names: str) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def _ended(ranks: list[subprocess.Popen[bytes]]) -> Iterator[subprocess.Popen[bytes]]:
+def _ended(ranks: list[Rank]) -> Iterator[Rank]:
     """Each process as it ends. They end themselves after LIMIT seconds, and print their stacks."""
     waiting = list(ranks)
     for turn in range(LIMIT * 10):

@@ -1,7 +1,6 @@
 """One rank abandons a step or dies, over gloo: the others are told who and why within seconds, and those that live go on."""
 
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from fsdp.debug.error_notes import MARK
 from fsdp.errors import FEWER_BATCHES
 from tests.equivalence.peer_programs import LIMIT, STEPS, Told
 from tests.support.models import CASES, assert_trained_alike, own_batches, train, wrap
-from tests.support.processes import command, environment
+from tests.support.processes import start_rank
 
 pytestmark = pytest.mark.gloo
 
@@ -44,11 +43,8 @@ WAITED_IN = {
 
 def run(size: int, folder: Path, *names: str, script: str = "peer_programs") -> list[dict[str, Any]]:
     """What every rank saved before it ended."""
-    ranks = []
-    for rank in range(size):
-        with open(folder / f"{rank}.txt", "wb") as output:
-            program = command(f"tests.equivalence.{script}", rank, size, folder, *names)
-            ranks.append(subprocess.Popen(program, env=environment(), stdout=output, stderr=subprocess.STDOUT))
+    module = f"tests.equivalence.{script}"
+    ranks = [start_rank(module, rank, size, folder, *names, output=folder / f"{rank}.txt") for rank in range(size)]
     try:
         # who has stopped does not end
         codes = [one.wait(timeout=LIMIT + 10) for one in (ranks[:-1] if "stops" in names else ranks)]

@@ -1,7 +1,6 @@
 """Starts the processes of gloo_patterns.py and reads what they left."""
 
 import pickle
-import subprocess
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,21 +9,11 @@ from typing import Final
 from tests.patterns.every import PATTERNS
 from tests.patterns.harness import Outcome
 from tests.support.everything import EVERYTHING
-from tests.support.processes import command, environment
+from tests.support.processes import start_rank
 
 SIZES: Final = (2, 3) if EVERYTHING else (2,)
 LIMIT = 200
 """Seconds for one start. A rank that is stuck in one pattern ends itself long before."""
-
-
-def _start(rank: int, size: int, folder: Path, names: list[str]) -> subprocess.Popen[bytes]:
-    with open(folder / f"{rank}.txt", "wb") as output:
-        return subprocess.Popen(
-            command("tests.patterns.gloo_patterns", rank, size, folder, *names),
-            env=environment(),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
 
 
 def _read(path: Path) -> list[Outcome]:
@@ -41,7 +30,10 @@ def _run(size: int, names: list[str]) -> tuple[list[list[Outcome]], str]:
     """What every rank left, by rank, pattern by pattern as far as they came; and what they printed if one died."""
     with TemporaryDirectory() as name:
         folder = Path(name)
-        ranks = [_start(rank, size, folder, names) for rank in range(size)]
+        ranks = [
+            start_rank("tests.patterns.gloo_patterns", rank, size, folder, *names, output=folder / f"{rank}.txt")
+            for rank in range(size)
+        ]
         end = time.monotonic() + LIMIT
         try:
             # until all have ended well, or one has not

@@ -1,14 +1,27 @@
-"""How tests start programs of this repository as processes of their own."""
+"""How tests start programs of this repository as processes of their own.
 
+A new interpreter needs 4 s of CPU to import torch, its compiler and fsdp. So ranks are forks of one process that has imported
+them (`start_rank`). A test that looks at the start or at the end of an interpreter starts one by `command`.
+"""
+
+import atexit
+import multiprocessing
 import os
+import runpy
+import site
 import subprocess
 import sys
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+
+_FORK_SERVER: Final = multiprocessing.get_context("forkserver")
+_FORK_SERVER.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "fsdp"])
 
 
 def command(module: str, *arguments: object) -> list[str]:
@@ -22,19 +35,85 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
 
 
+class Rank:
+    """A rank that runs in a fork: what tests use of `subprocess.Popen`."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status; None while the rank runs. Minus the number of the signal, where one ended it."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """The same."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """End it now. Does nothing to a rank that has ended."""
+        self._process.kill()
+
+    def terminate(self) -> None:
+        """Ask it to end, as Ctrl-C does: torchrun then ends its workers."""
+        self._process.terminate()
+
+
+def start_rank(module: str, *arguments: object, output: Path, **variables: str) -> Rank:
+    """Run a module with these arguments in a fork. What it prints goes to the file `output`."""
+    program = [module, *map(str, arguments)]
+    process = _FORK_SERVER.Process(target=_run_module, args=(program, environment(**variables), output), name=" ".join(program))
+    process.start()
+    return Rank(process)
+
+
+def start_torchrun(
+    processes: int, script: Path, *arguments: object, output: Path, options: Sequence[str] = (), **variables: str
+) -> Rank:
+    """Run a script under torchrun, with `options` of torchrun. torchrun is a fork, and so are its workers."""
+    starter = ["--standalone", f"--nproc-per-node={processes}", "--start-method=fork", "--run-path", *options]
+    return start_rank("torch.distributed.run", *starter, script, *arguments, output=output, **variables)
+
+
+def _run_module(program: list[str], variables: dict[str, str], output: Path) -> None:
+    """As `python -m` runs it."""
+    with open(output, "wb") as opened:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(opened.fileno(), stream.fileno())
+    os.environ.clear()
+    os.environ.update(variables)
+    for folder in variables["PYTHONPATH"].split(os.pathsep):
+        site.addsitedir(folder)  # an interpreter reads PYTHONPATH only when it starts
+    sys.argv = program
+    try:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # as at the end of an interpreter; the end of a fork leaves them out
+
+
 def results_of(module: str, size: int, folder: Path) -> list[Any]:
     """Run a module as `size` ranks (arguments: rank, size, folder). Return what each of them saved as `folder / "RANK.pt"`."""
-    ranks = [
-        subprocess.Popen(command(module, rank, size, folder), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for rank in range(size)
-    ]
+    ranks = [start_rank(module, rank, size, folder, output=folder / f"{rank}.txt") for rank in range(size)]
     try:
-        printed = [one.communicate(timeout=120)[0].decode() for one in ranks]
+        codes = [one.wait(timeout=120) for one in ranks]
     finally:
         for one in ranks:
             one.kill()
             one.wait()
-    assert [one.returncode for one in ranks] == [0] * size, "\n".join(printed)
+    assert codes == [0] * size, "\n".join((folder / f"{rank}.txt").read_text() for rank in range(size))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
