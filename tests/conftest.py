@@ -1,6 +1,8 @@
 """Hypothesis profiles, the order of files, and the wheel."""
 
+import gc
 import os
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = [Path(__file__).parent / name for name in FIRST]
     assert all(path.exists() for path in first), first
     items.sort(key=lambda item: item.path not in first)
+
+
+def pytest_collection_finish() -> None:
+    """A collection of garbage need not search all of torch and of the tests each time."""
+    import_module("torch._dynamo")  # the first optimizer imports it
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
