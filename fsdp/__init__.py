@@ -22,6 +22,9 @@ from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
 from fsdp.debug.dump import dump_on_signal
 from fsdp.errors import IllegalTransition, InputsExhausted, PeerFailed, ShardingError, WorldError
 from fsdp.params.external_use import full_tensor, to_local
+from fsdp.planning.comparison import Plan
+from fsdp.planning.measure import measure_links
+from fsdp.planning.plan import plan
 from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.state_dict.optim_state import full_optim_state_dict, load_full_optim_state_dict
@@ -34,6 +37,7 @@ __all__ = [
     "InputsExhausted",
     "MixedPrecisionPolicy",
     "PeerFailed",
+    "Plan",
     "ReductionPolicy",
     "Saving",
     "ShardedGradScaler",
@@ -55,8 +59,10 @@ __all__ = [
     "load_full_optim_state_dict",
     "load_full_state_dict",
     "load_safetensors",
+    "measure_links",
     "memory_bytes",
     "no_sync",
+    "plan",
     "reducer_stats",
     "register_comm_hook",
     "register_forward_method",

@@ -1,23 +1,30 @@
-"""The command line, python -m fsdp inspect|convert|trace|who: checkpoints, traces, and jobs that hang."""
+"""The command line, python -m fsdp inspect|convert|trace|who|plan: checkpoints, traces, jobs that hang, and plans."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from fsdp.checkpoint.convert import convert, damage_in, describe
 from fsdp.checkpoint.hf_safetensors import size_in_bytes
 from fsdp.errors import ShardingError
 from fsdp.file_errors import file_errors
+from fsdp.planning.command import add_plan, run_plan
 from fsdp.reporting.command import add_trace, add_who, run_trace, run_who
+
+OTHERS: Final = {"trace": run_trace, "who": run_who, "plan": run_plan}
+"""Commands that say themselves which files they read."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status.
 
-    It is 0, or 1 if a checkpoint is damaged, a rank does not answer, or the command failed.
+    It is 0, or 1 if a checkpoint is damaged, a rank does not answer, no choice fits, or the command failed.
     """
-    parser = argparse.ArgumentParser(prog="python -m fsdp", description="Examine checkpoints, traces and running jobs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp", description="Examine checkpoints, traces and running jobs, and plan new ones."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="describe a checkpoint, and check every byte against its checksums")
     inspect.add_argument("path", type=Path)
@@ -33,10 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_trace(commands)
     add_who(commands)
+    add_plan(commands)
     given = parser.parse_args(arguments)
     try:
-        if given.command in ("trace", "who"):
-            return run_trace(given) if given.command == "trace" else run_who(given)
+        if given.command in OTHERS:
+            return OTHERS[given.command](given)
         with file_errors(given.command, given.path):
             return run(given)
     except ShardingError as refusal:

@@ -22,9 +22,24 @@ FSDP = ROOT / "fsdp"
 # imports point down: from a package to the packages below it, and inside a package to the files after it
 ORDER: dict[str, tuple[str, ...]] = {
     "__main__": (),
+    "__init__": (),
+    "planning": (
+        "command",
+        "shapes",
+        "page",
+        "plan",
+        "measure",
+        "comparison",
+        "choices",
+        "rehearsal",
+        "communicator",
+        "clock",
+        "hardware",
+    ),
     "reporting": (
         "command",
         "page",
+        "html",
         "text",
         "who",
         "advice",
@@ -35,7 +50,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "clocks",
         "rank_trace",
     ),
-    "__init__": (),
     "integrations": (
         "accelerate",
         "lightning",
@@ -107,6 +121,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "shardable",
         "other_engines",
         "plan",
+        "auto_units",
         "torch_policies",
     ),
     "checkpoint": (
@@ -376,7 +391,7 @@ _NAMES_OF_FSDP2 = {"compat.fully_shard", "fully_shard_api.wrap"}
 def test_only_process_group_and_connect_import_torch_distributed() -> None:
     only_in(
         {
-            *("comm.process_group", "comm.connect", "comm.meshes", "comm.plain_group", "shards.dtensors"),
+            *("comm.process_group", "comm.connect", "comm.meshes", "comm.plain_group", "shards.dtensors", "planning.measure"),
             *("fairscale_api.groups", "torch_fsdp_api.torch_names", "integrations.lightning_trainer", *_NAMES_OF_FSDP2),
         },
         {name: [one for one in imports_of(path_of(name)) if is_distributed(one) and not is_dcp(one)] for name in FILES},

@@ -22,8 +22,8 @@ OTHER_WORDS: Final = 6
 """Texts with fewer words, outside `raise`, are parts of other texts."""
 HELP: Final = ("ArgumentParser", "add_parser", "add_argument", "disable", "info", "warning")
 """Calls whose texts are no errors: help, and the log."""
-PRINTS: Final = ROOT / "fsdp" / "reporting"
-"""The package that prints reports. Its errors are in `raise`."""
+PRINTS: Final = (ROOT / "fsdp" / "reporting", ROOT / "fsdp" / "planning")
+"""The packages that print reports. Their errors are in `raise`."""
 _WORD: Final = re.compile(r"[A-Za-z']{2,}")
 
 
@@ -32,7 +32,7 @@ def texts() -> dict[str, str]:
     """Each text, with the first place in the sources that has it: `file:line`."""
     found: dict[str, str] = {}
     for path in sorted((ROOT / "fsdp").rglob("*.py")):
-        for line, text in _texts_of(ast.parse(path.read_text(encoding="utf-8")), raised_only=path.parent == PRINTS):
+        for line, text in _texts_of(ast.parse(path.read_text(encoding="utf-8")), raised_only=path.parent in PRINTS):
             found.setdefault(text, f"{path.relative_to(ROOT)}:{line}")
     return found
 

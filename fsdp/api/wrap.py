@@ -49,9 +49,10 @@ class FullyShardedDataParallel(nn.Module):
         mesh: a one-dimensional DeviceMesh, instead of a group. "HYBRID_SHARD" requires a two-dimensional mesh: its second
             dimension shards, its first dimension holds replicas. The shape of that mesh over all ranks, (replicas, shards), is
             accepted too, and is the only form inside `fsdp.simulate`. Default None.
-        auto_wrap_policy: chooses the inner units: a set of module classes, a `callable(name, module) -> bool`, or a policy of
-            FSDP1 (`ModuleWrapPolicy`, `CustomPolicy`, a function of `(module, recurse, nonwrapped_numel)`). Default None: no
-            unit besides `module` and those wrapped already. Refused: an empty set, a class outside a set, a policy that chooses
+        auto_wrap_policy: chooses the inner units: "auto", a set of module classes, a `callable(name, module) -> bool`, or a
+            policy of FSDP1 (`ModuleWrapPolicy`, `CustomPolicy`, a function of `(module, recurse, nonwrapped_numel)`). "auto"
+            makes units of at most an eighth of the parameters, and none of less than 1 MiB. Default None: no unit besides
+            `module` and those wrapped already. Refused: an empty set, a class outside a set, a policy that chooses
             a module without a forward.
         sharding_strategy: what a rank holds, by name or as the member of torch's enum with that name. Default "FULL_SHARD",
             which None stands for as well.

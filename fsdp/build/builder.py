@@ -17,7 +17,7 @@ from fsdp.build.dissolve import HasGrad, agree_on_gradients, dissolve
 from fsdp.build.plan import Planned, buffers_of
 from fsdp.comm.context import CommContext
 from fsdp.config import Config
-from fsdp.device.streams import default_device
+from fsdp.device.streams import META, default_device
 from fsdp.errors import ShardingError
 from fsdp.params.buffer_plan import make_flat_buffers
 from fsdp.params.module_params import show_plainly
@@ -87,7 +87,7 @@ def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
     Raises:
         ShardingError: they begin with different values.
     """
-    if comms.replica_comm.size == 1:
+    if comms.replica_comm.size == 1 or any(flat.device == META for unit in units for flat in unit.flats):
         return
     sums = [[int(flat.sum_of_bits()) for flat in unit.flats] for unit in units]
     for other in comms.replica_comm.gather_objects(sums, "fully_shard"):

@@ -11,12 +11,13 @@ options and the parameters that it keeps. The borrowing unit stays as it is.
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp.autograd.pytree import modules_within
+from fsdp.build.auto_units import auto_units
 from fsdp.build.torch_policies import Choice, CustomPolicy, Fsdp1Policy, custom_choice, fsdp1_choice
 from fsdp.errors import ShardingError
 from fsdp.params.module_params import owning_unit
@@ -25,8 +26,8 @@ from fsdp.params.param_info import ParamInfo
 from fsdp.params.unit import Unit
 from fsdp.state_dict.fqns import TRANSPARENT
 
-WrapPolicy: TypeAlias = Collection[type[nn.Module]] | Choice | Fsdp1Policy | CustomPolicy
-"""Chooses units: by class; by (name, module) -> bool; or a policy of FSDP1."""
+WrapPolicy: TypeAlias = Collection[type[nn.Module]] | Choice | Fsdp1Policy | CustomPolicy | Literal["auto"]
+"""Chooses units: by class; by size, for "auto"; by (name, module) -> bool; or a policy of FSDP1."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a forward."""
 
@@ -327,6 +328,9 @@ def _chooser(policy: Any, root: nn.Module, ignored: Collection[int]) -> Choice:
     """Return the policy as one function of a module's name and the module."""
     if policy is None:
         return lambda name, module: False
+    if policy == "auto":
+        chosen = auto_units(root, ignored)
+        return lambda name, module: id(module) in chosen
     classes = getattr(policy, "_module_classes", policy)  # torch's ModuleWrapPolicy
     if isinstance(classes, Collection) and not isinstance(classes, str):
         members = tuple(classes)
@@ -357,6 +361,6 @@ def _chooser(policy: Any, root: nn.Module, ignored: Collection[int]) -> Choice:
             ) from None
         return fsdp1_choice(policy, root, ignored) if as_fsdp1 else lambda name, module: bool(policy(name, module))
     raise ShardingError(
-        "auto_wrap_policy must be a set of module classes, a callable(name, module) -> bool, or a policy of FSDP1, not "
+        "auto_wrap_policy must be 'auto', a set of module classes, a callable(name, module) -> bool, or a policy of FSDP1, not "
         f"{policy!r}."
     )

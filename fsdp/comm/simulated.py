@@ -9,7 +9,8 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -75,6 +76,18 @@ def current_rank() -> "SimulatedRank | None":
     if rank is None and _world is not None and torch._C._current_graph_task_id() != -1:
         return _world.ranks[_world.running]
     return rank
+
+
+@contextmanager
+def play(rank: "SimulatedRank") -> Iterator[None]:
+    """Run the code inside as this rank, alone on this thread: its communicators need no other rank."""
+    if current_rank() is not None:
+        raise ShardingError("this code runs inside fsdp.simulate, and cannot play another rank there; call it outside.")
+    _this_thread.rank = rank
+    try:
+        yield
+    finally:
+        _this_thread.rank = None
 
 
 class Call(NamedTuple):

@@ -149,8 +149,21 @@ class CudaStreams:
             self._queues.current().wait_stream(stream)
 
 
+META: Final = torch.device("meta")
+
+
+def readable_device(device: torch.device) -> torch.device:
+    """The device for small tensors whose values the host reads: `device`, and in a rehearsal on the meta device the CPU."""
+    return torch.device("cpu") if device == META else device
+
+
 def default_device(supports_device: Callable[[torch.device], bool]) -> torch.device:
-    """The device for new parameters: the current CUDA device if the group can communicate there, else the CPU."""
+    """The device for new parameters: the current CUDA device if the group can communicate there, else the CPU.
+
+    In a rehearsal (fsdp/planning) it is the meta device, on which tensors have no memory.
+    """
+    if supports_device(META) and not supports_device(torch.device("cpu")):
+        return META
     cuda = torch.cuda.is_available() and supports_device(torch.device("cuda"))
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 

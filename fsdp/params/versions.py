@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fsdp.comm.communicator import Communicator
+from fsdp.device.streams import readable_device
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.shards.shard_tensor import quick_attributes
 
@@ -74,7 +75,9 @@ class Versions:
     def has_changed(self) -> Tensor:
         """Whether a shard was changed, also through `.data`, or replaced, since then: () bool, on the device of the shards."""
         if self._sums is None or self.now() != self._at_gather or any(flat.is_replaced for flat in self._flats):
-            return torch.ones((), dtype=torch.bool, device=self._flats[0].device)
+            return torch.ones((), dtype=torch.bool, device=readable_device(self._flats[0].device))
+        if self._sums.is_meta:
+            return torch.zeros((), dtype=torch.bool)  # a rehearsal changes no weight in secret
         return (self._count_sums() != self._sums).any()
 
     def _count_sums(self) -> Tensor:

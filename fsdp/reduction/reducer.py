@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp.comm.context import CommContext
 from fsdp.device.storage import MemoryTracker
-from fsdp.device.streams import Streams
+from fsdp.device.streams import Streams, readable_device
 from fsdp.params.unit import Unit
 from fsdp.reduction.bucket import Bucket
 from fsdp.reduction.build_buckets import bucket_kinds, early_buckets, make_buckets
@@ -46,7 +46,7 @@ class Reducer:
         """For each unit, the numbers of its buckets."""
         for number, bucket in enumerate(self.buckets):
             self.of_unit[bucket.unit].append(number)
-        self._device = units[0].device
+        self._device = readable_device(units[0].device)
         self._used_params = UsedParams(units, self.buckets, self.policy.static_graph, comms.world_comm, streams, self._device)
         self._reductions = ReductionQueue(self.policy, comms, streams, tracker)
         self.early = early_buckets(self.buckets, self.of_unit, innermost, units[0].config.mesh_kind)

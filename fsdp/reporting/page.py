@@ -1,19 +1,15 @@
-"""The report as one HTML file that needs no network: the numbers as tables, and the same numbers as plots.
+"""The report as one HTML file that needs no network: the numbers as tables, and the same numbers as plots."""
 
-Plots are drawn by plotly.js, whose source the package plotly brings along, so that the file can hold it whole.
-"""
-
-import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from fsdp.errors import require_package
 from fsdp.file_errors import file_errors
 from fsdp.reporting.advice import Advice
 from fsdp.reporting.clocks import Offset
 from fsdp.reporting.formats import milliseconds, size
+from fsdp.reporting.html import bullets, document, html_table, plot_layout, plotly_source, section
 from fsdp.reporting.numbers import RankNumbers, StepNumbers, slowest
 from fsdp.reporting.rank_trace import RankTrace, Slice
 from fsdp.reporting.text import advice_line, exposed_units
@@ -29,42 +25,6 @@ COLOURS: Final = {
 }
 """Told apart also without red and green: they differ in brightness."""
 _MOST_BARS: Final = 40
-_STYLE: Final = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 72rem; padding: 1rem; color: #1a1a1a; background: #fff; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.25rem; margin-top: 2rem; }
-.plot { width: 100%; } details, .scroll { overflow-x: auto; } li { overflow-wrap: anywhere; }
-table { border-collapse: collapse; } th, td { padding: .25rem .75rem; text-align: right; border-bottom: 1px solid #ddd; }
-th:first-child, td:first-child { text-align: left; }
-button { font: inherit; margin: 0 .25rem .25rem 0; padding: .25rem .75rem; min-height: 2.5rem; }
-:focus-visible { outline: 3px solid #3366aa; outline-offset: 2px; }
-.numbers { display: flex; flex-wrap: wrap; gap: 1rem; padding: 0; list-style: none; }
-.numbers li { border: 1px solid #ccc; border-radius: .5rem; padding: .5rem 1rem; }
-.numbers strong { display: block; font-size: 1.3rem; }
-"""
-_SCRIPT: Final = """
-for (const [id, plot] of Object.entries(PLOTS)) {
-  const target = document.getElementById(id);
-  const narrow = window.innerWidth < 600;
-  if (narrow) { plot.layout.margin = {l: plot.layout.narrowLeft || 70, r: 10, t: 90, b: 50}; }
-  Plotly.newPlot(target, plot.data, plot.layout, {responsive: true, displaylogo: false, scrollZoom: false});
-  for (const button of document.querySelectorAll(`button[data-plot="${id}"]`)) {
-    button.addEventListener("click", () => zoom(target, button.dataset.zoom));
-  }
-}
-function zoom(target, how) {
-  if (how === "all") { Plotly.relayout(target, {"xaxis.autorange": true}); return; }
-  const [from, to] = target._fullLayout.xaxis.range.map(Number);
-  const width = to - from, middle = (from + to) / 2;
-  if (how === "in" || how === "out") {
-    const half = width * (how === "in" ? 0.25 : 1);
-    Plotly.relayout(target, {"xaxis.range": [middle - half, middle + half]});
-  } else {
-    const by = width * (how === "left" ? -0.25 : 0.25);
-    Plotly.relayout(target, {"xaxis.range": [from + by, to + by]});
-  }
-}
-"""
 
 
 def write_page(
@@ -80,22 +40,9 @@ def write_page(
     Raises:
         ShardingError: the package plotly is missing, or the file system refuses the file.
     """
-    text = page_of(plotly_source(), traces, numbers, offsets, missing, advice)
+    text = page_of(plotly_source("report --html"), traces, numbers, offsets, missing, advice)
     with file_errors(f"report: {path}", path):
         path.write_text(text, encoding="utf-8")
-
-
-def plotly_source() -> str:
-    """The source of plotly.js, which the package plotly brings along.
-
-    Raises:
-        ShardingError: the package is missing.
-    """
-    require_package("report --html", "plotly")
-    from plotly.offline import get_plotlyjs
-
-    source: str = get_plotlyjs()
-    return source
 
 
 def page_of(
@@ -122,26 +69,19 @@ def page_of(
         f"<h1>{title}</h1>{absent}",
         _headline(numbers, offsets),
         "<h2>Advice</h2>",
-        _list([advice_line(one) for one in advice] or ["No option is expected to save 2 % of a step."]),
-        _section("parts", "What a step consists of", "The step of median length on each rank.", _parts_table(numbers), False),
-        _section("exposed", "Exposed communication by unit", "Mean over the ranks.", _exposed_table(numbers), False),
-        _section(
+        bullets([advice_line(one) for one in advice] or ["No option is expected to save 2 % of a step."]),
+        section("parts", "What a step consists of", "The step of median length on each rank.", _parts_table(numbers), False),
+        section("exposed", "Exposed communication by unit", "Mean over the ranks.", _exposed_table(numbers), False),
+        section(
             "timeline",
             f"Timeline of step {step.number} on rank {shown.rank}",
             "Zoom by dragging over a stretch, or with the buttons.",
             "",
             True,
         ),
-        _section("memory", f"Bytes held in step {step.number} on rank {shown.rank}", "By kind.", _memory_table(step), True),
+        section("memory", f"Bytes held in step {step.number} on rank {shown.rank}", "By kind.", _memory_table(step), True),
     ]
-    # `</` would end the script element
-    data = json.dumps(plots).replace("</", "<\\/")
-    return (
-        "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><link rel='icon' href='data:,'>"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{title}</title><style>{_STYLE}</style></head><body><main>{''.join(body)}</main>"
-        f"<script>{plotly}</script><script>const PLOTS = {data};{_SCRIPT}</script></body></html>\n"
-    )
+    return document(plotly, title, body, plots)
 
 
 def _headline(numbers: Sequence[RankNumbers], offsets: Sequence[Offset]) -> str:
@@ -159,30 +99,6 @@ def _headline(numbers: Sequence[RankNumbers], offsets: Sequence[Offset]) -> str:
         told.append((f"slowest rank: {rank.rank}", f"+{milliseconds(excess)} ms"))
     items = "".join(f"<li><strong>{escape(value)}</strong>{escape(name)}</li>" for name, value in told)
     return f"<ul class='numbers'>{items}</ul>"
-
-
-def _section(name: str, title: str, text: str, table: str, zooms: bool) -> str:
-    labels = {"in": "Zoom in", "out": "Zoom out", "left": "Earlier", "right": "Later", "all": "All"}
-    buttons = "".join(
-        f"<button type='button' data-plot='{name}' data-zoom='{how}' aria-controls='{name}'>{label}</button>"
-        for how, label in (labels.items() if zooms else ())
-    )
-    numbers = f"<details><summary>The numbers of this plot</summary><div class='scroll'>{table}</div></details>" if table else ""
-    return (
-        f"<section aria-labelledby='{name}-title'><h2 id='{name}-title'>{escape(title)}</h2><p>{escape(text)}</p>{buttons}"
-        f"<div class='plot' id='{name}' role='img' aria-labelledby='{name}-title'></div>{numbers}</section>"
-    )
-
-
-def _list(items: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def cells(kind: str, row: Sequence[str]) -> str:
-        return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in row)}</tr>"
-
-    return f"<table><thead>{cells('th', header)}</thead><tbody>{''.join(cells('td', row) for row in rows)}</tbody></table>"
 
 
 def _shares(step: StepNumbers) -> dict[str, float]:
@@ -209,13 +125,16 @@ def _parts(numbers: Sequence[RankNumbers]) -> dict[str, Any]:
         for name in _shares(numbers[0].typical)
     ]
     height = 190 + 28 * len(ranks)
-    return {"data": data, "layout": _layout(height, "milliseconds of a step", barmode="stack", yaxis={"autorange": "reversed"})}
+    return {
+        "data": data,
+        "layout": plot_layout(height, "milliseconds of a step", barmode="stack", yaxis={"autorange": "reversed"}),
+    }
 
 
 def _parts_table(numbers: Sequence[RankNumbers]) -> str:
     names = list(_shares(numbers[0].typical))
     rows = [[f"rank {one.rank}", *(milliseconds(part) for part in _shares(one.typical).values())] for one in numbers]
-    return _table(["", *(f"{name}, ms" for name in names)], rows)
+    return html_table(["", *(f"{name}, ms" for name in names)], rows)
 
 
 def _exposed(numbers: Sequence[RankNumbers]) -> dict[str, Any]:
@@ -235,7 +154,7 @@ def _exposed(numbers: Sequence[RankNumbers]) -> dict[str, Any]:
                 "hovertemplate": f"{lane} of %{{y}}: %{{x:.3f}} ms<extra></extra>",
             }
         )
-    layout = _layout(210 + 24 * len(units), "milliseconds waited in a step", barmode="stack")
+    layout = plot_layout(210 + 24 * len(units), "milliseconds waited in a step", barmode="stack")
     return {
         "data": data,
         "layout": {**layout, "yaxis": {"type": "category", "autorange": "reversed", "automargin": True}, "narrowLeft": 110},
@@ -243,7 +162,9 @@ def _exposed(numbers: Sequence[RankNumbers]) -> dict[str, Any]:
 
 
 def _exposed_table(numbers: Sequence[RankNumbers]) -> str:
-    return _table(["unit", "lane", "ms"], [[unit, lane, milliseconds(waited)] for lane, unit, waited in exposed_units(numbers)])
+    return html_table(
+        ["unit", "lane", "ms"], [[unit, lane, milliseconds(waited)] for lane, unit, waited in exposed_units(numbers)]
+    )
 
 
 def _timeline(trace: RankTrace, step: StepNumbers) -> dict[str, Any]:
@@ -272,7 +193,7 @@ def _timeline(trace: RankTrace, step: StepNumbers) -> dict[str, Any]:
                 "hovertemplate": "%{customdata}<br>at %{base:.3f} ms, for %{x:.3f} ms<extra></extra>",
             }
         )
-    layout = _layout(
+    layout = plot_layout(
         360, "milliseconds since the step began", barmode="overlay", yaxis={"autorange": "reversed", "automargin": True}
     )
     return {"data": data, "layout": {**layout, "narrowLeft": 110}}
@@ -303,21 +224,10 @@ def _memory(trace: RankTrace, step: StepNumbers) -> dict[str, Any]:
         }
         for kind in kinds
     ]
-    layout = _layout(340, "milliseconds since the step began", hovermode="x unified", yaxis={"title": {"text": "MiB"}})
+    layout = plot_layout(340, "milliseconds since the step began", hovermode="x unified", yaxis={"title": {"text": "MiB"}})
     return {"data": data, "layout": layout}
 
 
 def _memory_table(step: StepNumbers) -> str:
     rows = [[kind, f"{count:,}"] for kind, count in sorted(step.held_at_peak.items(), key=lambda one: -one[1])]
-    return _table(["kind", "bytes at the peak"], rows)
-
-
-def _layout(height: int, x: str, **more: Any) -> dict[str, Any]:
-    return {
-        "height": height,
-        "margin": {"l": 130, "r": 20, "t": 60, "b": 50},
-        "xaxis": {"title": {"text": x}},
-        "legend": {"orientation": "h", "yref": "container", "y": 1, "yanchor": "top", "x": 0, "traceorder": "normal"},
-        "dragmode": "zoom",
-        **more,
-    }
+    return html_table(["kind", "bytes at the peak"], rows)

@@ -144,7 +144,7 @@ def test_some_ranks_are_enough_if_that_is_asked_for(tmp_path: Path, capsys: pyte
 
 
 def test_a_page_has_the_numbers_and_asks_the_network_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "plotly_source", lambda: "/* the library */")
+    monkeypatch.setattr(page, "plotly_source", lambda command: "/* the library */")
     document = made_up()
     for event in document["traceEvents"]:
         event["args"] = {**event["args"], **({"unit": "</script><b>"} if "unit" in event["args"] else {})}
@@ -166,4 +166,4 @@ def test_a_page_without_plotly_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(ShardingError, match="report --html needs the package plotly: pip install plotly"):
-        page.plotly_source()
+        page.plotly_source("report --html")

@@ -1,0 +1,86 @@
+"""The choices that a plan compares: strategies, meshes, choices of units, with and without activation checkpointing."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from fsdp.build.auto_units import auto_units
+from fsdp.config import find_strategy
+from fsdp.errors import ShardingError
+
+STRATEGIES: Final = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
+"""Those that are compared if nobody asks for others. SHARD_GRADIENTS and SHARD_OPTIMIZER communicate as SHARD_GRAD_OP does."""
+AUTO: Final = "auto"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to train the job."""
+
+    strategy: str
+    mesh: tuple[int, int] | None
+    """(replicas, shards) for HYBRID_SHARD."""
+    units: str
+    """A name for the choice of units."""
+    checkpointing: bool
+    """Whether the activations of every inner unit are recomputed in the backward."""
+    options: Mapping[str, Any]
+    """The options of `fsdp.fully_shard`."""
+
+    @property
+    def title(self) -> str:
+        """The choice in a few words."""
+        mesh = "" if self.mesh is None else f" {self.mesh[0]} x {self.mesh[1]}"
+        return f"{self.strategy}{mesh}, units {self.units}{', checkpointed' if self.checkpointing else ''}"
+
+    def checkpointed(self) -> Callable[[nn.Module], list[nn.Module]] | None:
+        """Of a model, the modules whose activations are recomputed. None: there are none."""
+        return self._inner_units if self.checkpointing else None
+
+    def _inner_units(self, model: nn.Module) -> list[nn.Module]:
+        policy = self.options.get("auto_wrap_policy")
+        if policy == AUTO:
+            chosen = auto_units(model, ())
+            return [module for module in model.modules() if id(module) in chosen and next(module.children(), None) is not None]
+        if isinstance(policy, set | frozenset | tuple | list):
+            return [module for module in model.modules() if isinstance(module, tuple(policy))]
+        if callable(policy):
+            return [module for name, module in model.named_modules() if name and policy(name, module)]
+        return []
+
+
+def make_choices(
+    strategies: Sequence[str],
+    units: Mapping[str, Any],
+    checkpointing: Sequence[bool],
+    world_size: int,
+    per_host: int,
+    options: Mapping[str, Any],
+) -> list[Choice]:
+    """Every combination that has a meaning.
+
+    Raises:
+        ShardingError: there is none, or a strategy is unknown.
+    """
+    found = []
+    for strategy in strategies:
+        find_strategy(strategy)
+        mesh = None
+        if strategy == "HYBRID_SHARD":
+            if world_size <= per_host or world_size % per_host:
+                continue
+            mesh = (world_size // per_host, per_host)
+        for name, policy in units.items():
+            for recomputes in checkpointing:
+                if recomputes and policy is None:
+                    continue  # the whole model as one unit is not recomputed
+                own = {**options, "sharding_strategy": strategy, "auto_wrap_policy": policy}
+                found.append(Choice(strategy, mesh, name, recomputes, own if mesh is None else {**own, "mesh": mesh}))
+    if not found:
+        raise ShardingError(
+            f"plan: no choice is left for {world_size} ranks, {per_host} on a host; HYBRID_SHARD needs several full hosts, and "
+            "checkpointing needs inner units."
+        )
+    return found

@@ -1,0 +1,129 @@
+"""The command `python -m fsdp plan`."""
+
+import argparse
+import importlib
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from fsdp.config import MixedPrecisionPolicy
+from fsdp.errors import ShardingError, require_package
+from fsdp.file_errors import file_errors
+from fsdp.planning.choices import STRATEGIES
+from fsdp.planning.hardware import DEVICES, NETWORKS
+from fsdp.planning.page import write_plan
+from fsdp.planning.plan import OPTIMIZERS, plan
+from fsdp.planning.shapes import SHAPES, Decoder, make_tokens
+
+_UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add_plan(commands: Any) -> None:
+    """Add `plan` to the commands."""
+    parser = commands.add_parser("plan", help="say what a job will need, and which options are the fastest that fit")
+    parser.add_argument(
+        "target",
+        help=f"a function that makes the model (package.module:function), a config.json of transformers, or {', '.join(SHAPES)}",
+    )
+    parser.add_argument("--world-size", type=int, required=True, help="ranks")
+    parser.add_argument("--per-host", type=int, default=8, help="ranks on one host (default: %(default)s)")
+    parser.add_argument("--device", default="h100", choices=[*DEVICES], help="default: %(default)s")
+    parser.add_argument("--network", default="ib-ndr", choices=[*NETWORKS], help="between hosts (default: %(default)s)")
+    parser.add_argument("--memory", help="bytes of a rank that may be used, as in 70GiB (default: all of the device's)")
+    parser.add_argument("--inputs", help="package.module:function that makes one micro-batch; not needed for language models")
+    parser.add_argument("--batch", type=int, default=1, help="rows of a micro-batch of tokens (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a row (default: %(default)s)")
+    parser.add_argument("--micro-batches", type=int, default=1, help="before each step of the optimizer (default: %(default)s)")
+    parser.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS], help="default: %(default)s")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 and reduce in float32")
+    parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES], help="default: %(default)s")
+    parser.add_argument("--json", type=Path, help="write the numbers too")
+    parser.add_argument("--html", type=Path, help="write a page too, which needs no network")
+
+
+def run_plan(given: argparse.Namespace) -> int:
+    """Run `plan`; return the exit status: 0 if a choice fits."""
+    build, inputs = _target(given)
+    if given.inputs is not None:
+        inputs = _import(given.inputs)
+    if inputs is None:
+        raise ShardingError(f"plan: {given.target} says nothing about its inputs; give --inputs package.module:function.")
+    found = plan(
+        build,
+        given.world_size,
+        inputs=inputs,
+        optimizer=given.optimizer,
+        device=given.device,
+        network=given.network,
+        per_host=given.per_host,
+        memory=None if given.memory is None else bytes_of(given.memory),
+        strategies=given.strategies,
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if given.bf16 else None,
+        micro_batches=given.micro_batches,
+    )
+    print(found)
+    if given.json is not None:
+        with file_errors(f"plan: {given.json}", given.json):
+            given.json.write_text(found.to_json(), encoding="utf-8")
+    if given.html is not None:
+        write_plan(given.html, found)
+        print(f"wrote {given.html}")
+    return 0 if found.best is not None else 1
+
+
+def bytes_of(text: str) -> int:
+    """The number of bytes in a text such as 80GiB.
+
+    Raises:
+        ShardingError: it is not one.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ShardingError(f"plan: --memory is {text!r}; give a number of bytes, as in 80GiB.")
+    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+
+
+def _target(given: argparse.Namespace) -> tuple[Callable[[], nn.Module], Callable[[], Any] | None]:
+    """What makes the model, and what makes its inputs if that is known."""
+    tokens = partial(make_tokens, given.batch, given.length)
+    if given.target in SHAPES:
+        return partial(Decoder, SHAPES[given.target]), tokens
+    if given.target.endswith(".json"):
+        return _of_transformers(Path(given.target)), lambda: {"input_ids": tokens(), "labels": tokens()}
+    return _import(given.target), None
+
+
+def _of_transformers(path: Path) -> Callable[[], nn.Module]:
+    with file_errors(f"plan: {path}", path):
+        content = json.loads(path.read_text(encoding="utf-8"))
+    require_package("plan", "transformers")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if "model_type" not in content:
+        raise ShardingError(f"plan: {path} has no 'model_type'; give a config.json of transformers.")
+    config = AutoConfig.for_model(content.pop("model_type"), **{**content, "use_cache": False})
+    return lambda: AutoModelForCausalLM.from_config(config)
+
+
+def _import(name: str) -> Callable[[], Any]:
+    """The function of that name.
+
+    Raises:
+        ShardingError: there is none.
+    """
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ShardingError(
+            f"plan: {name!r} names no function; give package.module:function, a config.json, or one of {', '.join(SHAPES)}."
+        )
+    try:
+        found: Callable[[], Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as reason:
+        raise ShardingError(f"plan: {name} cannot be imported ({reason}); give package.module:function.") from reason
+    return found

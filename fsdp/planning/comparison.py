@@ -1,0 +1,163 @@
+"""The choices for a job side by side: a table, the recommendation, and what would have to change."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fsdp.planning.choices import Choice
+from fsdp.planning.hardware import Cluster
+from fsdp.planning.rehearsal import ACTIVATIONS, Rehearsal
+from fsdp.reporting.formats import size, table
+
+HEADER: Final = ("choice", "fits", "peak", "engine", "activations", "optimizer", "collectives", "received", "step", "exposed")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice, and what it needs."""
+
+    choice: Choice
+    rehearsal: Rehearsal | None
+    """None if the engine refuses the choice."""
+    refusal: str
+    """Why it is refused; empty otherwise."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choices for a job, the fastest that fits first, then those that do not fit, smallest first, then refused ones."""
+
+    candidates: tuple[Candidate, ...]
+    memory: int
+    """Bytes of a rank's device that may be used."""
+    world_size: int
+    cluster: Cluster
+    parameters: int
+    """Elements of all parameters."""
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether the peak of a choice is within the memory."""
+        return candidate.rehearsal is not None and candidate.rehearsal.peak <= self.memory
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest choice that fits; None if none does."""
+        return next((one for one in self.candidates if self.fits(one)), None)
+
+    def __str__(self) -> str:
+        """The table, the recommendation, and what would have to change."""
+        return "\n".join(lines_of(self))
+
+    def to_json(self) -> str:
+        """Everything as JSON: bytes and seconds."""
+        return json.dumps(
+            {
+                "world_size": self.world_size,
+                "per_host": self.cluster.per_host,
+                "device": self.cluster.device.name,
+                "memory": self.memory,
+                "parameters": self.parameters,
+                "recommended": None if self.best is None else self.best.choice.title,
+                "candidates": [*map(self._as_dict, self.candidates)],
+            }
+        )
+
+    def _as_dict(self, one: Candidate) -> dict[str, Any]:
+        choice, found = one.choice, one.rehearsal
+        named = {
+            "title": choice.title,
+            "strategy": choice.strategy,
+            "mesh": choice.mesh,
+            "units": choice.units,
+            "checkpointing": choice.checkpointing,
+        }
+        if found is None:
+            return {**named, "refused": one.refusal}
+        return {
+            **named,
+            "fits": self.fits(one),
+            "peak": found.peak,
+            "held": dict(found.held),
+            "engine_peak": found.engine_peak,
+            "collectives": len(found.collectives),
+            "received": found.received,
+            "padding": found.padding,
+            "unit_count": found.units,
+            "seconds": found.seconds,
+            "computing": found.computing,
+            "exposed": dict(found.exposed),
+        }
+
+
+def lines_of(plan: Plan) -> Iterator[str]:
+    """The whole plan."""
+    device = plan.cluster.device
+    yield (
+        f"{plan.parameters:,} parameters on {plan.world_size} ranks, {plan.cluster.per_host} on a host; {device.name}, "
+        f"{size(plan.memory)} for each rank"
+    )
+    yield ""
+    yield from table(HEADER, [row(plan, one) for one in plan.candidates if one.rehearsal is not None])
+    for one in plan.candidates:
+        if one.rehearsal is None:
+            yield f"{one.choice.title}: refused: {one.refusal}"
+    yield ""
+    yield from advice(plan)
+    yield ""
+    yield "Bytes of the engine and collectives are exact. Activations are counted from the operators of the model. Seconds are"
+    yield f"estimated from: {device.source}; inside a host: {device.link.source}; between hosts: {plan.cluster.between.source}."
+
+
+def row(plan: Plan, one: Candidate) -> tuple[str, ...]:
+    """The cells of one choice."""
+    found = one.rehearsal
+    assert found is not None
+    return (
+        one.choice.title,
+        "yes" if plan.fits(one) else "no",
+        size(found.peak),
+        size(found.engine_peak),
+        size(found.held.get(ACTIVATIONS, 0)),
+        size(found.held.get("optimizer state", 0)),
+        str(len(found.collectives)),
+        size(found.received),
+        f"{1e3 * found.seconds:.1f} ms",
+        f"{sum(found.exposed.values()) / found.seconds:.0%}",
+    )
+
+
+def advice(plan: Plan) -> Iterator[str]:
+    """The recommendation, the distance to the second, and what would have to change for others."""
+    best = plan.best
+    if best is None or best.rehearsal is None:
+        yield from _nothing_fits(plan)
+        return
+    yield f"Recommended: {best.choice.title}: {1e3 * best.rehearsal.seconds:.1f} ms a step, estimated."
+    fitting = [one for one in plan.candidates if plan.fits(one)]
+    if len(fitting) > 1 and fitting[1].rehearsal is not None:
+        excess = fitting[1].rehearsal.seconds / best.rehearsal.seconds - 1
+        yield f"Second: {fitting[1].choice.title}, {excess:.1%} slower."
+    faster = [
+        one for one in plan.candidates if one.rehearsal and not plan.fits(one) and one.rehearsal.seconds < best.rehearsal.seconds
+    ]
+    for one in sorted(faster, key=lambda one: one.rehearsal.peak if one.rehearsal else 0)[:1]:
+        assert one.rehearsal is not None
+        gain = 1 - one.rehearsal.seconds / best.rehearsal.seconds
+        yield f"{one.choice.title} would be {gain:.1%} faster, and needs {size(one.rehearsal.peak - plan.memory)} more memory."
+
+
+def _nothing_fits(plan: Plan) -> Iterator[str]:
+    smallest = next(one for one in plan.candidates if one.rehearsal is not None)
+    found = smallest.rehearsal
+    assert found is not None
+    yield f"Nothing fits. The smallest is {smallest.choice.title}: it needs {size(found.peak - plan.memory)} more."
+    kind, held = max(found.held.items(), key=lambda item: item[1])
+    remedies = {
+        "activations": "a smaller micro-batch or a shorter sequence, or checkpointing of smaller modules",
+        "optimizer state": "more ranks, or an optimizer with less state",
+        "shards": "more ranks, or a dtype of less bytes",
+        "unsharded parameters": "smaller units",
+        "buckets": "smaller units, or a smaller bucket_cap_mb",
+    }
+    yield f"Most of it are {kind}, {size(held)}: what helps is {remedies.get(kind, 'more ranks')}."

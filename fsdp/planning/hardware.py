@@ -1,0 +1,122 @@
+"""What devices and links can do: the numbers that estimated times are made of, each with its source.
+
+The numbers are those of data sheets, which no program reaches. `EFFICIENCY` is the part of them that estimates assume.
+`fsdp.measure_links` replaces them by measured ones.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from fsdp.errors import ShardingError
+
+EFFICIENCY: Final = 0.5
+"""The part of a device's peak that the matrix products of large models are assumed to reach. Measured on no device here."""
+LINK_EFFICIENCY: Final = 0.8
+"""The part of a link's bandwidth that large collectives are assumed to reach. Measured on no device here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a rank can receive over one kind of link."""
+
+    bandwidth: float
+    """Bytes a second, in one direction, for each rank."""
+    latency: float
+    """Seconds from the launch of a small collective to its end."""
+    source: str = "given"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a rank computes on."""
+
+    name: str
+    memory: int
+    """Bytes."""
+    flops: float
+    """Floating-point operations a second of large matrix products in float32, or in TF32 where the device has it."""
+    half_flops: float
+    """The same in bfloat16."""
+    bandwidth: float
+    """Bytes a second to and from the device's memory."""
+    link: Link
+    """Between ranks of one host."""
+    source: str = "given"
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Operations a second in this dtype."""
+        return self.half_flops if dtype.itemsize <= 2 else self.flops
+
+
+def _device(
+    name: str, memory: int, flops: float, half_flops: float, bandwidth: float, link: tuple[float, str], source: str
+) -> Device:
+    """From the numbers of a data sheet: gibibytes, teraflops, gigabytes a second."""
+    between = Link(LINK_EFFICIENCY * link[0] * 1e9, 10e-6, link[1])
+    return Device(
+        name, memory << 30, EFFICIENCY * flops * 1e12, EFFICIENCY * half_flops * 1e12, 0.8 * bandwidth * 1e9, between, source
+    )
+
+
+_NVIDIA: Final = "NVIDIA's data sheet of the device"
+DEVICES: Final = {
+    device.name: device
+    for device in (
+        _device("a100-40", 40, 156, 312, 1555, (300, "NVLink 3: 600 GB/s, both directions together"), _NVIDIA),
+        _device("a100-80", 80, 156, 312, 2039, (300, "NVLink 3: 600 GB/s, both directions together"), _NVIDIA),
+        _device("h100", 80, 494, 989, 3350, (450, "NVLink 4: 900 GB/s, both directions together"), _NVIDIA),
+        _device("h200", 141, 494, 989, 4800, (450, "NVLink 4: 900 GB/s, both directions together"), _NVIDIA),
+        _device("b200", 180, 1100, 2250, 8000, (900, "NVLink 5: 1,800 GB/s, both directions together"), _NVIDIA),
+        _device("l40s", 48, 183, 362, 864, (32, "PCIe 4.0, 16 lanes: 32 GB/s"), _NVIDIA),
+        _device("l4", 24, 60, 121, 300, (16, "PCIe 4.0, 8 lanes: 16 GB/s"), _NVIDIA),
+        _device("mi300x", 192, 653, 1307, 5300, (448, "Infinity Fabric: 7 links of 64 GB/s"), "AMD's data sheet of the device"),
+        _device("cpu", 16, 0.1, 0.1, 20, (5, "assumed: shared memory of one host"), "assumed: one core; measure it instead"),
+    )
+}
+NETWORKS: Final = {
+    "ib-ndr": Link(LINK_EFFICIENCY * 50e9, 20e-6, "InfiniBand NDR: 400 Gbit/s for each rank"),
+    "ib-hdr": Link(LINK_EFFICIENCY * 25e9, 20e-6, "InfiniBand HDR: 200 Gbit/s for each rank"),
+    "ethernet-100": Link(LINK_EFFICIENCY * 12.5e9, 40e-6, "Ethernet: 100 Gbit/s for each rank"),
+    "ethernet-10": Link(LINK_EFFICIENCY * 1.25e9, 60e-6, "Ethernet: 10 Gbit/s for each rank"),
+}
+"""Links between hosts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The devices and links of a job."""
+
+    device: Device
+    between: Link
+    """Between hosts."""
+    per_host: int
+    """Ranks on one host. Ranks of a host have consecutive numbers."""
+
+    def link_of(self, ranks: tuple[int, ...]) -> Link:
+        """The slowest link among these ranks."""
+        inside = len({rank // self.per_host for rank in ranks}) == 1
+        return self.device.link if inside else self.between
+
+
+def find_device(name: str) -> Device:
+    """Return a device of the table.
+
+    Raises:
+        ShardingError: there is none of that name.
+    """
+    if name not in DEVICES:
+        raise ShardingError(f"plan: there is no device {name!r} in the table; give one of {', '.join(DEVICES)}, or a Device.")
+    return DEVICES[name]
+
+
+def find_network(name: str) -> Link:
+    """Return a link between hosts of the table.
+
+    Raises:
+        ShardingError: there is none of that name.
+    """
+    if name not in NETWORKS:
+        raise ShardingError(f"plan: there is no network {name!r} in the table; give one of {', '.join(NETWORKS)}, or a Link.")
+    return NETWORKS[name]

@@ -1,0 +1,184 @@
+"""Compares choices for one job, and recommends one: `fsdp.plan`."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.config import MixedPrecisionPolicy
+from fsdp.errors import ShardingError
+from fsdp.planning.choices import AUTO, STRATEGIES, Choice, make_choices
+from fsdp.planning.comparison import Candidate, Plan
+from fsdp.planning.hardware import Cluster, Device, Link, find_device, find_network
+from fsdp.planning.rehearsal import Batch, Job, rehearse
+
+OPTIMIZERS: Final[dict[str, Callable[..., torch.optim.Optimizer]]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+def plan(
+    model_or_builder: nn.Module | Callable[[], nn.Module],
+    world_size: int,
+    *,
+    inputs: Callable[[], Any],
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: str | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = "adamw",
+    device: str | Device = "h100",
+    network: str | Link = "ib-ndr",
+    per_host: int = 8,
+    memory: int | None = None,
+    strategies: Sequence[str] = STRATEGIES,
+    units: Mapping[str, Any] | None = None,
+    checkpointing: Sequence[bool] = (False, True),
+    mp_policy: MixedPrecisionPolicy | None = None,
+    micro_batches: int = 1,
+    **options: Any,
+) -> Plan:
+    """Say what a job needs with each choice of options, and which choice is the fastest that fits. Needs no process group.
+
+    The engine itself runs two steps of rank 0 for each choice, on the meta device and over communicators that send nothing. So
+    the bytes of the engine, and the number and bytes of collectives, are exact. Activations are counted from the operators of
+    the model. Seconds are an estimate, see `fsdp/planning/clock.py`.
+
+    Args:
+        model_or_builder: a function that makes the model, called on the meta device; or a model, which is not changed.
+        world_size: the number of ranks, at least 2.
+        inputs: a function that makes one micro-batch of a rank, called on the meta device: a tensor, a tuple of arguments, or a
+            dict of keyword arguments of the model.
+        loss: from what the model returns to a scalar. Default None: `.loss` of it if it has that, else the sum of it.
+        optimizer: "adamw", "adam", "sgd", "adagrad", "rmsprop", or a function of a list of parameters. None: none.
+        device: a name of the table in `fsdp/planning/hardware.py`, or a `Device`.
+        network: what connects hosts: a name of that table, or a `Link`.
+        per_host: ranks on one host.
+        memory: bytes of a rank that may be used. Default None: all of the device's.
+        strategies: the sharding strategies to compare.
+        units: the choices of units to compare, by name: what `auto_wrap_policy` takes. Default None: "auto".
+        checkpointing: whether to compare with and without the recomputing of inner units' activations.
+        mp_policy: the dtypes, as for `fsdp.fully_shard`.
+        micro_batches: forwards and backwards before each step of the optimizer.
+        **options: other options of `fsdp.fully_shard`, the same for every choice.
+
+    Raises:
+        ShardingError: an argument is refused, the model cannot be made on the meta device, or it reads values of tensors.
+    """
+    if not isinstance(world_size, int) or world_size < 2:
+        raise ShardingError(f"plan: world_size is {world_size!r}; give the number of ranks, at least 2.")
+    if not isinstance(per_host, int) or per_host < 1:
+        raise ShardingError(f"plan: per_host is {per_host!r}; give the number of ranks on one host, at least 1.")
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ShardingError(f"plan: micro_batches is {micro_batches!r}; give a number, at least 1.")
+    found = find_device(device) if isinstance(device, str) else device
+    link = find_network(network) if isinstance(network, str) else network
+    cluster = Cluster(found, link, per_host)
+    template = _on_meta(model_or_builder)
+    job = Job(
+        build=lambda: copy.deepcopy(template),
+        batch=lambda: _batch(inputs),
+        loss=loss or _loss,
+        optimizer=_optimizer(optimizer, found.name != "cpu"),
+        world_size=world_size,
+        cluster=cluster,
+        micro_batches=micro_batches,
+    )
+    if mp_policy is not None:
+        options["mp_policy"] = mp_policy
+    choices = make_choices(strategies, units or {AUTO: AUTO}, checkpointing, world_size, per_host, options)
+    candidates = [_candidate(job, choice) for choice in choices]
+    limit = found.memory if memory is None else memory
+    if all(one.rehearsal is None for one in candidates):
+        raise ShardingError(f"plan: every choice is refused; the first one because: {candidates[0].refusal}")
+
+    def place(one: Candidate) -> tuple[int, float]:
+        if one.rehearsal is None:
+            return 2, 0.0
+        return (0, one.rehearsal.seconds) if one.rehearsal.peak <= limit else (1, one.rehearsal.peak)
+
+    count = sum(parameter.numel() for parameter in template.parameters())
+    return Plan(tuple(sorted(candidates, key=place)), limit, world_size, cluster, count)
+
+
+def _candidate(job: Job, choice: Choice) -> Candidate:
+    try:
+        return Candidate(choice, rehearse(job, choice.options, choice.checkpointed()), "")
+    except ShardingError as refusal:
+        return Candidate(choice, None, str(refusal))
+
+
+def _on_meta(given: Any) -> nn.Module:
+    """A model whose tensors have no memory.
+
+    Raises:
+        ShardingError: it cannot be made.
+    """
+    if isinstance(given, nn.Module):
+        tensors = [*given.parameters(), *given.buffers()]
+        memo: dict[int, Any] = {id(tensor): _empty_like(tensor) for tensor in tensors}
+        return copy.deepcopy(given, memo)
+    if not callable(given):
+        raise ShardingError(f"plan: give a model or a function that makes one, not {given!r}.")
+    try:
+        with torch.device("meta"):
+            model = given()
+    except Exception as reason:
+        raise ShardingError(
+            f"plan: the model cannot be made on the meta device ({type(reason).__name__}: {reason}); give a function that makes "
+            "it without reading the value of a tensor and without loading weights."
+        ) from reason
+    if not isinstance(model, nn.Module):
+        raise ShardingError(f"plan: the function that makes the model returned {type(model).__name__}, not an nn.Module.")
+    return _on_meta(model) if any(not tensor.is_meta for tensor in model.parameters()) else model
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _batch(inputs: Callable[[], Any]) -> Batch:
+    with torch.device("meta"):
+        made = inputs()
+    if isinstance(made, Batch):
+        return made
+    if isinstance(made, Mapping):
+        return Batch(kwargs=made)
+    return Batch(tuple(made) if isinstance(made, tuple | list) else (made,))
+
+
+def _loss(output: Any) -> Tensor:
+    found = getattr(output, "loss", None)
+    if isinstance(output, Mapping):
+        found = output.get("loss", found)
+    if isinstance(found, Tensor):
+        return found
+    tensors = list(_tensors(output))
+    if not tensors:
+        raise ShardingError("plan: the model returns no tensor with a graph; give `loss`, a function of what the model returns.")
+    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        if output.requires_grad:
+            yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from _tensors(value)
+
+
+def _optimizer(given: Any, on_device: bool) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None:
+    if given is None or callable(given):
+        return given  # type: ignore[no-any-return]
+    if given not in OPTIMIZERS:
+        raise ShardingError(f"plan: there is no optimizer {given!r}; give one of {', '.join(OPTIMIZERS)}, or a function.")
+    # torch's default on devices, which it does not choose for tensors without memory
+    return lambda parameters: OPTIMIZERS[given](parameters, foreach=on_device)

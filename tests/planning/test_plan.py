@@ -1,0 +1,239 @@
+"""`fsdp.plan` compares choices, recommends one, and refuses what it cannot plan for in a sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp
+from fsdp.__main__ import main
+from fsdp.build.auto_units import auto_units
+from fsdp.planning.command import bytes_of
+from fsdp.planning.hardware import DEVICES, NETWORKS, Device, Link
+from tests.planning.models import MODELS, Block, Language, tokens
+
+GPT = MODELS["GPT"]
+FAST = Device("test", 2**30, 1e12, 1e12, 1e12, Link(1e9, 1e-6))
+
+
+def plan(**changed: Any) -> fsdp.Plan:
+    options: dict[str, Any] = {"inputs": tokens, "per_host": 2, "device": FAST, "network": Link(1e8, 1e-5), **changed}
+    return fsdp.plan(options.pop("model", GPT.build), options.pop("world_size", 4), **options)
+
+
+def test_the_fastest_choice_that_fits_is_recommended() -> None:
+    found = plan(units={"blocks": {Block}})
+    titles = [one.choice.title for one in found.candidates]
+    assert len(titles) == 8 and len(set(titles)) == 8
+    seconds = [one.rehearsal.seconds for one in found.candidates if one.rehearsal]
+    assert seconds == sorted(seconds)
+    assert found.best is found.candidates[0]
+    text = str(found)
+    assert f"Recommended: {titles[0]}" in text and f"Second: {titles[1]}" in text
+
+
+def test_what_does_not_fit_comes_after_what_fits_and_says_how_much_is_missing() -> None:
+    peaks = sorted(one.rehearsal.peak for one in plan(units={"blocks": {Block}}).candidates if one.rehearsal)
+    found = plan(units={"blocks": {Block}}, memory=peaks[2])
+    fits = [found.fits(one) for one in found.candidates]
+    assert fits == sorted(fits, reverse=True) and sum(fits) >= 3
+    none = plan(units={"blocks": {Block}}, memory=peaks[0] - 1024)
+    assert none.best is None
+    assert "Nothing fits." in str(none) and "it needs 1.00 KiB more" in str(none)
+
+
+def test_checkpointing_holds_less_and_computes_more() -> None:
+    plain, checkpointed = (
+        plan(strategies=["FULL_SHARD"], units={"blocks": {Block}}, checkpointing=[False]),
+        plan(strategies=["FULL_SHARD"], units={"blocks": {Block}}, checkpointing=[True]),
+    )
+    one, other = plain.candidates[0].rehearsal, checkpointed.candidates[0].rehearsal
+    assert one is not None and other is not None
+    assert other.held["activations"] < one.held["activations"]
+    assert other.computing > one.computing
+
+
+def test_a_slower_link_between_hosts_makes_the_hybrid_strategy_the_faster_one() -> None:
+    def seconds(network: Link) -> dict[str, float]:
+        found = plan(network=network, strategies=["FULL_SHARD", "HYBRID_SHARD"], checkpointing=[False], units={"b": {Block}})
+        return {one.choice.strategy: one.rehearsal.seconds for one in found.candidates if one.rehearsal}
+
+    slow = seconds(Link(1e6, 1e-5))
+    assert slow["HYBRID_SHARD"] < slow["FULL_SHARD"]
+
+
+def test_a_model_is_planned_for_without_being_changed() -> None:
+    model = GPT.build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    given, made = plan(model=model, checkpointing=[False]), plan(checkpointing=[False])
+    assert [one.rehearsal for one in given.candidates] == [one.rehearsal for one in made.candidates]
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_what_the_engine_refuses_is_listed_with_its_reason() -> None:
+    found = plan(units={"blocks": {Block}}, checkpointing=[False], reshard_after_forward=True)
+    refused = {one.choice.strategy: one.refusal for one in found.candidates if one.rehearsal is None}
+    assert "NO_SHARD" in refused and "reshard_after_forward" in refused["NO_SHARD"]
+    assert "NO_SHARD, units blocks: refused:" in str(found)
+
+
+class Reads(nn.Linear):
+    """Reads a value in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum().item() > 0 else x
+
+
+def fails() -> nn.Module:
+    raise OSError("no weights here")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "one rank": ({"world_size": 1}, "world_size is 1; give the number of ranks, at least 2"),
+    "no ranks on a host": ({"per_host": 0}, "per_host is 0"),
+    "no micro-batch": ({"micro_batches": 0}, "micro_batches is 0"),
+    "an unknown device": ({"device": "h900"}, "there is no device 'h900' in the table; give one of a100-40"),
+    "an unknown network": ({"network": "tin cans"}, "there is no network 'tin cans'"),
+    "an unknown optimizer": ({"optimizer": "adamm"}, "there is no optimizer 'adamm'"),
+    "no model": ({"model": 7}, "give a model or a function that makes one, not 7"),
+    "a function that fails": ({"model": fails}, r"cannot be made on the meta device \(OSError: no weights here\)"),
+    "a function that makes something else": ({"model": lambda: 7}, "returned int, not an nn.Module"),
+    "no choice": ({"strategies": ["HYBRID_SHARD"], "world_size": 2}, "no choice is left for 2 ranks"),
+    "a model that reads values": (
+        {"model": lambda: Reads(4, 4), "inputs": lambda: torch.zeros(1, 4), "checkpointing": [False]},
+        "every choice is refused; the first one because: plan: a forward and backward on the meta device failed .*item",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_planned_is_refused_in_a_sentence(name: str) -> None:
+    changed, said = REFUSED[name]
+    with pytest.raises(fsdp.ShardingError, match=said):
+        plan(**changed)
+
+
+def test_every_number_of_the_tables_has_a_source() -> None:
+    for device in DEVICES.values():
+        assert device.source and device.link.source
+        assert 0 < device.flops <= device.half_flops
+    assert all(link.source for link in NETWORKS.values())
+
+
+# the command ------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_table_json_and_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdp.planning.page.plotly_source", lambda command: "/* plotly.js */")
+    arguments = ["plan", "decoder-125m", "--world-size", "4", "--per-host", "2", "--length", "64", "--strategies", "FULL_SHARD"]
+    assert main([*arguments, "--json", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]) == 0
+    printed = capsys.readouterr().out
+    assert "162,220,800 parameters on 4 ranks, 2 on a host; h100, 80.00 GiB for each rank" in printed
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert content["recommended"] == "FULL_SHARD, units auto"
+    assert [one["fits"] for one in content["candidates"]] == [True, True]
+    page = (tmp_path / "plan.html").read_text()
+    assert "/* plotly.js */" in page and "http://" not in page and "https://" not in page
+    assert "Peak memory of a rank by kind" in page
+    assert main([*arguments, "--memory", "1MiB"]) == 1
+    assert "Nothing fits." in capsys.readouterr().out
+
+
+def test_a_function_of_ones_own_is_a_target(capsys: pytest.CaptureFixture[str]) -> None:
+    target = ["plan", "tests.planning.test_plan:small", "--world-size", "2", "--strategies", "FULL_SHARD"]
+    assert main(target) == 1
+    assert "says nothing about its inputs; give --inputs package.module:function" in capsys.readouterr().err
+    assert main([*target, "--inputs", "tests.planning.models:tokens"]) == 0
+
+
+def small() -> nn.Module:
+    """A target of the command."""
+    return Language(Block, blocks=1)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("nowhere:function", "cannot be imported (No module named 'nowhere')"),
+        ("tests.planning.test_plan:absent", "cannot be imported"),
+        ("decoder", "names no function"),
+        ("absent.json", "absent.json"),
+    ],
+)
+def test_a_target_that_does_not_exist_is_named(target: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", target, "--world-size", "2"]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("80GiB", 80 << 30), ("1.5 GB", 1_500_000_000), ("7", 7), ("2kib", 2048), ("3MB", 3_000_000)]
+)
+def test_bytes_are_read_with_their_unit(text: str, count: int) -> None:
+    assert bytes_of(text) == count
+
+
+def test_bytes_without_a_number_are_refused() -> None:
+    with pytest.raises(fsdp.ShardingError, match="--memory is 'much'"):
+        bytes_of("much")
+
+
+# units chosen by size ---------------------------------------------------------------------
+
+
+def names_of(model: nn.Module) -> list[str]:
+    chosen = auto_units(model, ())
+    return [name for name, module in model.named_modules() if id(module) in chosen]
+
+
+def test_equal_blocks_become_units_and_a_small_rest_stays_with_the_root() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict(
+            {"blocks": nn.ModuleList(Block(512) for _ in range(12)), "norm": nn.LayerNorm(512), "head": nn.Linear(512, 9)}
+        )
+    assert names_of(model) == [f"blocks.{number}" for number in range(12)]
+
+
+def test_a_hundred_tiny_layers_are_one_unit() -> None:
+    assert names_of(nn.Sequential(*(nn.Linear(16, 16) for _ in range(100)))) == []
+
+
+def test_a_huge_block_is_divided_and_what_uses_inner_weights_is_not() -> None:
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(1024, 4)
+        model = nn.Sequential(layer, nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048)))
+    assert names_of(model) == ["0", "1.0", "1.2"]
+
+
+def test_auto_trains_as_any_other_choice_of_units() -> None:
+    def losses(rank: int) -> list[float]:
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))), auto_wrap_policy="auto")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for _ in range(2):
+            loss = model(torch.ones(2, 512)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        assert fsdp.story(model).count("IDLE") == 7
+        return found
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = []
+    for _ in range(2):
+        loss = plain(torch.ones(2, 512)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for found in fsdp.simulate(2, losses):
+        assert found == pytest.approx(expected, rel=1e-5)
