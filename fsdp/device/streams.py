@@ -1,13 +1,14 @@
 """What may run at the same time on a device. The only file that uses device streams.
 
-[Note: who waits for whom on CUDA]
+[Note: who waits for whom on a device]
 Unsharded buffers are allocated on the gather stream and read by the compute stream. Releasing one records an event on the
 compute stream, and the next allocation makes the gather stream wait for that event. So memory is reused only after its last
 reader. Shards are written by the compute stream (the optimizer). Each pass, forward or backward, begins by making the gather
-stream wait for the compute stream once; prefetch can then run ahead for the rest of the pass. Buckets are allocated and
-filled on the compute stream, and released only after that stream has waited for their reduction. Reduced gradients are
-allocated on a reduction stream, which waits for the compute stream before each of them. So `record_stream` is not needed,
-and memory is reused in a fixed pattern.
+stream wait for the compute stream once; prefetch can then run ahead for the rest of the pass. A gather of shards that were
+written after the forward began waits for the compute stream once more. Buckets are allocated and filled on the compute
+stream, and released only after that stream has waited for their reduction. Reduced gradients are allocated on a reduction
+stream, which waits for the compute stream before each of them. So `record_stream` is not needed, and memory is reused in a
+fixed pattern.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +77,7 @@ class HostStreams:
 
 
 class Queues(Protocol):
-    """Makes the streams and events of `CudaStreams`. Tests give virtual ones, which record each access to memory."""
+    """Makes the streams and events of `DeviceStreams`. Tests give virtual ones, which record each access to memory."""
 
     def stream(self) -> Any:
         """A stream, with `wait_stream` and `wait_event`."""
@@ -91,26 +92,28 @@ class Queues(Protocol):
         """A context whose work runs on `stream`."""
 
 
-class CudaQueues:
-    """Makes the streams and events of a CUDA device."""
+class DeviceQueues:
+    """Makes the streams and events of a device, with the classes of torch's module for its type, such as `torch.cuda`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._module: Any = torch.get_device_module(device)
 
     def stream(self) -> Any:
-        return torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        return self._module.Stream(self._device, priority=-1)
 
     def event(self) -> Any:
-        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return self._module.Event()
 
     def current(self) -> Any:
-        return torch.cuda.current_stream(self._device)
+        return self._module.current_stream(self._device)
 
     def entered(self, stream: Any) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
 
 
-class CudaStreams:
+class DeviceStreams:
     """A gather stream and one reduction stream for each lane, in addition to the compute stream."""
 
     on_host = False
@@ -158,14 +161,16 @@ def readable_device(device: torch.device) -> torch.device:
 
 
 def default_device(supports_device: Callable[[torch.device], bool]) -> torch.device:
-    """The device for new parameters: the current CUDA device if the group can communicate there, else the CPU.
+    """The device for new parameters: the current accelerator if the group can communicate there, else the CPU.
 
     In a rehearsal (fsdp/planning) it is the meta device, on which tensors have no memory.
     """
     if supports_device(META) and not supports_device(torch.device("cpu")):
         return META
-    cuda = torch.cuda.is_available() and supports_device(torch.device("cuda"))
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not _has_streams(accelerator) or not supports_device(accelerator):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def stall(seconds: float) -> None:
@@ -175,4 +180,12 @@ def stall(seconds: float) -> None:
 
 def make_streams(device: torch.device, lanes: int) -> Streams:
     """The streams of a device, with `lanes` reduction streams."""
-    return CudaStreams(CudaQueues(device), lanes) if device.type == "cuda" else HostStreams()
+    return DeviceStreams(DeviceQueues(device), lanes) if _has_streams(device) else HostStreams()
+
+
+def _has_streams(device: torch.device) -> bool:
+    """Whether torch has streams for devices of this type: for CUDA, and for accelerators whose module offers the same names."""
+    if device.type in ("cpu", "meta"):
+        return False
+    module = torch.get_device_module(device)
+    return all(hasattr(module, name) for name in ("Stream", "Event", "current_stream", "stream"))

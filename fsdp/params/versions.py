@@ -14,7 +14,7 @@ from fsdp.shards.shard_tensor import quick_attributes
 class Versions:
     """The clocks of the shards of one unit."""
 
-    __slots__ = ("_at_forward", "_at_gather", "_flats", "_repeated", "_sums", "_when_made")
+    __slots__ = ("_at_forward", "_at_gather", "_at_pass", "_flats", "_repeated", "_sums", "_when_made")
 
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
         self._flats = tuple(flats)
@@ -22,6 +22,7 @@ class Versions:
         """How many changes were made by recomputes, which repeat those of a forward."""
         self._at_forward = 0
         self._at_gather = 0
+        self._at_pass = 0
         self._sums: Tensor | None = None
         """The checksums that were noted last; None before the first time."""
         self._when_made = self.now()
@@ -58,6 +59,15 @@ class Versions:
     def at_forward(self) -> int:
         """What `now` was when the last forward of the unit began."""
         return self._at_forward
+
+    def pass_begins(self) -> None:
+        """A pass of the root begins."""
+        self._at_pass = self.now()
+
+    @property
+    def moved_in_pass(self) -> bool:
+        """Whether the counters had moved since the last pass began when the last copy was gathered."""
+        return self._at_gather != self._at_pass
 
     def gathered(self) -> None:
         """A copy is about to be gathered, outside any backward."""

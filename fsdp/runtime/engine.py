@@ -367,7 +367,7 @@ class Engine:
             self.request(ahead, Request.PREFETCH)
 
     def _begin_pass(self, is_forward: bool) -> None:
-        self._streams.pass_begins()
+        self._stale_params.show_to_gathers(is_forward)
         self.phases.begin_pass()
         self.stats.begin_pass(is_forward)
 

@@ -7,10 +7,11 @@ belongs to the user's Parameter. That Parameter is a shard once the module is wr
 unsharded parameter.
 """
 
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,10 @@ def trainable(parameter: Tensor) -> Iterator[None]:
     parameter.requires_grad_(True)
     yield
     parameter.requires_grad_(not frozen)
+
+
+UNWINDING: Final = 0.5
+"""Seconds that a thread of autograd may take to drop the graph of a backward that has failed."""
 
 
 class AccumulateGradChecks:
@@ -89,7 +94,7 @@ class AccumulateGradChecks:
                     "wrapping: it waits for the gradient of a shard, which never comes. Set it inside a forward, give it "
                     "mode='any', or use p.register_hook."
                 )
-            if id(info.parameter) not in self._relayed and kept_accumulator(info.parameter) is not None:
+            if id(info.parameter) not in self._relayed and _keeps_accumulator(info.parameter):
                 raise ShardingError(
                     f"somebody keeps the node that accumulates the gradient of {info.names[0]!r} in unit {self._unit.name!r}. "
                     "It is that of a shard, and gets no gradient. Either a module around the unit gave the unit's parameters to "
@@ -98,6 +103,17 @@ class AccumulateGradChecks:
                     "or use p.register_hook or p.register_post_accumulate_grad_hook."
                 )
         self._is_checked = True
+
+
+def _keeps_accumulator(shard: nn.Parameter) -> bool:
+    """Whether the AccumulateGrad node of a shard is kept. On a device this may take a moment."""
+    end = time.monotonic() + UNWINDING
+    while kept_accumulator(shard) is not None:
+        # the thread of autograd that runs the backwards of a device still holds the graph of one that has failed just now
+        if shard.device.type == "cpu" or time.monotonic() > end:
+            return True
+        time.sleep(0.001)
+    return False
 
 
 def _waits_for_all(hook: Any) -> bool:

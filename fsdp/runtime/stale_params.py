@@ -42,6 +42,13 @@ class StaleParams:
             if CopyAction.DROP_COPY in self._root.copies[index].on(answer):
                 yield index
 
+    def show_to_gathers(self, is_forward: bool) -> None:
+        """A pass begins: let its gathers see all that was written to the shards so far."""
+        self._streams.pass_begins()
+        if is_forward and not self._streams.on_host:
+            for unit in self._units:
+                unit.versions.pass_begins()
+
     def must_drop(self, index: int) -> bool:
         """Begin a forward of a unit. Return whether its copy must be dropped first."""
         moved = self._units[index].versions.moved
@@ -52,9 +59,11 @@ class StaleParams:
         actions = self._root.before_gather(index)
         versions = self._units[index].versions
         if CopyAction.CHECK in actions:
-            if self._units[index].check_shards():
-                self._streams.pass_begins()
+            replaced = self._units[index].check_shards()
             versions.gathered()
+            # a forward may write shards after its pass began, and the gather stream has waited for the beginning alone
+            if replaced or (not self._streams.on_host and versions.moved_in_pass):
+                self._streams.pass_begins()
         if CopyAction.WAIT in actions:
             self._streams.pass_begins()
         if CopyAction.SUM in actions:

@@ -236,8 +236,30 @@ def edited(**options: Any) -> None:
             twice(batch(step))
 
 
+def edited_between(**options: Any) -> None:
+    """A forward that edits the shards of a unit between two calls of it, and before the first call of another one."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Block(6), Block(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.mul_(0.5)
+            return self.second(self.first(x))
+
+    torch.manual_seed(3)
+    model = fsdp.fully_shard(Outer(), auto_wrap_policy={Block}, **options)
+    with torch.no_grad():
+        for step in range(2):
+            model(batch(step))
+
+
 def nested(**options: Any) -> None:
-    """A backward and a step of the optimizer inside a forward, whose later units are used after it."""
+    """A backward and a step inside a forward, whose later units are used after it. The step moves no version counter."""
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -246,7 +268,9 @@ def nested(**options: Any) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             loss_of(self.second(self.first(x))).backward()
-            optimizer.step()
+            for parameter in self.second.parameters():
+                if parameter.grad is not None:
+                    fsdp.to_local(parameter.data).add_(fsdp.to_local(parameter.grad), alpha=-0.1)
             optimizer.zero_grad()
             return self.second(self.first(x))
 
@@ -296,6 +320,7 @@ STORIES: Final[dict[str, Callable[..., None]]] = {
     "a step between": partial,
     "parameters pointed elsewhere": pointed,
     "weights edited in a forward": edited,
+    "weights edited between calls": edited_between,
     "a step inside a forward": nested,
     "sparse gradients": sparse,
     "weights read and loaded": reading,
@@ -376,6 +401,7 @@ def test_a_race_is_found_when_any_wait_is_left_out() -> None:
         (partial, {}),
         (pointed, {}),
         (nested, {}),
+        (edited_between, {}),
         (failing_hooked, {}),
         (training, {}),
     ]

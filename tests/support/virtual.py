@@ -1,6 +1,6 @@
 """Virtual streams, and who touches what on them: a race that a device might lose is found on the host.
 
-The engine's own `CudaStreams` runs on streams that only count. Every operation of torch is a read or a write of some
+The engine's own `DeviceStreams` runs on streams that only count. Every operation of torch is a read or a write of some
 bytes of some memory on the stream that is current; a collective runs on a stream of its channel's own, which begins
 after the launching stream, and `wait` makes the current stream wait for it, never the host. Vector clocks then say
 which of two accesses comes first, if either does.
@@ -396,7 +396,7 @@ class Harness:
             mock.patch.object(storage.ResizableStorage, "allocate", allocated),
             mock.patch.object(storage.ResizableStorage, "release", released),
             mock.patch.object(Tensor, "tolist", listed),
-            mock.patch.object(attach, "make_streams", lambda device, lanes: streams.CudaStreams(self._here.recorder, lanes)),
+            mock.patch.object(attach, "make_streams", lambda device, lanes: streams.DeviceStreams(self._here.recorder, lanes)),
             mock.patch.object(wrap, "open_comms", self._open),
         ):
             yield

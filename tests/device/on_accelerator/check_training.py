@@ -1,0 +1,137 @@
+"""Training on the pretend accelerator has the bits of training on the host, under every scheduler, and makes no host wait."""
+
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from tests.device.test_races import BLOCKS, OPTIONS, STORIES, STRATEGIES
+from tests.support.accelerator.device import NAME, Scheduler, failing_allocation, host_waits, load
+from tests.support.accelerator.stories import first_difference, on_accelerator, on_host
+from tests.support.accelerator.world import run
+from tests.support.everything import EVERYTHING
+from tests.support.models import Block, Net, loss_of
+
+load()
+torch.set_num_threads(1)
+NOT_HERE: Final = {
+    "parameters pointed elsewhere": "torch refuses `p.data = x` for a tensor subclass of a device type that it does not ship",
+    "sparse gradients": "torch has no sparse tensors of a device type that it does not ship",
+}
+"""Stories that this device type cannot run, and why."""
+SEEDS: Final = {Scheduler.EAGER: (0,), Scheduler.LAZY: (0,), Scheduler.RANDOM: (1, 2), Scheduler.STARVE: (0, 1, 2, 3, 4, 5)}
+WAITS: Final = {"NO_SHARD": 1}
+"""Host waits in a step. Under NO_SHARD the host reads which gradients came late on other ranks."""
+
+
+def schedules(index: int, of: tuple[Scheduler, ...] = tuple(Scheduler)) -> list[tuple[Scheduler, int]]:
+    """The schedulers and seeds of a case: each scheduler with all of its seeds, or by default these with one seed each."""
+    if EVERYTHING:
+        return [(scheduler, seed) for scheduler, seeds in SEEDS.items() for seed in seeds]
+    return [(scheduler, SEEDS[scheduler][index % len(SEEDS[scheduler])]) for scheduler in of]
+
+
+def cases() -> list[tuple[str, str]]:
+    """Stories and strategies. By default each story has one strategy, and training has them all."""
+    names = [name for name in STORIES if name not in NOT_HERE]
+    if EVERYTHING:
+        return [(story, strategy) for story in names for strategy in STRATEGIES]
+    chosen = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+    return [("training", strategy) for strategy in STRATEGIES] + [
+        (story, chosen[number % 3]) for number, story in enumerate(names) if story != "training"
+    ]
+
+
+@pytest.mark.parametrize(("story", "strategy"), cases())
+def test_a_story_has_the_bits_of_the_host(story: str, strategy: str) -> None:
+    size, options = STRATEGIES[strategy]
+    wanted = on_host(STORIES[story], size, **options)
+    few = tuple(Scheduler) if story == "training" else (Scheduler.RANDOM, Scheduler.STARVE)
+    for scheduler, seed in schedules(len(story), few):
+        found = on_accelerator(STORIES[story], size, scheduler, seed, **options)
+        assert first_difference(found, wanted) is None, f"{scheduler.name}, seed {seed}"
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if EVERYTHING or name in ("bf16", "deep prefetch", "in pieces")])
+def test_an_option_has_the_bits_of_the_host(name: str) -> None:
+    options = {**OPTIONS[name], **({"sharding_strategy": "NO_SHARD"} if name == "unused" else {})}
+    wanted = on_host(STORIES["training"], 2, **options)
+    for scheduler, seed in schedules(len(name), (Scheduler.LAZY, Scheduler.STARVE)):
+        found = on_accelerator(STORIES["training"], 2, scheduler, seed, **options)
+        assert first_difference(found, wanted) is None, f"{scheduler.name}, seed {seed}"
+
+
+def model_of(rank: int, device: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = fsdp.fully_shard(Net(BLOCKS).to(device), auto_wrap_policy={Block}, **options)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batch(rank: int, step: int, device: str) -> Tensor:
+    return torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_makes_no_host_wait(strategy: str) -> None:
+    size, options = STRATEGIES[strategy]
+
+    def waits(rank: int) -> list[int]:
+        device = f"{NAME}:{rank}"
+        model, optimizer = model_of(rank, device, **options)
+        found = []
+        for step in range(4):
+            x = batch(rank, step, device)
+            before = host_waits(rank)
+            loss_of(model(x)).backward()
+            fsdp.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(host_waits(rank) - before)
+        return found[2:]  # the first steps learn the order of the units
+
+    for found in run(size, waits, Scheduler.RANDOM, 1):
+        assert found == [WAITS.get(strategy, 0)] * 2
+
+
+def steps_with_a_failure(rank: int, number: int, **options: Any) -> tuple[dict[str, Tensor], bool, int]:
+    """Three steps. In the second one allocation `number` fails, and the step is repeated from its beginning."""
+    device = f"{NAME}:{rank}"
+    model, optimizer = model_of(rank, device, **options)
+    failed, made = False, 0
+
+    def train(step: int) -> None:
+        loss_of(model(batch(rank, step, device))).backward()
+
+    for step in range(3):
+        if step == 1:
+            with failing_allocation(rank, number) as count:
+                try:
+                    train(step)
+                except torch.OutOfMemoryError:
+                    failed = True
+                made = count()
+            if failed:
+                optimizer.zero_grad()
+                train(step)
+        else:
+            train(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = fsdp.full_state_dict(model, rank0_only=False)
+    return {name: value.cpu() for name, value in weights.items()}, failed, made
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if EVERYTHING or name in ("FULL_SHARD", "NO_SHARD")])
+def test_each_allocation_of_a_step_may_fail_once(strategy: str) -> None:
+    """On all ranks alike, as ranks with equal memory run out of it: each raises, and the repeated step loses nothing."""
+    size, options = STRATEGIES[strategy]
+    never = 1 << 40
+    wanted, failed, made = run(size, lambda rank: steps_with_a_failure(rank, never, **options), Scheduler.RANDOM, 1)[0]
+    assert not failed and made > 50
+    for number in range(0, made, 1 if EVERYTHING else 1 + made // 8):
+        found = run(size, lambda rank: steps_with_a_failure(rank, number, **options), Scheduler.RANDOM, number)  # noqa: B023
+        for weights, failed, _ in found:
+            assert failed, number
+            assert all(torch.equal(weights[name], value) for name, value in wanted.items()), number
