@@ -29,6 +29,7 @@ from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.state_dict.optim_state import full_optim_state_dict, load_full_optim_state_dict
 from fsdp.tracing.trace import Trace, stats, trace
+from fsdp.uneven.meet import meet
 
 __all__ = [
     "EMA",
@@ -60,6 +61,7 @@ __all__ = [
     "load_full_state_dict",
     "load_safetensors",
     "measure_links",
+    "meet",
     "memory_bytes",
     "no_sync",
     "plan",

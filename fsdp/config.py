@@ -179,6 +179,8 @@ class Config:
     """Whether shards are ordinary parameters, whose operators compute on this rank's part."""
     dtensors: bool
     """Whether shards are torch's DTensors, each cut evenly between rows."""
+    uneven_paths: bool
+    """Whether the ranks may go different ways through the units."""
 
     @property
     def bucket_bytes(self) -> int | None:
@@ -212,6 +214,7 @@ def make_config(
     aligned: bool,
     plain_shards: bool,
     dtensors: bool,
+    uneven_paths: bool,
 ) -> Config:
     """Check each option and all of them together.
 
@@ -254,6 +257,12 @@ def make_config(
         raise ShardingError("dtensors and plain_shards contradict each other; give one of them.")
     if dtensors and mesh_kind is MeshKind.REPLICATE:
         raise ShardingError(f"dtensors: {sharding_strategy!r} cuts no parameter; leave dtensors out.")
+    if not isinstance(uneven_paths, bool):
+        raise ShardingError(f"uneven_paths must be True or False, not {uneven_paths!r}.")
+    if uneven_paths and broadcast_buffers:
+        raise ShardingError("uneven_paths and broadcast_buffers contradict each other: a rank may leave a forward out.")
+    if uneven_paths and (reduction.find_unused_parameters or reduction.static_graph):
+        raise ShardingError("uneven_paths: leave out reduction.find_unused_parameters, which it includes, and static_graph.")
     return Config(
         reshard_policy,
         mesh_kind,
@@ -268,6 +277,7 @@ def make_config(
         aligned,
         plain_shards,
         dtensors,
+        uneven_paths,
     )
 
 

@@ -11,6 +11,8 @@ __all__ = ["IllegalTransition", "InputsExhausted", "PeerFailed", "ShardingError"
 EVERY_RANK: Final = "Every rank must call it."
 FEWER_BATCHES: Final = "If a rank has fewer batches than the others, train inside fsdp.join."
 """The remedy for a rank that has left the training loop before the others."""
+UNEVEN_PATHS: Final = "If some ranks leave out or repeat units that others use, pass uneven_paths=True."
+"""The remedy for ranks that go different ways through the units of a model."""
 
 
 class ShardingError(ValueError):

@@ -1,4 +1,4 @@
-"""`python -m state_machine explore`, `... buckets`, `... diagram` and `... tables`."""
+"""`python -m state_machine explore`, `... buckets`, `... paths`, `... diagram` and `... tables`."""
 
 import argparse
 import sys
@@ -13,6 +13,7 @@ def main(arguments: list[str] | None = None) -> int:
     explore_parser = commands.add_parser("explore", help="visit every reachable joint state of small unit trees")
     explore_parser.add_argument("--tree", default="all", help="one tree by its name, or 'all'")
     commands.add_parser("buckets", help="visit every reachable joint state of a few buckets on one or two ranks")
+    commands.add_parser("paths", help="run small programs of ranks that go different ways, in every interleaving")
     chosen = parser.parse_args(arguments)
     if chosen.command == "diagram":
         from state_machine.diagram import diagram
@@ -28,6 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
         from state_machine.explorer.explore_buckets import run as run_buckets
 
         return run_buckets()
+    if chosen.command == "paths":
+        from state_machine.explorer.explore_paths import run as run_paths
+
+        return run_paths()
     from state_machine.explorer.explore import run
 
     return run(chosen.tree)

@@ -124,6 +124,11 @@ ORDER: dict[str, tuple[str, ...]] = {
         "auto_units",
         "torch_policies",
     ),
+    "uneven": (
+        "meet",
+        "uneven_engine",
+        "gather_order",
+    ),
     "checkpoint": (
         "convert",
         "load",
@@ -260,6 +265,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
 }
 STATE_MACHINE_USERS = {
+    "uneven.uneven_engine",
+    "uneven.gather_order",
     "runtime.registry",
     "runtime.stale_params",
     "reduction.reducer",

@@ -270,6 +270,8 @@ def _root_to_join(model: nn.Module, step: object, rules: JoinRules) -> UnitRef:
     engine = engines[0]
     if not callable(step) and (step is not None or root.unit.config.mesh_kind is not MeshKind.REPLICATE):
         raise ShardingError(f"join takes a function that steps, such as optimizer.step, not {step!r}.")
+    if root.unit.config.uneven_paths:
+        raise ShardingError("join: with uneven_paths=True a finished rank cannot compute beside others; use one of both.")
     if engine.watcher is not None:
         raise ShardingError("join: this model is inside another join already.")
     if engine.reducer.hook is not None and not rules.divides_by_all_ranks:

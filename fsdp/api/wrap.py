@@ -98,6 +98,11 @@ class FullyShardedDataParallel(nn.Module):
             `full_tensor()`, which torch's functions for state dicts and clipping know. Each parameter is cut evenly between
             rows and has collectives of its own. Make the optimizer after wrapping. Refused: "NO_SHARD", `fsdp.simulate`, a
             parameter without dimensions. Default False.
+        uneven_paths: True lets ranks go different ways: leave units out, repeat them, take them in another order, evaluate on
+            some ranks only. Gradients are averages over all ranks, in which a rank without a gradient counts as zero. Reductions
+            begin when all ranks are at the end of the backward, and unsharded gradients are in memory until then. Refused:
+            `broadcast_buffers`, `find_unused_parameters`, `static_graph`, `fsdp.join`. Default False: ranks that call different
+            collectives are named. The value of the outermost unit counts.
 
     Options of DDP, Apex, fairscale, FSDP1 and FSDP2 are accepted where their value means what happens here anyway. There is no
     CPU offload: shards, gradients and optimizer state stay on the device of the module.
@@ -128,6 +133,7 @@ class FullyShardedDataParallel(nn.Module):
         aligned: bool = True,
         plain_shards: bool = False,
         dtensors: bool = False,
+        uneven_paths: bool = False,
     ) -> None:
         super().__init__()
         if isinstance(module, list):
@@ -151,6 +157,7 @@ class FullyShardedDataParallel(nn.Module):
             aligned=aligned,
             plain_shards=plain_shards,
             dtensors=dtensors,
+            uneven_paths=uneven_paths,
         )
         self.module = module
         refuse_other_engines(self)
@@ -267,6 +274,7 @@ def fully_shard(
     aligned: bool = True,
     plain_shards: bool = False,
     dtensors: bool = False,
+    uneven_paths: bool = False,
 ) -> Module:
     """Shard `module` in place and return it. Its class, its name and the names of its parameters stay.
 
@@ -296,6 +304,7 @@ def fully_shard(
             aligned,
             plain_shards,
             dtensors,
+            uneven_paths,
         )
         plan = _plan(modules, auto_wrap_policy, ignored_modules, ignored_params, comms, config)
         check_initialisation(plan, param_init_fn)

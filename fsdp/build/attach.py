@@ -18,6 +18,7 @@ from fsdp.runtime.hooks import EngineHooks
 from fsdp.runtime.registry import UnitRef
 from fsdp.shards.optimizer_steps import hook_optimizers
 from fsdp.state_dict.state_dict_hooks import StateHooks
+from fsdp.uneven.uneven_engine import UnevenEngine
 
 
 def attach(
@@ -34,7 +35,7 @@ def attach(
     tracker = MemoryTracker()
     for unit in units:
         unit.join(streams, tracker)
-    engine = Engine(units, descendants, comms, streams, tracker)
+    engine = (UnevenEngine if units[0].config.uneven_paths else Engine)(units, descendants, comms, streams, tracker)
     hooks = EngineHooks(engine)
     remember(engine.snapshot)
     around: list[list[Unit]] = [[] for _ in units]

@@ -32,7 +32,7 @@ from fsdp.comm.simulated_ops import (
 from fsdp.comm.work import Work
 from fsdp.errors import FEWER_BATCHES, PeerFailed, ShardingError, WorldError, name_ranks
 from fsdp.failure.desync import RECENT
-from fsdp.failure.pending_call import Wait, have_left_the_loop
+from fsdp.failure.pending_call import Wait, remedies_for
 
 T = TypeVar("T")
 
@@ -520,7 +520,9 @@ class _World:
             else:
                 parts.append(f"Rank {rank} finished.")
         calls = [operation.name for rank_slot in self._rank_slots if (operation := rank_slot.waits_for) is not None]
-        remedy = [FEWER_BATCHES] if len(live) < self.size - len(self._failures) or have_left_the_loop(calls) else []
+        remedy = remedies_for(calls)
+        if len(live) < self.size - len(self._failures) and FEWER_BATCHES not in remedy:
+            remedy.append(FEWER_BATCHES)
         return " ".join(["Deadlock: nobody can go on.", *parts, *remedy])
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fsdp.comm.communicator import ReduceOp
 from fsdp.comm.pairwise_sum import pairwise_sum
-from fsdp.errors import FEWER_BATCHES, ShardingError, WorldError, name_ranks
-from fsdp.failure.pending_call import have_left_the_loop
+from fsdp.errors import ShardingError, WorldError, name_ranks
+from fsdp.failure.pending_call import remedies_for
 
 
 class Operation:
@@ -65,7 +65,7 @@ class Operation:
             callers.setdefault(self.sides[rank].call, []).append(rank)
         first, *others = (f"{name_ranks(ranks)} called {call}" for call, ranks in callers.items())
         text = f"The ranks disagree on {self.place}: {first} where {' and '.join(others)}. Call the same in the same order."
-        return f"{text} {FEWER_BATCHES}" if have_left_the_loop(callers) else text
+        return " ".join((text, *remedies_for(callers)))
 
     def raise_fault(self) -> None:
         """Raise WorldError if the data could not move. The operation counts as reported."""

@@ -31,9 +31,9 @@ from fsdp.failure.pending_call import (
     Signature,
     Wait,
     absent_ranks,
-    have_left_the_loop,
     is_deadlock,
     place_of,
+    remedies_for,
     text_of,
     where_of,
 )
@@ -216,8 +216,7 @@ class DesyncDetector:
             if ahead or len(calls) > 1:
                 followers = sorted({*calls.pop(pending.agreed, ()), *ahead})
                 parts = [f"{self._name_all(ranks)} called {call}" for call, ranks in calls.items()]
-                left = have_left_the_loop([*calls, *([pending.agreed] if followers else [])])
-                remedy = f"{REMEDY} {FEWER_BATCHES}" if left else REMEDY
+                remedy = " ".join((REMEDY, *remedies_for([*calls, *([pending.agreed] if followers else [])])))
                 if followers:
                     agreed = f"the agreed schedule has {pending.agreed}, which {self._name_all(followers)} followed"
                     desync = desync or f"{place_of(pending)}: {' and '.join(parts)} where {agreed}. {remedy}"
@@ -231,8 +230,7 @@ class DesyncDetector:
             f"{pending.comm!r}, which {self._name_all(absent_ranks(pending, found))} did not call."
             for rank, pending in sorted(found.items())
         ]
-        remedy = [FEWER_BATCHES] if have_left_the_loop([one.call for one in found.values()]) else []
-        return " ".join(["Deadlock: nobody can go on.", *parts, *remedy])
+        return " ".join(["Deadlock: nobody can go on.", *parts, *remedies_for([one.call for one in found.values()])])
 
     def _name_all(self, ranks: Sequence[int]) -> str:
         return name_ranks([self.name(rank) for rank in ranks])

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from fsdp.errors import name_ranks
+from fsdp.errors import FEWER_BATCHES, UNEVEN_PATHS, name_ranks
 
 RESTART_CALL: Final = "forward before the backward of its last one"
 """A call that is not a collective: see desync.py, the note on steps that fail where no hook fires."""
@@ -89,6 +89,14 @@ def place_of(pending: PendingCall) -> str:
 def have_left_the_loop(calls: Iterable[str]) -> bool:
     """Whether some ranks may have left the training loop: the calls in which ranks wait are of several kinds."""
     return len({call.partition("(")[0] for call in calls}) > 1
+
+
+def remedies_for(calls: Iterable[str]) -> list[str]:
+    """What may help ranks that wait in different calls."""
+    calls = list(calls)
+    # the collectives of units
+    uneven = any(call.startswith(("all_gather(", "reduce_scatter(")) for call in calls)
+    return [*([UNEVEN_PATHS] if uneven else ()), *([FEWER_BATCHES] if have_left_the_loop(calls) else ())]
 
 
 def is_deadlock(found: dict[int, PendingCall], size: int) -> bool:

@@ -7,7 +7,7 @@ Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ class Unit:
         self._read_by_recompute = False
         """A recompute of a part of the unit's forward has read unsharded parameters, and may have changed them in place."""
         self._observer: UnitObserver
+        self._before_copy: Callable[[FlatBuffer, torch.dtype], None] | None = None
         self.flats = tuple(flats)
         self.versions = Versions(self.flats)
         self._full_params = FullParams(self.flats)
@@ -102,6 +103,10 @@ class Unit:
     def set_observer(self, observer: UnitObserver) -> None:
         """From now on, `observer` handles uses of the parameters outside the unit's forward."""
         self._observer = observer
+
+    def set_before_copy(self, before_copy: Callable[[FlatBuffer, torch.dtype], None]) -> None:
+        """From now on, call `before_copy` before a copy of a flat buffer is gathered in a dtype."""
+        self._before_copy = before_copy
 
     def join(self, streams: Streams, tracker: MemoryTracker) -> None:
         """Become part of a root: use its streams and its memory tracker."""
@@ -246,6 +251,8 @@ class Unit:
     def _gather_param(self, index: int, dtype: torch.dtype) -> Tensor:
         self.check_shards()
         self.sync_requires_grad()
+        if self._before_copy is not None:
+            self._before_copy(self._locate(index)[0], dtype)
         value = gather_param(*self._locate(index), dtype, self.comm, self.name, self._on_external_grad)
         if in_backward() and value.requires_grad:
             # In a recompute the gradient may arrive in a graph task of the checkpoint, whose end is not the end of the

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp.config import MeshKind, ReductionPolicy
+from fsdp.config import Config, MeshKind, ReductionPolicy
 from fsdp.device.storage import MemoryTracker
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
@@ -26,10 +26,12 @@ def make_buckets(units: Sequence[Unit], tracker: MemoryTracker) -> tuple[Bucket,
 
 
 def early_buckets(
-    buckets: Sequence[Bucket], of_unit: Sequence[Sequence[int]], innermost: Sequence[bool], mesh_kind: MeshKind
+    buckets: Sequence[Bucket], of_unit: Sequence[Sequence[int]], innermost: Sequence[bool], config: Config
 ) -> frozenset[int]:
     """The buckets that are useful and safe to launch early (see the note in `state_machine.bucket`)."""
-    replicated = mesh_kind is MeshKind.REPLICATE
+    if config.uneven_paths:
+        return frozenset()
+    replicated = config.mesh_kind is MeshKind.REPLICATE
 
     def may_be_early(unit: int) -> bool:
         is_cut = sum(buckets[number].is_trained for number in of_unit[unit]) > 1
@@ -38,8 +40,9 @@ def early_buckets(
     return frozenset(bucket.number for bucket in buckets if may_be_early(bucket.unit))
 
 
-def bucket_kinds(count: int, early: frozenset[int], policy: ReductionPolicy) -> list[BucketKind]:
+def bucket_kinds(count: int, early: frozenset[int], config: Config) -> list[BucketKind]:
     """The kind of each bucket, which chooses its table."""
+    policy = config.reduction
     if policy.at_end:
         return [BucketKind.AT_END] * count
     if policy.find_unused_parameters:

@@ -8,6 +8,7 @@ Rule 4: the tables of `state_machine.bucket` decide what happens to a bucket; th
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import perf_counter
 
 from torch import nn
@@ -25,6 +26,9 @@ from fsdp.reduction.stats import ReducerStats
 from fsdp.reduction.used_params import UsedParams
 from state_machine.bucket import BucketAction, BucketEvent, UnitEvent
 from state_machine.bucket_queue import BucketQueue
+
+Combine = Callable[[Sequence[int]], Sequence[int]]
+"""Returns the maximum of the messages of all ranks."""
 
 
 class Reducer:
@@ -49,14 +53,15 @@ class Reducer:
         self._device = readable_device(units[0].device)
         self._used_params = UsedParams(units, self.buckets, self.policy.static_graph, comms.world_comm, streams, self._device)
         self._reductions = ReductionQueue(self.policy, comms, streams, tracker)
-        self.early = early_buckets(self.buckets, self.of_unit, innermost, units[0].config.mesh_kind)
+        self.early = early_buckets(self.buckets, self.of_unit, innermost, units[0].config)
         """The early buckets: they may be launched when their gradients have arrived, before the post-backward of their unit."""
         self._queue = BucketQueue(
             [bucket.name for bucket in self.buckets],
             [bucket.unit for bucket in self.buckets],
-            bucket_kinds(len(self.buckets), self.early, self.policy),
+            bucket_kinds(len(self.buckets), self.early, units[0].config),
             len(units),
         )
+        self._meeting: Callable[[Combine], None] | None = None
         self.stats = ReducerStats()
         self.ignores_local_grads = False
         """True if the gradients of this rank are dropped, except those it accumulated earlier (`join`)."""
@@ -85,6 +90,18 @@ class Reducer:
     def set_ignores_local_grads(self, ignores: bool) -> None:
         """From now on, drop the gradients of this rank, or do not."""
         self.ignores_local_grads = ignores
+
+    def set_meeting(self, meeting: Callable[[Combine], None]) -> None:
+        """From now on, call `meeting` at the end of a backward that synchronises. It waits until all ranks are there.
+
+        It is given a function that sends along which gradients this rank has.
+        """
+        self._meeting = meeting
+
+    @property
+    def combine(self) -> Combine:
+        """Combines messages of ranks that are not all at the end of a backward."""
+        return self._used_params.combine
 
     @property
     def hook(self) -> CommHook | None:
@@ -134,7 +151,8 @@ class Reducer:
         """The number of flushed units."""
         self._settled = False
         self._hooked: list[tuple[int, nn.Parameter]] = []
-        self._trained = tuple(bucket.is_trained for bucket in self.buckets)
+        # a rank that left a unit out may not know what was accumulated: ranks that go different ways ask about every bucket
+        self._trained = tuple(self._meeting is not None or bucket.is_trained for bucket in self.buckets)
         if self._order.begin(self._trained):
             self._make_groups()
         self._queue.begin()
@@ -305,7 +323,11 @@ class Reducer:
             for number in numbers:
                 self._on(number, BucketEvent.LAUNCH_ANYWAY)
             self.advance()
-        self._used_params.exchange([BucketAction.COUNT_REMAINDER in self._queue.on(n, BucketEvent.TAKE_STOCK) for n in numbers])
+        launched = [BucketAction.COUNT_REMAINDER in self._queue.on(n, BucketEvent.TAKE_STOCK) for n in numbers]
+        if self._meeting is None:
+            self._used_params.exchange(launched)
+        else:
+            self._meeting(partial(self._used_params.combine, launched=launched))
 
     def _launch_remainders(self) -> None:
         """Reduce gradients that arrived after their bucket was launched, in the agreed order.

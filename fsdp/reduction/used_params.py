@@ -140,10 +140,10 @@ class UsedParams:
         self._remainders: list[bool] = []
         """For each parameter, whether any rank has a remainder."""
 
-    def exchange(self, launched: Sequence[bool]) -> None:
+    def exchange(self, launched: Sequence[bool], message: Sequence[int] = ()) -> None:
         """At the end of a backward: begin to exchange which parameters had a gradient, and which have a remainder.
 
-        `launched` says which buckets were launched.
+        `launched` says which buckets were launched. `message`: numbers that are sent along.
 
         Traffic: an all-reduce of one byte a parameter, except with a static graph after its first backward.
 
@@ -160,7 +160,9 @@ class UsedParams:
         if self._static:
             self._static_local = [list(bucket.local_used) for bucket in self._buckets]
         all_local_used = all(bucket.all_local_used for bucket in self._buckets)
-        steps = self._steps.take()
+        if message:  # a frozen bucket is asked about too
+            all_local_used = all_local_used and all(all(bucket.local_used) for bucket in self._buckets)
+        steps = (*self._steps.take(), *message)
         with self._streams.reducing():
             if all_local_used and not any(self.has_remainder):
                 flags = self._all_used_message(steps).clone()
@@ -173,6 +175,26 @@ class UsedParams:
                 flags = torch.tensor([*values, *steps], dtype=torch.uint8, device=self._device)
             work = self._world_comm.all_reduce(flags, "max", "which gradients came")
             self._exchange = _Exchange(flags, all_local_used, work, steps)
+
+    def combine(self, message: Sequence[int], launched: Sequence[bool] | None = None) -> Sequence[int]:
+        """Return the maximum of the messages of all ranks. `launched`: this rank is at the end of a backward, see `exchange`.
+
+        Traffic: an all-reduce of one byte a number, and one a parameter.
+        """
+        if launched is not None:
+            self.exchange(launched, message)
+            assert self._exchange is not None
+            flags = self._exchange.flags
+            self.wait_all(read=True)
+        else:
+            silent = [0] * (self._offsets[-1] + self._steps.count)
+            with self._streams.reducing():
+                flags = torch.tensor([*silent, *message], dtype=torch.uint8, device=self._device)
+                work = self._world_comm.all_reduce(flags, "max", "which gradients came")
+            work.wait()
+            self._streams.await_reductions()
+        combined: list[int] = flags[self._offsets[-1] + self._steps.count :].tolist()
+        return combined
 
     def _all_used_message(self, steps: tuple[int, ...]) -> Tensor:
         message = self._all_used.get(steps)
@@ -208,7 +230,8 @@ class UsedParams:
         exchange.work.wait()
         self._streams.await_reductions()
         if exchange.steps and self._device.type == "cpu":
-            self._step_flags = exchange.steps, exchange.flags[self._offsets[-1] :].tolist()
+            end = self._offsets[-1] + self._steps.count
+            self._step_flags = exchange.steps[: self._steps.count], exchange.flags[self._offsets[-1] : end].tolist()
         if read or not exchange.all_local_used or self._static:
             flags = exchange.flags[: self._offsets[-1]].tolist()
             self._used = [flag > 0 for flag in flags]

@@ -238,8 +238,7 @@ class Engine:
     def close_backward(self, event: BackwardEvent) -> bool:
         """End the backward for every unit, in the agreed order; return whether a backward was running."""
         reduces = self.root.synchronises
-        instructions = self.root.end_backward(event, self.reducer.order)
-        if instructions is None:
+        if (instructions := self.root.end_backward(event, self.reducer.order)) is None:
             return False
         self._hooks.reset_backward_progress()
         if event not in (BackwardEvent.CALLBACK_RUNS, BackwardEvent.CALLBACK_RUNS_INSIDE):
@@ -247,7 +246,8 @@ class Engine:
         else:
             self._execute(instructions)
             self.stats.end_backward(reduces)
-            self.comms.completed()
+            if reduces or not self.units[0].config.uneven_paths:  # others are not those of all ranks
+                self.comms.completed()
             self.reducer.run_hooks(self.note)
         return True
 

@@ -20,11 +20,14 @@ class StaleParams:
         self._root = root
         self._streams = streams
         self._world_comm = world_comm
+        self._compares = not units[0].config.uneven_paths
+        """Whether all ranks begin a forward at the same time, so that they can compare."""
 
     def begin_pass(self, records_graph: bool) -> Iterable[int]:
         """Begin a forward of the root. Yield the units whose copies must be dropped.
 
-        Traffic: one byte over all ranks, if a copy is in memory since the last pass.
+        Traffic: one byte over all ranks, if a copy is in memory since the last pass. Ranks that may go different ways take any
+        such copy for stale.
         """
         event = CopyEvent.PASS_BEGINS if records_graph else CopyEvent.EVALUATION_BEGINS
         compared = []
@@ -36,7 +39,7 @@ class StaleParams:
                 yield index
         if not compared:
             return
-        changed = any_changed([self._units[index].versions for index in compared], self._world_comm)
+        changed = not self._compares or any_changed([self._units[index].versions for index in compared], self._world_comm)
         answer = CopyEvent.WEIGHTS_CHANGED if changed else CopyEvent.WEIGHTS_SAME
         for index in compared:
             if CopyAction.DROP_COPY in self._root.copies[index].on(answer):

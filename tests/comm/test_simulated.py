@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fsdp.comm.simulated import Call, SimulatedCommunicator, SimulatedRank, current_rank, simulate
-from fsdp.errors import FEWER_BATCHES, PeerFailed, ShardingError, WorldError
+from fsdp.errors import FEWER_BATCHES, UNEVEN_PATHS, PeerFailed, ShardingError, WorldError
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 8])
 SEEDS = range(12)
+
+OTHERWISE = f"{UNEVEN_PATHS} {FEWER_BATCHES}"
 
 
 def here() -> SimulatedRank:
@@ -348,7 +350,7 @@ class TestDisagreement:
 
         text = (
             "The ranks disagree on operation 1 of communicator 'shard': rank 0 called all_gather('layers.1', 4096 bytes) "
-            "where rank 1 called reduce_scatter('layers.0', 6 x float32). Call the same in the same order. " + FEWER_BATCHES
+            "where rank 1 called reduce_scatter('layers.0', 6 x float32). Call the same in the same order. " + OTHERWISE
         )
         for seed in SEEDS:
             assert heard(2, fn, seed) == [text] * 2
@@ -417,7 +419,7 @@ class TestDeadlock:
         waits = "waits for all_gather('layers.1', 6 bytes), operation 0 of communicator 'shard', which rank 1 did not call."
         for seed in SEEDS:
             text = message(3, fn, seed)
-            assert text == f"Deadlock: nobody can go on. Rank 0 {waits} Rank 1 finished. Rank 2 {waits} {FEWER_BATCHES}"
+            assert text == f"Deadlock: nobody can go on. Rank 0 {waits} Rank 1 finished. Rank 2 {waits} {OTHERWISE}"
 
     def test_two_communicators_in_two_orders(self) -> None:
         def fn(rank: int) -> None:

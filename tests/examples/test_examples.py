@@ -27,6 +27,7 @@ SAYS = {
     "generate": "losses and weights are the same as without generation, bit for bit",
     "hugging_face": "the same with its cache and without",
     "lora": "the base is untouched, bit for bit",
+    "mixed_batches": "of the images are named rightly",
     "retry": "the weights are those of a run with enough memory",
     "step_in_backward": "losses and weights are the same as with a step after the backward, bit for bit",
 }

@@ -1,0 +1,152 @@
+"""Executes the tasks of `state_machine.paths`: passive gathers, meetings and exchanges of paths.
+
+Rule 1: every gather of a root goes through here first, so that all ranks launch the same sequence.
+Rule 2: a passive gather is received in memory of its own, which is released before the next one is launched.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp.comm.communicator import as_bytes
+from fsdp.comm.context import CommContext
+from fsdp.comm.work import Work
+from fsdp.device.storage import MemoryTracker, size_of
+from fsdp.device.streams import Streams
+from fsdp.errors import WorldError
+from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.unit import Unit
+from state_machine.paths import Call, Gather, Meet, Mixed, Paths, Phase, Place, Tasks
+
+Combine = Callable[[Sequence[int]], Sequence[int]]
+"""Combines a message of each rank by the maximum."""
+
+
+class Target(NamedTuple):
+    """One thing that is gathered at a time: the flat buffers of a unit, or a copy of one of them."""
+
+    unit: Unit
+    flats: Sequence[FlatBuffer]
+    dtype: torch.dtype | None
+    """The dtype of the copy. None: that of the unsharded parameters."""
+
+
+class GatherOrder:
+    """The gathers of one root, in the order of all ranks."""
+
+    def __init__(
+        self, units: Sequence[Unit], comms: CommContext, streams: Streams, tracker: MemoryTracker, combine: Combine
+    ) -> None:
+        self._comms = comms
+        self._streams = streams
+        self._tracker = tracker
+        self._combine = combine
+        self._targets = [Target(unit, [flat for flat in unit.flats if not flat.is_shared], None) for unit in units]
+        self._copies: dict[tuple[int, torch.dtype], int] = {}
+        """The target of a copy of a flat buffer in a dtype."""
+        for unit in units:
+            for flat in unit.flats:
+                for dtype in dict.fromkeys((flat.unsharded.dtype, flat.shard.dtype)):
+                    self._copies[id(flat), dtype] = len(self._targets)
+                    self._targets.append(Target(unit, (flat,), dtype))
+        self._paths = Paths(len(self._targets))
+        self._gathers = comms.shard_comm.size > 1
+        """Whether a gather communicates."""
+        self._works: list[Work] = []
+        self._received: list[Tensor] = []
+        """The memory of the passive gather in flight."""
+
+    def forget(self) -> None:
+        """A step was abandoned: learn the common path anew."""
+        self._paths.forget()
+
+    def before_gather(self, unit: int, phase: Phase) -> None:
+        """Launch what comes before the gather of a unit in the order of all ranks."""
+        if self._gathers:
+            self._execute(self._paths.want(Call(unit, phase)), self._combine)
+
+    def before_copy(self, flat: FlatBuffer, dtype: torch.dtype, phase: Phase) -> None:
+        """The same for a copy of one flat buffer, whose gather this rank waits for at once."""
+        if self._gathers:
+            call = Call(self._copies[id(flat), dtype], phase)
+            self._execute(self._paths.want(call), self._combine)
+            self._paths.wanted(call)
+
+    def needed(self, unit: int, phase: Phase) -> None:
+        """This rank has waited for the gather of a unit and computes with it."""
+        if self._gathers:
+            self._paths.wanted(Call(unit, phase))
+
+    def ahead(self, phase: Phase, depth: int) -> Sequence[int]:
+        """The units to gather ahead, nearest first, so that at most `depth` gathers are in flight that this rank needs later."""
+        return [target for target in self._paths.ahead(phase, depth) if self._targets[target].dtype is None]
+
+    def pass_begins(self) -> None:
+        """A forward or a backward begins. What was gathered ahead and not used is released."""
+        self._paths.forget_launched()
+
+    def forward_ends(self) -> None:
+        """A forward of the root is over: take part in the rest of those of other ranks, as far as it is known."""
+        if self._gathers:
+            for target in self._paths.forward_ends():
+                self._gather(target)
+
+    def finish(self, place: Place, combine: Combine | None = None) -> None:
+        """End the step together with all ranks. `combine` sends more with the message.
+
+        Raises:
+            WorldError: some ranks end a backward, and others have called `fsdp.meet`.
+        """
+        try:
+            self._execute(self._paths.finish(place), combine or self._combine)
+        except Mixed:
+            raise WorldError(
+                "some ranks have called fsdp.meet, and others are at the end of a backward and would wait for ever; call "
+                "fsdp.meet on every rank, after the same number of backwards."
+            ) from None
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait for the passive gather in flight, and release its memory. Idempotent."""
+        works, self._works = self._works, []
+        received, self._received = self._received, []
+        try:
+            with self._streams.gathering():
+                for work in works:
+                    work.wait()
+        finally:
+            self._tracker.add("scratch", -sum(map(size_of, received)))
+
+    def _execute(self, tasks: Tasks, combine: Combine) -> None:
+        result: object = None
+        while True:
+            try:
+                task = tasks.send(result)
+            except StopIteration:
+                return
+            result = None
+            if isinstance(task, Gather):
+                self._gather(task.target)
+            elif isinstance(task, Meet):
+                result = combine(task.message)
+            else:
+                result = self._comms.world_comm.gather_objects(task.path, "the paths of all ranks")
+
+    def _gather(self, number: int) -> None:
+        """Take part in a gather that this rank does not need.
+
+        Traffic: this rank receives (W - 1) * C elements, as in any gather
+        Memory: W * C elements until the next passive gather, or the end of the step
+        """
+        self.drain()
+        unit, flats, dtype = self._targets[number]
+        unit.check_shards()
+        with self._streams.gathering():
+            for flat in flats:
+                full = torch.empty(flat.layout.numel, dtype=dtype or flat.unsharded.dtype, device=flat.device)
+                flat.local_chunk(full).copy_(flat.shard)
+                self._received.append(full)
+                self._tracker.add("scratch", size_of(full))
+                self._works.append(unit.comm.all_gather(as_bytes(full), unit.name, as_bytes(flat.local_chunk(full))))

@@ -1,0 +1,132 @@
+"""The engine of a root whose ranks may go different ways.
+
+It differs from `Engine` in three things. Gathers and prefetch follow the common order (`GatherOrder`). A backward that reduces
+begins its reductions when all ranks have come to its end, where each knows what every rank has. And nothing is asked of other
+ranks at the begin of a pass, which some ranks may leave out.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from fsdp.comm.context import CommContext
+from fsdp.debug.error_notes import add_note
+from fsdp.device.storage import MemoryTracker
+from fsdp.device.streams import Streams
+from fsdp.errors import ShardingError
+from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.unit import Unit
+from fsdp.runtime.engine import Engine
+from fsdp.runtime.prefetch import PassSchedules, PrefetchSchedule
+from fsdp.uneven.gather_order import Combine, GatherOrder
+from state_machine import Action, Event
+from state_machine.paths import Phase, Place
+
+
+class UnevenEngine(Engine):
+    """Moves the units of one root through their lifecycles, in an order of gathers that all ranks know."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        descendants: Sequence[frozenset[int]],
+        comms: CommContext,
+        streams: Streams,
+        tracker: MemoryTracker,
+    ) -> None:
+        super().__init__(units, descendants, comms, streams, tracker)
+        self._pass_phase = Phase.FORWARD
+        """The phase of the forward of the root that runs, or ran last."""
+        self._order = GatherOrder(units, comms, streams, tracker, self.reducer.combine)
+        self.schedules = CommonSchedules(self, self._order, units[0].config.prefetch)
+        self._schedule = self.schedules.forward
+        self._action_handlers[Action.REDUCE_GRADS] = self._keep_until_the_end
+        self.reducer.set_meeting(self._end_backward)
+        for unit in units:
+            unit.set_before_copy(self._before_copy)
+
+    @property
+    def phase(self) -> Phase:
+        """The part of a step that runs."""
+        return Phase.BACKWARD if self.root.in_backward else self._pass_phase
+
+    def meet(self) -> None:
+        """Take part in what other ranks gather, until all ranks have called this. Between two steps."""
+        try:
+            self._order.finish(Place.MEETING)
+        except BaseException as failure:
+            add_note(failure, self.snapshot, 0, ours=True)
+            self.abandon_step(failure, 0)
+            raise
+
+    def post_forward(self, index: int, event: Event) -> None:
+        super().post_forward(index, event)
+        if not self._forward_stack and event is not Event.FORWARD_FAILED:
+            try:
+                if self._pass_phase is Phase.FORWARD and event is Event.POST_FORWARD:
+                    self._order.forward_ends()
+                self._order.drain()
+            except BaseException as failure:
+                add_note(failure, self.snapshot, index, ours=True)
+                self.abandon_step(failure, index)
+                raise
+
+    def _prepare_pass(self) -> None:
+        self._pass_phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+        # other ranks may run no forward now, so none is announced
+        self.pending_backward.expect(False)
+        super()._prepare_pass()
+        for unit in self.units:
+            unit.sync_requires_grad()
+
+    def _all_gather(self, index: int) -> None:
+        self._order.before_gather(index, self.phase)
+        super()._all_gather(index)
+
+    def _before_copy(self, flat: FlatBuffer, dtype: torch.dtype) -> None:
+        self._order.before_copy(flat, dtype, self.phase)
+
+    def _keep_until_the_end(self, index: int) -> None:
+        """The gradients of a unit are complete on this rank. On another one they may come later, or not at all."""
+
+    def _end_backward(self, combine: Combine) -> None:
+        self._order.finish(Place.END_OF_BACKWARD, combine)
+
+    def _reset_step(self) -> None:
+        super()._reset_step()
+        with suppress(Exception):  # it fails with the step
+            self._order.drain()
+
+
+class CommonSchedule(PrefetchSchedule):
+    """Prefetches what comes next in the order of all ranks."""
+
+    __slots__ = ("_engine", "_order")
+
+    def __init__(self, engine: UnevenEngine, order: GatherOrder, depth: int) -> None:
+        super().__init__(depth)
+        self._engine = engine
+        self._order = order
+
+    def give(self, unit: int, ahead: Sequence[int]) -> None:
+        raise ShardingError("uneven_paths: the order of gathers is common to all ranks, so what is prefetched cannot be given.")
+
+    def begin(self) -> Sequence[int]:
+        self._order.pass_begins()
+        return self._order.ahead(self._engine.phase, self.depth)
+
+    def forget(self) -> None:
+        self._order.forget()
+
+    def needed(self, unit: int) -> Sequence[int]:
+        phase = self._engine.phase
+        self._order.needed(unit, phase)
+        return self._order.ahead(phase, self.depth)
+
+
+class CommonSchedules(PassSchedules):
+    """The schedules of a root whose ranks go different ways: one for both passes."""
+
+    def __init__(self, engine: UnevenEngine, order: GatherOrder, depth: int) -> None:
+        self.forward = self.backward = CommonSchedule(engine, order, depth)

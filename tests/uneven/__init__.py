@@ -1,0 +1,1 @@
+"""Tests of ranks that go different ways (`uneven_paths`)."""

@@ -1,0 +1,45 @@
+"""Ranks that go different ways, as processes over gloo."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+
+from tests.support.everything import EVERYTHING
+from tests.support.paths import assert_alike, draw_program, plain
+from tests.support.processes import results_of
+from tests.uneven.programs import SEEDS
+
+pytestmark = pytest.mark.gloo
+
+SIZES = (2, 3) if EVERYTHING else (3,)
+
+
+@cache
+def results(size: int) -> list[dict[str, Any]]:
+    return results_of("tests.uneven.programs", size, Path(mkdtemp()))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_programs_have_the_numbers_of_a_single_process(size: int) -> None:
+    for name, seed in [*((f"program {seed}", seed) for seed in SEEDS), ("hybrid", 0)]:
+        wanted, weights = plain(draw_program(seed, size), size)
+        for rank, found in enumerate(results(size)):
+            assert_alike(found[name], (wanted[rank], weights))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_that_fails_where_others_do_not_go_is_named_and_all_go_on(size: int) -> None:
+    *others, last = [found["failure"] for found in results(size)]
+    assert last[0] == "step 2: RuntimeError: this layer is broken"
+    for one in others:
+        assert one[0].startswith(f"step 2: PeerFailed: rank {size - 1} has abandoned the step"), one
+        assert len(one) == 2 and one[1] == last[1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_without_the_option_the_error_names_it(size: int) -> None:
+    for found in results(size):
+        assert "The ranks disagree" in found["skipping"] and "uneven_paths=True" in found["skipping"], found["skipping"]
