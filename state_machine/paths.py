@@ -140,6 +140,15 @@ class Paths:
 
     # the common path ----------------------------------------------------------------------
 
+    def take_next(self, call: Call) -> bool:
+        """Whether the call is the next one of the common path, which it then has passed. Ranks that go one path need no more."""
+        position, common = self.position, self.common
+        if position < len(common) and common[position] == call:
+            self.position = position + 1
+            self._launched[call.target] = position
+            return True
+        return False
+
     def follow(self, call: Call) -> tuple[Sequence[int], bool]:
         """Return the targets to gather passively first, and whether the call is the next one of the common path after that."""
         start = self.position
@@ -180,11 +189,12 @@ class Paths:
 
         At most `depth` are launched and not used yet.
         """
-        found = []
-        for call in self.common[self.position : self.position + depth - len(self._launched)]:
-            if call.phase is not phase or call.target < 0:
+        position, common, found = self.position, self.common, []
+        for number in range(position, min(position + depth - len(self._launched), len(common))):
+            target, of_phase = common[number]
+            if of_phase is not phase or target < 0:
                 break
-            found.append(call.target)
+            found.append(target)
         return found
 
     # meetings -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 python -m tools.soak --seconds 1800 --programs 20000     both at the same time; `faults` or `programs` is one of the two
 python -m tools.soak programs --seed 1234                begins with the batch of that seed; `--seconds 0` ends after it
+python -m tools.soak paths --seed 1234                   programs of ranks that go different ways (`uneven_paths`)
 python -m tools.soak faults --seed 7 --first 1234        begins with fault 1234 of that run
 python -m tools.soak RANK FOLDER SECONDS SEED FIRST      is one of the four processes
 
@@ -169,6 +170,27 @@ def programs(seconds: float, count: int, seed: int) -> None:
     print(f"{done} programs on simulated ranks, seeds {seed} to {batch - 1}; at last {held_now()}", flush=True)
 
 
+def paths(seconds: float, count: int, seed: int) -> None:
+    """Programs of two to eight simulated ranks, of which each draws its own path, against a single process."""
+    from tests.support.paths import OPTIONS, check
+
+    done, begin, spoken = 0, time.monotonic(), time.monotonic()
+    while done == 0 or time.monotonic() - begin < seconds or done < count:
+        faulthandler.dump_traceback_later(4 * HANGS, exit=True)
+        number = seed + done
+        try:
+            check(number, number % (len(OPTIONS) + 1), 2 + number % 7, number)
+        except BaseException:
+            print(f"paths: failed with --seed {number}", flush=True)
+            raise
+        done += 1
+        if time.monotonic() - spoken > SPOKEN:
+            spoken = time.monotonic()
+            print(f"{done} programs of paths from seed {seed}; {held_now()}", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    print(f"{done} programs of ranks that go different ways, from seed {seed}; at last {held_now()}", flush=True)
+
+
 def batch_of(check: Callable[..., None], number: int) -> int:
     """Draw a batch from one seed; return how many programs were right."""
     import hypothesis
@@ -221,12 +243,15 @@ def end_of(ranks: "list[subprocess.Popen[bytes]]") -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("both", "faults", "programs"), default="both")
+    parser.add_argument("what", nargs="?", choices=("both", "faults", "programs", "paths"), default="both")
     parser.add_argument("--seconds", type=float, default=60.0, help="go on for so long")
     parser.add_argument("--programs", type=int, default=0, help="and until there were so many programs")
     parser.add_argument("--seed", type=int, default=1, help="of the faults, and of the first batch of programs")
     parser.add_argument("--first", type=int, default=0, help="begin with that fault")
     asked = parser.parse_args()
+    if asked.what == "paths":
+        paths(asked.seconds, asked.programs, asked.seed)
+        return
     with tempfile.TemporaryDirectory() as folder:
         ranks = start_faults(asked.seconds, asked.seed, asked.first, folder) if asked.what != "programs" else []
         try:

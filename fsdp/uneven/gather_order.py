@@ -5,6 +5,7 @@ Rule 2: a passive gather is received in memory of its own, which is released bef
 """
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,9 @@ class GatherOrder:
                 for dtype in dict.fromkeys((flat.unsharded.dtype, flat.shard.dtype)):
                     self._copies[id(flat), dtype] = len(self._targets)
                     self._targets.append(Target(unit, (flat,), dtype))
+        self._calls = {phase: [Call(unit, phase) for unit in range(len(units))] for phase in Phase}
         self._paths = Paths(len(self._targets))
+        self._units = len(units)
         self._gathers = comms.shard_comm.size > 1
         """Whether a gather communicates."""
         self._works: list[Work] = []
@@ -64,8 +67,8 @@ class GatherOrder:
 
     def before_gather(self, unit: int, phase: Phase) -> None:
         """Launch what comes before the gather of a unit in the order of all ranks."""
-        if self._gathers:
-            self._execute(self._paths.want(Call(unit, phase)), self._combine)
+        if self._gathers and not self._paths.take_next(call := self._calls[phase][unit]):
+            self._execute(self._paths.want(call), self._combine)
 
     def before_copy(self, flat: FlatBuffer, dtype: torch.dtype, phase: Phase) -> None:
         """The same for a copy of one flat buffer, whose gather this rank waits for at once."""
@@ -77,11 +80,12 @@ class GatherOrder:
     def needed(self, unit: int, phase: Phase) -> None:
         """This rank has waited for the gather of a unit and computes with it."""
         if self._gathers:
-            self._paths.wanted(Call(unit, phase))
+            self._paths.wanted(self._calls[phase][unit])
 
     def ahead(self, phase: Phase, depth: int) -> Sequence[int]:
         """The units to gather ahead, nearest first, so that at most `depth` gathers are in flight that this rank needs later."""
-        return [target for target in self._paths.ahead(phase, depth) if self._targets[target].dtype is None]
+        # a copy is gathered where it is used
+        return list(takewhile(self._units.__gt__, self._paths.ahead(phase, depth)))
 
     def pass_begins(self) -> None:
         """A forward or a backward begins. What was gathered ahead and not used is released."""

@@ -62,7 +62,9 @@ class UnevenEngine(Engine):
 
     def post_forward(self, index: int, event: Event) -> None:
         super().post_forward(index, event)
-        if not self._forward_stack and event is not Event.FORWARD_FAILED:
+        if event is Event.FORWARD_FAILED:
+            self._drain_failed_step()
+        elif not self._forward_stack:
             try:
                 if self._pass_phase is Phase.FORWARD and event is Event.POST_FORWARD:
                     self._order.forward_ends()
@@ -95,6 +97,9 @@ class UnevenEngine(Engine):
 
     def _reset_step(self) -> None:
         super()._reset_step()
+        self._drain_failed_step()
+
+    def _drain_failed_step(self) -> None:
         with suppress(Exception):  # it fails with the step
             self._order.drain()
 

@@ -138,7 +138,8 @@ class Rank:
                     yield from self._do(_gathers(paths.forward_ends()))
                     continue
                 if call.target not in gathered:
-                    yield from self._do(paths.want(call))
+                    if not paths.take_next(call):
+                        yield from self._do(paths.want(call))
                     gathered[call.target] = yield from self._launch("gather", call.target)
                 number = gathered.pop(call.target)
                 yield Wait(number)

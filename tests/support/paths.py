@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
+from fsdp import ReductionPolicy
 
 WIDTH = 6
 LAYERS = 4
@@ -194,3 +195,27 @@ def assert_alike(found: tuple[list[Seen], dict[str, Tensor]], wanted: tuple[list
                 torch.testing.assert_close(mine, gradient, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}.grad: {text}")
     for name, value in wanted[1].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"sharding_strategy": "SHARD_GRAD_OP", "prefetch": 3},
+    {"sharding_strategy": "SHARD_GRADIENTS"},
+    {"sharding_strategy": "SHARD_OPTIMIZER", "prefetch": 0},
+    {"sharding_strategy": "NO_SHARD"},
+    {"reshard_after_forward": True, "prefetch": 2, "reduction": ReductionPolicy(bucket_cap_mb=0.0001)},
+    {"reduction": ReductionPolicy(deterministic=True, streams=2), "plain_shards": False},
+    {"reduction": ReductionPolicy(at_end=True), "prefetch": 0},
+]
+
+
+def check(number: int, option: int, ranks: int, seed: int) -> None:
+    """Compare a program on simulated ranks with a single process. The option after the last one is a mesh of four ranks."""
+    if option == len(OPTIONS):
+        ranks, options = 4, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}
+    else:
+        options = OPTIONS[option]
+    program = draw_program(number, ranks)
+    wanted, weights = plain(program, ranks)
+    for rank, found in enumerate(fsdp.simulate(ranks, lambda rank: sharded(rank, program, **options), seed)):
+        assert_alike(found, (wanted[rank], weights))

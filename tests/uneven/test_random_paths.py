@@ -11,31 +11,13 @@ from hypothesis import strategies as st
 import fsdp
 from fsdp import ReductionPolicy
 from tests.support.everything import EVERYTHING
-from tests.support.paths import assert_alike, draw_program, plain, sharded
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"sharding_strategy": "SHARD_GRAD_OP", "prefetch": 3},
-    {"sharding_strategy": "SHARD_GRADIENTS"},
-    {"sharding_strategy": "SHARD_OPTIMIZER", "prefetch": 0},
-    {"sharding_strategy": "NO_SHARD"},
-    {"reshard_after_forward": True, "prefetch": 2, "reduction": ReductionPolicy(bucket_cap_mb=0.0001)},
-    {"reduction": ReductionPolicy(deterministic=True, streams=2), "plain_shards": False},
-    {"reduction": ReductionPolicy(at_end=True), "prefetch": 0},
-]
+from tests.support.paths import OPTIONS, check, draw_program, sharded
 
 
-@settings(max_examples=2_000 if EVERYTHING else 25)
+@settings(max_examples=2_000 if EVERYTHING else 15)
 @given(st.integers(0, 2**31), st.integers(0, len(OPTIONS)), st.integers(2, 4), st.integers(0, 2**16))
 def test_any_program_trains_like_a_single_process(number: int, option: int, ranks: int, seed: int) -> None:
-    if option == len(OPTIONS):
-        ranks, options = 4, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}
-    else:
-        options = OPTIONS[option]
-    program = draw_program(number, ranks)
-    wanted, weights = plain(program, ranks)
-    for rank, found in enumerate(fsdp.simulate(ranks, lambda rank: sharded(rank, program, **options), seed)):
-        assert_alike(found, (wanted[rank], weights))
+    check(number, option, ranks, seed)
 
 
 @pytest.mark.parametrize("number", range(3))
