@@ -33,6 +33,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "choices",
         "rehearsal",
         "communicator",
+        "recall",
         "clock",
         "hardware",
     ),

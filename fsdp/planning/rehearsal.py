@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Final, NamedTuple
@@ -33,6 +33,7 @@ from fsdp.params.unit import Unit
 from fsdp.planning.clock import Clock
 from fsdp.planning.communicator import Collective, RehearsedRank
 from fsdp.planning.hardware import Cluster, Device
+from fsdp.planning.recall import Recall, Recalling
 from fsdp.runtime.registry import engines_in
 
 WARM_UP: Final = 1
@@ -75,6 +76,8 @@ class Job:
     cluster: Cluster
     micro_batches: int = 1
     """Forwards and backwards before each step of the optimizer. All but the last one run under no_sync."""
+    recall: Recall = field(default_factory=Recall, compare=False)
+    """The results of operators, shared by all rehearsals of the job."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def rehearse(
         ShardingError: the engine refuses the options, or the model does something that needs values.
     """
     clock = Clock(job.cluster)
-    memory = _Memory(clock)
+    memory = _Memory(clock, job.recall)
     on_host = job.cluster.device.name == "cpu"
     played = RehearsedRank(job.world_size, clock, on_host, memory.note)
     with play(played):
@@ -126,8 +129,9 @@ def rehearse(
         memory.observe(engine.tracker, chain(model.buffers(), _not_sharded(model, engine.units)))
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = job.optimizer(parameters) if job.optimizer is not None and parameters else None
-        for _ in range(WARM_UP):
-            _step(job, model, optimizer, memory)
+        with Recalling(job.recall):
+            for _ in range(WARM_UP):
+                _step(job, model, optimizer, memory)
         played.launched.clear()
         clock.exposed.clear()
         began, computed = clock.now, clock.computing
@@ -168,9 +172,10 @@ def _step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer | None, m
 class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what the model and the optimizer hold, beside what the engine says of itself, and passes time for each operator."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, recall: Recall) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._clock = clock
+        self._recall = recall
         self._tracker = MemoryTracker()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._live = 0
@@ -202,7 +207,7 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = self._recall.call(func, args, kwargs)
         if func.is_view:
             return result
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]

@@ -1,0 +1,118 @@
+"""Remembers what operators return on the meta device, because torch computes that in Python, and layers repeat.
+
+Rule 1: what is remembered is the shape, strides and dtype of results. They depend on nothing but those of the tensors given and
+        the other arguments, as no tensor has values.
+Rule 2: an operator that changes a tensor or returns a part of one is always called, and so is one with a tensor of another
+        device or of another class.
+"""
+
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_PLAIN: Final = (Tensor, nn.Parameter)
+_Key: TypeAlias = tuple[Any, ...]
+
+
+class _Result(NamedTuple):
+    """How to make a tensor like the one that an operator returned."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+class _NotRememberedError(Exception):
+    """An argument whose effect on the result is not known."""
+
+
+class Recall:
+    """Calls operators, each only once for arguments of the same kind."""
+
+    def __init__(self) -> None:
+        self._results: dict[_Key, _Result | tuple[_Result, ...]] = {}
+        self._makes_new: dict[Any, bool] = {}
+        """For each operator, whether it returns nothing but new tensors, and changes none."""
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operator returns: its own result, or new tensors like those of an earlier call."""
+        makes_new = self._makes_new.get(func)
+        if makes_new is None:
+            makes_new = self._makes_new[func] = _makes_new_tensors(func)
+        if not makes_new:
+            return func(*args, **kwargs)
+        try:
+            key = (func, _key_of(args), _key_of(tuple(kwargs.items())))
+            known = self._results.get(key)
+        except (_NotRememberedError, TypeError):  # TypeError: an argument without a hash
+            return func(*args, **kwargs)
+        if known is not None:
+            return known.make() if isinstance(known, _Result) else tuple(one.make() for one in known)
+        result = func(*args, **kwargs)
+        self._remember(key, result, tree_leaves((args, kwargs)))
+        return result
+
+    def _remember(self, key: _Key, result: Any, given: list[Any]) -> None:
+        made = [result] if isinstance(result, Tensor) else result
+        if not isinstance(made, list | tuple) or not made or not all(map(_can_be_made, made)):
+            return
+        storages = {one.untyped_storage()._cdata for one in made}
+        shared = storages & {one.untyped_storage()._cdata for one in given if isinstance(one, Tensor)}
+        if len(storages) < len(made) or shared:
+            return
+        found = tuple(_Result(tuple(one.shape), one.stride(), one.dtype) for one in made)
+        self._results[key] = found[0] if isinstance(result, Tensor) else found
+
+
+class Recalling(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls the operators of the code inside by a `Recall`."""
+
+    def __init__(self, recall: Recall) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recall = recall
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recall.call(func, args, kwargs or {})
+
+
+def _makes_new_tensors(func: Any) -> bool:
+    schema = func._schema
+    tensors = bool(schema.returns) and all(str(one.type) == "Tensor" for one in schema.returns)
+    return tensors and all(one.alias_info is None for one in (*schema.arguments, *schema.returns))
+
+
+def _can_be_made(one: Any) -> bool:
+    """Whether `empty_strided` makes a tensor with as much memory."""
+    if type(one) is not Tensor or not _is_ordinary(one) or one.storage_offset() != 0:
+        return False
+    last = sum((size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True)) + 1 if one.numel() else 0
+    return one.untyped_storage().nbytes() == last * one.element_size()
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    return tensor.is_meta and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _key_of(value: Any) -> Any:
+    """What stands for an argument in a key.
+
+    Raises:
+        _NotRememberedError: nothing does.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        if not _is_ordinary(value):
+            raise _NotRememberedError
+        return value.shape, value.stride(), value.dtype, value.storage_offset()
+    if kind is tuple or kind is list:
+        return kind, *map(_key_of, value)
+    if isinstance(value, Tensor):
+        raise _NotRememberedError
+    # 1, 1.0 and True are equal, and lead to different dtypes
+    return kind, value
