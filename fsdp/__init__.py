@@ -10,7 +10,7 @@ from fsdp.api.join import join
 from fsdp.api.recovery import agree_abandoned
 from fsdp.api.reductions import reducer_stats, relearn_order
 from fsdp.api.story import memory_bytes, story
-from fsdp.api.summon import summon_full_params
+from fsdp.api.summon import full_parameters, summon_full_params
 from fsdp.api.unwrap import unwrap
 from fsdp.api.wrap import FullyShardedDataParallel, fully_shard, no_sync, set_requires_gradient_sync
 from fsdp.checkpoint.background import Saving
@@ -50,6 +50,7 @@ __all__ = [
     "dump_on_signal",
     "export_safetensors",
     "full_optim_state_dict",
+    "full_parameters",
     "full_state_dict",
     "full_tensor",
     "fully_shard",

@@ -58,6 +58,16 @@ def stepping_optimizer() -> str | None:
     return None
 
 
+def called_by_this_package() -> bool:
+    """Whether the innermost code that is not torch's, beyond the caller's own file, is this package's."""
+    own = sys._getframe(1).f_code.co_filename
+    for frame in _frames():
+        name = frame.f_globals.get("__name__", "")
+        if name.partition(".")[0] != "torch" and frame.f_code.co_filename not in (own, __file__):
+            return bool(name.partition(".")[0] == __name__.partition(".")[0])
+    return False
+
+
 def loading_call() -> tuple[nn.Module, dict[str, Any], bool] | None:
     """The module, state dict and `strict` of the `load_state_dict` that runs, which its hooks do not receive."""
     for frame in _frames():

@@ -19,6 +19,9 @@ from fsdp.params.module_params import Owner, owning_unit
 from fsdp.params.param_info import ParamInfo
 from fsdp.shards.shard_tensor import ShardTensor, gather_full, plain
 
+GatheredCopies = dict[FlatBuffer, Tensor]
+"""Full copies of flat buffers, each gathered when the first of its parameters was used."""
+
 
 def full_tensor(parameter: Tensor) -> Tensor:
     """The full value of a parameter, outside the forward of its unit. Differentiable, in the parameter's own dtype.
@@ -78,16 +81,28 @@ def _known_owner(parameter: Tensor, owner: Owner | None, caller: str) -> Owner:
 
 
 def gather_param(
-    flat: FlatBuffer, index: int, dtype: torch.dtype, comm: Communicator, unit: str, on_external_grad: Callable[[], None]
+    flat: FlatBuffer,
+    index: int,
+    dtype: torch.dtype,
+    comm: Communicator,
+    unit: str,
+    on_external_grad: Callable[[], None],
+    copies: GatheredCopies | None = None,
 ) -> Tensor:
     """A differentiable copy of one parameter in full, in `dtype`.
+
+    `copies`: the copies that were gathered before. One of `flat` is used instead of a gather, and a new one is added.
 
     Traffic: this rank receives (W - 1) * C elements, the whole flat buffer.
     """
 
     def gather() -> Tensor:
         slot = flat.layout.slots[index]
-        return flat.gather_copy(dtype, comm, unit)[slot.start : slot.end].view(slot.shape).clone()
+        if copies is None:
+            return flat.gather_copy(dtype, comm, unit)[slot.start : slot.end].view(slot.shape).clone()
+        if flat not in copies:
+            copies[flat] = flat.gather_copy(dtype, comm, unit)
+        return copies[flat][slot.start : slot.end].view(slot.shape).data  # with a version counter of its own
 
     value: Tensor = GatherParam.apply(flat.unsharded_params[index], gather, on_external_grad)  # type: ignore[no-untyped-call]
     return value
@@ -184,6 +199,6 @@ class RefuseShardGrad:
     def __call__(self, gradient: Tensor) -> NoReturn:
         raise ShardingError(
             f"parameter {self._name!r} was used outside its unit {self._unit!r}, where this rank holds only its part of it: "
-            "compute with fsdp.full_tensor(parameter) there; in a sum over elements, such as a weight penalty, with "
-            "fsdp.to_local(parameter)."
+            "compute inside `with fsdp.full_parameters(model):` there, or with fsdp.full_tensor(parameter); in a sum over "
+            "elements, such as a weight penalty, with fsdp.to_local(parameter)."
         )

@@ -19,7 +19,7 @@ from fsdp.config import Config
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
-from fsdp.params.external_use import ReadCopies, gather_param, local_param
+from fsdp.params.external_use import GatheredCopies, ReadCopies, gather_param, local_param
 from fsdp.params.flat_buffer import FlatBuffer, SavedShards
 from fsdp.params.full_params import FullParams
 from fsdp.params.module_params import forget_owner, module_params_of, register_owner, show_plainly
@@ -235,10 +235,10 @@ class Unit:
             self._read_copies.add(index, copy)
         return copy
 
-    def full_value(self, parameter: nn.Parameter) -> Tensor:
-        """See `fsdp.full_tensor`."""
+    def full_value(self, parameter: nn.Parameter, copies: GatheredCopies | None = None) -> Tensor:
+        """See `fsdp.full_tensor`. `copies`: see `gather_param`."""
         index = self._indices[id(parameter)]
-        return parameter if self.has_full_params else self._gather_param(index, self.sharded_params[index].dtype)
+        return parameter if self.has_full_params else self._gather_param(index, self.sharded_params[index].dtype, copies)
 
     def local_value(self, parameter: nn.Parameter) -> Tensor:
         """See `fsdp.to_local`."""
@@ -248,12 +248,13 @@ class Unit:
         self.sync_requires_grad()
         return self._used_outside(local_param(*self._locate(self._indices[id(parameter)]), self._on_external_grad))
 
-    def _gather_param(self, index: int, dtype: torch.dtype) -> Tensor:
+    def _gather_param(self, index: int, dtype: torch.dtype, copies: GatheredCopies | None = None) -> Tensor:
         self.check_shards()
         self.sync_requires_grad()
-        if self._before_copy is not None:
-            self._before_copy(self._locate(index)[0], dtype)
-        value = gather_param(*self._locate(index), dtype, self.comm, self.name, self._on_external_grad)
+        flat, place = self._locate(index)
+        if self._before_copy is not None and (copies is None or flat not in copies):
+            self._before_copy(flat, dtype)
+        value = gather_param(flat, place, dtype, self.comm, self.name, self._on_external_grad, copies)
         if in_backward() and value.requires_grad:
             # In a recompute the gradient may arrive in a graph task of the checkpoint, whose end is not the end of the
             # backward, so the event is sent now.

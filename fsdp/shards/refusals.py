@@ -17,7 +17,8 @@ def refuse(operation: str, info: ShardInfo) -> NoReturn:
         )
     raise ShardingError(
         f"{operation} on {info.describe()}: it needs the full tensor. Use fsdp.full_tensor(tensor), or work inside "
-        "fsdp.summon_full_params(model, writeback=True); for this rank's part alone, fsdp.to_local(tensor)."
+        "fsdp.full_parameters(model) for a loss, inside fsdp.summon_full_params(model, writeback=True) for changes; for this "
+        "rank's part alone, fsdp.to_local(tensor)."
     )
 
 

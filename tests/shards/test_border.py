@@ -50,7 +50,10 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_by_clipping_on_all
 
 
 DRAWS = "each rank would draw other numbers than a single process. Initialise before wrapping, by param_init_fn, or inside "
-FULL = "it needs the full tensor. Use fsdp.full_tensor(tensor), or work inside fsdp.summon_full_params(model, writeback=True)"
+FULL = (
+    "it needs the full tensor. Use fsdp.full_tensor(tensor), or work inside fsdp.full_parameters(model) for a loss, inside "
+    "fsdp.summon_full_params(model, writeback=True)"
+)
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     **{f"init.{name}": (getattr(nn.init, name), DRAWS) for name in ("uniform_", "normal_", "trunc_normal_")},
     **{f"init.{name}": (getattr(nn.init, name), DRAWS) for name in ("xavier_uniform_", "xavier_normal_")},
