@@ -1,8 +1,8 @@
-"""The command line, python -m fsdp inspect|convert|trace|who|plan: checkpoints, traces, jobs that hang, and plans."""
+"""The command line, python -m fsdp inspect|convert|trace|who|plan|selftest: checkpoints, traces, jobs, and this machine."""
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -12,18 +12,25 @@ from fsdp.errors import ShardingError
 from fsdp.file_errors import file_errors
 from fsdp.planning.command import add_plan, run_plan
 from fsdp.reporting.command import add_trace, add_who, run_trace, run_who
+from fsdp.selftest.command import add_selftest, run_selftest
 
-OTHERS: Final = {"trace": run_trace, "who": run_who, "plan": run_plan}
-"""Commands that say themselves which files they read."""
+_WITHOUT_FILES: Final[dict[str, Callable[[argparse.Namespace], int]]] = {
+    "trace": run_trace,
+    "who": run_who,
+    "plan": run_plan,
+    "selftest": run_selftest,
+}
+"""Commands that name the files of their errors themselves, or have none."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status.
 
-    It is 0, or 1 if a checkpoint is damaged, a rank does not answer, no choice fits, or the command failed.
+    It is 0, or 1 if a checkpoint is damaged, a rank does not answer, no choice of a plan fits, a check of the selftest failed, or
+    the command failed.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m fsdp", description="Examine checkpoints, traces and running jobs, and plan new ones."
+        prog="python -m fsdp", description="Examine checkpoints, traces, running jobs and this machine, and plan new jobs."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="describe a checkpoint, and check every byte against its checksums")
@@ -41,10 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_trace(commands)
     add_who(commands)
     add_plan(commands)
+    add_selftest(commands)
     given = parser.parse_args(arguments)
     try:
-        if given.command in OTHERS:
-            return OTHERS[given.command](given)
+        if given.command in _WITHOUT_FILES:
+            return _WITHOUT_FILES[given.command](given)
         with file_errors(given.command, given.path):
             return run(given)
     except ShardingError as refusal:

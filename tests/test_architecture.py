@@ -22,6 +22,7 @@ FSDP = ROOT / "fsdp"
 # imports point down: from a package to the packages below it, and inside a package to the files after it
 ORDER: dict[str, tuple[str, ...]] = {
     "__main__": (),
+    "selftest": ("command", "rank", "checks"),
     "__init__": (),
     "planning": (
         "command",
@@ -401,6 +402,7 @@ def test_only_process_group_and_connect_import_torch_distributed() -> None:
         {
             *("comm.process_group", "comm.connect", "comm.meshes", "comm.plain_group", "shards.dtensors", "planning.measure"),
             *("fairscale_api.groups", "torch_fsdp_api.torch_names", "integrations.lightning_trainer", *_NAMES_OF_FSDP2),
+            "selftest.rank",
         },
         {name: [one for one in imports_of(path_of(name)) if is_distributed(one) and not is_dcp(one)] for name in FILES},
     )

@@ -6,8 +6,7 @@ Rule 3: if an action fails half-way, the step is abandoned before the error is r
 
 [Note: how a backward ends]
 The first unit that joins queues one callback. It runs when the outermost graph task is done, also around reentrant checkpoints.
-When the backward fails instead, torch drops the callback uncalled while the exception is on its way to the user;
-`FinalCallback.__del__` notices that.
+When the backward fails instead, torch drops the callback uncalled, and `FinalCallback.__del__` notices that.
 """
 
 import sys
@@ -32,7 +31,7 @@ from fsdp.params.module_tree import ModuleTree, refuse_transforms
 from fsdp.params.unit import Unit
 from fsdp.reduction.reducer import Reducer
 from fsdp.runtime.buffers import broadcast_buffers
-from fsdp.runtime.final_callback import FinalCallback, PendingBackward, kind_of_backward
+from fsdp.runtime.final_callback import PendingBackward, kind_of_backward
 from fsdp.runtime.hook_actions import HookActions, PassWatcher
 from fsdp.runtime.prefetch import PassSchedules
 from fsdp.runtime.stale_params import StaleParams
@@ -70,7 +69,7 @@ class Engine:
         self.descendants = tuple(descendants)
         self._streams = streams
         policies = [units[0].config.root_reshard_policy, *(unit.config.reshard_policy for unit in units[1:])]
-        self.pending_backward = PendingBackward(comms)
+        self.pending_backward = PendingBackward(comms, streams.on_host)
         self.root = Root([Lifecycle(unit.name, policy) for unit, policy in zip(units, policies, strict=True)])
         self._stale_params = StaleParams(units, self.root, streams, comms.world_comm)
         self._residencies = tuple(Residency(unit.name) for unit in units)
@@ -172,6 +171,7 @@ class Engine:
             self.refuse_two_threads()
             self.abandon_step()
         if not self._forward_stack:
+            self.pending_backward.await_end()
             if self.root.in_backward:
                 self.refuse_two_threads()  # they must not end each other's backward
             if self.close_backward(BackwardEvent.PASS_BEGINS):
@@ -360,7 +360,7 @@ class Engine:
         self.reducer.begin(accumulates=kind is BackwardEvent.NO_SYNC_BEGINS)
         if kind is BackwardEvent.SYNC_BEGINS and self.reducer.policy.find_unused_parameters:
             self.reducer.expect_only_used(gets_gradient)
-        self.call_at_end_of_graph_task(FinalCallback(self.root, self.on_backward_ended, self.on_backward_failed))
+        self.call_at_end_of_graph_task(self.pending_backward.callback(self.root, self.on_backward_ended, self.on_backward_failed))
         self._begin_pass(is_forward=False)
         # gather the first units of this backward while the layers of the root itself compute
         for ahead in self._schedule.begin():

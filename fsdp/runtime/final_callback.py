@@ -1,20 +1,42 @@
 """How a backward begins and ends: its kind, its final callback, and whether one is expected."""
 
+import time
 from collections.abc import Callable
+from typing import Final
 
 from fsdp.autograd.frames import in_autograd_grad, in_split_backward
 from fsdp.comm.context import CommContext
 from fsdp.errors import PeerFailed, ShardingError
 from state_machine import BackwardEvent, Root
 
+UNWINDING: Final = 0.5
+"""Seconds that a thread of autograd may take to drop the graph task of a backward that has failed."""
+
+
+class BackwardEnd:
+    """Whether the final callback of a backward has been called or dropped, and has done its work."""
+
+    __slots__ = ("is_over",)
+
+    def __init__(self, is_over: bool = False) -> None:
+        self.is_over = is_over
+
+    def end(self) -> None:
+        """The final callback has done its work."""
+        self.is_over = True
+
 
 class FinalCallback:
-    """The callback at the end of a backward. If torch drops it uncalled, the backward has failed."""
+    """The callback at the end of a backward. If torch drops it uncalled, the backward has failed.
 
-    __slots__ = ("_called", "_number", "_on_ended", "_on_failed", "_root")
+    On a device a thread of autograd may drop it a moment after the error was raised; see `PendingBackward.await_end`.
+    """
 
-    def __init__(self, root: Root, on_ended: Callable[[], None], on_failed: Callable[[], None]) -> None:
+    __slots__ = ("_called", "_end", "_number", "_on_ended", "_on_failed", "_root")
+
+    def __init__(self, root: Root, on_ended: Callable[[], None], on_failed: Callable[[], None], end: BackwardEnd) -> None:
         self._root = root
+        self._end = end
         self._on_ended = on_ended
         self._on_failed = on_failed
         self._number = root.number
@@ -22,12 +44,18 @@ class FinalCallback:
 
     def __call__(self) -> None:
         self._called = True
-        if self._is_current():
-            self._on_ended()
+        try:
+            if self._is_current():
+                self._on_ended()
+        finally:
+            self._end.end()
 
     def __del__(self) -> None:
-        if not self._called and self._is_current():
-            self._on_failed()
+        try:
+            if not self._called and self._is_current():
+                self._on_failed()
+        finally:
+            self._end.end()
 
     def _is_current(self) -> bool:
         # an abandoned step or the next forward may have ended the backward already
@@ -58,16 +86,35 @@ class PendingBackward:
     A step can fail between its forward and its backward, where no hook sees it, such as in the loss.
     """
 
-    __slots__ = ("_comms", "_epoch", "_graphs", "expected")
+    __slots__ = ("_comms", "_end", "_epoch", "_graphs", "_on_host", "expected")
 
-    def __init__(self, comms: CommContext) -> None:
+    def __init__(self, comms: CommContext, on_host: bool) -> None:
         self._comms = comms
+        self._on_host = on_host
         self._epoch = 0
         """The epoch of the communicators when the last pass began."""
         self.expected = False
         """Whether the last forward made a graph, and no backward in which other ranks would wait has entered it."""
         self._graphs = 0
         """The number of calls of units whose graphs are alive."""
+        self._end = BackwardEnd(is_over=True)
+        """The end of the last backward. There was none."""
+
+    def callback(self, root: Root, on_ended: Callable[[], None], on_failed: Callable[[], None]) -> FinalCallback:
+        """The final callback of a backward that begins."""
+        self._end = BackwardEnd()
+        return FinalCallback(root, on_ended, on_failed, self._end)
+
+    def await_end(self) -> None:
+        """Wait until autograd's thread has dropped the last backward, if that has failed. Otherwise it is over already.
+
+        That thread cleans up after the failure, and this one must not begin a forward in the middle of it.
+        """
+        if self._on_host or self._end.is_over:
+            return  # on the host the thread of the user drops it
+        limit = time.monotonic() + UNWINDING
+        while not self._end.is_over and time.monotonic() < limit:
+            time.sleep(0.001)
 
     def expect(self, expected: bool) -> None:
         """Record whether a backward is expected in which other ranks would wait."""

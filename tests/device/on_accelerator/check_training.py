@@ -1,5 +1,7 @@
 """Training on the pretend accelerator has the bits of training on the host, under every scheduler, and makes no host wait."""
 
+import threading
+import time
 from typing import Any, Final
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
+from fsdp.runtime.engine import Engine
 from tests.device.test_races import BLOCKS, OPTIONS, STORIES, STRATEGIES
 from tests.support.accelerator.device import NAME, Scheduler, failing_allocation, host_waits, load
 from tests.support.accelerator.stories import first_difference, on_accelerator, on_host
@@ -135,3 +138,44 @@ def test_each_allocation_of_a_step_may_fail_once(strategy: str) -> None:
         for weights, failed, _ in found:
             assert failed, number
             assert all(torch.equal(weights[name], value) for name, value in wanted.items()), number
+
+
+class Broken(Exception):
+    pass
+
+
+def _break(gradient: Tensor) -> None:
+    raise Broken
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_forward_does_not_begin_while_autograd_cleans_up_after_a_backward(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd's thread for a device drops a failed backward when the program goes on already. The clean-up is slow here."""
+    notify, begun = Engine.notify_peers, [threading.Event(), threading.Event()]
+
+    def notify_late(engine: Engine, *args: Any) -> None:
+        if isinstance(threading.current_thread(), threading._DummyThread):
+            begun[engine.comms.world_comm.rank].set()
+            time.sleep(0.1)
+        notify(engine, *args)
+
+    def weights(rank: int, device: str, fails: bool) -> dict[str, Tensor]:
+        model, optimizer = model_of(rank, device)
+        for step in range(3):
+            x = batch(rank, step, device).requires_grad_()
+            if fails and step == 1:
+                x.register_hook(_break)
+                with pytest.raises(Broken):
+                    loss_of(model(x)).backward()
+                begun[rank].wait(0.2)  # until the thread is in the middle of it, if it does it
+                x = batch(rank, step, device).requires_grad_()
+            loss_of(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = fsdp.full_state_dict(model, rank0_only=False)
+        return {name: value.cpu() for name, value in found.items()}
+
+    wanted = fsdp.simulate(2, lambda rank: weights(rank, "cpu", False))
+    monkeypatch.setattr(Engine, "notify_peers", notify_late)
+    found = run(2, lambda rank: weights(rank, f"{NAME}:{rank}", True), Scheduler.RANDOM, seed)
+    assert first_difference(found, wanted) is None

@@ -1,0 +1,70 @@
+"""Runs training stories on the pretend accelerator until one has other weights than on the host. See tools/mutate_waits.py.
+
+python -m tests.support.accelerator.notice FILE: the weights of the host are read from FILE, or written to it by the first run.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import fsdp
+from tests.device.test_races import HALF, STORIES, STRATEGIES
+from tests.support.accelerator.device import Scheduler, load
+from tests.support.accelerator.stories import Weights, first_difference, on_accelerator, on_host
+
+RUNS: Final[list[tuple[str, str, dict[str, Any]]]] = [
+    *(("training", strategy, {}) for strategy in ("FULL_SHARD", "one rank", "HYBRID_SHARD", "SHARD_GRAD_OP", "NO_SHARD")),
+    *(("training", strategy, {"mp_policy": HALF}) for strategy in ("FULL_SHARD", "one rank", "NO_SHARD")),
+    ("training", "FULL_SHARD", {"broadcast_buffers": True, "sync_module_states": True}),
+    ("training", "FULL_SHARD", {"reduction": fsdp.ReductionPolicy(bucket_cap_mb=0.0002, streams=2)}),
+    ("training", "NO_SHARD", {"reduction": fsdp.ReductionPolicy(static_graph=True)}),
+    *(
+        (story, strategy, {})
+        for story in ("a step between", "weights edited between calls")
+        for strategy in ("FULL_SHARD", "one rank")
+    ),
+    *(("a step inside a forward", strategy, {}) for strategy in ("FULL_SHARD", "one rank", "NO_SHARD")),
+    *(("a failing backward with a hook", strategy, {}) for strategy in ("FULL_SHARD", "one rank", "NO_SHARD")),
+    *(("a failing backward", strategy, {}) for strategy in ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD")),
+    ("weights read and loaded", "FULL_SHARD", {}),
+    ("accumulation", "SHARD_GRADIENTS", {}),
+    ("checkpointing", "FULL_SHARD", {}),
+]
+SCHEDULES: Final = [(Scheduler.EAGER, 0), *((Scheduler.STARVE, n) for n in range(6)), (Scheduler.RANDOM, 1), (Scheduler.LAZY, 0)]
+
+
+def main(path: Path) -> str | None:
+    """What differs; None if nothing does."""
+    load()
+    torch.set_num_threads(1)
+    if path.exists():
+        wanted: list[Weights] = torch.load(path)
+    else:
+        wanted = [on_host(STORIES[story], STRATEGIES[name][0], **STRATEGIES[name][1], **more) for story, name, more in RUNS]
+        torch.save(wanted, path)
+    # a few schedules of every story first: most changes are noticed there
+    for schedules in (SCHEDULES[:3], SCHEDULES[3:]):
+        for (story, strategy, more), weights in zip(RUNS, wanted, strict=True):
+            size, options = STRATEGIES[strategy]
+            for scheduler, seed in schedules:
+                where = f"{story}, {strategy}, {sorted(more)}, {scheduler.name} {seed}"
+                try:
+                    difference = first_difference(
+                        on_accelerator(STORIES[story], size, scheduler, seed, **options, **more), weights
+                    )
+                except Exception as failure:
+                    return f"{where}: {type(failure).__name__}: {str(failure).splitlines()[0][:80]}"
+                if difference is not None:
+                    return f"{where}: {difference}"
+    return None
+
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    noticed = main(Path(sys.argv[1]))
+    print(noticed or f"nothing differs, {time.monotonic() - began:.0f} s")
+    sys.stdout.flush()
+    sys.exit(noticed is not None)
