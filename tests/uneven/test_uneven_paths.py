@@ -277,3 +277,20 @@ def own_chunk(state: None, bucket: Any) -> Future[Tensor]:
     future: Future[Tensor] = Future()
     future.set_result(bucket.buffer().view(2, -1)[0].clone())
     return future
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_reads_outside_a_unit_are_learned_too(prefetch: int) -> None:
+    def run(rank: int) -> list[int]:
+        model, meetings = make(uneven_paths=True, prefetch=prefetch), []
+        for step in range(4):
+            before = len(log())
+            loss = model(batch(step, 0, rank), EVEN).square().mean()
+            if rank == 1:
+                loss = loss + fsdp.full_tensor(model.layers[3].outer.weight).norm()  # type: ignore[union-attr, index, arg-type]
+            (loss + model(batch(step, 1, rank), EVEN[rank:]).square().mean()).backward()
+            meetings.append(sum(call.label == "which gradients came" for call in log()[before:]))
+        return meetings
+
+    first, second = fsdp.simulate(2, run)
+    assert first == second and first[0] > 1 and first[2:] == [1, 1]
