@@ -55,6 +55,7 @@ bench: $(VENV)/.made-for-tests
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/where.py
 	$(BIN)/python benchmarks/advice.py
 	$(BIN)/python benchmarks/step_profile.py

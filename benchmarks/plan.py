@@ -1,0 +1,247 @@
+"""What `fsdp.plan` estimates, beside what it is an estimate of: steps over a simulated wire, and its own processor time.
+
+    python benchmarks/plan.py
+    python benchmarks/plan.py --loads 0.5 1 --repeats 3
+
+The model and the wire are those of overlap.py: one process plays rank 0 of W, a block computes by sleeping, and a collective
+takes latency + received bytes / bandwidth. `fsdp.measure_links` measures the wire through the process group; nothing else tells
+the plan what the wire does. No product of matrices says how long sleeping takes. So the operator that sleeps states its
+operations, and the device's throughput is measured with the plain model: it is what makes its step take as long as it did.
+The plan compares strategies at each load; then steps are measured. A plan leaves out the host time of the engine.
+"""
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import torch
+from common import Bar, arguments, be_steady, begin, markdown, write
+from engines import CONTENDERS
+from overlap import Settings as Overlap
+from simulated_link import Link, joined
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+import fsdp
+from fsdp.planning.shapes import SHAPES, Decoder, make_tokens
+
+LOADS = (0.25, 0.5, 1.0, 2.0, 4.0)
+STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
+PER_SECOND = 1e12
+"""Operations that an operator states for each second that it is meant to sleep."""
+
+
+@torch.library.custom_op("fsdp_benchmarks::sleep", mutates_args=())
+def sleep(x: Tensor, seconds: float) -> Tensor:
+    """Wait, and return a copy."""
+    time.sleep(seconds)
+    return x.clone()
+
+
+@sleep.register_fake
+def _(x: Tensor, seconds: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@register_flop_formula(torch.ops.fsdp_benchmarks.sleep)
+def _operations(x: Any, seconds: float, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return int(seconds * PER_SECOND)
+
+
+class Sleeps(torch.autograd.Function):
+    """Computes nothing with its weights, for a while, and twice as long in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, *weights: Tensor) -> Tensor:
+        ctx.seconds = seconds
+        ctx.save_for_backward(*weights)
+        result: Tensor = sleep(x, seconds)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return sleep(gradient, 2 * ctx.seconds), None, *(torch.zeros_like(weight) for weight in ctx.saved_tensors)
+
+
+class Block(nn.Module):
+    """Four square weights."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(width, width)) for _ in range(4))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = Sleeps.apply(x, self.seconds, *self.weights)  # type: ignore[no-untyped-call]
+        return output
+
+
+class Model(nn.Module):
+    """Blocks, and one small parameter of the root's own."""
+
+    def __init__(self, blocks: int, width: int, seconds: float) -> None:
+        super().__init__()
+        self.enter = nn.Parameter(torch.ones(width))
+        self.blocks = nn.ModuleList(Block(width, seconds) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.enter
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    loads: tuple[float, ...]
+    world: int
+    blocks: int
+    width: int
+    milliseconds: float
+    latency_microseconds: float
+    repeats: int
+
+    def bandwidth(self, load: float) -> float:
+        """As in overlap.py."""
+        sizes = {name: size for name, size in asdict(self).items() if name in Overlap.__dataclass_fields__}
+        return Overlap(contenders=(), **sizes).bandwidth(load)
+
+    def make(self) -> Model:
+        return Model(self.blocks, self.width, self.milliseconds / 1e3)
+
+
+def throughput(settings: Settings, plain: Sequence[float]) -> float:
+    """Operations a second of a device on which the plain model takes as long as it did."""
+    return PER_SECOND * 3 * settings.blocks * settings.milliseconds / 1e3 / median(plain)
+
+
+def estimated(settings: Settings, flops: float) -> dict[str, float]:
+    """By strategy, the seconds of a step, with the wire as it is measured now."""
+    found = fsdp.measure_links()
+    found["device"] = replace(found["device"], flops=flops, half_flops=flops)
+    plan = fsdp.plan(
+        settings.make,
+        settings.world,
+        inputs=lambda: torch.ones(1, settings.width),
+        loss=lambda output: output,
+        optimizer=None,
+        strategies=STRATEGIES,
+        units={"blocks": {Block}},
+        checkpointing=[False],
+        **found,
+    )
+    return {one.choice.strategy: one.rehearsal.seconds for one in plan.candidates if one.rehearsal is not None}
+
+
+def measure(settings: Settings) -> tuple[list[float], list[dict[str, Any]]]:
+    """Steps of the plain model; and one line for each load and strategy: estimated, and every single step."""
+    be_steady()
+    link = Link(1e12, 0.0)
+    lines = []
+    with joined(link, settings.world):
+        x = torch.ones(1, settings.width)
+        bare = settings.make()
+        plain = [step(bare, x, link) for _ in range(settings.repeats)]
+        models = {
+            name: fsdp.fully_shard(settings.make(), auto_wrap_policy={Block}, sharding_strategy=name) for name in STRATEGIES
+        }
+        for model in models.values():
+            for _ in range(3):
+                step(model, x, link)  # lazy initialisation, orders that are learned
+        for load in settings.loads:
+            link.bandwidth, link.latency = settings.bandwidth(load), settings.latency_microseconds / 1e6
+            link.reset()
+            expected = estimated(settings, throughput(settings, plain))
+            steps: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+            for _ in range(settings.repeats):
+                for name, model in models.items():
+                    steps[name].append(step(model, x, link))
+            lines += [{"load": load, "strategy": n, "estimated": expected[n], "steps": steps[n]} for n in STRATEGIES]
+        models.clear()
+        gc.collect()
+    return plain, lines
+
+
+def step(model: nn.Module, x: Tensor, link: Link) -> float:
+    link.reset()
+    gc.disable()
+    begin = time.perf_counter()
+    model(x).backward()
+    elapsed = time.perf_counter() - begin
+    gc.enable()
+    model.zero_grad()
+    return elapsed
+
+
+def processor_time() -> float:
+    """Processor seconds of a plan of the largest size that is promised."""
+    began = time.process_time()
+    policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fsdp.plan(lambda: Decoder(SHAPES["decoder-8b"]), 1024, inputs=lambda: make_tokens(1, 4096), mp_policy=policy)
+    return time.process_time() - began
+
+
+def judge(lines: Sequence[dict[str, Any]], processor: float) -> list[Bar]:
+    worst = max(lines, key=lambda one: abs(one["estimated"] / median(one["steps"]) - 1))
+    error = abs(worst["estimated"] / median(worst["steps"]) - 1)
+    pairs = [
+        (one, other)
+        for one, other in combinations(lines, 2)
+        if one["load"] == other["load"] and abs(median(one["steps"]) / median(other["steps"]) - 1) > 0.1
+    ]
+    wrong = sum(
+        (one["estimated"] < other["estimated"]) != (median(one["steps"]) < median(other["steps"])) for one, other in pairs
+    )
+    bars = [
+        Bar("plan: error of an estimated step", 0.15, error, f"{worst['strategy']}, load {worst['load']:g}"),
+        Bar("plan: processor seconds, 8B at 1,024 ranks", 10.0, processor, "8 choices"),
+    ]
+    if pairs:
+        bars.append(Bar("plan: pairs in the wrong order", 0.1, wrong / len(pairs), f"of {len(pairs)} that differ by 10 %"))
+    return bars
+
+
+def show(lines: Sequence[dict[str, Any]]) -> None:
+    rows = []
+    for one in lines:
+        measured = median(one["steps"])
+        rows.append(
+            [
+                f"{one['load']:g}",
+                one["strategy"],
+                f"{1e3 * one['estimated']:.1f}",
+                f"{1e3 * measured:.1f}",
+                f"{one['estimated'] / measured - 1:+.1%}",
+            ]
+        )
+    print(markdown(["load", "strategy", "estimated, ms", "measured, ms", "error"], rows))
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="communication of FULL_SHARD / computing")
+    parser.add_argument("--world", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--width", type=int, default=128, help="a block is four squares of it")
+    parser.add_argument("--milliseconds", type=float, default=20.0, help="of a block's forward; its backward takes twice that")
+    parser.add_argument("--latency-microseconds", type=float, default=50.0, help="of each collective")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    options.contenders = ["ours"]
+    report, _ = begin("plan", options, ["ours"], CONTENDERS)
+    fields = {name: getattr(options, name) for name in Settings.__dataclass_fields__}
+    settings = Settings(**{**fields, "loads": tuple(options.loads)})
+    report["settings"] = asdict(settings)
+    processor = report["processor"] = processor_time()
+    report["plain"], lines = measure(settings)
+    report["lines"] = lines
+    show(lines)
+    write(report, judge(lines, processor), options.out)
+
+
+if __name__ == "__main__":
+    main()
