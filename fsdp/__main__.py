@@ -1,4 +1,4 @@
-"""The command line, python -m fsdp inspect|convert|trace|who|plan|selftest: checkpoints, traces, jobs, and this machine."""
+"""The command line: python -m fsdp inspect|convert|trace|who|plan|selftest."""
 
 import argparse
 import sys
@@ -14,20 +14,20 @@ from fsdp.planning.command import add_plan, run_plan
 from fsdp.reporting.command import add_trace, add_who, run_trace, run_who
 from fsdp.selftest.command import add_selftest, run_selftest
 
-_WITHOUT_FILES: Final[dict[str, Callable[[argparse.Namespace], int]]] = {
+OTHERS: Final[dict[str, Callable[[argparse.Namespace], int]]] = {
     "trace": run_trace,
     "who": run_who,
     "plan": run_plan,
     "selftest": run_selftest,
 }
-"""Commands that name the files of their errors themselves, or have none."""
+"""Commands that say themselves which files they read."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status.
 
-    It is 0, or 1 if a checkpoint is damaged, a rank does not answer, no choice of a plan fits, a check of the selftest failed, or
-    the command failed.
+    It is 0, or 1 if a checkpoint is damaged, a rank does not answer, no choice fits, a check of the selftest failed, or the
+    command failed.
     """
     parser = argparse.ArgumentParser(
         prog="python -m fsdp", description="Examine checkpoints, traces, running jobs and this machine, and plan new jobs."
@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_selftest(commands)
     given = parser.parse_args(arguments)
     try:
-        if given.command in _WITHOUT_FILES:
-            return _WITHOUT_FILES[given.command](given)
+        if given.command in OTHERS:
+            return OTHERS[given.command](given)
         with file_errors(given.command, given.path):
             return run(given)
     except ShardingError as refusal:
