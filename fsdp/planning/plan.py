@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fsdp.build.plan import WrapPolicy
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError
 from fsdp.planning.choices import AUTO, STRATEGIES, Choice, make_choices
@@ -27,19 +28,19 @@ def plan(
     model_or_builder: nn.Module | Callable[[], nn.Module],
     world_size: int,
     *,
-    inputs: Callable[[], Any],
-    loss: Callable[[Any], Tensor] | None = None,
+    inputs: Callable[[], object],
+    loss: Callable[..., Tensor] | None = None,
     optimizer: str | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = "adamw",
     device: str | Device = "h100",
     network: str | Link = "ib-ndr",
     per_host: int = 8,
     memory: int | None = None,
     strategies: Sequence[str] = STRATEGIES,
-    units: Mapping[str, Any] | None = None,
+    units: Mapping[str, WrapPolicy | None] | None = None,
     checkpointing: Sequence[bool] = (False, True),
     mp_policy: MixedPrecisionPolicy | None = None,
     micro_batches: int = 1,
-    **options: Any,
+    options: Mapping[str, object] | None = None,
 ) -> Plan:
     """Say what a job needs with each choice of options, and which choice is the fastest that fits. Needs no process group.
 
@@ -63,7 +64,7 @@ def plan(
         checkpointing: whether to compare with and without the recomputing of inner units' activations.
         mp_policy: the dtypes, as for `fsdp.fully_shard`.
         micro_batches: forwards and backwards before each step of the optimizer.
-        **options: other options of `fsdp.fully_shard`, the same for every choice.
+        options: other options of `fsdp.fully_shard`, the same for every choice.
 
     Raises:
         ShardingError: an argument is refused, the model cannot be made on the meta device, or it reads values of tensors.
@@ -87,9 +88,8 @@ def plan(
         cluster=cluster,
         micro_batches=micro_batches,
     )
-    if mp_policy is not None:
-        options["mp_policy"] = mp_policy
-    choices = make_choices(strategies, units or {AUTO: AUTO}, checkpointing, world_size, per_host, options)
+    own = {**(options or {}), **({} if mp_policy is None else {"mp_policy": mp_policy})}
+    choices = make_choices(strategies, units or {AUTO: AUTO}, checkpointing, world_size, per_host, own)
     candidates = [_candidate(job, choice) for choice in choices]
     limit = found.memory if memory is None else memory
     if all(one.rehearsal is None for one in candidates):

@@ -43,7 +43,7 @@ class TestWrapping:
             ({"prefetch": -1}, "prefetch must be a number of units, 0 or more, not -1"),
             ({"prefetch": True}, "prefetch must be a number of units"),
             ({"mp_policy": "bf16"}, "mp_policy must be a fsdp.MixedPrecisionPolicy (fields param_dtype"),
-            ({"auto_wrap_policy": "Block"}, "auto_wrap_policy must be a set of module classes"),
+            ({"auto_wrap_policy": "Block"}, "auto_wrap_policy must be 'auto', a set of module classes"),
             ({"auto_wrap_policy": set()}, "auto_wrap_policy is empty; leave it out"),
             ({"auto_wrap_policy": {int}}, "auto_wrap_policy must name nn.Module classes; this is not one: <class 'int'>"),
             ({"auto_wrap_policy": lambda module: True}, "must be callable as policy(name, module) -> bool, or as"),

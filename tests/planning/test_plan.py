@@ -75,7 +75,7 @@ def test_a_model_is_planned_for_without_being_changed() -> None:
 
 
 def test_what_the_engine_refuses_is_listed_with_its_reason() -> None:
-    found = plan(units={"blocks": {Block}}, checkpointing=[False], reshard_after_forward=True)
+    found = plan(units={"blocks": {Block}}, checkpointing=[False], options={"reshard_after_forward": True})
     refused = {one.choice.strategy: one.refusal for one in found.candidates if one.rehearsal is None}
     assert "NO_SHARD" in refused and "reshard_after_forward" in refused["NO_SHARD"]
     assert "NO_SHARD, units blocks: refused:" in str(found)
