@@ -24,6 +24,8 @@ class Choice:
     """(replicas, shards) for HYBRID_SHARD."""
     units: str
     """A name for the choice of units."""
+    is_only_units: bool
+    """Whether no other choice of units is compared."""
     checkpointing: bool
     """Whether the activations of every inner unit are recomputed in the backward."""
     options: Mapping[str, Any]
@@ -33,7 +35,8 @@ class Choice:
     def title(self) -> str:
         """The choice in a few words."""
         mesh = "" if self.mesh is None else f" {self.mesh[0]} x {self.mesh[1]}"
-        return f"{self.strategy}{mesh}, units {self.units}{', checkpointed' if self.checkpointing else ''}"
+        units = "" if self.is_only_units else f", units {self.units}"
+        return f"{self.strategy}{mesh}{units}{', checkpointed' if self.checkpointing else ''}"
 
     def checkpointed(self) -> Callable[[nn.Module], list[nn.Module]] | None:
         """Of a model, the modules whose activations are recomputed. None: there are none."""
@@ -77,7 +80,9 @@ def make_choices(
                 if recomputes and policy is None:
                     continue  # the whole model as one unit is not recomputed
                 own = {**options, "sharding_strategy": strategy, "auto_wrap_policy": policy}
-                found.append(Choice(strategy, mesh, name, recomputes, own if mesh is None else {**own, "mesh": mesh}))
+                if mesh is not None:
+                    own["mesh"] = mesh
+                found.append(Choice(strategy, mesh, name, len(units) == 1, recomputes, own))
     if not found:
         raise ShardingError(
             f"plan: no choice is left for {world_size} ranks, {per_host} on a host; HYBRID_SHARD needs several full hosts, and "

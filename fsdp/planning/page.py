@@ -74,7 +74,7 @@ def _sizes(one: Candidate, shown: list[Candidate]) -> list[str]:
 
 
 def _memory(plan: Plan, shown: list[Candidate]) -> dict[str, Any]:
-    titles = [one.choice.title for one in shown]
+    titles = [one.choice.title.replace(", ", "<br>") for one in shown]
     data = [
         {
             "type": "bar",
@@ -93,7 +93,7 @@ def _memory(plan: Plan, shown: list[Candidate]) -> dict[str, Any]:
 
 
 def _time(shown: list[Candidate]) -> dict[str, Any]:
-    titles = [one.choice.title for one in shown]
+    titles = [one.choice.title.replace(", ", "<br>") for one in shown]
     found = [one.rehearsal for one in shown if one.rehearsal]
     parts = {
         "computing": [1e3 * one.computing for one in found],
@@ -116,4 +116,4 @@ def _time(shown: list[Candidate]) -> dict[str, Any]:
 
 def _bars(rows: int, x: str, **more: Any) -> dict[str, Any]:
     axis = {"autorange": "reversed", "automargin": True}
-    return plot_layout(190 + 28 * rows, x, barmode="stack", yaxis=axis, narrowLeft=150, **more)
+    return plot_layout(190 + 34 * rows, x, barmode="stack", yaxis=axis, narrowLeft=150, **more)

@@ -28,7 +28,7 @@ for (const [id, plot] of Object.entries(PLOTS)) {
   const target = document.getElementById(id);
   const narrow = window.innerWidth < 600;
   if (narrow) { plot.layout.margin = {l: plot.layout.narrowLeft || 70, r: 10, t: 90, b: 50}; }
-  Plotly.newPlot(target, plot.data, plot.layout, {responsive: true, displaylogo: false, scrollZoom: false});
+  Plotly.newPlot(target, plot.data, plot.layout, {responsive: true, displayModeBar: false, scrollZoom: false});
   for (const button of document.querySelectorAll(`button[data-plot="${id}"]`)) {
     button.addEventListener("click", () => zoom(target, button.dataset.zoom));
   }

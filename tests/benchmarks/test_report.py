@@ -20,7 +20,7 @@ def test_the_page_is_what_the_script_makes_of_the_results() -> None:
 def test_every_figure_of_the_page_is_there_and_small_and_no_other_is() -> None:
     shown = set(re.findall(r"\(\.\./figures/(\w+)\.png\)", report.page(report.load())))
     # the picture of a trace's report is on a page of its own
-    assert {path.stem for path in report.FIGURES.glob("*.png")} - {"report"} == shown
+    assert {path.stem for path in report.FIGURES.glob("*.png")} - {"report", "plan"} == shown
     assert shown >= {"step_sharded", "step_replicated", "host", "memory", "wire", "overlap", "scale"}
     for name in shown:
         path = report.FIGURES / f"{name}.png"
