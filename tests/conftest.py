@@ -36,8 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """A collection of garbage need not search all of torch and of the tests each time."""
-    import_module("torch._dynamo")  # the first optimizer imports it
+    """The first optimizer imports the compiler."""
+    import_module("torch._dynamo")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> None:
+    """A collection of garbage need not search, each time, what was there before this file: torch, the tests, their results."""
     gc.collect()
     gc.freeze()
 

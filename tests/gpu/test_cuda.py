@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
 from fsdp.debug.delays import DELAYS
-from fsdp.device.streams import CudaStreams
+from fsdp.device.streams import DeviceStreams
 from tests.support.floors import expected_peak, make, root_and_block, shards_of
 from tests.support.models import (
     CASES,
@@ -78,11 +78,13 @@ def test_the_device_trains_as_the_host_does(name: str, options: dict[str, Any]) 
     assert_trained_alike(found, reference(case, 1), within=1e-12 if case.dtype is torch.float64 else 5e-6)
 
 
-def delayed(enter: Callable[[CudaStreams], AbstractContextManager[Any]]) -> Callable[[CudaStreams], AbstractContextManager[Any]]:
+def delayed(
+    enter: Callable[[DeviceStreams], AbstractContextManager[Any]],
+) -> Callable[[DeviceStreams], AbstractContextManager[Any]]:
     """The same stream, which first does nothing for a long time."""
 
     @contextmanager
-    def entered(streams: CudaStreams) -> Iterator[None]:
+    def entered(streams: DeviceStreams) -> Iterator[None]:
         with enter(streams):
             torch.cuda._sleep(CYCLES)
             yield
@@ -98,7 +100,7 @@ def test_no_delay_on_any_stream_changes_a_bit(slow: str, name: str, monkeypatch:
     case = CASES[name]
     wanted = to_host(train(on_device(case), batches(case, 4)))
     if slow in ("gathering", "reducing", "landing"):
-        monkeypatch.setattr(CudaStreams, slow, delayed(getattr(CudaStreams, slow)))
+        monkeypatch.setattr(DeviceStreams, slow, delayed(getattr(DeviceStreams, slow)))
     model = on_device(case)
     if slow == "computing":
         for module in model.modules():
