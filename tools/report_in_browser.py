@@ -1,9 +1,9 @@
-"""Opens a report in a headless Chromium and uses it: `make test-browser`.
+"""Opens a report and a plan in a headless Chromium and uses them: `make test-browser`.
 
     python -m tools.report_in_browser [--screenshot FILE]
 
-It checks that the page draws its plots without an error in the console and without the network, that hovering shows numbers, that
-the buttons zoom by keyboard, and that nothing is wider than a phone. Needs the extra `browser`, and Chromium with its driver.
+It checks that each page draws its plots without an error in the console and without the network, that hovering shows numbers,
+that the buttons zoom by keyboard, and that nothing is wider than a phone. Needs the extra `browser`, Chromium and its driver.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from selenium import webdriver
@@ -32,7 +32,6 @@ FLAGS: Final = (
     "--disable-component-update",
     "--disable-sync",
 )
-PLOTS: Final = ("parts", "exposed", "timeline", "memory")
 WIDTHS: Final = {"desk": 1280, "phone": 390}
 
 
@@ -56,47 +55,72 @@ def make_report(folder: Path) -> Path:
     return path
 
 
-def check(driver: Any, page: Path, width: int) -> None:
+def make_plan(folder: Path) -> Path:
+    """The plan of a small decoder."""
+    path = folder / "plan.html"
+    if command(["plan", "decoder-125m", "--world-size", "16", "--length", "256", "--html", str(path)]):
+        raise SystemExit("the plan was not written")
+    return path
+
+
+class Kind(NamedTuple):
+    """A page that fsdp writes."""
+
+    make: Callable[[Path], Path]
+    plots: tuple[str, ...]
+    hovered: str
+    """The plot over which the pointer goes. Its numbers are milliseconds."""
+    zoomed: str
+    """The plot that is zoomed."""
+
+
+KINDS: Final = {
+    "report": Kind(make_report, ("parts", "exposed", "timeline", "memory"), "parts", "timeline"),
+    "plan": Kind(make_plan, ("memory", "time"), "time", "memory"),
+}
+
+
+def check(driver: Any, kind: Kind, page: Path, width: int) -> None:
     """Use the page at one width."""
     driver.set_window_size(width, 900)
     driver.get(page.as_uri())
-    for plot in PLOTS:
+    for plot in kind.plots:
         until(lambda plot=plot: driver.find_elements(By.CSS_SELECTOR, f"#{plot} .main-svg"), f"plot {plot} is not drawn")
         assert driver.find_elements(By.CSS_SELECTOR, f"#{plot} .trace"), f"plot {plot} is empty"
     wide = driver.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert wide <= 0, f"at a width of {width} the page is {wide} pixels too wide"
-    check_hover(driver)
-    check_zoom(driver)
+    check_hover(driver, kind.hovered)
+    check_zoom(driver, kind.zoomed)
     loaded = driver.execute_script("return performance.getEntriesByType('resource').map(one => one.name)")
     assert not [name for name in loaded if name.startswith("http")], loaded
     errors = [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
     assert not errors, errors
 
 
-def check_hover(driver: Any) -> None:
+def check_hover(driver: Any, plot: str) -> None:
     """Hovering over a bar shows its numbers."""
-    bars = driver.find_elements(By.CSS_SELECTOR, "#parts .trace .point path")
+    bars = driver.find_elements(By.CSS_SELECTOR, f"#{plot} .trace .point path")
     bar = max(bars, key=lambda one: one.rect["width"])
     driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", bar)
 
     def hovered() -> Any:
         webdriver.ActionChains(driver).move_to_element_with_offset(bar, 1, 1).move_to_element(bar).perform()
-        return driver.find_elements(By.CSS_SELECTOR, "#parts .hovertext")
+        return driver.find_elements(By.CSS_SELECTOR, f"#{plot} .hovertext")
 
     texts = until(hovered, "hovering shows nothing")
     assert " ms" in texts[0].text, texts[0].text
 
 
-def check_zoom(driver: Any) -> None:
+def check_zoom(driver: Any, plot: str) -> None:
     """The button zooms in and out again, by keyboard."""
 
     def shown() -> float:
-        first, last = driver.execute_script("return document.getElementById('timeline')._fullLayout.xaxis.range")
+        first, last = driver.execute_script(f"return document.getElementById('{plot}')._fullLayout.xaxis.range")
         return float(last - first)
 
     before = shown()
     for how, factor in (("in", 0.5), ("out", 1.0)):
-        button = driver.find_element(By.CSS_SELECTOR, f"button[data-plot=timeline][data-zoom={how}]")
+        button = driver.find_element(By.CSS_SELECTOR, f"button[data-plot={plot}][data-zoom={how}]")
         button.send_keys(Keys.ENTER)
         until(lambda factor=factor: abs(shown() / before - factor) < 1e-6, f"the button {how} does not zoom")
 
@@ -112,20 +136,22 @@ def until(condition: Callable[[], Any], complaint: str) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", type=Path, help="a report to open in place of one that is made now")
-    parser.add_argument("--screenshot", type=Path, help="where a picture of the page goes")
+    parser.add_argument("--kind", choices=[*KINDS], action="append", help="the page to open (default: each)")
+    parser.add_argument("--screenshot", type=Path, help="where a picture of the last page goes")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        page = given.report or make_report(Path(folder))
         options = webdriver.ChromeOptions()
         for flag in (*FLAGS, f"--user-data-dir={folder}/profile"):
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         driver = webdriver.Chrome(options=options, service=webdriver.ChromeService("/usr/bin/chromedriver"))
         try:
-            for name, width in WIDTHS.items():
-                check(driver, page, width)
-                print(f"{name}, {width} pixels: fine")
+            for title in given.kind or KINDS:
+                page = KINDS[title].make(Path(folder))
+                for name, width in WIDTHS.items():
+                    check(driver, KINDS[title], page, width)
+                    print(f"{title}, {name}, {width} pixels: fine")
+                print(json.dumps({"plots": KINDS[title].plots, "bytes": page.stat().st_size}))
             if given.screenshot is not None:
                 driver.set_window_size(1100, 1750)
                 driver.get(page.as_uri())
@@ -133,7 +159,6 @@ def main() -> None:
                 driver.save_screenshot(str(given.screenshot))
         finally:
             driver.quit()
-        print(json.dumps({"plots": PLOTS, "bytes": page.stat().st_size}))
 
 
 if __name__ == "__main__":
