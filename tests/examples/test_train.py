@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +20,6 @@ import pytest
 import torch
 
 from tests.support.everything import EVERYTHING
-from tests.support.processes import Rank, environment, start_torchrun
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "16", "--batch", "4"]
@@ -57,11 +55,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 )
 def test_two_processes_learn_and_leave_their_results(text: Path, tmp_path: Path, options: list[str]) -> None:
     out = tmp_path / "runs" / "deep"
-    arguments = [text, *TINY, "--steps", "60", "--lr", "0.01", "--out", out, *options]
-    if options:
-        status, output = launch(2, arguments, tmp_path / "printed")
-    else:
-        status, output = launch_interpreters(arguments, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    status, output = launch(2, [text, *TINY, "--steps", "60", "--lr", "0.01", "--out", out, *options])
     assert status == 0, output
     assert "0.01 MB of text in 2 files" in output
     assert "2 processes (cpu, gloo)" in output
@@ -81,7 +75,7 @@ def test_two_processes_and_one_train_on_the_same_global_batches(text: Path, tmp_
     losses = []
     for processes, batch in ((2, 4), (1, 8)):
         out = tmp_path / str(processes)
-        launch(processes, [*options, "--batch", str(batch), "--out", out], tmp_path / "printed")
+        launch(processes, [*options, "--batch", str(batch), "--out", out])
         numbers = json.loads((out / "losses.json").read_text())
         losses.append([loss for _, loss in numbers["train"] + numbers["held_out"]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -89,7 +83,7 @@ def test_two_processes_and_one_train_on_the_same_global_batches(text: Path, tmp_
 
 @pytest.mark.gloo
 def test_compare_finds_the_sharded_and_the_unsharded_model_the_same(text: Path, tmp_path: Path) -> None:
-    status, output = launch(2, [text, *TINY, "--compare", "--steps", "8", "--out", tmp_path / "out"], tmp_path / "printed")
+    status, output = launch(2, [text, *TINY, "--compare", "--steps", "8", "--out", tmp_path / "out"])
     assert status == 0, output
     assert "comparing over 8 steps of sgd; SGD is the default here because" in output
     assert "sharded on 2 ranks against unsharded, 8 steps: largest relative difference" in output
@@ -110,7 +104,7 @@ def test_the_largest_difference_is_relative_to_each_tensor_and_a_nan_is_the_larg
 
 
 def test_one_process_needs_no_torchrun_and_says_when_it_did_not_learn(text: Path, tmp_path: Path) -> None:
-    status, output = launch_interpreters([text, *TINY, "--steps", "1", "--out", tmp_path / "out"])
+    status, output = launch(1, [text, *TINY, "--steps", "1", "--out", tmp_path / "out"])
     assert status == 1, output
     assert "1 process (cpu, gloo)" in output
     assert "is NOT clearly below the byte-unigram entropy" in output
@@ -119,7 +113,7 @@ def test_one_process_needs_no_torchrun_and_says_when_it_did_not_learn(text: Path
 
 @pytest.mark.gloo
 def test_a_refusal_is_said_once(tmp_path: Path) -> None:
-    status, output = launch(2, [tmp_path], tmp_path / "printed")
+    status, output = launch(2, [tmp_path])
     assert status != 0
     assert output.count("holds no text") == 1
 
@@ -225,15 +219,14 @@ def test_a_run_survives_a_killed_rank_and_goes_on_with_another_number_of_ranks(
     options = [text, *TINY, "--steps", "40", "--lr", "0.01"]
     out, folder = tmp_path / "killed", tmp_path / "killed" / "checkpoints"
 
-    def kill_a_rank(process: Rank) -> None:
+    def kill_a_rank(process: subprocess.Popen[str]) -> None:
         until = time.monotonic() + SECONDS
         while not (folder / "step-10").exists() and process.poll() is None and time.monotonic() < until:
             time.sleep(0.02)
         os.kill(workers_of(process.pid)[1], signal.SIGKILL)
 
     checkpoints = ["--checkpoint-every", "10", "--resume", "--out", out]
-    arguments = [*options, "--batch", "4", *checkpoints]
-    status, output = launch(2, arguments, tmp_path / "printed", ["--max-restarts=1"], kill_a_rank)
+    status, output = launch(2, [*options, "--batch", "4", *checkpoints], ["--max-restarts=1"], kill_a_rank)
     assert status == 0, output
     assert "resumed from" in output
     assert sorted(path.name for path in folder.iterdir()) == ["step-30", "step-40"]
@@ -267,29 +260,32 @@ def workers_of(starter: int) -> list[int]:
 def launch(
     processes: int,
     arguments: list[Any],
-    output: Path,
-    starting: Sequence[str] = (),
-    meanwhile: Callable[[Rank], None] = lambda process: None,
+    starting: list[str] | None = None,
+    meanwhile: Callable[["subprocess.Popen[str]"], None] = lambda process: None,
 ) -> tuple[int, str]:
-    """Run the example under torchrun: the exit status, and everything it printed. It is ended after SECONDS, workers included."""
-    script = ROOT / "examples" / "train.py"
-    process = start_torchrun(processes, script, *arguments, output=output, options=starting, CUDA_VISIBLE_DEVICES="")
+    """Run the example: the exit status, and everything it printed. It is ended after SECONDS, workers included."""
+    starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    starter += starting or []
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(ROOT)]))
+    process = subprocess.Popen(
+        [sys.executable, *starter, str(ROOT / "examples" / "train.py"), *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         meanwhile(process)
-        return process.wait(SECONDS), output.read_text()
+        output, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(40)
-        pytest.fail(f"not done after {SECONDS} s:\n{output.read_text()}")
-    finally:
-        process.kill()
-
-
-def launch_interpreters(arguments: list[Any], *starter: str) -> tuple[int, str]:
-    """The same as a user does it: interpreters of their own."""
-    program = [sys.executable, *starter, ROOT / "examples" / "train.py", *map(str, arguments)]
-    ran = subprocess.run(
-        program, env=environment(CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True, timeout=SECONDS, check=False
-    )
-    return ran.returncode, ran.stdout + ran.stderr
+        process.send_signal(signal.SIGTERM)  # torchrun ends its workers, which a SIGKILL would leave behind
+        try:
+            output, _ = process.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+        pytest.fail(f"not done after {SECONDS} s:\n{output}")
+    return process.returncode, output

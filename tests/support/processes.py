@@ -11,7 +11,6 @@ import runpy
 import site
 import subprocess
 import sys
-from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final
@@ -42,12 +41,6 @@ class Rank:
         self._process = process
 
     @property
-    def pid(self) -> int:
-        """The number of the process."""
-        assert self._process.pid is not None
-        return self._process.pid
-
-    @property
     def returncode(self) -> int | None:
         """The exit status; None while the rank runs. Minus the number of the signal, where one ended it."""
         return self._process.exitcode
@@ -67,10 +60,6 @@ class Rank:
         """End it now. Does nothing to a rank that has ended."""
         self._process.kill()
 
-    def terminate(self) -> None:
-        """Ask it to end, as Ctrl-C does: torchrun then ends its workers."""
-        self._process.terminate()
-
 
 def start_rank(module: str, *arguments: object, output: Path, **variables: str) -> Rank:
     """Run a module with these arguments in a fork. What it prints goes to the file `output`."""
@@ -78,14 +67,6 @@ def start_rank(module: str, *arguments: object, output: Path, **variables: str) 
     process = _FORK_SERVER.Process(target=_run_module, args=(program, environment(**variables), output), name=" ".join(program))
     process.start()
     return Rank(process)
-
-
-def start_torchrun(
-    processes: int, script: Path, *arguments: object, output: Path, options: Sequence[str] = (), **variables: str
-) -> Rank:
-    """Run a script under torchrun, with `options` of torchrun. torchrun is a fork, and so are its workers."""
-    starter = ["--standalone", f"--nproc-per-node={processes}", "--start-method=fork", "--run-path", *options]
-    return start_rank("torch.distributed.run", *starter, script, *arguments, output=output, **variables)
 
 
 def _run_module(program: list[str], variables: dict[str, str], output: Path) -> None:
