@@ -28,7 +28,7 @@ def missing() -> str | None:
 
 
 @cache
-def library() -> Path:
+def compiled_file() -> Path:
     """The compiled library. Compiles it if this state of the sources has not been compiled for this torch."""
     sources = sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")])
     state = hashlib.sha256(torch.__version__.encode() + b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]

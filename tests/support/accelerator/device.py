@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from tests.support.accelerator.build import library
+from tests.support.accelerator.build import compiled_file
 
 NAME: Final = "pretend"
 """The type of the device. There are eight: pretend:0 to pretend:7."""
@@ -35,7 +35,7 @@ class Scheduler(enum.IntEnum):
 @cache
 def load() -> Any:
     """Register the device with torch and return the functions of the library."""
-    lib = ctypes.CDLL(str(library()))
+    lib = ctypes.CDLL(str(compiled_file()))
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     lib.pa_failure.restype = ctypes.c_char_p
     for name in ("queued", "host_waits", "bytes", "bytes_of_stream", "peak", "allocations"):
