@@ -17,11 +17,14 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import Thread
 from typing import Any, Final, NamedTuple, NoReturn
 
-from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, ShardingError, WorldError
+from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, WorldError
+from fsdp.failure.connections import Connections
 from fsdp.failure.desync import TIME_OUT, DesyncDetector, Store
+from fsdp.failure.environment import seconds
 from fsdp.failure.liveness import is_dead, this_process
 from fsdp.failure.pending_call import OPENS, RESTART_CALL, PendingCall
 
@@ -29,6 +32,8 @@ SECONDS: Final = "FSDP_PEER_SECONDS"
 """The environment variable for the time in which a rank whose connections broke looks for the reason. 2 by default."""
 RETURN_SECONDS: Final = "FSDP_RETURN_SECONDS"
 """The environment variable for the time in which a rank that wants to go on waits for the others. 60 by default."""
+HOST_SECONDS: Final = "FSDP_HOST_SECONDS"
+"""The environment variable for the time after which a host that acknowledges nothing is lost. 30 by default."""
 CLOSING: Final = 2.0
 """Seconds that are spent on closing connections when a group is destroyed or the process ends."""
 RESTART: Final = "Start the job again from a checkpoint."
@@ -83,7 +88,10 @@ class PeerMonitor:
         """Whether failures of this rank are written to the store."""
         self._patience = seconds(SECONDS, 2.0)
         self._return_patience = seconds(RETURN_SECONDS, 60.0)
+        self._tcp = Connections(seconds(HOST_SECONDS, 30.0))
         self._epoch = 0
+        self._abandoned = -1
+        """The last epoch whose abandoned step this rank has written to the store."""
         self._neighbours: list[Any] = []
         """The rank and the process of every member on this host, in the order in which they signed in."""
         self._process, self._exit_published = os.getpid(), False
@@ -134,7 +142,7 @@ class PeerMonitor:
     def _connect_comm(self, name: str) -> None:
         self.detector.open(name)
         if self._connect is not None:
-            self.connections[name] = self._connect(f"{self._epoch}/{name}")
+            self.connections[name] = self._tcp.opened_by(partial(self._connect, f"{self._epoch}/{name}"))
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """Write to the store why this rank abandons the step, and disconnect."""
@@ -142,8 +150,9 @@ class PeerMonitor:
             return
         if isinstance(failure, WorldError) and not isinstance(failure, PeerFailed):
             self._publish_fatal(str(failure))
-        if self.down:
+        if self._abandoned == self._epoch:
             return
+        self._abandoned = self._epoch  # a rank that found a failure while it waited has disconnected, and not said why
         # on a mesh a rank passes the failure of a peer in one group on to its peers in another
         why: tuple[int, str | None, str]
         if isinstance(failure, PeerFailed):
@@ -206,6 +215,7 @@ class PeerMonitor:
             return
         self.down = self._publishes
         connections, self.connections = self.connections, {}
+        self._tcp.forget()
         # closing waits for collectives in flight, which may wait for peers that have not disconnected yet
         self._closing = Thread(target=connections.clear, name="fsdp disconnects", daemon=True)
         self._closing.start()
@@ -279,13 +289,14 @@ class PeerMonitor:
 
     def check_peers(self, broken: bool, where: str = "") -> None:
         """Find out whether a peer is the reason why this rank waits (in the call `where`), or, if `broken`, why its connections
-        broke.
+        broke. They are broken as well if a host does not answer.
 
         Raises:
             PeerFailed: it is.
             WorldError: a rank has written that no rank can go on.
         """
         begin = time.monotonic()
+        broken = broken or self._tcp.is_any_lost()
         if broken:
             self._store.set(f"here/{self._epoch}/{self._rank}", "")
         while True:
@@ -378,19 +389,3 @@ _living: "weakref.WeakSet[PeerMonitor]" = weakref.WeakSet()
 def _on_exit() -> None:
     for monitor in list(_living):
         monitor.on_exit()
-
-
-def seconds(variable: str, otherwise: float) -> float:
-    """Read a time from the environment.
-
-    Raises:
-        ShardingError: the variable is not a positive number of seconds.
-    """
-    text = os.environ.get(variable, "")
-    try:
-        found = float(text or otherwise)
-    except ValueError:
-        found = -1.0
-    if found <= 0:
-        raise ShardingError(f"{variable} must be a number of seconds, not {text!r}.")
-    return found

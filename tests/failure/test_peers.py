@@ -13,8 +13,9 @@ import fsdp
 from fsdp.errors import FEWER_BATCHES, PeerFailed
 from fsdp.failure import desync
 from fsdp.failure import peers as module
+from fsdp.failure.environment import seconds
 from fsdp.failure.liveness import is_dead, this_process
-from fsdp.failure.peers import PeerMonitor, seconds
+from fsdp.failure.peers import PeerMonitor
 from tests.support.stores import MemoryStore, Scope, said, together
 
 

@@ -1,0 +1,46 @@
+"""A rank that trains until a peer fails: python -m tests.hosts.program RANK SIZE FOLDER SECONDS
+
+It writes `FOLDER / "RANK.steps"` after each step, and how it ended as JSON into `FOLDER / "RANK.json"`: the error, the rank that
+the error names, and the clock. `SECONDS`: what the last rank sleeps before each step.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp
+
+PORT = 29400
+
+
+def main(rank: int, size: int, folder: Path, seconds: float) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("h0", PORT, size, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model = fsdp.FullyShardedDataParallel(blocks, auto_wrap_policy={nn.Linear})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found: dict[str, object] = {}
+    step = 0
+    try:
+        while not (folder / "stop").exists():
+            if rank == size - 1:
+                time.sleep(seconds)
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            (folder / f"{rank}.steps").write_text(f"{step}")
+    except Exception as error:
+        found = {"error": type(error).__name__, "text": str(error), "rank": getattr(error, "rank", None)}
+    (folder / f"{rank}.json").write_text(json.dumps({**found, "step": step, "clock": time.time()}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4]))
