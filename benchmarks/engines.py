@@ -26,6 +26,8 @@ TITLES: Mapping[str, str] = {
     "fairscale": "fairscale",
     "ours": "ours",
     "ours_no_shard": "ours, NO_SHARD",
+    "ours_hybrid": "ours, HYBRID_SHARD",
+    "fsdp2_hsdp": "FSDP2, HSDP",
     "ours_over_nccl": "ours, the backend reduces",
 }
 """As they are called on the page."""

@@ -32,8 +32,9 @@ TITLES = {
     "wire": "The wire",
     "overlap": "Overlap",
     "scale": "Growth",
+    "hosts": "Hosts apart",
 }
-PICTURES = {"step": ("step_sharded", "step_replicated"), "instructions": ()}
+PICTURES = {"step": ("step_sharded", "step_replicated"), "instructions": (), "hosts": ()}
 """The figures of a benchmark, where it has another number of them than the one of its name."""
 IN_README = (
     "step: ours / the faster FSDP1",
@@ -248,6 +249,22 @@ def _scale(report: Report) -> list[str]:
     return ["Per unit, processor µs, medians, and dispatched operations:", markdown(head, rows)]
 
 
+def _hosts(report: Report) -> list[str]:
+    of, lines = report["settings"], report["lines"]
+    rows = []
+    for line in lines:
+        times = [f"{1e3 * line[what]:.0f}" for what in ("seconds", "least", "most")]
+        rows.append([PEERS[line["contender"]], *times, f"{line['sent'] / 1e6:.1f}", f"{line['loss']:.6f}"])
+    return [
+        f"{of['hosts']} network namespaces on this one machine, with {of['ranks']} ranks each, joined by a bridge. `tc` (tbf) "
+        f"limits what a host sends to the other to {of['megabits']:g} Mbit/s, and what its ranks send each other to "
+        f"{of['times']:g} x as much. They share the processors, and no delay is added. It is no cluster: it shows what the order "
+        f"and the amount of communication do. ms of a step of {of['blocks']} blocks of two {of['width']} x {of['width']} weights "
+        "in float32, and what all hosts sent each other in it, with the headers of all protocols and what torch's barriers send:",
+        markdown(["contender", "median", "least", "most", "MB between hosts", "loss"], rows),
+    ]
+
+
 SECTIONS: Mapping[str, Callable[[Report], list[str]]] = {
     "step": _step,
     "host": _host,
@@ -256,6 +273,7 @@ SECTIONS: Mapping[str, Callable[[Report], list[str]]] = {
     "wire": _wire,
     "overlap": _overlap,
     "scale": _scale,
+    "hosts": _hosts,
 }
 
 

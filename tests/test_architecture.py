@@ -247,6 +247,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         "peers",
         "desync",
         "pending_call",
+        "environment",
+        "connections",
         "liveness",
     ),
     "device": (

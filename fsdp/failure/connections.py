@@ -43,6 +43,14 @@ class Connections:
         """This rank closes its connections."""
         self._watched = set()
 
+    def cut(self) -> None:
+        """End all collectives in flight with an error. The backend alone would wait for those that a lost host is part of."""
+        for descriptor, inode in self._watched:
+            with suppress(OSError):
+                if os.fstat(descriptor).st_ino == inode:
+                    _with_socket(descriptor, lambda one: one.shutdown(socket.SHUT_RDWR))
+        self.forget()
+
     def is_any_lost(self) -> bool:
         """Whether a connection was closed by the other end or the kernel, or data on it were not acknowledged for too long."""
         return any(self._is_lost(*one) for one in self._watched)

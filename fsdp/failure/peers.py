@@ -314,6 +314,7 @@ class PeerMonitor:
             if time.monotonic() - begin > self._patience:
                 missing = [rank for rank in range(len(self._ranks)) if not self._store.check([f"here/{self._epoch}/{rank}"])]
                 if missing:
+                    self._tcp.cut()
                     self._fail(missing, f"does not answer: its connections broke {self._patience:g} s ago")
                 return
             time.sleep(0.02)

@@ -232,3 +232,13 @@ def test_seconds_must_be_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(module.SECONDS, text)
         with pytest.raises(fsdp.ShardingError, match=f"FSDP_PEER_SECONDS must be a number of seconds, not '{text}'"):
             seconds(module.SECONDS, 2.0)
+
+
+def test_a_rank_that_disconnected_while_it_waited_still_says_why_it_abandons() -> None:
+    """It found the failure in a wait, where it disconnects before the step is abandoned."""
+    found, waiting, _ = make(3)
+    found.disconnect()
+    found.abandon("Net", PeerFailed("text", 12, None, "does not answer"))
+    found.on_exit()
+    error = said(lambda: waiting.check_peers(True))
+    assert isinstance(error, PeerFailed) and (error.rank, error.reason) == (12, "does not answer")

@@ -1,10 +1,12 @@
 """A rank that trains until a peer fails: python -m tests.hosts.program RANK SIZE FOLDER SECONDS
 
-It writes `FOLDER / "RANK.steps"` after each step, and how it ended as JSON into `FOLDER / "RANK.json"`: the error, the rank that
-the error names, and the clock. `SECONDS`: what the last rank sleeps before each step.
+It traces its first steps, and then writes `FOLDER / "trace-RANK.json"`, its trace, and `FOLDER / "RANK.stats"`, its waits and its
+process. How it ended is in `FOLDER / "RANK.json"`: the error, the rank that the error names, and the clock. `SECONDS`: what the
+last rank sleeps before each step, as a slow data loader does.
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import nn
 import fsdp
 
 PORT = 29400
+TRACED = 10
 
 
 def main(rank: int, size: int, folder: Path, seconds: float) -> None:
@@ -27,16 +30,28 @@ def main(rank: int, size: int, folder: Path, seconds: float) -> None:
     model = fsdp.FullyShardedDataParallel(blocks, auto_wrap_policy={nn.Linear})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     found: dict[str, object] = {}
-    step = 0
+    waited, step = 0.0, 0
+    (folder / f"{rank}.process").write_text(f"{os.getpid()}")
+
+    def take_step() -> None:
+        if rank == size - 1:
+            time.sleep(seconds)
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     try:
+        with fsdp.trace(model) as trace:
+            for step in range(TRACED):
+                take_step()
+                if step:  # the first connects, and learns the order
+                    numbers = fsdp.stats(model)
+                    waited += numbers["gather_wait_s"] + numbers["reduce_wait_s"]
+        trace.save(folder / "trace-{rank}.json")
+        (folder / f"{rank}.stats").write_text(json.dumps(waited))
         while not (folder / "stop").exists():
-            if rank == size - 1:
-                time.sleep(seconds)
-            model(torch.randn(4, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step()
             step += 1
-            (folder / f"{rank}.steps").write_text(f"{step}")
     except Exception as error:
         found = {"error": type(error).__name__, "text": str(error), "rank": getattr(error, "rank", None)}
     (folder / f"{rank}.json").write_text(json.dumps({**found, "step": step, "clock": time.time()}))
