@@ -73,7 +73,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "wrapper",
         "arguments",
     ),
-    "fully_shard_api": ("wrap", "module", "residence", "settings", "convert"),
     "torch_fsdp_api": (
         "wrapper",
         "optim_states",
@@ -83,8 +82,10 @@ ORDER: dict[str, tuple[str, ...]] = {
         "summon",
         "sharding",
         "instance",
+        "flat_param",
         "torch_names",
     ),
+    "fully_shard_api": ("wrap", "module", "residence", "settings", "convert"),
     "fairscale_api": (
         "auto_wrap",
         "wrapper",

@@ -60,12 +60,13 @@ def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[Non
 
     Raises:
         IllegalTransition: a forward, a backward or another summon is running.
-        ShardingError: `model` contains no unit.
+        ShardingError: `model` contains no unit, or a shard was replaced by a tensor that does not fit.
     """
     entered: list[UnitRef] = []
     writes_back = False
     try:
         for unit in units_in(model, "summon_full_params"):
+            unit.unit.check_shards()
             unit.on_event(Event.SUMMON)
             entered.append(unit)
         yield
@@ -78,6 +79,7 @@ def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[Non
 @contextmanager
 def summoned_unit(unit: UnitRef, writeback: bool) -> Iterator[None]:
     """Give the parameters of one unit their full values inside; see `summon_full_params`. Communicates on entry."""
+    unit.unit.check_shards()
     unit.on_event(Event.SUMMON)
     writes_back = False
     try:

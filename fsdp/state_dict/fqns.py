@@ -100,7 +100,13 @@ def check_values(operation: str, model: nn.Module, given: Mapping[str, object]) 
                 check_fit(operation, name, given[name], shape, tensor.dtype)
 
 
+def plain_fqn(path: str) -> str:
+    """A name without the attributes in which wrappers keep a module."""
+    return ".".join(part for part in path.split(".") if part and part not in TRANSPARENT)
+
+
 def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module, with the prefix of the names of its tensors."""
     for path, module in model.named_modules(remove_duplicate=False):
-        yield "".join(f"{part}." for part in path.split(".") if part and part not in TRANSPARENT), module
+        plain_path = plain_fqn(path)
+        yield f"{plain_path}." if plain_path else "", module

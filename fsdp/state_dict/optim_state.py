@@ -17,7 +17,7 @@ from fsdp.runtime.registry import collective_call
 from fsdp.shards.dtensors import local_of
 from fsdp.shards.optimizer_state import adopt_state, hook_state
 from fsdp.shards.shard_tensor import ShardTensor, plain
-from fsdp.state_dict.fqns import given_by
+from fsdp.state_dict.fqns import given_by, plain_fqn
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_placement import PlacementKind, StatePlacement, placement_from_full, placement_of
 from fsdp.state_dict.param_ranges import broadcast_all
@@ -63,6 +63,8 @@ class OptimizerView:
         self.parameters: dict[str, Tensor] = {}
         """All parameters."""
         hook_state(optimizer)
+        self._state: Mapping[Any, dict[str, Any]] = optimizer.state
+        self._options: list[dict[str, Any]] | None = None
         self.groups: list[list[str]] = []
         """The names of the parameters in each group, in order."""
         for group in optimizer.param_groups:
@@ -79,13 +81,37 @@ class OptimizerView:
                 if id(parameter) in model_view.param_shards:
                     self.param_shards[name] = model_view.param_shards[id(parameter)]
 
+    def take_state(self, state_dict: Mapping[str, Any]) -> None:
+        """From now on, the values of `state_dict` count in place of those that the optimizer has.
+
+        It is what the `state_dict()` of the optimizer returned on this rank, perhaps with values added or changed. Its keys are
+        numbers, or the names that the optimizer gives to its parameters. Its groups may be left out.
+
+        Raises:
+            ShardingError: a key is none of the optimizer's.
+        """
+        known: dict[Any, Tensor] = dict(self.parameters)
+        for group, mine in zip(self.optimizer.state_dict()["param_groups"], self.optimizer.param_groups, strict=True):
+            known.update(
+                (number, p) for number, p in zip(group["params"], mine["params"], strict=True) if isinstance(number, int)
+            )
+        found = {key: plain_fqn(key) if isinstance(key, str) else key for key in state_dict["state"]}
+        unknown = sorted(str(key) for key, number in found.items() if number not in known)
+        if unknown:
+            raise ShardingError(
+                f"{self.operation}: the optimizer has no parameters {unknown}, which the state dict has; give what its "
+                "state_dict() returns."
+            )
+        self._state = {known[found[key]]: kept for key, kept in state_dict["state"].items()}
+        self._options = state_dict.get("param_groups")
+
     @property
     def rank(self) -> int:
         return self.comm.rank
 
     def options(self) -> list[dict[str, Any]]:
         """The groups as in the optimizer's state dict, with names in place of numbers."""
-        options = self.optimizer.state_dict()["param_groups"]
+        options = self._options or self.optimizer.state_dict()["param_groups"]
         return [
             {**{key: deepcopy(value) for key, value in group.items() if key != "param_names"}, "params": list(names)}
             for group, names in zip(options, self.groups, strict=True)
@@ -100,10 +126,10 @@ class OptimizerView:
         return {
             name: {
                 key: plain(value) if isinstance(value, ShardTensor) or local_of(value) is not None else value
-                for key, value in self.optimizer.state[p].items()
+                for key, value in self._state[p].items()
             }
             for name, p in self.parameters.items()
-            if self.holds(name) and self.optimizer.state.get(p)
+            if self.holds(name) and self._state.get(p)
         }
 
     def placements(self) -> tuple[dict[tuple[str, str], StatePlacement], State]:
@@ -217,13 +243,17 @@ def full_optim_state_dict(
         ShardingError: inside a forward, a backward or a summon; the optimizer is another model's; or some state is a statistic
             over this rank's part alone, which has no full form (`fsdp.save` keeps it for the same number of ranks).
     """
-    optimizer_view = OptimizerView(ModelView(model, "full_optim_state_dict"), optimizer)
+    return gather_optim_state(OptimizerView(ModelView(model, "full_optim_state_dict"), optimizer), rank0_only, device)
+
+
+def gather_optim_state(optimizer_view: OptimizerView, rank0_only: bool, device: torch.device | str) -> FullOptimState:
+    """See `full_optim_state_dict`. Communicates."""
     placements, state = optimizer_view.placements()
     for (name, key), placement in placements.items():
         if placement.kind is PlacementKind.PER_RANK:
             raise ShardingError(
-                f"full_optim_state_dict: {key!r} of parameter {name!r} has shape {placement.shape} on each rank, a statistic "
-                "over that rank's part alone, and no full form; fsdp.save keeps it for the same number of ranks."
+                f"{optimizer_view.operation}: {key!r} of parameter {name!r} has shape {placement.shape} on each rank, a "
+                "statistic over that rank's part alone, and no full form; fsdp.save keeps it for the same number of ranks."
             )
     wanted = optimizer_view.world_comm.rank == 0 or not rank0_only
     local = optimizer_view.local()

@@ -18,11 +18,15 @@ from fsdp.torch_fsdp_api.torch_names import HYBRID, ShardingStrategy
 def clip_norm(instance: Any, max_norm: float, norm_type: float) -> Tensor:
     """See `FullyShardedDataParallel.clip_grad_norm_`."""
     if not instance.check_is_root():
-        raise RuntimeError("clip_grad_norm_: this instance is inside another one; call it on the outermost.")
+        raise RuntimeError("clip_grad_norm_ should only be called on the root FSDP instance; this one is inside another.")
     total = clip_norm_of_roots(instance, max_norm, norm_type)
     dtypes = [p.grad.dtype for p in instance.parameters() if p.grad is not None]
     if not dtypes:
-        warnings.warn(f"clip_grad_norm_: rank {instance.rank} has no gradients; the norm has dtype {total.dtype}.", stacklevel=3)
+        warnings.warn(
+            f"clip_grad_norm_: on rank {instance.rank} with no gradients -- returning the total norm in the default dtype "
+            f"{total.dtype}.",
+            stacklevel=3,
+        )
         return total
     return total.to(reduce(torch.promote_types, dtypes))
 
@@ -51,18 +55,19 @@ class GradientHook(NamedTuple):
 def set_hook(instance: Any, state: object, hook: Callable[..., object]) -> None:
     """See `FullyShardedDataParallel.register_comm_hook`."""
     if not instance.check_is_root():
-        raise AssertionError("register_comm_hook: this instance is inside another one; call it on the outermost.")
+        raise AssertionError("register_comm_hook can only be called on a root instance.")
     instances = instances_in(instance)
     for one in instances:
         if one.sharding_strategy in HYBRID:
             raise AssertionError(
-                f"register_comm_hook: {one.sharding_strategy.name} reduces twice; a hook reduces once. Leave it out."
+                f"Communication hook is not supported for hybrid strategies: {one.sharding_strategy.name} reduces twice, a hook "
+                "once. Leave it out."
             )
         if one._comm_hook is not None:
-            raise AssertionError("register_comm_hook: there is a communication hook already; a second would replace it.")
+            raise AssertionError("A communication hook is already registered")
         if not callable(hook):
             raise ValueError(f"register_comm_hook takes a function, not {hook!r}.")
     replicated = instance.sharding_strategy is ShardingStrategy.NO_SHARD
     register_comm_hook(instance, state, GradientHook(hook, replicated, instance.world_size).reduce)
     for one in instances:
-        one.set_comm_hook(hook)
+        one.set_comm_hook(state, hook)

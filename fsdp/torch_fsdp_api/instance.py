@@ -1,21 +1,15 @@
 """What of an instance changes after its constructor, and by which call: its class alone writes it."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp.errors import ShardingError
+from fsdp.fully_shard_api import residence
 from fsdp.runtime.registry import unit_ref_of
+from fsdp.torch_fsdp_api.flat_param import FlatParamHandle, FlatParamView
 from fsdp.torch_fsdp_api.torch_names import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
-
-
-class FlatParamFacts(NamedTuple):
-    """What Accelerate asks of FSDP1's flat parameter. There is none here."""
-
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
 
 
 class InstanceState(nn.Module):
@@ -31,15 +25,16 @@ class InstanceState(nn.Module):
         """The dtype that each buffer had before it was cast to `buffer_dtype`, by its plain name."""
         self._buffers_are_cast = False
         self._comm_hook: Any = None
+        self._comm_hook_state: Any = None
         self._is_summoned = False
 
     def set_settings(self, settings: StateDictSettings) -> None:
         """From now on `state_dict()` gives this kind of state."""
         self._settings = settings
 
-    def set_comm_hook(self, hook: Any) -> None:
-        """Remember that the gradients of this instance are reduced by `hook`."""
-        self._comm_hook = hook
+    def set_comm_hook(self, state: object, hook: Any) -> None:
+        """Remember that the gradients of this instance are reduced by `hook`, which is called with `state`."""
+        self._comm_hook, self._comm_hook_state = hook, state
 
     def set_summoned(self, is_summoned: bool) -> None:
         """Remember whether `summon_full_params` shows full parameters, or has shown them to rank 0 alone."""
@@ -60,7 +55,13 @@ class InstanceState(nn.Module):
         return [] if ref is None else [*ref.unit.sharded_params]
 
     @property
-    def _flat_param(self) -> FlatParamFacts:
+    def _handle(self) -> FlatParamHandle | None:
+        """What code reads of FSDP1's handle; None if this instance has no parameters."""
+        ref = unit_ref_of(self._unit_module)
+        return FlatParamHandle(self, ref.unit) if ref is not None and ref.unit.flats else None
+
+    @property
+    def _flat_param(self) -> FlatParamView | None:
         """What Accelerate reads in mixed precision, to convert trainable parameters of low precision to float32.
 
         Raises:
@@ -72,8 +73,19 @@ class InstanceState(nn.Module):
                     f"a trainable parameter is {parameter.dtype}, and mixed precision keeps float32 ones; convert the model with "
                     "model.float() before it is wrapped, or leave mixed precision out."
                 )
-        first = self.params[0]
-        return FlatParamFacts(first.dtype, first.device, any(parameter.requires_grad for parameter in self.params))
+        return None if self._handle is None else self._handle.flat_param
+
+    def _unshard(self, async_op: bool = False) -> residence.UnshardHandle | None:
+        """Gather the parameters of this instance ahead of its forward. Communicates: every rank must call it alike."""
+        ref = unit_ref_of(self._unit_module)
+        handle = residence.UnshardHandle() if ref is None else residence.unshard(ref)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Do nothing: the engine's streams wait for each other."""
 
     # what FSDP1 calls these ------------------------------------------------------------------
 

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.errors import ShardingError
 from fsdp.state_dict.fqns import first_names
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_placement import placement_from_full
-from fsdp.state_dict.optim_state import OptimizerView, full_optim_state_dict
+from fsdp.state_dict.optim_state import OptimizerView, gather_optim_state
 from fsdp.torch_fsdp_api import torch_names
 from fsdp.torch_fsdp_api.sharding import instances_in
 from fsdp.torch_fsdp_api.state_types import settings_of
@@ -27,12 +26,17 @@ def order_of(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input:
     """
     if optim is not None and optim_input is not None:
         raise ValueError("optim and optim_input contradict each other; give optim.")
-    if optim_input is not None:
-        warnings.warn("optim_input has gone from torch; give optim, the optimizer.", FutureWarning, stacklevel=3)
+    warn_of(optim_input)
     if optim is not None:
         return optim
     given = list(model.parameters() if optim_input is None else optim_input)
     return torch.optim.SGD([{"params": list(one["params"])} if isinstance(one, dict) else one for one in given], lr=1.0)
+
+
+def warn_of(optim_input: Any) -> None:
+    """Warn of an argument that FSDP1 deprecates."""
+    if optim_input is not None:
+        warnings.warn("the `optim_input` argument is deprecated; give optim, the optimizer.", FutureWarning, stacklevel=4)
 
 
 def broadcast(given: Any, model: nn.Module, group: Any) -> dict[str, Any]:
@@ -44,16 +48,39 @@ def broadcast(given: Any, model: nn.Module, group: Any) -> dict[str, Any]:
 # saving -----------------------------------------------------------------------------------
 
 
-def full(model: nn.Module, optim: torch.optim.Optimizer, rank0_only: bool, to_host: bool = True) -> dict[str, Any]:
-    """See `FullyShardedDataParallel.full_optim_state_dict`."""
+def full(
+    model: nn.Module, optim: torch.optim.Optimizer, rank0_only: bool, to_host: bool = True, given: Any = None
+) -> dict[str, Any]:
+    """See `FullyShardedDataParallel.full_optim_state_dict`. `given`: what counts in place of the optimizer's own state."""
     device = "cpu" if to_host else instances_in(model)[0].compute_device
-    state = full_optim_state_dict(model, optim, rank0_only, device)
+    view = OptimizerView(ModelView(model, "optim_state_dict"), optim)
+    _check_alike(view)
+    if given is not None:
+        view.take_state(given)
+    state = gather_optim_state(view, rank0_only, device)
     return {**state}
 
 
-def sharded(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """See `FullyShardedDataParallel.sharded_optim_state_dict`."""
-    found = full(model, optim, rank0_only=False)
+def _check_alike(view: OptimizerView) -> None:
+    """Check that all ranks step the sharded parameters that rank 0 steps.
+
+    Raises:
+        RuntimeError: on every rank; one leaves some out.
+    """
+    by_rank = view.comm.gather_objects([*view.param_shards], view.operation)
+    for rank, names in enumerate(by_rank):
+        missing = sorted(set(by_rank[0]) - set(names))
+        if missing:
+            raise RuntimeError(
+                "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but some "
+                f"ranks are missing some of those states: rank {rank} leaves out {missing}. Make the optimizer from the same "
+                "parameters on every rank."
+            )
+
+
+def sharded(model: nn.Module, optim: torch.optim.Optimizer, given: Any = None) -> dict[str, Any]:
+    """See `FullyShardedDataParallel.sharded_optim_state_dict`. `given`: see `full`."""
+    found = full(model, optim, rank0_only=False, given=given)
     instance = instances_in(model)[0]
 
     def part(value: Any) -> Any:
@@ -70,53 +97,88 @@ def sharded(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
 def in_format(model: nn.Module, optim: torch.optim.Optimizer, given: Any) -> dict[str, Any]:
     """See `FullyShardedDataParallel.optim_state_dict`."""
     settings = settings_of(model)
-    if given is not None and not _is_state_of(optim, given):
-        raise ShardingError(
-            "optim_state_dict: the given state is not that of the optimizer; give what optim.state_dict() returns."
-        )
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        found = sharded(model, optim)
+        found = sharded(model, optim, given)
     else:
         config = settings.optim_state_dict_config
-        found = full(model, optim, getattr(config, "rank0_only", False), config.offload_to_cpu)
+        found = full(model, optim, getattr(config, "rank0_only", False), config.offload_to_cpu, given)
     if given is not None and "param_groups" not in given:
         found.pop("param_groups", None)
     return found
-
-
-def _is_state_of(optim: torch.optim.Optimizer, given: Mapping[str, Any]) -> bool:
-    """Whether `given` has the tensors of the optimizer's own state dict."""
-    mine = optim.state_dict()["state"]
-    return set(given["state"]) == set(mine) and all(
-        value is given["state"][number].get(key)
-        or torch.is_tensor(value) is False
-        or torch.equal(value, given["state"][number][key])
-        for number, kept in mine.items()
-        for key, value in kept.items()
-    )
 
 
 # loading ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def to_load(given: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """This rank's part of a state by name, as `optim.load_state_dict` takes it. Communicates for parts that are cut by rows."""
+def to_load(given: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optimizer, is_named: bool = False) -> dict[str, Any]:
+    """This rank's part of a state by name, as `optim.load_state_dict` takes it. Communicates for parts that are cut by rows.
+
+    With `is_named` it is by name, for an optimizer that gives its parameters names.
+    """
     view = OptimizerView(ModelView(model, "optim_state_dict_to_load"), optim)
     group = instances_in(model)[0].process_group
-    named = view.named({"param_groups": view.options(), **given})
+    left_out = _left_out(given, view)
+    complete = {"param_groups": view.options(), **given}
+    named = view.named({**complete, "param_groups": _filled(complete["param_groups"], left_out, view)})
     state: dict[str, dict[str, Any]] = {}
     for name, kept in named["state"].items():
         values = {key: torch_names.full_value(value, group) for key, value in kept.items()}
-        if view.holds(name):
+        if view.holds(name) or optim.state.get(view.parameters[name]):
             state[name] = {key: _part(view, name, key, value) for key, value in values.items()}
-    found = view.numbered(state, named["param_groups"])
+    if is_named:
+        found = {"state": state, "param_groups": named["param_groups"]}
+    else:
+        found = view.numbered(state, named["param_groups"])
+        without = {number for number, name in enumerate(name for names in view.groups for name in names) if name in left_out}
+        for one in found["param_groups"]:
+            one["params"] = [number for number in one["params"] if number not in without]
     return found if "param_groups" in given else {"state": found["state"]}
+
+
+def _left_out(given: Mapping[str, Any], view: OptimizerView) -> set[str]:
+    """The parameters of the optimizer that are not sharded, and which the state does not have: the caller adds their state.
+
+    Raises:
+        ValueError: the state has a part of the parameters of a unit.
+    """
+    names = {name for group in given.get("param_groups", ()) for name in group["params"]}
+    if not names or not all(isinstance(name, str) for name in names):
+        return set()
+    absent = set(view.parameters) - names
+    for unit in {id(one.flat): one.flat for one in view.param_shards.values()}.values():
+        own = {name for name, one in view.param_shards.items() if one.flat is unit}
+        if own & absent and own - absent:
+            raise ValueError(
+                "All unflattened parameters comprising a single flat parameter must have scalar state with the same value and "
+                f"dtype: the state dict has not {sorted(own & absent)}, and has other parameters of the same module."
+            )
+    return absent - set(view.param_shards)
+
+
+def _filled(groups: list[dict[str, Any]], left_out: set[str], view: OptimizerView) -> list[dict[str, Any]]:
+    """The given groups with the parameters that are left out, each in the group of those that are in its group here."""
+    if not left_out:
+        return groups
+    return [
+        {
+            **group,
+            "params": [
+                *group["params"],
+                *(n for mine in view.groups if set(mine) & set(group["params"]) for n in mine if n in left_out),
+            ],
+        }
+        for group in groups
+    ]
 
 
 def _part(view: OptimizerView, name: str, key: str, value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.dim():
         return deepcopy(value)
+    if not view.holds(name):
+        parameter = view.parameters[name]
+        is_like_param = tuple(value.shape) == view.param_shards[name].shape
+        return torch.empty(parameter.shape if is_like_param else (0,), dtype=value.dtype, device=parameter.device)
     where = f"optim_state_dict_to_load: {key!r} of parameter {name!r}"
     placement = placement_from_full(where, view.param_shards.get(name), tuple(value.shape), value.dtype)
     return placement.cut(value, view.rank).to(view.parameters[name].device)

@@ -14,7 +14,9 @@ from fsdp.build.other_engines import refuse_other_engines
 from fsdp.comm.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError
+from fsdp.params.module_params import owning_unit
 from fsdp.params.module_tree import IGNORED
+from fsdp.runtime.registry import unit_ref_of
 from fsdp.torch_fsdp_api import torch_names
 from fsdp.torch_fsdp_api.torch_names import HYBRID, ShardingStrategy
 
@@ -53,7 +55,7 @@ def device_of(device_id: Any) -> torch.device | None:
     device = torch.device(device_id)
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
-        warnings.warn(f"device_id={device_id!r} has no index; {device} is used.", stacklevel=4)
+        warnings.warn(f"device_id={device_id!r} does not have an explicit index; {device} is used.", stacklevel=4)
     return device
 
 
@@ -77,25 +79,29 @@ def ignored_modules(module: nn.Module, modules: Any, states: Any) -> tuple[set[n
     """The modules and the parameters that `ignored_modules` and `ignored_states` leave alone.
 
     Raises:
-        ValueError: both are given, or `states` mixes modules and parameters.
-        TypeError: something in them is neither.
+        ValueError: both are given, something in them is of another type, or `states` mixes modules and parameters.
     """
     if modules is not None and states is not None:
-        raise ValueError("ignored_modules and ignored_states contradict each other; give ignored_states alone.")
+        raise ValueError("Cannot pass both ignored_modules and ignored_states at the same time; give ignored_states alone.")
     given = list(modules if states is None else states) if (modules is not None or states is not None) else []
-    kinds = {nn.Parameter if isinstance(one, nn.Parameter) else nn.Module for one in given}
-    for one in given:
-        if not isinstance(one, nn.Module | nn.Parameter) or (isinstance(one, nn.Parameter) and states is None):
-            name = "ignored_modules" if states is None else "ignored_states"
-            raise TypeError(f"{name} takes modules{'' if states is None else ' or parameters'}, not {type(one).__name__}.")
-    if len(kinds) > 1:
-        raise ValueError("ignored_states mixes modules and parameters; give only one kind.")
+    allowed: tuple[type, ...] = (nn.Module,) if states is None else (nn.Parameter, nn.Module)
+    if not any(all(isinstance(one, kind) for one in given) for kind in allowed):
+        types = sorted({type(one) for one in given}, key=repr)
+        raise ValueError(
+            f"ignored_modules expects nn.Module list elements but got types {types}."
+            if states is None
+            else f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {types}."
+        )
     named = [one for one in given if isinstance(one, nn.Module)]
     for one in named:
-        if instances_in(one):
-            raise ValueError(f"ignored_modules: {type(one).__name__} is or contains a FullyShardedDataParallel; leave it out.")
+        if one in instances_in(one):
+            raise ValueError("ignored_modules: an item is a FullyShardedDataParallel; leave it out.")
         if one is module:
-            warnings.warn("ignored_modules has the wrapped module itself, so that nothing is sharded.", stacklevel=4)
+            warnings.warn(
+                "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all parameters "
+                "being ignored.",
+                stacklevel=4,
+            )
     left = {child for one in named for child in one.modules()}
     parameters = {one for one in given if isinstance(one, nn.Parameter)} | {p for one in left for p in one.parameters()}
     for inner in instances_in(module):
@@ -118,7 +124,11 @@ def check(instance: Any, module: nn.Module, parameters: list[nn.Parameter]) -> N
             "it out. On the host it changes nothing."
         )
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        warnings.warn(f"a {type(module).__name__} has no forward; wrap its members.", stacklevel=4)
+        warnings.warn(
+            f"FSDP will not all-gather parameters for containers that do not implement forward: wrap the members of "
+            f"{type(module).__name__}.",
+            stacklevel=4,
+        )
 
 
 def check_uniform(instance: Any) -> None:
@@ -135,8 +145,9 @@ def check_uniform(instance: Any) -> None:
     )
     if len(kinds) > 1:
         raise ValueError(
-            "use_orig_params=False: trainable and frozen parameters are in one unit; wrap those that differ by themselves, or "
-            "give use_orig_params=True."
+            f"{type(instance._fsdp_wrapped_module).__name__} has both parameters with requires_grad=True and False. FSDP does "
+            "not support wrapping such modules when use_orig_params=False; wrap those that differ by themselves, or give "
+            "use_orig_params=True."
         )
 
 
@@ -149,7 +160,8 @@ def wrap_children(module: nn.Module, policy: Any, instance: Any, arguments: dict
     for name, one in module.named_modules():
         if isinstance(one, cls):
             raise ValueError(
-                f"auto_wrap_policy: {name or type(module).__name__!r} is wrapped already; wrap by hand or by policy, not both."
+                f"FSDP auto wrapping requires modules to not already have FSDP applied but found {name} in "
+                f"{type(module).__name__}; wrap by hand or by policy, not both."
             )
     torch_names.auto_wrap(module, policy, instance._ignored_modules, instance._ignored_params, arguments, cls)
 
@@ -205,7 +217,13 @@ def initialise(fn: Callable[[nn.Module], None], module: nn.Module) -> None:
 
 
 def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
-    """Make the wrapped module of an instance a unit of the engine."""
+    """Make the wrapped module of an instance a unit of the engine.
+
+    Raises:
+        ValueError: `param_init_fn` cannot be called.
+    """
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ValueError(f"Expected param_init_fn to be callable, not {param_init_fn!r}.")
     check_uniform(instance)
     module = instance._fsdp_wrapped_module
     inner = [one for one in instances_in(instance) if one is not instance]
@@ -226,8 +244,9 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
         reshard_after_forward=False if keeps else None,
         mp_policy=precision(instance),
         sync_module_states=sync_module_states,
-        param_init_fn=partial(initialise, param_init_fn) if callable(param_init_fn) else param_init_fn,
+        param_init_fn=None if param_init_fn is None else partial(initialise, param_init_fn),
         ignored_modules=_outermost_ignored(instance),
+        ignored_params=_ignored_params(instance),
         prefetch=1 if prefetches else 0,
         plain_shards=True,
     )
@@ -240,27 +259,20 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
 
 
 def _outermost_ignored(instance: Any) -> list[nn.Module] | None:
-    """The modules that the engine shall ignore.
-
-    Raises:
-        ShardingError: a parameter is ignored, and its module has others that are not.
-    """
-    module, parameters = instance._fsdp_wrapped_module, instance._ignored_params
-    inside = [*module.modules()]
-    found = [one for one in inside if one in instance._ignored_modules and one is not module]
-    covered = {p for one in found for p in one.parameters()}
-    for one in inside[1:]:
-        own = {p for p in one.parameters()}
-        if own and own <= parameters and not own <= covered:
-            found.append(one)
-            covered |= own
-    for name, parameter in module.named_parameters():
-        if parameter in parameters and parameter not in covered:
-            raise ShardingError(
-                f"ignored_states: parameter {plain_name(name)!r} belongs to a module with parameters that are not ignored; put "
-                "it into a module of its own."
-            )
+    """The modules that the engine shall ignore, with all below them. One with a unit inside is not among them."""
+    inside = [one for one in instance._fsdp_wrapped_module.modules() if one is not instance._fsdp_wrapped_module]
+    found = [one for one in inside if one in instance._ignored_modules and not _has_unit(one)]
     return [one for one in found if not any(one is not other and one in set(other.modules()) for other in found)] or None
+
+
+def _has_unit(module: nn.Module) -> bool:
+    return any(unit_ref_of(one) is not None for one in module.modules())
+
+
+def _ignored_params(instance: Any) -> list[nn.Parameter] | None:
+    """The parameters that the engine shall ignore. Those of an instance inside an ignored module stay sharded."""
+    found = [p for p in instance._fsdp_wrapped_module.parameters() if p in instance._ignored_params]
+    return [p for p in found if owning_unit(p) is None] or None
 
 
 # buffers and inputs -----------------------------------------------------------------------

@@ -24,6 +24,7 @@ CONFIGS: Final[dict[StateDictType, tuple[type[Any], type[Any]]]] = {
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
 """The classes of configurations that belong to each format."""
+CONFIG_NAMES: Final = ("state_dict_config", "optim_state_dict_config")
 
 
 def settings_of(module: nn.Module) -> Any:
@@ -56,9 +57,9 @@ def set_settings(module: nn.Module, kind: StateDictType, config: Any, optim_conf
         AssertionError: the instances have different formats now.
     """
     given = []
-    for wanted, one in zip(CONFIGS[kind], (config, optim_config), strict=True):
+    for name, wanted, one in zip(CONFIG_NAMES, CONFIGS[kind], (config, optim_config), strict=True):
         if one is not None and type(one) is not wanted:
-            raise RuntimeError(f"{kind.name} needs a {wanted.__name__}, not a {type(one).__name__}.")
+            raise RuntimeError(f"Expected {name} of type {wanted.__name__} for {kind.name} but got {type(one).__name__}.")
         given.append(wanted() if one is None else one)
     instances = instances_in(module)
     kinds = {one._settings.state_dict_type for one in instances}

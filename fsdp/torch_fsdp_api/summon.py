@@ -11,7 +11,7 @@ from torch import Tensor
 from fsdp.api.summon import summoned_unit
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.runtime.registry import UnitRef
-from fsdp.torch_fsdp_api.torch_names import ShardingStrategy
+from fsdp.torch_fsdp_api.torch_names import ShardingStrategy, TrainingState
 
 
 @contextmanager
@@ -41,6 +41,11 @@ def summoned(
 
 
 def _check(instance: Any, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+    if instance.training_state is not TrainingState.IDLE:
+        when = "during forward/backward"
+        if instance.training_state is TrainingState.SUMMON_FULL_PARAMS:
+            when = "when already unsharding parameters"
+        raise AssertionError(f"Cannot manually unshard parameters {when}: leave summon_full_params out there.")
     is_replicated = instance.sharding_strategy is ShardingStrategy.NO_SHARD
     for is_given, text in (
         (
@@ -51,7 +56,7 @@ def _check(instance: Any, writeback: bool, rank0_only: bool, offload_to_cpu: boo
         (writeback and rank0_only, "writeback=True needs the full parameters on every rank; leave rank0_only out"),
     ):
         if is_given:
-            raise NotImplementedError(f"summon_full_params: {text}.")
+            raise NotImplementedError(f"summon_full_params: this is not supported: {text}.")
     if offload_to_cpu and not rank0_only:
         warnings.warn(
             "offload_to_cpu=True copies the full parameters to the host on every rank; give rank0_only=True.", stacklevel=5

@@ -127,7 +127,8 @@ def hybrid_mesh(groups: Any, mesh: Any) -> tuple[Any, Any, Any]:
         return groups, default_group(), None  # the shape, from the instance around this one
     if not (isinstance(groups, tuple) and len(groups) == 2 and all(isinstance(one, dist.ProcessGroup) for one in groups)):
         raise ValueError(
-            f"process_group must be a pair (ranks that share the shards, ranks that hold the same), not {type(groups).__name__}."
+            "Expected process_group to be passed in as a pair (ranks that share the shards, ranks that hold the same), not "
+            f"{type(groups).__name__}."
         )
     row, column = map(ranks_of, groups)
     total = default_group().size()

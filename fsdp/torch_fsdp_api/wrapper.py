@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fsdp.api.wrap import no_sync, run_forward
-from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, unit_ref_of
 from fsdp.torch_fsdp_api import gradients, optim_states, sharding, state_types, states, summon, torch_names
 from fsdp.torch_fsdp_api.instance import InstanceState
@@ -106,8 +105,8 @@ class FullyShardedDataParallel(InstanceState):
         if self.sharding_strategy in HYBRID:
             if process_group is None and policy is None and self._device_mesh is None:
                 raise ValueError(
-                    f"sharding_strategy={self.sharding_strategy.name} without a policy: give the same process_group or "
-                    "device_mesh to every instance."
+                    f"sharding_strategy={self.sharding_strategy.name} without a policy requires explicit specification of "
+                    "process group or device_mesh. Give the same to every instance."
                 )
             self._mesh, self.process_group, self._inter_node_pg = torch_names.hybrid_mesh(process_group, self._device_mesh)
         elif self._device_mesh is not None:
@@ -117,7 +116,8 @@ class FullyShardedDataParallel(InstanceState):
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         if self.world_size == 1 and sharding.kind_of(self.sharding_strategy) == "shard":
             warnings.warn(
-                f"one rank has nothing to share: NO_SHARD takes the place of {self.sharding_strategy.name}.", stacklevel=3
+                f"FSDP is switching to use `NO_SHARD` instead of {self.sharding_strategy} since the world size is 1.",
+                stacklevel=3,
             )
             self.sharding_strategy = ShardingStrategy.NO_SHARD
         self._ranks_key = torch_names.ranks_of(self.process_group), sharding.kind_of(self.sharding_strategy)
@@ -187,7 +187,7 @@ class FullyShardedDataParallel(InstanceState):
         allowed = [state] if isinstance(state, TrainingState) else state
         if self.training_state not in allowed:
             names = ", ".join(one.name for one in allowed)
-            raise ValueError(f"this instance is in {self.training_state.name}; here it may be in {names}.")
+            raise ValueError(f"this instance is expected to be in states {names} but it is in {self.training_state.name}.")
 
     @property
     def _is_root(self) -> bool:
@@ -265,7 +265,7 @@ class FullyShardedDataParallel(InstanceState):
 
         Raises:
             NotImplementedError: arguments contradict each other.
-            IllegalTransition: a forward, a backward or another summon is running.
+            AssertionError: a forward, a backward or another summon of an instance is running.
         """
         found = instances_in(module)
         if not recurse:
@@ -311,6 +311,7 @@ class FullyShardedDataParallel(InstanceState):
         group: Any = None,
     ) -> dict[str, Any]:
         """Return the full state by parameter name; with `rank0_only`, {} on other ranks. Communicates."""
+        optim_states.warn_of(optim_input)
         return optim_states.full(model, optim, rank0_only)
 
     @staticmethod
@@ -369,7 +370,8 @@ class FullyShardedDataParallel(InstanceState):
         """Return the state by parameter name, in the format of `set_state_dict_type`. Communicates.
 
         Raises:
-            ShardingError: `optim_state_dict` is not the state of `optim`.
+            ShardingError: `optim_state_dict` has parameters that `optim` has not.
+            RuntimeError: an optimizer leaves out a sharded parameter that rank 0's steps.
         """
         return optim_states.in_format(model, optim, optim_state_dict)
 
@@ -384,17 +386,12 @@ class FullyShardedDataParallel(InstanceState):
     ) -> dict[str, Any]:
         """Return this rank's part of a state by parameter name, for `optim.load_state_dict`. Communicates.
 
-        Raises:
-            ShardingError: `is_named_optimizer` is True.
+        With `is_named_optimizer` the result is by name, for an optimizer that gives its parameters names.
         """
-        if is_named_optimizer:
-            raise ShardingError(
-                "is_named_optimizer=True: optimizers with names of their own are not known here; give the optimizer inside."
-            )
         settings = state_types.settings_of(model)
         rank0_only = settings is not None and getattr(settings.optim_state_dict_config, "rank0_only", False)
         given = optim_states.broadcast(optim_state_dict, model, group) if rank0_only else optim_state_dict
-        result = optim_states.to_load(given, model, optim_states.order_of(model, optim, None))
+        result = optim_states.to_load(given, model, optim_states.order_of(model, optim, None), is_named_optimizer)
         if load_directly:
             optim.load_state_dict(result)
         return result
