@@ -117,6 +117,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "build": (
         "peer_options",
         "builder",
+        "convert",
         "attach",
         "copies",
         "dissolve",

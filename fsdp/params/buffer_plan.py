@@ -23,7 +23,7 @@ def make_flat_buffers(
     return tuple(
         FlatBuffer(
             members,
-            _compute_dtype(members[0].parameter.dtype, config),
+            compute_dtype(members[0].parameter.dtype, config),
             comm,
             replicated,
             config.aligned,
@@ -34,7 +34,8 @@ def make_flat_buffers(
     )
 
 
-def _compute_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
+    """The dtype in which parameters of `dtype` are gathered."""
     param_dtype = config.mp_policy.param_dtype
     return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
 

@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 from fsdp.comm.communicator import Communicator
 from fsdp.device.storage import ResizableStorage, SharedStorage, storage_key
 from fsdp.errors import ShardingError
-from fsdp.params.layout import ShardExtent, make_layout, make_row_layout
+from fsdp.params.layout import Layout, ShardExtent, make_layout, make_row_layout
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.shards.cut import Shape
@@ -39,7 +39,9 @@ class FlatBuffer:
         aligned: bool = True,
         plain_shards: bool = False,
         dtensor_mesh: DTensorMesh | None = None,
+        layout: Layout | None = None,
     ) -> None:
+        """`layout`: that of a flat buffer of the same parameters, which this one takes the place of. None: a new one."""
         self.param_infos = tuple(param_infos)
         self.is_replicated = replicated
         self.is_sparse = replicated and param_infos[0].is_sparse
@@ -49,7 +51,9 @@ class FlatBuffer:
         originals = [info.parameter for info in param_infos]
         self.device = originals[0].device
         shapes = tuple(tuple(p.shape) for p in originals)
-        if dtensor_mesh is None:
+        if layout is not None:
+            self.layout = layout
+        elif dtensor_mesh is None:
             self.layout = make_layout(shapes, min(originals[0].element_size(), dtype.itemsize), self.num_shards, aligned)
         else:
             self.layout = make_row_layout(shapes[0], self.num_shards)

@@ -1,15 +1,26 @@
 """What of an instance changes after its constructor, and by which call: its class alone writes it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fsdp.build.convert import changes, convert
 from fsdp.errors import ShardingError
 from fsdp.fully_shard_api import residence
+from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.torch_fsdp_api.flat_param import FlatParamHandle, FlatParamView
 from fsdp.torch_fsdp_api.torch_names import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
+
+
+def drop_state_hooks(engine: Engine) -> None:
+    """Remove the engine's hooks on state dicts, which have FSDP1's formats."""
+    for unit in engine.units:
+        ref = unit_ref_of(unit.module)
+        for handle in () if ref is None else ref.state_dict_handles:
+            handle.remove()
 
 
 class InstanceState(nn.Module):
@@ -27,6 +38,7 @@ class InstanceState(nn.Module):
         self._comm_hook: Any = None
         self._comm_hook_state: Any = None
         self._is_summoned = False
+        self.compute_device = torch.device("cpu")
 
     def set_settings(self, settings: StateDictSettings) -> None:
         """From now on `state_dict()` gives this kind of state."""
@@ -35,6 +47,23 @@ class InstanceState(nn.Module):
     def set_comm_hook(self, state: object, hook: Any) -> None:
         """Remember that the gradients of this instance are reduced by `hook`, which is called with `state`."""
         self._comm_hook, self._comm_hook_state = hook, state
+
+    def set_compute_device(self, device: torch.device) -> None:
+        """Remember where the instance computes, and where the outermost one moves its inputs."""
+        self.compute_device = device
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Convert the parameters of this instance and of those inside it: `half()`, `to(dtype)`, `cuda()`."""
+        ref = unit_ref_of(self._unit_module)
+        if ref is not None:
+            inside = [ref.index, *sorted(ref.engine.descendants[ref.index])]
+            changed = [index for index in inside if changes(ref.engine.units[index], fn)]
+            if changed:
+                drop_state_hooks(convert(ref.engine, fn, changed))
+        applied = super()._apply(fn, recurse)
+        if self.params:
+            self.set_compute_device(self.params[0].device)
+        return applied
 
     def set_summoned(self, is_summoned: bool) -> None:
         """Remember whether `summon_full_params` shows full parameters, or has shown them to rank 0 alone."""

@@ -114,7 +114,7 @@ def in_format(model: nn.Module, optim: torch.optim.Optimizer, given: Any) -> dic
 def to_load(given: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optimizer, is_named: bool = False) -> dict[str, Any]:
     """This rank's part of a state by name, as `optim.load_state_dict` takes it. Communicates for parts that are cut by rows.
 
-    With `is_named` it is by name, for an optimizer that gives its parameters names.
+    With `is_named` it is by the names of `model.named_parameters()`, for an optimizer that gives its parameters names.
     """
     view = OptimizerView(ModelView(model, "optim_state_dict_to_load"), optim)
     group = instances_in(model)[0].process_group
@@ -127,7 +127,10 @@ def to_load(given: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optim
         if view.holds(name) or optim.state.get(view.parameters[name]):
             state[name] = {key: _part(view, name, key, value) for key, value in values.items()}
     if is_named:
-        found = {"state": state, "param_groups": named["param_groups"]}
+        current = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {name: current[id(parameter)] for name, parameter in view.parameters.items()}
+        groups = [{**group, "params": [names[name] for name in group["params"]]} for group in named["param_groups"]]
+        found = {"state": {names[name]: kept for name, kept in state.items()}, "param_groups": groups}
     else:
         found = view.numbered(state, named["param_groups"])
         without = {number for number, name in enumerate(name for names in view.groups for name in names) if name in left_out}

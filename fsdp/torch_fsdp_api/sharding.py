@@ -18,6 +18,7 @@ from fsdp.params.module_params import owning_unit
 from fsdp.params.module_tree import IGNORED
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.torch_fsdp_api import torch_names
+from fsdp.torch_fsdp_api.instance import drop_state_hooks
 from fsdp.torch_fsdp_api.torch_names import HYBRID, ShardingStrategy
 
 WRAPPED_NAME = "_fsdp_wrapped_module."
@@ -251,11 +252,7 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
         plain_shards=True,
     )
     refuse_other_engines(instance, type(module).__name__)
-    for one in (instance, *inner):
-        found = one._unit_ref
-        # state dicts have FSDP1's formats
-        for handle in () if found is None else found.state_dict_handles:
-            handle.remove()
+    drop_state_hooks(instance._unit_ref.engine)
 
 
 def _outermost_ignored(instance: Any) -> list[nn.Module] | None:

@@ -81,7 +81,7 @@ class FullyShardedDataParallel(InstanceState):
         own = [p for p in module.parameters() if p not in self._ignored_params]
         device = sharding.device_of(device_id)
         sharding.move(module, device, own)
-        self.compute_device = device or next((p.device for p in own if not p.is_meta), torch.device("cpu"))
+        self.set_compute_device(device or next((p.device for p in own if not p.is_meta), torch.device("cpu")))
         sharding.check(self, module, own)
         if auto_wrap_policy is not None:
             if self.sharding_strategy in HYBRID and device_mesh is None:

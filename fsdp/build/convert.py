@@ -1,0 +1,111 @@
+"""Another dtype or device for units that exist: `model.half()` or `model.to(device)` after wrapping.
+
+Nothing is communicated. Each flat buffer is made anew with the layout that it had, so that the state of an optimizer still fits.
+A smaller dtype then has shards that are no multiples of 16 bytes.
+"""
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+
+from fsdp.build.attach import attach, detach
+from fsdp.build.dissolve import refuse_losses
+from fsdp.errors import ShardingError
+from fsdp.params.buffer_plan import compute_dtype
+from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.module_tree import ModuleTree
+from fsdp.params.unit import Unit
+from fsdp.runtime.engine import Engine
+from fsdp.runtime.registry import refuse_unless_resting, unit_ref_of
+from fsdp.shards.shard_tensor import plain
+
+Conversion = Callable[[Tensor], Tensor]
+
+
+def changes(unit: Unit, fn: Conversion) -> bool:
+    """Whether `fn` gives the shards of a unit another dtype or device."""
+    probes = [flat.shard.new_empty(0) for flat in unit.flats]
+    return any((made := fn(probe)).dtype is not probe.dtype or made.device != probe.device for probe in probes)
+
+
+@torch.no_grad()
+def convert(engine: Engine, fn: Conversion, units: Collection[int]) -> Engine:
+    """Convert the parameters and gradients of some units of a root by `fn`; return the engine that drives the root from now on.
+
+    `units`: the numbers of the units. Parameter objects, hooks of the user, and the options of the root stay.
+
+    Memory: the shards of these units twice.
+
+    Raises:
+        ShardingError: a forward, a backward or a summon is going on; gradients are kept under `no_sync`; the root is inside
+            `fsdp.join`, or uses parameters of others; or shards are DTensors. Nothing was changed.
+    """
+    _refuse(engine, units)
+    shards = {index: [fn(flat.shard) for flat in engine.units[index].flats] for index in units}
+    refs = [ref for unit in engine.units if (ref := unit_ref_of(unit.module)) is not None]
+    detach(refs)
+    made = [_convert(unit, fn, shards[index]) if index in shards else unit for index, unit in enumerate(engine.units)]
+    new = attach(made, engine.descendants, engine.comms)
+    _take_over(new, engine)
+    return new
+
+
+def _refuse(engine: Engine, units: Collection[int]) -> None:
+    engine.clean_up_dead_forward()
+    refuse_unless_resting("to", engine)
+    refuse_losses(engine, "to")
+    root = engine.units[0]
+    ModuleTree.of(root.module).refuse_borrowing(root.name)
+    for index in units:
+        unit = engine.units[index]
+        if unit.has_dtensors:
+            raise ShardingError(f"to: the shards of unit {unit.name!r} are DTensors, which keep their dtype and device.")
+        unit.check_shards()
+
+
+def _convert(unit: Unit, fn: Conversion, shards: list[Tensor]) -> Unit:
+    grads = [[_converted_grad(parameter.grad, fn) for parameter in flat.sharded_params] for flat in unit.flats]
+    stepped = unit.versions.changed_since_made
+    for flat, shard in zip(unit.flats, shards, strict=True):
+        for number, slot in enumerate(flat.layout.slots):
+            # a stand-in of the full shape with the memory of one element, which the new buffer cuts
+            flat.restore_param(number, shard.new_empty(()).expand(slot.shape), None)
+    unit.dissolve()
+    flats = [
+        FlatBuffer(
+            flat.param_infos,
+            compute_dtype(shard.dtype, unit.config),
+            unit.comm,
+            flat.is_replicated,
+            unit.config.aligned,
+            unit.config.plain_shards,
+            layout=flat.layout,
+        )
+        for flat, shard in zip(unit.flats, shards, strict=True)
+    ]
+    for flat, shard, of_flat in zip(flats, shards, grads, strict=True):
+        flat.shard.copy_(shard)
+        for number, grad in enumerate(of_flat):
+            if grad is not None:
+                flat.sharded_params[number].grad = flat.shard_grad(number, grad)
+    new = Unit(unit.modules, unit.name, flats, unit.config, unit.comm)
+    if stepped:
+        new.versions.repeat(1)  # an optimizer may have state that is cut like the shards
+    return new
+
+
+def _converted_grad(grad: Tensor | None, fn: Conversion) -> Tensor | None:
+    return None if grad is None else fn(grad if grad.is_sparse else plain(grad))
+
+
+def _take_over(new: Engine, old: Engine) -> None:
+    """Give an engine what was set on the one before it."""
+    new.set_synchronises(old.synchronises)
+    if (factors := old.reducer.divide_factors) is not None:
+        new.reducer.set_divide_factors(*factors)
+    if (hook := old.reducer.hook) is not None:
+        new.reducer.set_hook(hook)
+    for index, lifecycle in enumerate(old.root.lifecycles):
+        if new.root.lifecycles[index].reshard_policy is not lifecycle.reshard_policy:
+            new.root.set_reshard_policy(index, lifecycle.reshard_policy)
