@@ -1,16 +1,18 @@
-"""Another dtype or device for units that exist: `model.half()` or `model.to(device)` after wrapping.
+"""Another dtype or device for units that exist, as `model.half()` asks for after wrapping; or another mixed precision.
 
 Nothing is communicated. Each flat buffer is made anew with the layout that it had, so that the state of an optimizer still fits.
 A smaller dtype then has shards that are no multiples of 16 bytes.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fsdp.build.attach import attach, detach
 from fsdp.build.dissolve import refuse_losses
+from fsdp.config import Config, MixedPrecisionPolicy
 from fsdp.errors import ShardingError
 from fsdp.params.buffer_plan import compute_dtype
 from fsdp.params.flat_buffer import FlatBuffer
@@ -41,30 +43,53 @@ def convert(engine: Engine, fn: Conversion, units: Collection[int]) -> Engine:
         ShardingError: a forward, a backward or a summon is going on; gradients are kept under `no_sync`; the root is inside
             `fsdp.join`, or uses parameters of others; or shards are DTensors. Nothing was changed.
     """
-    _refuse(engine, units)
+    _refuse(engine, units, "to")
     shards = {index: [fn(flat.shard) for flat in engine.units[index].flats] for index in units}
+    configs = {index: engine.units[index].config for index in units}
+    return _remade(engine, fn, shards, configs)
+
+
+@torch.no_grad()
+def change_precision(engine: Engine, policies: Mapping[int, MixedPrecisionPolicy], function_name: str) -> Engine:
+    """Let some units of a root compute in other dtypes; return the engine that drives the root from now on.
+
+    `policies`: the policy of each unit, by its number. The shards keep their dtype. Errors begin with `function_name`.
+
+    Raises:
+        ShardingError: see `convert`.
+    """
+    _refuse(engine, policies, function_name)
+    shards = {index: [flat.shard for flat in engine.units[index].flats] for index in policies}
+    configs = {index: replace(engine.units[index].config, mp_policy=policy) for index, policy in policies.items()}
+    return _remade(engine, lambda tensor: tensor, shards, configs)
+
+
+def _remade(engine: Engine, fn: Conversion, shards: Mapping[int, list[Tensor]], configs: Mapping[int, Config]) -> Engine:
+    """An engine over units of which some are made anew, from their new shards and with their new options."""
     refs = [ref for unit in engine.units if (ref := unit_ref_of(unit.module)) is not None]
     detach(refs)
-    made = [_convert(unit, fn, shards[index]) if index in shards else unit for index, unit in enumerate(engine.units)]
+    made = [
+        _convert(unit, fn, shards[index], configs[index]) if index in shards else unit for index, unit in enumerate(engine.units)
+    ]
     new = attach(made, engine.descendants, engine.comms)
     _take_over(new, engine)
     return new
 
 
-def _refuse(engine: Engine, units: Collection[int]) -> None:
+def _refuse(engine: Engine, units: Collection[int], function_name: str) -> None:
     engine.clean_up_dead_forward()
-    refuse_unless_resting("to", engine)
-    refuse_losses(engine, "to")
+    refuse_unless_resting(function_name, engine)
+    refuse_losses(engine, function_name)
     root = engine.units[0]
     ModuleTree.of(root.module).refuse_borrowing(root.name)
     for index in units:
         unit = engine.units[index]
         if unit.has_dtensors:
-            raise ShardingError(f"to: the shards of unit {unit.name!r} are DTensors, which keep their dtype and device.")
+            raise ShardingError(f"{function_name}: the shards of unit {unit.name!r} are DTensors, which stay as they are.")
         unit.check_shards()
 
 
-def _convert(unit: Unit, fn: Conversion, shards: list[Tensor]) -> Unit:
+def _convert(unit: Unit, fn: Conversion, shards: list[Tensor], config: Config) -> Unit:
     grads = [[_converted_grad(parameter.grad, fn) for parameter in flat.sharded_params] for flat in unit.flats]
     stepped = unit.versions.changed_since_made
     for flat, shard in zip(unit.flats, shards, strict=True):
@@ -75,11 +100,11 @@ def _convert(unit: Unit, fn: Conversion, shards: list[Tensor]) -> Unit:
     flats = [
         FlatBuffer(
             flat.param_infos,
-            compute_dtype(shard.dtype, unit.config),
+            compute_dtype(shard.dtype, config),
             unit.comm,
             flat.is_replicated,
-            unit.config.aligned,
-            unit.config.plain_shards,
+            config.aligned,
+            config.plain_shards,
             layout=flat.layout,
         )
         for flat, shard in zip(unit.flats, shards, strict=True)
@@ -89,7 +114,7 @@ def _convert(unit: Unit, fn: Conversion, shards: list[Tensor]) -> Unit:
         for number, grad in enumerate(of_flat):
             if grad is not None:
                 flat.sharded_params[number].grad = flat.shard_grad(number, grad)
-    new = Unit(unit.modules, unit.name, flats, unit.config, unit.comm)
+    new = Unit(unit.modules, unit.name, flats, config, unit.comm)
     if stepped:
         new.versions.repeat(1)  # an optimizer may have state that is cut like the shards
     return new

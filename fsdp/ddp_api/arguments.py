@@ -1,6 +1,7 @@
 """Arguments of DistributedDataParallel, checked and translated: devices of inputs, ignored parameters, other engines' options."""
 
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +62,46 @@ def ignored_modules(module: nn.Module, broadcasts_buffers: bool) -> list[nn.Modu
             f"{rest[0]!r} is ignored, but not all parameters and buffers of its module are: put those into a module of their own."
         )
     return found
+
+
+def check_hook(hook: Any) -> None:
+    """Check a communication hook and its annotations, if it has any.
+
+    Raises:
+        TypeError: it cannot be called.
+        ValueError: an annotation says that it takes no bucket, or returns no future of a tensor.
+    """
+    if not callable(hook):
+        raise TypeError(f"Communication hook must be callable. It takes (state, bucket); this is {hook!r}.")
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:
+        return  # compiled code says nothing
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and not _names(bucket.annotation, "GradBucket"):
+        raise ValueError(f"Communication hook: bucket annotation should be dist.GradBucket. It is {bucket.annotation!r}.")
+    if not _names(signature.return_annotation, "Future"):
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. It is "
+            f"{signature.return_annotation!r}."
+        )
+
+
+def checked_hook(hook: Callable[..., Any]) -> Callable[[object, Any], Any]:
+    """The hook, with torch's error if it returns no future."""
+
+    def call(state: object, bucket: Any) -> Any:
+        found = hook(state, bucket)
+        if not isinstance(found, torch._C.Future):
+            raise RuntimeError(f"callback must return a torch.futures.Future object, but got {type(found).__name__}.")
+        return found
+
+    return call
+
+
+def _names(annotation: Any, name: str) -> bool:
+    """Whether an annotation is a class of this name, in quotes or not. No annotation is right."""
+    return annotation is inspect.Signature.empty or name in (annotation if isinstance(annotation, str) else repr(annotation))
 
 
 def refuse_other_options(given: Mapping[str, object], known: Collection[str]) -> None:

@@ -11,7 +11,7 @@ from fsdp.api import comm_hooks, join, wrap
 from fsdp.build.other_engines import refuse_other_engines
 from fsdp.comm.connect import Mesh, ProcessGroup
 from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
-from fsdp.ddp_api.arguments import IGNORED, ignored_modules, input_device, moved, refuse_other_options
+from fsdp.ddp_api.arguments import IGNORED, check_hook, checked_hook, ignored_modules, input_device, moved, refuse_other_options
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, unit_ref_of
 
@@ -133,6 +133,9 @@ class DistributedDataParallel(ReplicatedModule):
             ignored=ignored_modules(module, broadcasts),
         )
         self._input_device = target
+        self._error = ""
+        self._iteration = 0
+        """The number of forwards."""
         self.device_ids = list(device_ids) if device_ids else None
         self.output_device = output_device
         self.process_group = getattr(self._unit_ref.engine.comms.world_comm, "group", None)
@@ -146,6 +149,7 @@ class DistributedDataParallel(ReplicatedModule):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The forward of the wrapped module, with its inputs on the device of `device_ids` if that was given."""
+        self.__dict__["_iteration"] += 1  # the setter of modules takes microseconds
         return super().forward(*moved(inputs, self._input_device), **moved(kwargs, self._input_device))
 
     @property
@@ -194,17 +198,33 @@ class DistributedDataParallel(ReplicatedModule):
         raise ShardingError("torch's Join does not know the collectives of this engine; use `with model.join():`.")
 
     def register_comm_hook(self, state: object, hook: Callable[..., Future[Tensor]]) -> None:
-        """Let `hook(state, bucket)` reduce the gradients. See `fsdp.register_comm_hook`."""
-        if not callable(hook):
-            raise TypeError(f"register_comm_hook takes a function of (state, bucket), not {hook!r}.")
-        comm_hooks.register_comm_hook(self, state, hook)
+        """Let `hook(state, bucket)` reduce the gradients. See `fsdp.register_comm_hook`.
+
+        Raises:
+            TypeError: `hook` cannot be called.
+            ValueError: the annotations of `hook` are those of another function.
+            RuntimeError: there is a hook already. Later, in a backward: `hook` returned no future.
+        """
+        try:
+            check_hook(hook)
+            if self._unit_ref.engine.reducer.hook is not None:
+                raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        except Exception as error:
+            self._error = str(error)
+            raise
+        comm_hooks.register_comm_hook(self, state, checked_hook(hook))
 
     def _get_ddp_logging_data(self) -> dict[str, object]:
-        """The facts about the wrapper that torch logs, as far as they mean something here."""
+        """The facts about the wrapper that torch logs, as far as they mean something here.
+
+        `error` is the last text with which `register_comm_hook` refused a hook, and is not there before.
+        """
+        errors = {"has_error": 1, "error": self._error} if self._error else {"has_error": 0}
+        facts = {"iteration": self._iteration, **errors}
         comm = self._unit_ref.engine.comms.world_comm
         names = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers")
         given = {name: getattr(self, name) for name in names}
-        return {"world_size": comm.size, "rank": comm.rank, "is_multi_device_module": False, **given}
+        return {"world_size": comm.size, "rank": comm.rank, "is_multi_device_module": False, **given, **facts}
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         raise ShardingError(

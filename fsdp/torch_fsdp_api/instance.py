@@ -1,5 +1,6 @@
 """What of an instance changes after its constructor, and by which call: its class alone writes it."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,8 @@ class InstanceState(nn.Module):
         self._buffer_dtypes: dict[str, torch.dtype] = {}
         """The dtype that each buffer had before it was cast to `buffer_dtype`, by its plain name."""
         self._buffers_are_cast = False
+        self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
+        """Whether evaluations leave mixed precision out. The variable is FSDP1's."""
         self._comm_hook: Any = None
         self._comm_hook_state: Any = None
         self._is_summoned = False
@@ -73,9 +76,9 @@ class InstanceState(nn.Module):
         """Remember the dtype that a buffer had before it was cast."""
         self._buffer_dtypes[name] = dtype
 
-    def set_buffers_are_cast(self) -> None:
-        """Cast buffers no more."""
-        self._buffers_are_cast = True
+    def set_buffers_are_cast(self, are_cast: bool) -> None:
+        """Remember whether buffers have their `buffer_dtype` now, or the dtype that they had before."""
+        self._buffers_are_cast = are_cast
 
     @property
     def params(self) -> list[nn.Parameter]:

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from fsdp.api.wrap import fully_shard
 from fsdp.autograd.pytree import modules_within
+from fsdp.build.convert import change_precision
 from fsdp.build.other_engines import refuse_other_engines
 from fsdp.comm.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError
 from fsdp.params.module_params import owning_unit
 from fsdp.params.module_tree import IGNORED
-from fsdp.runtime.registry import unit_ref_of
+from fsdp.runtime.registry import UnitRef, unit_ref_of
 from fsdp.torch_fsdp_api import torch_names
 from fsdp.torch_fsdp_api.instance import drop_state_hooks
 from fsdp.torch_fsdp_api.torch_names import HYBRID, ShardingStrategy
@@ -234,6 +235,8 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
             one._unit_module.__dict__[IGNORED] = True
     if all(p in instance._ignored_params for p in module.parameters()) and next(module.parameters(), None) is not None:
         return
+    if _serves(unit_ref_of(module), instance):
+        return
     strategy = instance.sharding_strategy
     keeps = strategy is ShardingStrategy._HYBRID_SHARD_ZERO2
     prefetches = instance.backward_prefetch is not None or instance.forward_prefetch
@@ -253,6 +256,16 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
     )
     refuse_other_engines(instance, type(module).__name__)
     drop_state_hooks(instance._unit_ref.engine)
+
+
+def _serves(ref: UnitRef | None, instance: Any) -> bool:
+    """Whether a unit without parameters of its own, which an earlier wrapper made, does what another wrapper of it asks for."""
+    return (
+        ref is not None
+        and not ref.unit.flats
+        and ref.unit.config.mp_policy == precision(instance)
+        and ref.unit.comm.size == instance.world_size
+    )
 
 
 def _outermost_ignored(instance: Any) -> list[nn.Module] | None:
@@ -275,18 +288,36 @@ def _ignored_params(instance: Any) -> list[nn.Parameter] | None:
 # buffers and inputs -----------------------------------------------------------------------
 
 
-def cast_buffers(instance: Any) -> None:
-    """Cast the floating-point buffers of this instance and those inside it to their `buffer_dtype`, once."""
-    if instance._buffers_are_cast:
+def set_precision(root: Any) -> None:
+    """Give buffers their dtype; with FSDP_USE_FULL_PREC_IN_EVAL=1, let instances in evaluation mode leave mixed precision out."""
+    if root._full_precision_in_eval:
+        engine = root._unit_ref.engine
+        policies = {}
+        for one in instances_in(root):
+            ref = one._unit_ref
+            wanted = precision(one) if one.training else MixedPrecisionPolicy()
+            if ref is not None and ref.engine is engine and ref.unit.config.mp_policy != wanted:
+                policies[ref.index] = wanted
+        if policies:
+            drop_state_hooks(change_precision(engine, policies, "eval"))
+    _cast_buffers(root, are_cast=root.training or not root._full_precision_in_eval)
+
+
+def _cast_buffers(instance: Any, are_cast: bool) -> None:
+    """Give the floating-point buffers of this instance and those inside it their `buffer_dtype`, or the dtype from before."""
+    if instance._buffers_are_cast is are_cast:
         return
     instances = instances_in(instance)
     others = {id(one) for one in instances}
     prefixes = {id(module): plain_name(f"{path}.") for path, module in instance.named_modules() if path}
     for one in instances:
-        one.set_buffers_are_cast()
+        one.set_buffers_are_cast(are_cast)
         wanted = one.mixed_precision.buffer_dtype
         for module in modules_within(one, others) if wanted is not None else ():
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point() and module not in one._ignored_modules:
-                    instance.remember_buffer(prefixes[id(module)] + name, buffer.dtype)
-                    module._buffers[name] = buffer.to(wanted)
+                if buffer is None or not buffer.is_floating_point() or module in one._ignored_modules:
+                    continue
+                key = prefixes[id(module)] + name
+                if are_cast:
+                    instance.remember_buffer(key, buffer.dtype)
+                module._buffers[name] = buffer.to(wanted if are_cast else instance._buffer_dtypes.get(key, buffer.dtype))

@@ -211,7 +211,7 @@ class FullyShardedDataParallel(InstanceState):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the wrapped module. The outermost instance moves the inputs to its device."""
         if self._is_root:
-            sharding.cast_buffers(self)
+            sharding.set_precision(self)
             if self.compute_device.type != "cpu":
                 args, kwargs = tree_map(self._to_device, (args, kwargs))
         return run_forward(self._fsdp_wrapped_module, args, kwargs, self._unit_ref)
