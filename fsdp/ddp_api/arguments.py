@@ -100,8 +100,10 @@ def checked_hook(hook: Callable[..., Any]) -> Callable[[object, Any], Any]:
 
 
 def _names(annotation: Any, name: str) -> bool:
-    """Whether an annotation is a class of this name, in quotes or not. No annotation is right."""
-    return annotation is inspect.Signature.empty or name in (annotation if isinstance(annotation, str) else repr(annotation))
+    """Whether an annotation is a class of this name, in quotes or not. None is right, and so is one for anything."""
+    return annotation in (inspect.Signature.empty, Any, object) or name in (
+        annotation if isinstance(annotation, str) else repr(annotation)
+    )
 
 
 def refuse_other_options(given: Mapping[str, object], known: Collection[str]) -> None:

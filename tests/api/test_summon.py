@@ -156,6 +156,24 @@ def test_data_assigned_inside_a_summon_is_written_back_or_refused() -> None:
     assert simulate(2, one_rank) == [7.0, 7.0]
 
 
+def test_data_assigned_before_a_summon_is_seen_inside_and_changes_of_it_stay() -> None:
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter.data, 3.0)
+        with fsdp.summon_full_params(model), torch.no_grad():
+            for parameter in model.parameters():
+                assert bool((parameter == 3).all())
+                parameter.mul_(2)
+        state = fsdp.full_state_dict(model, rank0_only=False)
+        assert all(bool((state[name] == 6).all()) for name, _ in model.named_parameters())
+        next(model.parameters()).data = torch.zeros(7, 7, 7)
+        with pytest.raises(fsdp.ShardingError, match="was replaced from outside"), fsdp.summon_full_params(model):
+            pass
+
+    simulate(2, fn)
+
+
 def test_to_local_inside_a_summon_is_refused() -> None:
     """What is lent is not this rank's part, and its gradients are set aside."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import Join
 
 import fsdp
@@ -342,10 +343,53 @@ def test_a_communication_hook_reduces_the_buckets_inside_join_too() -> None:
     assert fsdp.simulate(2, one_rank) == [[2.0, 0.0], [2.0, 2.0]]
 
 
-def test_a_hook_that_cannot_be_called_is_refused_with_torchs_type() -> None:
+def test_a_wrong_communication_hook_is_refused_with_the_types_and_words_of_ddp() -> None:
+    def of_a_number(state: object, bucket: int) -> torch.futures.Future[Tensor]:
+        return torch.futures.Future()
+
+    def to_a_number(state: object, bucket: "torch.distributed.GradBucket") -> int:
+        return 1
+
+    def without_annotations(state, bucket):  # type: ignore[no-untyped-def]  # what is under test
+        return 1
+
     def one_rank(rank: int) -> None:
-        with pytest.raises(TypeError, match="register_comm_hook takes a function"):
-            ddp.DistributedDataParallel(Net()).register_comm_hook(None, 1)  # type: ignore[arg-type]
+        model = ddp.DistributedDataParallel(nn.Linear(1, 1))
+        assert model._get_ddp_logging_data()["has_error"] == 0
+        with pytest.raises(TypeError, match="Communication hook must be callable"):
+            model.register_comm_hook(None, 1)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"bucket annotation should be dist.GradBucket. It is <class 'int'>"):
+            model.register_comm_hook(None, of_a_number)
+        with pytest.raises(ValueError, match="return annotation should be torch.futures.Future"):
+            model.register_comm_hook(None, to_a_number)  # type: ignore[arg-type]
+        logged = model._get_ddp_logging_data()
+        assert logged["has_error"] == 1 and "return annotation" in str(logged["error"]) and logged["iteration"] == 0
+        model.register_comm_hook(None, without_annotations)
+        with pytest.raises(RuntimeError, match="can only be called once"):
+            model.register_comm_hook(None, without_annotations)
+        loss = model(torch.ones(1, 1)).sum()
+        assert model._get_ddp_logging_data()["iteration"] == 1
+        with pytest.raises(RuntimeError, match="callback must return a torch.futures.Future object, but got int"):
+            loss.backward()
+
+    fsdp.simulate(1, one_rank)
+
+
+def test_torchs_annotated_hooks_are_accepted() -> None:
+    def quoted(state: object, bucket: "fsdp.GradBucket") -> "torch.futures.Future[Tensor]":
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    class Callable:
+        """A hook that is an object."""
+
+        def __call__(self, state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+            return quoted(state, bucket)  # type: ignore[arg-type]
+
+    def one_rank(rank: int) -> None:
+        for hook in (quoted, Callable(), fp16_compress_hook):
+            ddp.DistributedDataParallel(nn.Linear(1, 1)).register_comm_hook(None, hook)
 
     fsdp.simulate(1, one_rank)
 

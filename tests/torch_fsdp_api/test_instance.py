@@ -1,0 +1,164 @@
+"""What an instance does after its constructor: other dtypes, full precision in evaluation, gathers ahead, the flat view."""
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp
+from fsdp.comm.simulated import simulate
+from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP
+from fsdp.compat.torch_fsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from tests.compat.test_torch_fsdp import Block, Net, batch, wrapped
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+def test_a_wrapped_model_may_become_double_and_trains_like_a_plain_one(strategy: str) -> None:
+    def fn(rank: int) -> None:
+        model = wrapped(sharding_strategy=ShardingStrategy[strategy])
+        objects = [*model.parameters()]
+        assert model.double() is model
+        assert all(one is other for one, other in zip(objects, model.parameters(), strict=True))
+        plain = Net().double()
+        optimizers = [torch.optim.AdamW(one.parameters(), lr=0.05) for one in (model, plain)]
+        for step in range(3):
+            model(batch(step, rank).double()).square().mean().backward()
+            for other in range(2):
+                (plain(batch(step, other).double()).square().mean() / 2).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, value in model.state_dict().items():
+            assert value.dtype is torch.float64
+            torch.testing.assert_close(value, plain.state_dict()[name])
+        assert model.half().state_dict()["scale"].dtype is torch.float16
+        assert [*model.state_dict()] == [*plain.state_dict()], "a conversion brings back the engine's state dicts"
+
+    simulate(2, fn)
+
+
+def test_one_instance_of_a_model_may_be_converted_and_a_model_around_instances() -> None:
+    def fn(rank: int) -> None:
+        model = wrapped()
+        model.blocks[1].double()
+        dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        assert {dtype for name, dtype in dtypes.items() if "blocks.1" in name} == {torch.float64}
+        assert {dtype for name, dtype in dtypes.items() if "blocks.1" not in name} == {torch.float32}
+        around = nn.Sequential(FSDP(nn.Linear(3, 3)), nn.Linear(3, 3)).double()
+        around(batch(0, rank).double()).sum().backward()
+
+    simulate(2, fn)
+
+
+def test_evaluations_leave_mixed_precision_out_if_the_variable_of_fsdp1_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[int, list[tuple[torch.dtype, torch.dtype, torch.dtype]]] = {}
+
+    def fn(rank: int, full: bool) -> None:
+        policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+        model = wrapped(mixed_precision=policy)
+        found: list[torch.Tensor] = []
+        model.first.register_forward_hook(lambda module, args, output: found.append(output.detach()))
+        kinds = []
+        for training in (True, False, True):
+            model.train(training)
+            output = model(batch(0, rank))
+            output.float().sum().backward()
+            kinds.append((found[-1].dtype, model.scale.dtype, output.dtype))
+        seen[rank] = kinds
+        assert bool((model.state_dict()["scale"] == 1).all()) and model.state_dict()["scale"].dtype is torch.float32
+
+    low, high = (torch.bfloat16,) * 3, (torch.float32,) * 3
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    simulate(2, lambda rank: fn(rank, True))
+    assert seen == {rank: [low, high, low] for rank in range(2)}
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "0")
+    simulate(2, lambda rank: fn(rank, False))
+    assert seen == {rank: [low, low, low] for rank in range(2)}
+
+
+def test_an_instance_is_gathered_ahead_of_its_forward() -> None:
+    def fn(rank: int) -> None:
+        model = FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), backward_prefetch=None)
+        model(batch(0, rank)).sum().backward()
+        block = model.blocks[0]
+        handle = block._unshard(async_op=True)
+        assert handle is not None
+        handle.wait()
+        assert block.module.up.weight.shape == (5, 3)
+        assert block._unshard() is None
+        model._wait_unshard_streams_on_current_stream()
+        model(batch(1, rank)).sum().backward()
+        assert FSDP(nn.Sequential(nn.ReLU()))._unshard() is None
+
+    simulate(2, fn)
+
+
+def test_the_flat_view_has_the_values_and_gradients_of_this_rank_end_to_end() -> None:
+    def fn(rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        model = wrapped()
+        handle = model.blocks[0]._handle
+        assert handle is not None and handle.uses_sharded_strategy
+        flat = handle.flat_param
+        assert flat.grad is None and handle.sharded_grad is None
+        model(batch(0, rank)).sum().backward()
+        assert flat.numel() == sum(p.numel() for p in model.blocks[0].params) == flat.shape[0]
+        with FSDP.summon_full_params(model):
+            assert flat.numel() == sum(p.numel() for p in Block().parameters())
+        assert FSDP(nn.Sequential(nn.ReLU()))._handle is None
+        assert FSDP(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.NO_SHARD)._handle.uses_sharded_strategy is False
+        return flat.data, flat.grad
+
+    torch.manual_seed(0)
+    parts = simulate(2, fn)
+    plain = Net()
+    (sum(plain(batch(0, rank)).sum() for rank in range(2)) / 2).backward()
+    for index, of in ((0, lambda p: p.detach()), (1, lambda p: p.grad)):
+        found = torch.cat([part[index] for part in parts if part[index] is not None]).sort().values
+        wanted = torch.cat([of(p).reshape(-1) for p in plain.blocks[0].parameters()]).sort().values
+        torch.testing.assert_close(found, wanted)
+
+
+def test_full_parameters_are_refused_in_a_forward_and_inside_each_other() -> None:
+    def fn(rank: int) -> None:
+        model = wrapped()
+
+        def summon(*_: object) -> None:
+            with FSDP.summon_full_params(model):
+                pass
+
+        handle = model.first.register_forward_pre_hook(summon)
+        with pytest.raises(AssertionError, match="Cannot manually unshard parameters during forward/backward"):
+            model(batch(0, rank))
+        handle.remove()
+        model(batch(0, rank)).sum().backward()
+        with (
+            FSDP.summon_full_params(model),
+            pytest.raises(AssertionError, match="Cannot manually unshard parameters when already unsharding parameters"),
+        ):
+            summon()
+        with pytest.raises(NotImplementedError, match="is not supported"), FSDP.summon_full_params(model, rank0_only=True):
+            pass
+        with pytest.raises(ValueError, match="is expected to be in states IDLE but"), FSDP.summon_full_params(model):
+            model.apply(lambda module: None)
+
+    simulate(2, fn)
+
+
+def test_warnings_and_errors_have_the_words_that_users_of_fsdp1_match() -> None:
+    def fn(rank: int) -> None:
+        model = wrapped()
+        with pytest.raises(RuntimeError, match="should only be called on the root FSDP instance"):
+            model.blocks[0].clip_grad_norm_(1.0)
+        with pytest.raises(AssertionError, match="^register_comm_hook can only be called on a root instance.$"):
+            model.blocks[0].register_comm_hook(None, print)
+        with pytest.raises(ValueError, match="modules to not already have FSDP applied but found blocks.0 in Net"):
+            FSDP(model.module, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        with pytest.raises(fsdp.ShardingError, match="keep_low_precision_grads=True"):
+            wrapped(mixed_precision=MixedPrecision(keep_low_precision_grads=True))
+
+    simulate(2, fn)
+    with pytest.warns(
+        UserWarning, match="switching to use `NO_SHARD` instead of ShardingStrategy.FULL_SHARD since the world size"
+    ):
+        simulate(1, lambda rank: wrapped())
+    with pytest.warns(UserWarning, match="on rank 0 with no gradients -- returning the total norm in the default dtype"):
+        simulate(1, lambda rank: wrapped().clip_grad_norm_(1.0))
