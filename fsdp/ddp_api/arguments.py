@@ -40,11 +40,13 @@ def moved(inputs: Any, device: torch.device | None) -> Any:
     return inputs if device is None else tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, inputs)
 
 
-def ignored_modules(module: nn.Module, broadcasts_buffers: bool) -> list[nn.Module]:
-    """The modules all of whose parameters and buffers are ignored, from the names that the user has set on `module`.
+def left_alone(module: nn.Module, broadcasts_buffers: bool) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    """The modules all of whose parameters and buffers are ignored, and the other ignored parameters.
+
+    The user has set their names on `module`.
 
     Raises:
-        ShardingError: a module has ignored parameters beside others, or a buffer is ignored while buffers are broadcast.
+        ShardingError: a name is none of the module's, or a buffer is ignored beside others, or while buffers are broadcast.
     """
     names = set(module.__dict__.get(IGNORED, ()))
     if broadcasts_buffers and (buffers := sorted(names & set(_buffers(module)))):
@@ -56,12 +58,15 @@ def ignored_modules(module: nn.Module, broadcasts_buffers: bool) -> list[nn.Modu
         if below and below <= names and not below <= covered:
             found.append(one)
             covered |= below
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     rest = sorted(names - covered)
-    if rest:
-        raise ShardingError(
-            f"{rest[0]!r} is ignored, but not all parameters and buffers of its module are: put those into a module of their own."
-        )
-    return found
+    for name in rest:
+        if name not in parameters:
+            raise ShardingError(
+                f"{name!r} is ignored, and is no parameter; a buffer is ignored with all parameters and buffers of its module: "
+                "put those into a module of their own."
+            )
+    return found, [parameters[name] for name in rest]
 
 
 def check_hook(hook: Any) -> None:

@@ -11,7 +11,7 @@ from fsdp.api import comm_hooks, join, wrap
 from fsdp.build.other_engines import refuse_other_engines
 from fsdp.comm.connect import Mesh, ProcessGroup
 from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
-from fsdp.ddp_api.arguments import IGNORED, check_hook, checked_hook, ignored_modules, input_device, moved, refuse_other_options
+from fsdp.ddp_api.arguments import IGNORED, check_hook, checked_hook, input_device, left_alone, moved, refuse_other_options
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, unit_ref_of
 
@@ -31,7 +31,8 @@ class ReplicatedModule(nn.Module):
         mp_policy: MixedPrecisionPolicy | None = None,
         init_sync: bool = True,
         broadcast_buffers: bool = False,
-        ignored: Collection[nn.Module] = (),
+        ignored_modules: Collection[nn.Module] = (),
+        ignored_params: Collection[nn.Parameter] = (),
     ) -> None:
         super().__init__()
         if not any(p.requires_grad for p in module.parameters()):
@@ -45,7 +46,8 @@ class ReplicatedModule(nn.Module):
             sharding_strategy="NO_SHARD",
             sync_module_states=init_sync,
             mp_policy=mp_policy,
-            ignored_modules=ignored,
+            ignored_modules=ignored_modules,
+            ignored_params=ignored_params,
             reduction=reduction,
             broadcast_buffers=broadcast_buffers,
             plain_shards=True,
@@ -118,6 +120,7 @@ class DistributedDataParallel(ReplicatedModule):
         )
         given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         broadcasts = given is not False
+        modules, params = left_alone(module, broadcasts)
         target = input_device(module, device_ids, output_device)
         super().__init__(
             module,
@@ -130,7 +133,8 @@ class DistributedDataParallel(ReplicatedModule):
             mesh=device_mesh,
             init_sync=init_sync,
             broadcast_buffers=broadcasts,
-            ignored=ignored_modules(module, broadcasts),
+            ignored_modules=modules,
+            ignored_params=params,
         )
         self._input_device = target
         self._error = ""

@@ -1,24 +1,56 @@
 """What code asks of FSDP1's `_handle` and `_flat_param`: the parameters of one instance, end to end. Nothing is stored here."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fsdp.build.convert import Conversion, convert
 from fsdp.params.unit import Unit
+from fsdp.runtime.engine import Engine
+from fsdp.runtime.registry import unit_ref_of
 from fsdp.shards.shard_tensor import plain
 
 
-class FlatParamView:
-    """This rank's part of the parameters of one unit, as one vector. It is made anew by each read: changes of it are lost."""
+def convert_units(engine: Engine, fn: Conversion, units: Collection[int]) -> None:
+    """Convert some units of a root, whose state dicts keep FSDP1's formats. See `convert`."""
+    drop_state_hooks(convert(engine, fn, units))
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+
+def drop_state_hooks(engine: Engine) -> None:
+    """Remove the engine's hooks on state dicts, which have FSDP1's formats."""
+    for unit in engine.units:
+        ref = unit_ref_of(unit.module)
+        for handle in () if ref is None else ref.state_dict_handles:
+            handle.remove()
+
+
+class FlatParamView:
+    """This rank's part of the parameters of one unit, as one vector that is made anew by each read.
+
+    A change of such a vector in place is lost. Assigning to `data` changes the parameters, and may change their dtype.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    @property
+    def _unit(self) -> Unit:
+        ref = unit_ref_of(self._module)
+        assert ref is not None, "the module of an instance with parameters is a unit"
+        return ref.unit
+
+    @property
+    def _fqns(self) -> tuple[str, ...]:
+        """The names of the parameters."""
+        return tuple(info.names[0] for info in self._unit.param_infos)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first parameter."""
-        return self._unit.sharded_params[0].dtype
+        """The dtype of the parameters; the smallest of those that can be trained, if there are several."""
+        params = self._unit.sharded_params
+        return min([p.dtype for p in params if p.requires_grad] or [params[0].dtype], key=lambda dtype: dtype.itemsize)
 
     @property
     def device(self) -> torch.device:
@@ -32,12 +64,29 @@ class FlatParamView:
 
     @property
     def data(self) -> Tensor:
-        """A copy of the values that this rank has; inside `summon_full_params` those of all ranks."""
+        """The values that this rank has; inside `summon_full_params` those of all ranks."""
         return torch.cat([plain(parameter.detach()).reshape(-1) for parameter in self._unit.sharded_params])
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if values.shape != self.shape:
+            raise ValueError(
+                f"_flat_param.data: {tuple(values.shape)} elements for {tuple(self.shape)}; give as many as there are."
+            )
+        ref = unit_ref_of(self._module)
+        assert ref is not None
+        dtypes = {p.dtype for p in ref.unit.sharded_params if p.is_floating_point()}
+        if dtypes != {values.dtype}:
+            convert_units(ref.engine, lambda one: one.to(values.dtype) if one.is_floating_point() else one, [ref.index])
+        params = self._unit.sharded_params
+        sizes = [plain(parameter).numel() for parameter in params]
+        with torch.no_grad():
+            for parameter, part in zip(params, torch.split(values, sizes), strict=True):
+                parameter.copy_(part.view(plain(parameter).shape))
 
     @property
     def grad(self) -> Tensor | None:
-        """A copy of the gradients that this rank has, with zeros for parameters without one; None if no parameter has one."""
+        """The gradients that this rank has, with zeros for parameters without one; None if no parameter has one."""
         params = self._unit.sharded_params
         if all(parameter.grad is None for parameter in params):
             return None
@@ -57,8 +106,8 @@ class FlatParamView:
 class FlatParamHandle:
     """What `instance._handle` returns for an instance that has parameters."""
 
-    def __init__(self, instance: Any, unit: Unit) -> None:
-        self.flat_param = FlatParamView(unit)
+    def __init__(self, instance: Any, module: nn.Module) -> None:
+        self.flat_param = FlatParamView(module)
         self.uses_sharded_strategy = instance.sharding_strategy.name != "NO_SHARD"
         """Whether ranks hold different parts."""
 

@@ -7,21 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.build.convert import changes, convert
-from fsdp.errors import ShardingError
+from fsdp.build.convert import changes
 from fsdp.fully_shard_api import residence
-from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import unit_ref_of
-from fsdp.torch_fsdp_api.flat_param import FlatParamHandle, FlatParamView
+from fsdp.torch_fsdp_api.flat_param import FlatParamHandle, FlatParamView, convert_units
 from fsdp.torch_fsdp_api.torch_names import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
-
-
-def drop_state_hooks(engine: Engine) -> None:
-    """Remove the engine's hooks on state dicts, which have FSDP1's formats."""
-    for unit in engine.units:
-        ref = unit_ref_of(unit.module)
-        for handle in () if ref is None else ref.state_dict_handles:
-            handle.remove()
 
 
 class InstanceState(nn.Module):
@@ -62,8 +52,8 @@ class InstanceState(nn.Module):
             inside = [ref.index, *sorted(ref.engine.descendants[ref.index])]
             changed = [index for index in inside if changes(ref.engine.units[index], fn)]
             if changed:
-                drop_state_hooks(convert(ref.engine, fn, changed))
-        applied = super()._apply(fn, recurse)
+                convert_units(ref.engine, fn, changed)
+        applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.params:
             self.set_compute_device(self.params[0].device)
         return applied
@@ -90,21 +80,11 @@ class InstanceState(nn.Module):
     def _handle(self) -> FlatParamHandle | None:
         """What code reads of FSDP1's handle; None if this instance has no parameters."""
         ref = unit_ref_of(self._unit_module)
-        return FlatParamHandle(self, ref.unit) if ref is not None and ref.unit.flats else None
+        return FlatParamHandle(self, self._unit_module) if ref is not None and ref.unit.flats else None
 
     @property
     def _flat_param(self) -> FlatParamView | None:
-        """What Accelerate reads in mixed precision, to convert trainable parameters of low precision to float32.
-
-        Raises:
-            ShardingError: such a parameter is there. Its shard cannot change its dtype.
-        """
-        for parameter in self.params:
-            if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-                raise ShardingError(
-                    f"a trainable parameter is {parameter.dtype}, and mixed precision keeps float32 ones; convert the model with "
-                    "model.float() before it is wrapped, or leave mixed precision out."
-                )
+        """What Accelerate reads in mixed precision, and to which it assigns trainable parameters of low precision as float32."""
         return None if self._handle is None else self._handle.flat_param
 
     def _unshard(self, async_op: bool = False) -> residence.UnshardHandle | None:

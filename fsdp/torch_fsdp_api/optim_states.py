@@ -126,6 +126,7 @@ def to_load(given: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optim
         values = {key: torch_names.full_value(value, group) for key, value in kept.items()}
         if view.holds(name) or optim.state.get(view.parameters[name]):
             state[name] = {key: _part(view, name, key, value) for key, value in values.items()}
+    found: dict[str, Any]
     if is_named:
         current = {id(parameter): name for name, parameter in model.named_parameters()}
         names = {name: current[id(parameter)] for name, parameter in view.parameters.items()}

@@ -19,7 +19,7 @@ from fsdp.params.module_params import owning_unit
 from fsdp.params.module_tree import IGNORED
 from fsdp.runtime.registry import UnitRef, unit_ref_of
 from fsdp.torch_fsdp_api import torch_names
-from fsdp.torch_fsdp_api.instance import drop_state_hooks
+from fsdp.torch_fsdp_api.flat_param import drop_state_hooks
 from fsdp.torch_fsdp_api.torch_names import HYBRID, ShardingStrategy
 
 WRAPPED_NAME = "_fsdp_wrapped_module."

@@ -304,7 +304,7 @@ def test_a_communication_hook_gets_the_gradient_and_the_place_of_its_part() -> N
         model(batch(0, rank)).sum().backward()
         assert seen == [2, 2, 2]
         assert all(bool((p.grad == 7).all()) for p in model.parameters() if p.grad is not None)
-        with pytest.raises(AssertionError, match="^A communication hook is already registered$"):
+        with pytest.raises(AssertionError, match=r"^A communication hook is already registered$"):
             model.register_comm_hook(seen, hook)
 
     simulate(2, fn)
@@ -397,12 +397,29 @@ def _continued(rows: list[list[str]], row: int) -> list[str]:
     return found
 
 
-def test_what_accelerate_asks_in_mixed_precision_is_answered_or_refused() -> None:
+def test_what_accelerate_does_in_mixed_precision_makes_float32_parameters_of_lower_ones() -> None:
     def program(rank: int) -> None:
-        found = FullyShardedDataParallel(nn.Linear(4, 4))._flat_param
-        assert found is not None
-        assert (found.dtype, found.device, found.requires_grad) == (torch.float32, torch.device("cpu"), True)
-        with pytest.raises(fsdp.ShardingError, match=r"a trainable parameter is torch.bfloat16.*model.float\(\)"):
-            FullyShardedDataParallel(nn.Linear(4, 4).bfloat16())._flat_param  # noqa: B018
+        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = FSDP(Net().bfloat16(), auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=policy, use_orig_params=True)
+        before = model.state_dict()
+        for module in FSDP.fsdp_modules(model):
+            found = module._flat_param
+            assert module._has_params and found is not None and found.requires_grad and found.device.type == "cpu"
+            assert found.dtype is torch.bfloat16 and len(found._fqns) == len(module.params)
+            found.data = found.data.to(torch.float32)
+            module._handle._orig_param_dtype = torch.float32
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name].float()) if name != "scale" else value.dtype is torch.bfloat16
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        loss = model(batch(0, rank)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        flat = model._flat_param
+        flat.data = torch.ones_like(flat.data)
+        with FSDP.summon_full_params(model):
+            assert all(bool((p == 1).all()) for p in model.first.parameters())
+        with pytest.raises(ValueError, match=r"_flat_param.data: \(1,\) elements for"):
+            flat.data = torch.ones(1)
 
     fsdp.simulate(2, program)

@@ -234,10 +234,10 @@ def test_join_stops_all_ranks_with_the_first_and_does_nothing_if_it_is_not_enabl
     fsdp.simulate(2, one_rank)
 
 
-def test_parameters_that_the_user_ignores_are_left_alone() -> None:
+@pytest.mark.parametrize("ignored", [["extra.weight", "extra.bias"], ["extra.weight"]], ids=["a module", "a part of one"])
+def test_parameters_that_the_user_ignores_are_left_alone(ignored: list[str]) -> None:
     def one_rank(rank: int) -> tuple[bool, bool]:
         net = Net()
-        ignored = ["extra.weight", "extra.bias"]
         ddp.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
         nn.init.constant_(net.extra.weight, float(rank))
         model = ddp.DistributedDataParallel(net, broadcast_buffers=False)
@@ -277,7 +277,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: ddp.DistributedDataParallel(Net().requires_grad_(False)),
         "no parameter that requires a gradient",
     ),
-    "ignored half": (lambda: ddp.DistributedDataParallel(ignoring("extra.bias")), "'extra.bias' is ignored, but not all"),
+    "ignored nothing": (
+        lambda: ddp.DistributedDataParallel(ignoring("extra.none")),
+        "'extra.none' is ignored, and is no parameter",
+    ),
     "ignored buffer": (lambda: ddp.DistributedDataParallel(ignoring("norm.running_mean")), "give broadcast_buffers=False"),
     "no hook": (
         lambda: ddp.DistributedDataParallel(Net())._register_builtin_comm_hook(0),
@@ -360,7 +363,7 @@ def test_a_wrong_communication_hook_is_refused_with_the_types_and_words_of_ddp()
             model.register_comm_hook(None, 1)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"bucket annotation should be dist.GradBucket. It is <class 'int'>"):
             model.register_comm_hook(None, of_a_number)
-        with pytest.raises(ValueError, match="return annotation should be torch.futures.Future"):
+        with pytest.raises(ValueError, match=r"return annotation should be torch.futures.Future"):
             model.register_comm_hook(None, to_a_number)  # type: ignore[arg-type]
         logged = model._get_ddp_logging_data()
         assert logged["has_error"] == 1 and "return annotation" in str(logged["error"]) and logged["iteration"] == 0
@@ -369,7 +372,7 @@ def test_a_wrong_communication_hook_is_refused_with_the_types_and_words_of_ddp()
             model.register_comm_hook(None, without_annotations)
         loss = model(torch.ones(1, 1)).sum()
         assert model._get_ddp_logging_data()["iteration"] == 1
-        with pytest.raises(RuntimeError, match="callback must return a torch.futures.Future object, but got int"):
+        with pytest.raises(RuntimeError, match=r"callback must return a torch.futures.Future object, but got int"):
             loss.backward()
 
     fsdp.simulate(1, one_rank)

@@ -148,9 +148,9 @@ def test_warnings_and_errors_have_the_words_that_users_of_fsdp1_match() -> None:
         model = wrapped()
         with pytest.raises(RuntimeError, match="should only be called on the root FSDP instance"):
             model.blocks[0].clip_grad_norm_(1.0)
-        with pytest.raises(AssertionError, match="^register_comm_hook can only be called on a root instance.$"):
+        with pytest.raises(AssertionError, match=r"^register_comm_hook can only be called on a root instance.$"):
             model.blocks[0].register_comm_hook(None, print)
-        with pytest.raises(ValueError, match="modules to not already have FSDP applied but found blocks.0 in Net"):
+        with pytest.raises(ValueError, match=r"modules to not already have FSDP applied but found blocks.0 in Net"):
             FSDP(model.module, auto_wrap_policy=ModuleWrapPolicy({Block}))
         with pytest.raises(fsdp.ShardingError, match="keep_low_precision_grads=True"):
             wrapped(mixed_precision=MixedPrecision(keep_low_precision_grads=True))

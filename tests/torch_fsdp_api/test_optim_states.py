@@ -125,7 +125,7 @@ def test_a_run_goes_on_in_another_world_as_if_it_had_not_stopped(name: str, savi
             torch.testing.assert_close(one[key], value, msg=key)
 
 
-def test_a_plain_optimizer_takes_the_state_and_gives_it_back() -> None:
+def test_a_plain_optimizer_takes_the_state_and_returns_it() -> None:
     make = OPTIMIZERS["groups"]
 
     def fn(rank: int) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class Named(torch.optim.Adam):
         return {"state": {self.names[id(p)]: kept for p, kept in self.state.items()}, "param_groups": groups}
 
 
-def test_an_optimizer_with_names_of_its_own_saves_and_gets_them_back() -> None:
+def test_an_optimizer_with_names_of_its_own_saves_and_loads_by_them() -> None:
     def fn(rank: int) -> None:
         model = wrapped()
         named, plain = Named(model), wrapped()
