@@ -1,15 +1,18 @@
 """One rank of two over gloo: an old script in torch's FSDP1 and in the drop-in module, and sharded states."""
 
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp.compat import torch_fsdp
-from fsdp.compat.torch_fsdp import FullyShardedDataParallel, StateDictType
+from fsdp.compat.torch_fsdp import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from tests.compat.test_torch_fsdp import Net, batch, old_script
+from tests.torch_fsdp_api.test_optim_states import OPTIMIZERS, train, wrapped
 
 
 def torch_on_the_host() -> Any:
@@ -23,6 +26,35 @@ def torch_on_the_host() -> Any:
 
     _init_utils._init_device_handle = fully_sharded_data_parallel._init_device_handle = handle
     return fully_sharded_data_parallel
+
+
+CONFIGS: dict[StateDictType, tuple[Any, Any]] = {
+    StateDictType.SHARDED_STATE_DICT: (None, None),
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig(True, True), FullOptimStateDictConfig(True, True)),
+}
+"""Each kind of state with its options: the full one is on rank 0 alone, which gives it to the others."""
+
+
+def resumed(name: str, kind: StateDictType, mesh: Any = None) -> bool:
+    """Whether a run that was saved and loaded goes on as one that was not."""
+    make = OPTIMIZERS[name]
+    straight = wrapped(mesh)
+    one = make(straight)
+    train(straight, one, range(3))
+    with FullyShardedDataParallel.state_dict_type(straight, kind, *CONFIGS[kind]):
+        weights, state = deepcopy(straight.state_dict()), FullyShardedDataParallel.optim_state_dict(straight, one)
+    train(straight, one, range(3, 5))
+    other = wrapped(mesh)
+    two = make(other)
+    if kind is StateDictType.FULL_STATE_DICT:
+        carrier = [weights]
+        dist.broadcast_object_list(carrier)
+        weights = carrier[0]
+    with FullyShardedDataParallel.state_dict_type(other, kind, *CONFIGS[kind]):
+        other.load_state_dict(weights)
+        two.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(other, two, state))
+    train(other, two, range(3, 5))
+    return all(map(torch.equal, straight.parameters(), other.parameters()))
 
 
 def run(rank: int, size: int, folder: Path) -> None:
@@ -54,6 +86,9 @@ def run(rank: int, size: int, folder: Path) -> None:
     backwards = torch.optim.Adam(parameters[::-1] if rank else parameters)
     backwards.step()
     result["order"] = list(FullyShardedDataParallel.sharded_optim_state_dict(model, backwards)["state"])
+    result["resumed"] = {(name, kind.name): resumed(name, kind) for name in OPTIMIZERS for kind in CONFIGS}
+    mesh = init_device_mesh("cpu", (size,))
+    result["resumed"]["with a mesh", ""] = resumed("groups", StateDictType.SHARDED_STATE_DICT, mesh)
     result["torch"] = old_script(torch_on_the_host(), rank)
     torch.save(result, folder / f"{rank}.pt")
     dist.barrier()

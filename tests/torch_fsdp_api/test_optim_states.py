@@ -65,8 +65,8 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def wrapped() -> FSDP:
-    return FSDP(Tied(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+def wrapped(device_mesh: Any = None) -> FSDP:
+    return FSDP(Tied(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_mesh=device_mesh)
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
