@@ -63,7 +63,8 @@ class OptimizerView:
         self.parameters: dict[str, Tensor] = {}
         """All parameters."""
         hook_state(optimizer)
-        self._state: Mapping[Any, dict[str, Any]] = optimizer.state
+        self._given: Mapping[Any, dict[str, Any]] | None = None
+        """What counts in place of the optimizer's own state."""
         self._options: list[dict[str, Any]] | None = None
         self.groups: list[list[str]] = []
         """The names of the parameters in each group, in order."""
@@ -102,7 +103,7 @@ class OptimizerView:
                 f"{self.operation}: the optimizer has no parameters {unknown}, which the state dict has; give what its "
                 "state_dict() returns."
             )
-        self._state = {known[found[key]]: kept for key, kept in state_dict["state"].items()}
+        self._given = {known[found[key]]: kept for key, kept in state_dict["state"].items()}
         self._options = state_dict.get("param_groups")
 
     @property
@@ -123,13 +124,14 @@ class OptimizerView:
         Adagrad makes state for such a parameter too, and never steps it, so its step count there is another than on the ranks
         that have elements.
         """
+        state: Mapping[Any, dict[str, Any]] = self.optimizer.state if self._given is None else self._given
         return {
             name: {
                 key: plain(value) if isinstance(value, ShardTensor) or local_of(value) is not None else value
-                for key, value in self._state[p].items()
+                for key, value in state[p].items()
             }
             for name, p in self.parameters.items()
-            if self.holds(name) and self._state.get(p)
+            if self.holds(name) and state.get(p)
         }
 
     def placements(self) -> tuple[dict[tuple[str, str], StatePlacement], State]:
