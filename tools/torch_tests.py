@@ -87,6 +87,8 @@ def _run(file: Path, engine: str) -> dict[str, str]:
     paths = [str(ROOT), str(file.parent), str(file.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
+        # tests of FSDP1 compare with torch's DDP
+        "FSDP_PEER_DOOR": "ddp" if file.name == DDP_FILE else "torch_fsdp",
         **{"FSDP_PEER_ENGINE": engine, "FSDP_PEER_EVENTS": str(events), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
         **{"PYTHONPATH": os.pathsep.join(paths), "BACKEND": "gloo", "WORLD_SIZE": "2", "TEMP_DIR": str(events.parent)},
     }
@@ -135,7 +137,7 @@ def pytest_configure(config: Any) -> None:
     if os.environ["FSDP_PEER_ENGINE"] == "fsdp":
         import fsdp.compat
 
-        fsdp.compat.install("torch_fsdp", "ddp")
+        fsdp.compat.install(os.environ["FSDP_PEER_DOOR"])
     else:
         _give_fsdp1_the_host()
     _give_names_of_cuda_the_host()
