@@ -92,6 +92,12 @@ def caller_of_full_state() -> str | None:
     return None
 
 
+def caller_of_torch_states() -> tuple[str, dict[str, Any]]:
+    """The name of the function of torch's for state dicts that runs, the outermost one, and its globals; "" without any."""
+    found = [frame for frame in _frames() if frame.f_globals.get("__name__") == _TORCH_STATE]
+    return (found[-1].f_code.co_name, found[-1].f_globals) if found else ("", {})
+
+
 def gets_gradient(leaf: Tensor) -> bool:
     """Whether the running graph task computes a gradient for `leaf`. A reentrant checkpoint has a graph task of its own."""
     # the engine already knows, because it walks the graph before the first node runs

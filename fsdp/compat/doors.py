@@ -22,6 +22,7 @@ class Door(NamedTuple):
     """Other names of the same things: (module of the library, its attribute) -> our name."""
 
 
+_STATE_DICT: Final = "torch.distributed.checkpoint.state_dict"
 _FAIRSCALE_WRAP: Final = ("auto_wrap", "config_auto_wrap_policy", "default_auto_wrap_policy", "enable_wrap", "wrap")
 _FAIRSCALE_FSDP: Final = (
     "FullyShardedDataParallel",
@@ -42,7 +43,15 @@ DOORS: Final[dict[str, Door]] = {
             "torch.distributed.fsdp.fully_sharded_data_parallel": WHAT_IT_HAS,
             "torch.distributed.fsdp.sharded_grad_scaler": WHAT_IT_HAS,
             "torch.distributed.fsdp.wrap": WHAT_IT_HAS,
+            # get_state_dict and its like ask whether a module is FSDP1's
+            _STATE_DICT: (),
         },
+        MappingProxyType(
+            {
+                (_STATE_DICT, "FSDP"): "FullyShardedDataParallel",
+                (_STATE_DICT, "_get_module_fsdp_state_if_fully_sharded_module"): "instance_of",
+            }
+        ),
     ),
     "fully_shard": Door(
         "fsdp.compat.fully_shard",

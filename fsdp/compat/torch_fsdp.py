@@ -1,5 +1,6 @@
 """The names of torch's FSDP1, on this engine: import them from here instead of from torch.distributed.fsdp."""
 
+from fsdp.torch_fsdp_api.sharding import instance_of as instance_of  # what torch calls in get_state_dict
 from fsdp.torch_fsdp_api.torch_names import (
     BackwardPrefetch,
     CPUOffload,

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.autograd.frames import caller_of_torch_states
 from fsdp.build.convert import changes
+from fsdp.errors import ShardingError
 from fsdp.fully_shard_api import residence
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.torch_fsdp_api.flat_param import FlatParamHandle, FlatParamView, convert_units
@@ -86,6 +88,21 @@ class InstanceState(nn.Module):
     def _flat_param(self) -> FlatParamView | None:
         """What Accelerate reads in mixed precision, and to which it assigns trainable parameters of low precision as float32."""
         return None if self._handle is None else self._handle.flat_param
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What torch's functions for state dicts ask of a module.
+
+        Raises:
+            ShardingError: they do not know this class, because the door is not installed, and would take this rank's part of an
+                optimizer's state for all of it.
+        """
+        caller, names = caller_of_torch_states()
+        if caller and "model" not in caller and not isinstance(self, names["FSDP"]):
+            raise ShardingError(
+                f"{caller} would take this rank's part of the optimizer's state for all of it: call "
+                'fsdp.compat.install("torch_fsdp") before, or use FSDP.optim_state_dict and FSDP.optim_state_dict_to_load.'
+            )
+        return {}
 
     def _unshard(self, async_op: bool = False) -> residence.UnshardHandle | None:
         """Gather the parameters of this instance ahead of its forward. Communicates: every rank must call it alike."""

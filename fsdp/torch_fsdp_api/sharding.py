@@ -36,6 +36,11 @@ def instances_in(module: nn.Module) -> list[Any]:
     return [one for one in module.modules() if hasattr(type(one), "optim_state_dict_to_load")]
 
 
+def instance_of(module: nn.Module) -> nn.Module | None:
+    """The module if it is an instance. Torch's functions for state dicts ask so, once the door is installed."""
+    return module if any(one is module for one in instances_in(module)) else None
+
+
 def kind_of(strategy: ShardingStrategy) -> str:
     """How ranks share the parameters. Instances of one root do so alike."""
     return strategy.name if strategy in (*HYBRID, ShardingStrategy.NO_SHARD) else "shard"

@@ -21,5 +21,7 @@ def test_an_old_script_gives_the_losses_of_torch_and_sharded_states_load(tmp_pat
         assert result["SHARDED_STATE_DICT"] == ({"ShardedTensor"}, True)
         assert result["LOCAL_STATE_DICT"] == ({"ShardedTensor"}, True)
         assert result["optimizer"]
+        assert result["by torch"][:2] == [True, True]
+        assert result["by torch"][2].startswith("get_optimizer_state_dict would take this rank's part of the optimizer's state")
         assert len(result["resumed"]) == 11 and all(result["resumed"].values()), result["resumed"]
     assert results[0]["order"] == results[1]["order"] and len(results[0]["order"]) > 2

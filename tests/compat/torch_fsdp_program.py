@@ -7,10 +7,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp.compat import torch_fsdp
+from fsdp.compat import install, torch_fsdp
 from fsdp.compat.torch_fsdp import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from fsdp.errors import ShardingError
 from tests.compat.test_torch_fsdp import Net, batch, old_script
 from tests.torch_fsdp_api.test_optim_states import OPTIMIZERS, train, wrapped
 
@@ -57,6 +65,37 @@ def resumed(name: str, kind: StateDictType, mesh: Any = None) -> bool:
     return all(map(torch.equal, straight.parameters(), other.parameters()))
 
 
+def resumed_by_torch(is_full: bool) -> bool:
+    """The same with torch's newer functions, which know the class once the door is installed."""
+    options = StateDictOptions(full_state_dict=is_full)
+    straight = wrapped()
+    one = OPTIMIZERS["groups"](straight)
+    train(straight, one, range(3))
+    with install("torch_fsdp"):
+        weights, state = deepcopy(get_state_dict(straight, one, options=options))
+    train(straight, one, range(3, 5))
+    other = wrapped()
+    two = OPTIMIZERS["groups"](other)
+    with install("torch_fsdp"):
+        set_state_dict(other, two, model_state_dict=weights, optim_state_dict=state, options=options)
+    train(other, two, range(3, 5))
+    return all(map(torch.equal, straight.parameters(), other.parameters()))
+
+
+def refused_by_torch() -> str:
+    """What torch's functions say of an optimizer's state while the door is not installed."""
+    model = wrapped()
+    optimizer = OPTIMIZERS["groups"](model)
+    train(model, optimizer, range(1))
+    full = get_model_state_dict(model)
+    assert all(torch.equal(value, full[name]) for name, value in model.state_dict().items())
+    try:
+        get_optimizer_state_dict(model, optimizer)
+    except ShardingError as error:
+        return str(error)
+    return ""
+
+
 def run(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
@@ -87,6 +126,7 @@ def run(rank: int, size: int, folder: Path) -> None:
     backwards.step()
     result["order"] = list(FullyShardedDataParallel.sharded_optim_state_dict(model, backwards)["state"])
     result["resumed"] = {(name, kind.name): resumed(name, kind) for name in OPTIMIZERS for kind in CONFIGS}
+    result["by torch"] = [resumed_by_torch(True), resumed_by_torch(False), refused_by_torch()]
     mesh = init_device_mesh("cpu", (size,))
     result["resumed"]["with a mesh", ""] = resumed("groups", StateDictType.SHARDED_STATE_DICT, mesh)
     result["torch"] = old_script(torch_on_the_host(), rank)
