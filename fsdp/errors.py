@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from state_machine import IllegalTransition
 
-__all__ = ["IllegalTransition", "InputsExhausted", "PeerFailed", "ShardingError", "WorldError"]
+__all__ = ["IllegalTransition", "InputsExhausted", "PeerFailed", "ShardingAssertion", "ShardingError", "WorldError"]
 
 EVERY_RANK: Final = "Every rank must call it."
 FEWER_BATCHES: Final = "If a rank has fewer batches than the others, train inside fsdp.join."
@@ -17,6 +17,10 @@ UNEVEN_PATHS: Final = "If some ranks leave out or repeat units that others use, 
 
 class ShardingError(ValueError):
     """A use of the library that cannot be right. The text says what to do. Nothing was changed."""
+
+
+class ShardingAssertion(ShardingError, AssertionError):
+    """A refusal that torch's FSDP2 raises as an AssertionError, so that code which catches that goes on to work."""
 
 
 class InputsExhausted(ShardingError, RuntimeError):

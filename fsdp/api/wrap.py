@@ -18,7 +18,7 @@ from fsdp.build.consistency import agree
 from fsdp.build.other_engines import refuse_other_engines
 from fsdp.build.peer_options import accepts_peer_options
 from fsdp.build.plan import Planned, WrapPolicy, make_plan
-from fsdp.build.shardable import check_devices, check_shardable, device_of
+from fsdp.build.shardable import check_devices, check_shardable, check_triggers, choose_shard_dims, device_of
 from fsdp.build.torch_policies import PrecisionFields, precision_of
 from fsdp.comm.connect import Mesh, ProcessGroup, open_comms
 from fsdp.comm.context import CommContext
@@ -95,9 +95,11 @@ class FullyShardedDataParallel(nn.Module):
             that part, so a norm or a number of elements is the part's, on each rank another. A part without elements gets no
             gradient. Default False: the operators of a shard compute over all ranks, or raise.
         dtensors: True makes the shards torch's DTensors, as in FSDP2: new Parameter objects with `placements`, `to_local()` and
-            `full_tensor()`, which torch's functions for state dicts and clipping know. Each parameter is cut evenly between
-            rows and has collectives of its own. Make the optimizer after wrapping. Refused: "NO_SHARD", `fsdp.simulate`, a
-            parameter without dimensions. Default False.
+            `full_tensor()`, which torch's functions for state dicts and clipping know. Each parameter is cut evenly and has
+            collectives of its own. A DTensor that tensor parallelism has made is cut once more. Make the optimizer after
+            wrapping. Refused: "NO_SHARD", `fsdp.simulate`, a parameter without dimensions. Default False.
+        shard_placement_fn: with `dtensors`, a function that returns `Shard(dim)` for a parameter to be cut along `dim`, or None.
+            Default None: between rows, Shard(0). Shards along another dimension are not contiguous.
         uneven_paths: True lets ranks go different ways: leave units out, repeat them, take them in another order, evaluate on
             some ranks only. Gradients are averages over all ranks, in which a rank without a gradient counts as zero. Reductions
             begin when all ranks are at the end of the backward, and unsharded gradients are in memory until then. Refused:
@@ -133,6 +135,7 @@ class FullyShardedDataParallel(nn.Module):
         aligned: bool = True,
         plain_shards: bool = False,
         dtensors: bool = False,
+        shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
         uneven_paths: bool = False,
     ) -> None:
         super().__init__()
@@ -157,6 +160,7 @@ class FullyShardedDataParallel(nn.Module):
             aligned=aligned,
             plain_shards=plain_shards,
             dtensors=dtensors,
+            shard_placement_fn=shard_placement_fn,
             uneven_paths=uneven_paths,
         )
         self.module = module
@@ -274,6 +278,7 @@ def fully_shard(
     aligned: bool = True,
     plain_shards: bool = False,
     dtensors: bool = False,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     uneven_paths: bool = False,
 ) -> Module:
     """Shard `module` in place and return it. Its class, its name and the names of its parameters stay.
@@ -307,6 +312,7 @@ def fully_shard(
             uneven_paths,
         )
         plan = _plan(modules, auto_wrap_policy, ignored_modules, ignored_params, comms, config)
+        choose_shard_dims(plan, config, mesh, shard_placement_fn)
         check_initialisation(plan, param_init_fn)
         return config, plan
 
@@ -334,13 +340,7 @@ def _plan(
             raise ShardingError("the module is a FullyShardedDataParallel already; wrap a module once.")
     plan = make_plan(modules, policy, _unit_of, lambda one: isinstance(one, FullyShardedDataParallel), ignored, ignored_params)
     check_shardable(plan, config)
-    names = {info.names[0] for one in plan for info in one.param_infos if info.parameter.requires_grad}
-    for trigger in config.reduction.triggers:
-        if trigger not in names:
-            raise ShardingError(
-                f"reduction.triggers: {type(modules[0]).__name__} has no trainable parameter {trigger!r}, or it is in a unit "
-                "already."
-            )
+    check_triggers(plan, config, modules[0])
     for one in plan:
         inner = unit_ref_of(one.module)
         if inner is not None and inner.engine.reducer.keeps_gradients:

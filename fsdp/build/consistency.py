@@ -48,7 +48,8 @@ def _describe(config: Config, plan: Sequence[Planned]) -> list[str]:
             p: Any = info.parameter
             names, owner = " = ".join(info.names), owning_unit(p)
             shape = tuple(owner.unsharded_of(p).shape if isinstance(owner, Unit) else p.shape)
-            lines.append(f"parameter {names!r} {shape} {p.dtype}" + ("" if p.requires_grad else " frozen"))
+            cut = f" cut along dimension {info.shard_dim}" if info.shard_dim else ""
+            lines.append(f"parameter {names!r} {shape} {p.dtype}" + ("" if p.requires_grad else " frozen") + cut)
     return lines
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp.build.dissolve import refuse_losses
 from fsdp.comm.context import CommContext
-from fsdp.errors import ShardingError
+from fsdp.errors import ShardingAssertion, ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.module_tree import ModuleTree
 from fsdp.params.unit import Unit
@@ -95,9 +95,9 @@ def _refuse_losses(engine: Engine) -> None:
             f"copy.deepcopy: unit {name!r} is a list of modules, which are copied one by one; copy a model that contains them."
         )
     if any(unit.has_dtensors for unit in engine.units):
-        raise ShardingError(
-            f"copy.deepcopy: the shards of {name!r} are DTensors, which have taken the places of the parameters; copy the plain "
-            "model before you wrap it, and load the state dict into the copy."
+        raise ShardingAssertion(
+            f"copy.deepcopy: FSDP does not support deepcopy where shards are DTensors, as those of {name!r}: they have taken the "
+            "places of the parameters. Copy the plain model before you wrap it, and load the state dict into the copy."
         )
     ModuleTree.of(engine.units[0].module).refuse_borrowing(name)
     refuse_losses(engine, "copy.deepcopy")

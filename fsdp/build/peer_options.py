@@ -52,7 +52,6 @@ PEER_OPTIONS: Final[dict[str, PeerOption]] = {
     "device_mesh": PeerOption("give it as mesh; a two-dimensional one needs sharding_strategy='HYBRID_SHARD'"),
     # FSDP2
     "offload_policy": PeerOption(_OFFLOAD, ("None", "OffloadPolicy()")),
-    "shard_placement_fn": PeerOption("a unit is cut as one flat buffer, so that its cuts cannot be chosen; leave it out"),
     "dp_mesh_dims": PeerOption("give a mesh of these dimensions alone, such as mesh=mesh['shard']"),
     # DDP
     "device_ids": PeerOption(_DEVICE),

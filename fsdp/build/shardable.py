@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,12 @@ from torch.nn.parameter import is_lazy
 from fsdp.build.other_engines import other_engine
 from fsdp.build.plan import Planned, buffers_of
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.meshes import check_joins
 from fsdp.config import Config
 from fsdp.errors import ShardingError
 from fsdp.params.module_params import owning_unit
 from fsdp.params.param_info import ParamInfo
+from fsdp.shards.dtensors import dim_of, local_of
 
 _PLAIN_FUNCTIONS: Final = (nn.Parameter.__torch_function__, torch.Tensor.__torch_function__)
 _PLAIN_DISPATCH: Final = torch.Tensor.__torch_dispatch__
@@ -46,9 +48,12 @@ def check_shardable(plan: Sequence[Planned], config: Config) -> None:
                     "module that was scripted, or name it in ignored_modules."
                 )
         for info in _not_sharded_yet(one):
-            name, reason = info.names[0], _parameter_problem(info.parameter)
+            name, reason = info.names[0], _parameter_problem(info.parameter, config.dtensors)
             if reason is None and config.dtensors and not info.parameter.dim():
-                reason = "has no dimensions, and a DTensor is cut by rows; give it the shape (1,), or leave out dtensors."
+                reason = (
+                    f"has no dimensions, along which a DTensor is cut. Change {name} to a 1D tensor with numel equal to 1, or "
+                    "leave out dtensors."
+                )
             if reason is not None:
                 raise ShardingError(f"parameter {name!r} {reason}")
     _check_shared_memory(plan)
@@ -59,6 +64,39 @@ def check_shardable(plan: Sequence[Planned], config: Config) -> None:
             raise ShardingError(
                 f"{name!r} {reason}, so it cannot be broadcast; make it a plain dense tensor, or leave out sync_module_states "
                 "and broadcast_buffers."
+            )
+
+
+def choose_shard_dims(plan: Sequence[Planned], config: Config, mesh: Any, placement_of: Any) -> None:
+    """Note for each parameter of the new units along which dimension it is cut: the one of `placement_of(parameter)`.
+
+    Raises:
+        ShardingError: it chooses something else than a dimension of the parameter, the shards are no DTensors, or a parameter
+            that is a DTensor already lies on a mesh which does not fit `mesh`.
+    """
+    if placement_of is not None and not config.dtensors:
+        raise ShardingError("shard_placement_fn chooses the placements of DTensors; give dtensors=True, or leave it out.")
+    if placement_of is not None and not callable(placement_of):
+        raise ShardingError(f"shard_placement_fn must be a function of a parameter, not {placement_of!r}.")
+    for info in (info for one in plan if one.unit is None for info in _not_sharded_yet(one)):
+        name, given = info.names[0], None if placement_of is None else placement_of(info.parameter)
+        if given is not None:
+            info.cut_along(dim_of(name, info.parameter, given))
+        if _is_dtensor(info.parameter):
+            check_joins(name, info.parameter, mesh)
+
+
+def check_triggers(plan: Sequence[Planned], config: Config, module: nn.Module) -> None:
+    """Check that the triggers of reductions are trainable parameters of the new units of `module`.
+
+    Raises:
+        ShardingError: one of them is not.
+    """
+    names = {info.names[0] for one in plan for info in one.param_infos if info.parameter.requires_grad}
+    for trigger in config.reduction.triggers:
+        if trigger not in names:
+            raise ShardingError(
+                f"reduction.triggers: {type(module).__name__} has no trainable parameter {trigger!r}, or it is in a unit already."
             )
 
 
@@ -90,15 +128,17 @@ def device_of(plan: Sequence[Planned]) -> torch.device:
     return next(found, torch.device("cpu"))
 
 
-def _parameter_problem(parameter: Tensor) -> str | None:
+def _parameter_problem(parameter: Tensor, dtensors: bool) -> str | None:
     """Why a parameter cannot be sharded, as the end of a sentence that begins with its name; None if it can."""
     kind = type(parameter)
     if is_lazy(parameter):
         return "is not initialised yet; run one forward of the plain module before wrapping it."
     if _is_dtensor(parameter):
+        if dtensors and parameter.grad is None:
+            return None
         return (
-            "is a DTensor, which another engine or a parallel style has spread over ranks already; wrap the plain module, or "
-            "name this one in ignored_modules."
+            "is a DTensor, which another engine or a parallel style has spread over ranks already; give dtensors=True and set "
+            "its gradient to None, wrap the plain module, or name this one in ignored_modules."
         )
     if not _has_plain_operators(parameter):
         return (
@@ -178,7 +218,9 @@ def _check_shared_memory(plan: Sequence[Planned]) -> None:
     for name, parameter in _new_parameters(plan):
         if parameter.is_meta or not parameter.numel():
             continue
-        other, trains = first.setdefault((parameter.device, parameter.data_ptr()), (name, parameter.requires_grad))
+        local = local_of(parameter)
+        address = (parameter if local is None else local).data_ptr()
+        other, trains = first.setdefault((parameter.device, address), (name, parameter.requires_grad))
         if other != name and (trains or parameter.requires_grad):
             raise ShardingError(
                 f"parameters {other!r} and {name!r} are two objects over the same memory, so that one changes with the other; "

@@ -24,3 +24,30 @@ def open_mesh(process_group: Any, mesh: Any, device: torch.device) -> DeviceMesh
         found: DeviceMesh = mesh
         return found
     return DeviceMesh.from_group(process_group or c10d._get_default_group(), device.type)
+
+
+def check_joins(name: str, parameter: Any, mesh: Any) -> None:
+    """Check that a parameter which tensor parallelism has spread can be cut over `mesh` as well.
+
+    Raises:
+        ShardingError: it cannot.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ShardingError(
+            f"parameter {name!r} is a DTensor: give the mesh to cut it over as well, a part of the same mesh as its "
+            'own, such as mesh=both["dp"].'
+        )
+    if parameter.device_mesh.device_type != mesh.device_type:
+        raise ShardingError(
+            f"parameter {name!r}: Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+            f"{parameter.device_mesh.device_type} for DTensor and {mesh.device_type} for FSDP."
+        )
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise ShardingError(f"parameter {name!r} is a DTensor with parts that must be summed first; redistribute it.")
+    try:
+        DeviceMesh._concatenate([mesh, parameter.device_mesh])
+    except (RuntimeError, TypeError) as problem:
+        raise ShardingError(
+            f"parameter {name!r} is a DTensor over {parameter.device_mesh!r}, which cannot be joined with {mesh!r}: make both "
+            f"meshes from one with named dimensions. torch says: {problem}"
+        ) from problem

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from fsdp.api import forward_methods
 from fsdp.api import wrap as native
 from fsdp.comm import simulated
-from fsdp.errors import ShardingError
+from fsdp.errors import ShardingAssertion, ShardingError
 from fsdp.fully_shard_api.module import FSDPModule, become_fsdp_module
 
 
@@ -41,25 +41,47 @@ def fully_shard(
         raise ShardingError("dp_mesh_dims is not supported: give a mesh of these dimensions alone, such as mesh=mesh['shard'].")
     ndim = 1 if mesh is None else 2 if isinstance(mesh, tuple) else mesh.ndim
     if ndim > 2:
-        raise ValueError(f"fully_shard takes a mesh of one or two dimensions, not {mesh!r}.")
-    _check_placements(modules, shard_placement_fn, ignored_params or ())
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh!r}.")
     if isinstance(offload_policy, CPUOffloadPolicy):
         _check_on_host(modules)
     else:
         _move(modules, mesh, ignored_params or ())
-    native.fully_shard(
-        modules[0] if len(modules) == 1 else list(modules),
-        mesh=mesh,
-        sharding_strategy="FULL_SHARD" if ndim == 1 else "HYBRID_SHARD",
-        reshard_after_forward=_reshards(reshard_after_forward),
-        mp_policy=mp_policy,
-        ignored_params=ignored_params,
-        param_init_fn=_leave_empty,
-        dtensors=simulated.current_rank() is None,
-    )
+    dtensors = simulated.current_rank() is None
+    if not dtensors:
+        _check_rows(modules, shard_placement_fn, ignored_params or ())
+    try:
+        native.fully_shard(
+            modules[0] if len(modules) == 1 else list(modules),
+            mesh=mesh,
+            sharding_strategy="FULL_SHARD" if ndim == 1 else "HYBRID_SHARD",
+            reshard_after_forward=_reshards(reshard_after_forward),
+            mp_policy=mp_policy,
+            ignored_params=ignored_params,
+            param_init_fn=_leave_empty,
+            dtensors=dtensors,
+            shard_placement_fn=shard_placement_fn if dtensors else None,
+        )
+    except ShardingError as refusal:
+        _say_as_torch(modules, refusal)
+        raise
     for one in modules:
         become_fsdp_module(one)
     return module
+
+
+def _say_as_torch(modules: Sequence[nn.Module], refusal: ShardingError) -> None:
+    """Raise a refusal with torch's words in it, where a user's code may look for them. Every rank has refused."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            raise ShardingAssertion(
+                "Each distinct composable distributed API can only be applied to a module once. fully_shard: "
+                f"{type(module).__name__} is wrapped already; wrap a module once."
+            ) from refusal
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ShardingError(
+                f"fully_shard does not support containers that do not implement forward: {type(module).__name__}. Wrap its "
+                "members, or the module that contains it."
+            ) from refusal
 
 
 def _reshards(given: Any) -> bool | None:
@@ -72,7 +94,7 @@ def _reshards(given: Any) -> bool | None:
     return True
 
 
-def _check_placements(modules: Sequence[nn.Module], function: Any, ignored: Any) -> None:
+def _check_rows(modules: Sequence[nn.Module], function: Any, ignored: Any) -> None:
     """Raises:
     ShardingError: `shard_placement_fn` chooses another dimension than the first for some parameter.
     """
@@ -84,8 +106,8 @@ def _check_placements(modules: Sequence[nn.Module], function: Any, ignored: Any)
             placement = None if id(parameter) in left else function(parameter)
             if placement is not None and getattr(placement, "dim", None) != 0:
                 raise ShardingError(
-                    f"shard_placement_fn gives {placement!r} for {name!r}: parameters are cut between rows, Shard(0); transpose "
-                    "the parameter in the module, or leave it out."
+                    f"shard_placement_fn gives {placement!r} for {name!r}: inside fsdp.simulate parameters are cut between rows, "
+                    "Shard(0); return that, or None, there."
                 )
 
 

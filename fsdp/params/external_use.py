@@ -97,12 +97,11 @@ def gather_param(
     """
 
     def gather() -> Tensor:
-        slot = flat.layout.slots[index]
         if copies is None:
-            return flat.gather_copy(dtype, comm, unit)[slot.start : slot.end].view(slot.shape).clone()
+            return flat.full_param(index, flat.gather_copy(dtype, comm, unit)).clone()
         if flat not in copies:
             copies[flat] = flat.gather_copy(dtype, comm, unit)
-        return copies[flat][slot.start : slot.end].view(slot.shape).data  # with a version counter of its own
+        return flat.full_param(index, copies[flat]).data  # with a version counter of its own
 
     value: Tensor = GatherParam.apply(flat.unsharded_params[index], gather, on_external_grad)  # type: ignore[no-untyped-call]
     return value
@@ -110,6 +109,11 @@ def gather_param(
 
 def local_param(flat: FlatBuffer, index: int, on_external_grad: Callable[[], None]) -> Tensor:
     """This rank's part of one parameter, differentiable. Shares the memory of the shard."""
+    if flat.is_moved or flat.is_tensor_parallel:
+        raise ShardingError(
+            f"to_local: parameter {flat.param_infos[index].names[0]!r} is cut along another dimension than the first, or by "
+            "tensor parallelism as well; compute with fsdp.full_tensor(parameter)."
+        )
     unsharded, shard, part = flat.unsharded_params[index], plain(flat.sharded_params[index]), flat.parts[index]
     value: Tensor = LocalShard.apply(unsharded, shard, part, flat.num_shards, on_external_grad)  # type: ignore[no-untyped-call]
     return value

@@ -13,7 +13,7 @@ from fsdp.params.layout import Layout, ShardExtent, make_layout, make_row_layout
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.shards.cut import Shape
-from fsdp.shards.dtensors import DTensorMesh, replace_by_dtensor, set_local
+from fsdp.shards.dtensors import DTensorLayout, DTensorMesh, local_of, replace_by_dtensor, set_local
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.shard_parameter import become_full, become_shard
 from fsdp.shards.shard_tensor import as_shard, plain, quick_attributes
@@ -50,15 +50,25 @@ class FlatBuffer:
         self.num_shards = comm.size
         originals = [info.parameter for info in param_infos]
         self.device = originals[0].device
-        shapes = tuple(tuple(p.shape) for p in originals)
+        self.dtensor_layouts = (
+            None
+            if dtensor_mesh is None
+            else tuple(dtensor_mesh.layout_of(info.parameter, info.shard_dim) for info in param_infos)
+        )
+        """How each shard lies on the mesh as a DTensor; None if shards are no DTensors."""
+        self.is_moved = self.dtensor_layouts is not None and any(one.dim for one in self.dtensor_layouts)
+        """Whether the tensors that code sees have their dimensions in another order than the buffer."""
+        self.is_tensor_parallel = self.dtensor_layouts is not None and any(
+            one.unsharded_spec is not None for one in self.dtensor_layouts
+        )
+        """Whether tensor parallelism has spread the unsharded parameters, which are DTensors."""
+        shapes = tuple(tuple(self._stored(i, p).shape) for i, p in enumerate(originals))
         if layout is not None:
             self.layout = layout
         elif dtensor_mesh is None:
             self.layout = make_layout(shapes, min(originals[0].element_size(), dtype.itemsize), self.num_shards, aligned)
         else:
             self.layout = make_row_layout(shapes[0], self.num_shards)
-        self.dtensor_layouts = None if dtensor_mesh is None else tuple(map(dtensor_mesh.layout_of, originals))
-        """How each shard lies on the mesh as a DTensor; None if shards are no DTensors."""
         self.parts: tuple[ShardExtent, ...] = tuple(self.layout.part(i, self.rank) for i in range(len(shapes)))
         self.local_params = tuple(i for i, part in enumerate(self.parts) if part.numel)
         """The parameters of which this rank holds an element."""
@@ -70,9 +80,10 @@ class FlatBuffer:
             self.is_shared = replicated and dtype == self.shard.dtype
             self.unsharded = self.shard if self.is_shared else torch.empty(self.layout.numel, dtype=dtype, device=self.device)
             self.unsharded_params = tuple(
-                _unsharded_param(info.parameter, view)
-                for view, info in zip(self.views_of(self.unsharded), param_infos, strict=True)
+                _unsharded_param(info.parameter, view, None if self.dtensor_layouts is None else self.dtensor_layouts[i])
+                for i, (view, info) in enumerate(zip(self.views_of(self.unsharded), param_infos, strict=True))
             )
+            self._local_unsharded = [p if (local := local_of(p)) is None else local for p in self.unsharded_params]
             self.key = storage_key(self.unsharded)
             self.local_unsharded = self.local_chunk(self.unsharded)
             self.unsharded_bytes, self.local_bytes = self.unsharded.view(torch.uint8), self.local_unsharded.view(torch.uint8)
@@ -85,13 +96,13 @@ class FlatBuffer:
         known = [dtensor_mesh is not None or info is not None for info in self.shard_infos]
         self.empty_params = tuple(i for i, part in enumerate(self.parts) if not part.numel and known[i])
         """The parameters of which this rank holds no element, and whose shards know it."""
-        self.empty_grads = {i: self.shard_grad(i, self.shard_view(self.parts[i]).clone()) for i in self.empty_params}
+        self.empty_grads = {i: self.shard_grad(i, self.shard_view(i).clone()) for i in self.empty_params}
         """The gradient of each of them. It has no elements, so one serves all steps. Its version says whether the user has zeroed
         it, so it is no view of the shard, which would share the version."""
         self._shard_pointers = self._pointers()
         self.requires_grad_flags = [p.requires_grad for p in originals]
         """`requires_grad` of each parameter, as of the last forward."""
-        self._nonempty_params = [p for p in self.unsharded_params if p.numel()]
+        self._nonempty_params = [p for p in self._local_unsharded if p.numel()]
         starts = (slot.start for slot in self.layout.slots if slot.numel)
         self._byte_offsets = [start * self.unsharded.element_size() for start in starts]
         self._inplace_updates = self.count_inplace_updates()
@@ -116,13 +127,13 @@ class FlatBuffer:
 
     def _shard_param(self, index: int, parameter: nn.Parameter) -> None:
         """Copy this rank's part of a full parameter into the shard and turn the parameter into it; cut its gradient too."""
-        part, info = self.parts[index], self.shard_infos[index]
+        info = self.shard_infos[index]
         gradient = parameter.grad
         parameter.grad = None
-        shard = self.shard_view(part)
-        shard.copy_(parameter.detach().reshape(-1)[part.first : part.first + part.numel].view(part.shape))
+        shard = self.shard_view(index)
+        shard.copy_(self.local_part(index, parameter.detach()))
         if gradient is not None:
-            gradient = gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape).clone()
+            gradient = self.local_part(index, gradient).clone()
         if self.dtensor_layouts is not None:
             parameter = replace_by_dtensor(parameter, shard, self.dtensor_layouts[index])
             self.param_infos[index].replace(parameter)
@@ -159,15 +170,42 @@ class FlatBuffer:
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """The view of each parameter in an unsharded flat tensor (W * C,)."""
-        return self._cutter.views_of(flat)
+        views = self._cutter.views_of(flat)
+        return [self._shown(i, view) for i, view in enumerate(views)] if self.is_moved else views
+
+    def full_param(self, index: int, flat: Tensor) -> Tensor:
+        """Parameter `index` in an unsharded flat tensor (W * C,), as a forward sees it: a view, or a DTensor over one."""
+        slot = self.layout.slots[index]
+        view = self._shown(index, flat[slot.start : slot.end].view(slot.shape))
+        return view if self.dtensor_layouts is None else self.dtensor_layouts[index].unsharded(view)
 
     def local_views_of(self, chunk: Tensor) -> list[Tensor]:
         """The view of each of `local_params` in a tensor (C,) that is cut like the shard."""
-        return self._local_cutter.views_of(chunk)
+        views = self._local_cutter.views_of(chunk)
+        return [self._shown(i, view) for i, view in zip(self.local_params, views, strict=True)] if self.is_moved else views
 
-    def shard_view(self, part: ShardExtent) -> Tensor:
-        """The elements of `part` in the shard."""
-        return self.shard[part.offset : part.offset + part.numel].view(part.shape)
+    def shard_view(self, index: int, chunk: Tensor | None = None) -> Tensor:
+        """This rank's part of parameter `index` in the shard, or in another tensor (C,) that is cut like it."""
+        part = self.parts[index]
+        view = (self.shard if chunk is None else chunk)[part.offset : part.offset + part.numel].view(part.shape)
+        return self._shown(index, view)
+
+    def local_part(self, index: int, full: Tensor) -> Tensor:
+        """This rank's part of a tensor with the shape of the unsharded parameter `index`."""
+        part = self.parts[index]
+        return self._shown(index, self._stored(index, full).reshape(-1)[part.first : part.first + part.numel].view(part.shape))
+
+    def local_grad(self, index: int, gradient: Tensor) -> Tensor:
+        """An unsharded gradient as an ordinary tensor. Communicates if tensor parallelism has left it in another form."""
+        return self.dtensor_layouts[index].local_grad(gradient) if self.is_tensor_parallel and self.dtensor_layouts else gradient
+
+    def _stored(self, index: int, tensor: Tensor) -> Tensor:
+        """See `DTensorLayout.stored`."""
+        return tensor if self.dtensor_layouts is None else self.dtensor_layouts[index].stored(tensor)
+
+    def _shown(self, index: int, stored: Tensor) -> Tensor:
+        """See `DTensorLayout.shown`."""
+        return stored if self.dtensor_layouts is None else self.dtensor_layouts[index].shown(stored)
 
     def load_shard(self, values: Tensor) -> None:
         """Overwrite the whole shard (C,), as a change in place of each sharded parameter."""
@@ -216,8 +254,8 @@ class FlatBuffer:
         """
         if not self.is_replaced:
             return False
-        for info, param, part in zip(self.param_infos, self.sharded_params, self.parts, strict=True):
-            shard, parameter = self.shard_view(part), param if self.dtensor_layouts is None else plain(param)
+        for i, (info, param) in enumerate(zip(self.param_infos, self.sharded_params, strict=True)):
+            shard, parameter = self.shard_view(i), param if self.dtensor_layouts is None else plain(param)
             if parameter.shape != shard.shape or parameter.dtype != shard.dtype or parameter.device != shard.device:
                 raise ShardingError(
                     f"parameter {info.names[0]!r} of unit {unit!r} was replaced from outside by a tensor of shape "
@@ -225,8 +263,8 @@ class FlatBuffer:
                     f"its shard is {tuple(shard.shape)}, {shard.dtype} on {shard.device}. "
                     "Convert or move the module before wrapping it; for another compute precision give mp_policy."
                 )
-        for parameter, part in zip(self.sharded_params, self.parts, strict=True):
-            shard = self.shard_view(part)
+        for i, parameter in enumerate(self.sharded_params):
+            shard = self.shard_view(i)
             if self.dtensor_layouts is None and parameter.data_ptr() != shard.data_ptr():
                 shard.copy_(plain(parameter))
                 parameter.data = shard.data
@@ -284,19 +322,16 @@ class FlatBuffer:
                 f"is {self.unsharded.dtype}; its shard is {self.shard.dtype} and would lose precision. Change it between "
                 "forwards."
             )
-        part = self.parts[i]
-        shard = self.shard_view(part)
+        shard = self.shard_view(i)
         if saved is not None:
             saved.append((shard, shard.clone()))
-        values = self.unsharded_params[i].detach().view(-1)[part.first : part.first + part.numel]
-        shard.copy_(values.view(part.shape))
+        shard.copy_(self.local_part(i, self.unsharded_params[i].detach()))
         increment_version(self.sharded_params[i])
 
     def _take_repointed(self, unit: str) -> set[int]:
         """Copy the data at which a forward pointed unsharded parameters (`p.data = x`) into the buffer; return their indices."""
         repointed = set()
-        for i, (parameter, slot) in enumerate(zip(self.unsharded_params, self.layout.slots, strict=True)):
-            view = self.unsharded[slot.start : slot.end].view(slot.shape)
+        for i, (parameter, view) in enumerate(zip(self._local_unsharded, self.views_of(self.unsharded), strict=True)):
             if parameter.data_ptr() == view.data_ptr():
                 continue
             if parameter.shape != view.shape or parameter.dtype != view.dtype:
@@ -310,14 +345,16 @@ class FlatBuffer:
         return repointed
 
 
-def _unsharded_param(original: nn.Parameter, view: Tensor) -> nn.Parameter:
+def _unsharded_param(original: nn.Parameter, view: Tensor, layout: DTensorLayout | None) -> nn.Parameter:
     """A permanent parameter over `view`. It is made from `view.data`, so that it has a version counter of its own."""
-    unsharded = nn.Parameter(view.data, requires_grad=original.requires_grad)
+    data = view.data if layout is None else layout.unsharded(view.data)
+    unsharded = nn.Parameter(data, requires_grad=original.requires_grad)
     unsharded.__dict__.update(original.__dict__)
     if original._backward_hooks:
         # hooks set before wrapping get the full gradient; the user's handles refer to this dict object
         unsharded._backward_hooks, original._backward_hooks = original._backward_hooks, None
-    refuse_freed_reads(unsharded)
+    if local_of(unsharded) is None:
+        refuse_freed_reads(unsharded)
     return unsharded
 
 

@@ -13,13 +13,15 @@ from torch.autograd.graph import get_gradient_edge
 class ParamInfo:
     """One parameter of a unit, its names, and every module attribute that holds it."""
 
-    __slots__ = ("_slots", "kept_accumulator", "names", "parameter")
+    __slots__ = ("_slots", "kept_accumulator", "names", "parameter", "shard_dim")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
         self.names: list[str] = []
         """Names below the outermost unit. The first is the one used in errors and state dicts."""
         self._slots: list[tuple[weakref.ref[nn.Module], str]] = []
+        self.shard_dim = 0
+        """The dimension along which the parameter is cut, if its shard is a DTensor."""
         self.kept_accumulator: Any = None
         """The AccumulateGrad node of the parameter from before it was sharded, if some other code keeps it."""
 
@@ -40,6 +42,10 @@ class ParamInfo:
     def replace(self, parameter: nn.Parameter) -> None:
         """From now on, `parameter` is the one that the unit shards: a DTensor in place of the user's object."""
         self.parameter = parameter
+
+    def cut_along(self, dim: int) -> None:
+        """Cut the parameter along another dimension than the first. Its shard is a DTensor."""
+        self.shard_dim = dim
 
     def remember_accumulator(self) -> None:
         """The parameter is about to be sharded: note the AccumulateGrad node that some other code keeps."""

@@ -129,7 +129,7 @@ class Bucket:
         for i, unsharded in enumerate(self.flat.unsharded_params):
             if unsharded.grad is not None:
                 gradient, unsharded.grad = unsharded.grad, None
-                self._accumulate(i, gradient)
+                self._accumulate(i, self.flat.local_grad(i, gradient))
 
     def drop_zeroed(self) -> None:
         """Drop accumulated gradients that the user has zeroed since."""
@@ -207,6 +207,8 @@ class Bucket:
         gradients = [unsharded.grad for unsharded in flat.unsharded_params]
         for unsharded in flat.unsharded_params:
             unsharded.grad = None
+        if flat.is_tensor_parallel:
+            gradients = [None if one is None else flat.local_grad(i, one) for i, one in enumerate(gradients)]
         if (
             not self.accumulated
             and not self.expects_accumulated
@@ -333,13 +335,11 @@ class Bucket:
 
     def _local_part(self, i: int, gradient: Tensor) -> Tensor:
         """This rank's part of an unsharded gradient."""
-        part = self.flat.parts[i]
-        return gradient.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
+        return self.flat.local_part(i, gradient)
 
     def _reduced_view(self, i: int, reduced: Tensor) -> Tensor:
         """The gradient of one parameter in the reduced shard."""
-        part = self.flat.parts[i]
-        return reduced[part.offset : part.offset + part.numel].view(part.shape)
+        return self.flat.shard_view(i, reduced)
 
     def _replace_reduced(self, view: Tensor, changed: Tensor) -> Tensor:
         """Replace a view of the reduced shard by what a hook returned; return the view for the next hook."""

@@ -36,8 +36,7 @@ class GradBucket:
 
     def gradients(self) -> list[Tensor]:
         """The gradient of each parameter, in the shape of the full parameter: views of the buffer."""
-        slots = self._bucket.flat.layout.slots
-        return [self._buffer[slot.start : slot.end].view(slot.shape) for slot in slots]
+        return self._bucket.flat.views_of(self._buffer)
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """The parameters of these gradients: the sharded ones of `model.parameters()`."""

@@ -5,6 +5,12 @@ A DTensor with the placement Shard(0) holds on each rank as many rows as on the 
 parameter, cut between rows, has just that layout, so a DTensor over the shard's memory needs no copy. A buffer of several
 parameters can not: its chunks would hold a part of every parameter, and the gathered parameters would not be contiguous. So with
 the option `dtensors` each parameter has a flat buffer and collectives of its own.
+
+Shard(1) has that layout if the flat buffer holds the parameter with dimension 1 in front: a chunk is then a range of its rows.
+The tensors that code sees are views in which the dimension is back in its place. They are not contiguous; nothing is copied.
+
+A parameter may be a DTensor before wrapping, which tensor parallelism has made. Its local tensor is stored and cut. The unsharded
+parameter is a DTensor over the same mesh as before, and the shard is a DTensor over both meshes.
 """
 
 from functools import cache
@@ -14,37 +20,82 @@ import torch
 from torch import Size, Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from fsdp.errors import ShardingError
+from fsdp.errors import ShardingAssertion, ShardingError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 class DTensorMesh(NamedTuple):
-    """The mesh over which DTensors lie, and the placement on each of its dimensions."""
+    """The mesh over which DTensors lie. Its last dimension shards, the others hold replicas."""
 
     mesh: "DeviceMesh"
-    placements: tuple[Any, ...]
 
-    def layout_of(self, parameter: Tensor) -> "DTensorLayout":
-        """The layout of tensors with the shape of `parameter`."""
+    def layout_of(self, parameter: Tensor, dim: int) -> "DTensorLayout":
+        """The layout of tensors with the shape of `parameter`, which are cut along the dimension `dim`."""
+        from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+        from torch.distributed.tensor.placement_types import _StridedShard
 
-        contiguous = torch.empty(parameter.shape, device="meta").stride()
-        return DTensorLayout(DTensorSpec(self.mesh, self.placements, TensorMeta(parameter.shape, contiguous, parameter.dtype)))
+        in_front = torch.empty(parameter.shape, device="meta").movedim(dim, 0)
+        meta = TensorMeta(parameter.shape, torch.empty(in_front.shape, device="meta").movedim(0, dim).stride(), parameter.dtype)
+        replicas = (Replicate(),) * (self.mesh.ndim - 1)
+        given: Any = getattr(parameter, "_spec", None)
+        if given is None:
+            return DTensorLayout(DTensorSpec(self.mesh, (*replicas, Shard(dim)), meta), dim, None)
+        # Tensor parallelism has cut the parameter first, so a dimension that both cut is in two steps of strides.
+        parts = given.num_shards_map[dim]
+        mine: Any = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
+        mesh = type(self.mesh)._concatenate([self.mesh, given.mesh])
+        both = DTensorSpec(mesh, (*replicas, mine, *given.placements), meta)
+        return DTensorLayout(both, dim, DTensorSpec(given.mesh, given.placements, meta))
 
 
 class DTensorLayout(NamedTuple):
     """How a parameter, its gradient and its optimizer state lie on a mesh."""
 
     spec: Any
-    """torch's DTensorSpec."""
+    """torch's DTensorSpec of the shards."""
+    dim: int
+    """The dimension that is cut over the ranks."""
+    unsharded_spec: Any
+    """torch's DTensorSpec of the unsharded parameter, if tensor parallelism has spread it; else None."""
 
     @property
     def shape(self) -> Size:
         """The shape of the full tensor."""
         shape: Size = self.spec.tensor_meta.shape
         return shape
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the unsharded parameter is an ordinary tensor, cut between rows."""
+        return self.dim == 0 and self.unsharded_spec is None
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor as the flat buffer stores it: the dimension that is cut comes first."""
+        local = local_of(tensor)
+        return (tensor if local is None else local).movedim(self.dim, 0)
+
+    def shown(self, stored: Tensor) -> Tensor:
+        """A view of a stored tensor with its dimensions in their places."""
+        return stored.movedim(0, self.dim)
+
+    def unsharded(self, local: Tensor) -> Tensor:
+        """The unsharded parameter whose part on this rank is `local`: `local` itself, unless tensor parallelism has spread it."""
+        from torch.distributed.tensor import DTensor
+
+        if self.unsharded_spec is None:
+            return local
+        made: Tensor = DTensor(local, self.unsharded_spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return made
+
+    def local_grad(self, gradient: Any) -> Tensor:
+        """This rank's part of an unsharded gradient. Communicates if the gradient lies on the ranks in another way."""
+        if gradient.placements != self.unsharded_spec.placements:
+            gradient = gradient.redistribute(placements=self.unsharded_spec.placements)
+        local: Tensor = gradient._local_tensor
+        return local.wait() if hasattr(local, "wait") else local
 
     def fits(self, tensor: Any) -> bool:
         """Whether a DTensor has this shape and lies on the ranks in this way."""
@@ -62,11 +113,28 @@ class DTensorLayout(NamedTuple):
 
 
 def make_dtensor_mesh(mesh: "DeviceMesh") -> DTensorMesh:
-    """The last dimension of the mesh shards rows, the others hold replicas."""
-    from torch.distributed.tensor import Replicate, Shard
-
+    """The last dimension of the mesh shards, the others hold replicas."""
     _hook_optimizers()
-    return DTensorMesh(mesh, (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)))
+    return DTensorMesh(mesh)
+
+
+def dim_of(name: str, parameter: Tensor, placement: Any) -> int:
+    """The dimension of `parameter` that `placement`, given by the user, cuts.
+
+    Raises:
+        ShardingError: it cuts none.
+    """
+    from torch.distributed.tensor import Shard
+
+    if type(placement) is not Shard:
+        raise ShardingError(f"shard_placement_fn must return Shard(dim) or None; for {name!r} it returned {placement!r}.")
+    dim = placement.dim + parameter.dim() if placement.dim < 0 else placement.dim
+    if not 0 <= dim < parameter.dim():
+        raise ShardingAssertion(
+            f"shard_placement_fn: Shard dim {placement.dim} is invalid for {parameter.dim()}D tensor {name!r}; return one of its "
+            f"dimensions, 0 to {parameter.dim() - 1}."
+        )
+    return dim
 
 
 @cache

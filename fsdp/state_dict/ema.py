@@ -159,8 +159,8 @@ class EMA:
         averages, param_shards = iter(self._averages), param_shards_in(self._model)
         places: dict[int, Tensor] = {}
         for flat, average in zip(self._flats, averages, strict=False):
-            for parameter, part in zip(flat.sharded_params, flat.parts, strict=True):
-                places[id(parameter)] = average[part.offset : part.offset + part.numel].view(part.shape)
+            for i, parameter in enumerate(flat.sharded_params):
+                places[id(parameter)] = flat.shard_view(i, average)
         others = (*self._others(), *self._model.buffers())
         places |= {id(tensor): one for tensor, one in zip(others, (*averages, *self._buffers), strict=True)}
         for name, tensor in entries(self._model):

@@ -4,6 +4,7 @@ from functools import cached_property
 
 from torch import nn
 
+from fsdp.errors import ShardingError
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_of, resting_units_in
 from fsdp.state_dict.fqns import entries, first_names
@@ -16,7 +17,7 @@ class ModelView:
     def __init__(self, model: nn.Module, function_name: str) -> None:
         """Raises:
         ShardingError: there is no unit; or a forward, a backward or a summon is going on; or a shard was replaced by a
-            tensor that does not fit.
+            tensor that does not fit; or a parameter is not cut between rows.
         """
         self.model = model
         self.function_name = function_name
@@ -24,6 +25,14 @@ class ModelView:
         self.units = [ref.unit for ref in self._refs]
         self.world_comm = self._refs[0].engine.comms.world_comm
         """The communicator of all ranks that the model is wrapped over: those that share its shards, and their replicas."""
+        for one in self.units:
+            for flat in one.flats:
+                if flat.is_moved or flat.is_tensor_parallel:
+                    raise ShardingError(
+                        f"{function_name}: parameter {flat.param_infos[0].names[0]!r} of unit {one.name!r} is cut along another "
+                        "dimension than the first, or by tensor parallelism as well; use torch's get_model_state_dict, "
+                        "set_model_state_dict and torch.distributed.checkpoint."
+                    )
         self.param_shards = param_shards_in(model)
         """The sharded parameters, by the id of the user's Parameter object."""
         self.entries = tuple(entries(model))

@@ -31,6 +31,9 @@ class ParamShard(NamedTuple):
     @property
     def shape(self) -> Shape:
         """The shape of the full parameter."""
+        layouts = self.flat.dtensor_layouts
+        if layouts is not None:
+            return tuple(layouts[self.number].shape)
         return self.flat.layout.slots[self.number].shape
 
     @property
@@ -50,11 +53,15 @@ class ParamShard(NamedTuple):
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of a full tensor of the parameter's shape: a view."""
-        part = self.part
-        return full.detach().reshape(-1)[part.first : part.first + part.numel].view(part.shape)
+        return self.flat.local_part(self.number, full.detach())
 
     def value(self, name: str, local: Tensor) -> ShardedValue:
         """`local`, which has the shape of this rank's shard, as this rank's part of a tensor shaped like the parameter."""
+        if self.flat.is_moved or self.flat.is_tensor_parallel:
+            raise ShardingError(
+                f"{name!r} is cut along another dimension than the first, or by tensor parallelism as well: its part is no range "
+                "of rows. Use torch's functions for state dicts."
+            )
         empty = 0 in self.shape and self.flat.rank == 0
         return ShardedValue(name, plain(local), self.shape, self.part.first, empty)
 
@@ -72,6 +79,11 @@ class ParamShard(NamedTuple):
             # torch's set_model_state_dict gives the model its own parameters under names that are missing
             return plain(given)
         check_fit(operation, name, given, self.shape, self.parameter.dtype)
+        if self.flat.is_tensor_parallel:
+            raise ShardingError(
+                f"{operation}: {name!r} is cut by tensor parallelism as well, and this value is no DTensor; load it by torch's "
+                "set_model_state_dict."
+            )
         if not isinstance(given, ShardedValue):
             return self.cut(given)
         if not self.value(name, self.parameter).cut_like(given):

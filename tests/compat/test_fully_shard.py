@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -294,14 +295,20 @@ def test_a_number_of_ranks_to_reshard_to_is_taken_as_true_with_a_warning() -> No
     fsdp.simulate(2, program)
 
 
+def _mesh_of_three() -> Any:
+    return SimpleNamespace(ndim=3)
+
+
 REFUSALS: dict[str, Callable[[Any], object]] = {
     "dp_mesh_dims is not supported": lambda model: fully_shard(nn.Linear(2, 2), dp_mesh_dims="dp"),
-    "parameters are cut between rows": lambda model: fully_shard(
+    "inside fsdp.simulate parameters are cut between rows": lambda model: fully_shard(
         nn.Linear(2, 2), shard_placement_fn=lambda p: torch.distributed.tensor.Shard(1)
     ),
     "takes a module or a list of modules, not \\[\\]": lambda model: fully_shard([]),
     "reshard_after_forward must be": lambda model: fully_shard(nn.Linear(2, 2), reshard_after_forward="no"),  # type: ignore[arg-type]
-    "has no forward of its own": lambda model: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
+    "does not support containers that do not implement forward": lambda model: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
+    "can only be applied to a module once. fully_shard: FSDPNet is wrapped already": lambda model: fully_shard(model),
+    "expects a 1D or 2D DeviceMesh but got": lambda model: fully_shard(nn.Linear(2, 2), mesh=_mesh_of_three()),
     "set_requires_gradient_sync: the units of a root": lambda model: model.blocks[0].set_requires_gradient_sync(False),
     "set_requires_all_reduce: the units of a root": lambda model: model.set_requires_all_reduce(False, recurse=False),
     "set_gradient_divide_factor: the factor is that": lambda model: model.blocks[0].set_gradient_divide_factor(3.0),

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.everything import EVERYTHING
 from tests.support.processes import results_of
 
 pytestmark = pytest.mark.gloo
@@ -18,3 +19,13 @@ def test_a_script_of_fsdp2_gives_the_same_losses(tmp_path: Path) -> None:
         torch.testing.assert_close(result["ours"]["losses"], result["torch"]["losses"])
         torch.testing.assert_close(result["ours"]["state"], result["torch"]["state"])
         torch.testing.assert_close(result["ours"]["optimizer"]["state"], result["torch"]["optimizer"]["state"])
+
+
+@pytest.mark.parametrize("size", [2, 4] if EVERYTHING else [2])
+def test_the_schedules_of_pipelining_train_as_with_fsdp2(tmp_path: Path, size: int) -> None:
+    results = results_of("tests.compat.pipeline_program", size, tmp_path)
+    for result in results:
+        assert result["states"]
+        for kind in ("gpipe", "1f1b", "interleaved"):
+            torch.testing.assert_close(result[kind]["ours"], result[kind]["torch"])
+    assert len(results[-1]["gpipe"]["ours"]["losses"]) == 12

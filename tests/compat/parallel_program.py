@@ -1,0 +1,124 @@
+"""One rank of four over gloo: FSDP2 and the drop-in module over a model that tensor parallelism has spread; losses and states."""
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp
+from fsdp.compat import fully_shard as ours
+
+FULL = StateDictOptions(full_state_dict=True)
+PLAN = {name: style() for block in "01" for name, style in ((f"{block}.up", ColwiseParallel), (f"{block}.down", RowwiseParallel))}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(x + self.down(torch.relu(self.up(x))))
+        return out
+
+
+def other_dim(parameter: nn.Parameter) -> Shard:
+    """Cut the dimension that tensor parallelism has not cut."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    cut = {placement.dim for placement in placements if isinstance(placement, Shard)}
+    return Shard(1 if parameter.dim() > 1 and 0 in cut else 0)
+
+
+def script(api: Any, rank: int, path: Path, placement_fn: Any = None) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(Block(), Block())
+    parallelize_module(model, mesh["tp"], PLAN)
+    for block in model:
+        api.fully_shard(block, mesh=mesh["dp"], shard_placement_fn=placement_fn)
+    api.fully_shard(model, mesh=mesh["dp"], shard_placement_fn=placement_fn)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(3):
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(10 * step + 2 * micro + mesh["dp"].get_local_rank())
+            model.set_requires_gradient_sync(micro == 1)
+            x, target = torch.randn(2, 3, 6, generator=generator)
+            loss = nn.functional.mse_loss(model(x), target)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    full = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.grad = torch.ones_like(parameter)
+    plain = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(plain, checkpoint_id=path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    dcp.load(plain, checkpoint_id=path)
+    set_model_state_dict(model, plain["model"])
+    again = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    for name, value in full.items():
+        assert torch.equal(value, again[name]), name
+    state = get_model_state_dict(model, options=FULL)
+    set_model_state_dict(model, copy.deepcopy(state), options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    placements = {name: str(p.placements) for name, p in model.named_parameters()}
+    return {"losses": losses, "full": full, "state": state, "placements": placements}
+
+
+def refusals(path: Path) -> list[str]:
+    """What functions of this engine say that know rows alone, and what wrapping says without a mesh that fits."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = parallelize_module(nn.Sequential(Block(), Block()), mesh["tp"], PLAN)
+    alone = init_device_mesh("cpu", (4,))
+    said = []
+    for attempt in (
+        lambda: ours.fully_shard(model),
+        lambda: ours.fully_shard(model, mesh=alone),
+        lambda: fsdp.fully_shard(model),
+        lambda: fsdp.full_state_dict(ours.fully_shard(model, mesh=mesh["dp"])),
+        lambda: fsdp.to_local(next(model.parameters())),
+    ):
+        try:
+            attempt()
+        except ValueError as refusal:
+            said.append(str(refusal))
+    return said
+
+
+def run(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    results: dict[str, Any] = {}
+    for name, placement_fn in (("rows", None), ("other", other_dim)):
+        results[name] = {
+            kind: script(api, rank, folder / f"{name}-{kind}", placement_fn)
+            for kind, api in (("torch", torch_fsdp), ("ours", ours))
+        }
+    results["refusals"] = refusals(folder)
+    torch.save(results, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,97 @@
+"""One rank of two over gloo: schedules of torch's pipelining over stages that the drop-in module shards, and torch's FSDP2."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+
+from fsdp.compat import fully_shard as ours
+
+SCHEDULES: dict[str, tuple[Any, int]] = {
+    "gpipe": (ScheduleGPipe, 1),
+    "1f1b": (Schedule1F1B, 1),
+    "interleaved": (ScheduleInterleaved1F1B, 2),
+}
+WIDTH, MICRO_BATCHES = 6, 4
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def layers(count: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, WIDTH)) for _ in range(count)]
+
+
+def train(api: Any, kind: str, rank: int, size: int, shards: int) -> dict[str, Any]:
+    """Train a pipeline of `size // shards` ranks, each stage sharded over `shards`; the losses of the last and all parameters."""
+    schedule_class, stages_of_rank = SCHEDULES[kind]
+    mesh = init_device_mesh("cpu", (size // shards, shards), mesh_dim_names=("pp", "dp"))
+    depth, place = size // shards, mesh["pp"].get_local_rank()
+    numbers = [place + depth * turn for turn in range(stages_of_rank)]
+    modules = layers(depth * stages_of_rank)
+    mine = [modules[number] for number in numbers]
+    for module in mine:
+        for layer in (module[0], module[2]):
+            api.fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
+        api.fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
+    stages = [
+        PipelineStage(module, number, len(modules), torch.device("cpu"), group=mesh.get_group("pp"))
+        for number, module in zip(numbers, mine, strict=True)
+    ]
+    schedule = schedule_class(stages if stages_of_rank > 1 else stages[0], MICRO_BATCHES, loss_fn=loss_of)
+    optimizer = torch.optim.AdamW([p for module in mine for p in module.parameters()], lr=0.05)
+    losses: list[float] = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
+        batch, target = torch.randn(2, 2 * MICRO_BATCHES, WIDTH, generator=generator)
+        found: list[torch.Tensor] = []
+        given = (batch,) if place == 0 else ()
+        schedule.step(*given, **({"target": target, "losses": found} if place == depth - 1 else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.item() for loss in found]
+    params = {f"{n}.{name}": p for n, module in zip(numbers, mine, strict=True) for name, p in module.named_parameters()}
+    assert all(isinstance(p, DTensor) for p in params.values())
+    return {"losses": losses, "params": {name: p.full_tensor().detach() for name, p in params.items()}}  # type: ignore[attr-defined]
+
+
+def save_and_load(rank: int, folder: Path) -> bool:
+    """Write with DTensors of the drop-in module, and read into torch's FSDP2 and back."""
+    values = []
+    for api in (ours, torch_fsdp, ours):
+        torch.manual_seed(len(values))
+        model: Any = api.fully_shard(nn.Linear(5, 3))
+        if values:
+            state = get_model_state_dict(model)
+            dcp.load(state, checkpoint_id=folder / f"{len(values) - 1}")
+            set_model_state_dict(model, state)
+        dcp.save(get_model_state_dict(model), checkpoint_id=folder / f"{len(values)}")
+        values.append(model.weight.full_tensor())
+    return torch.equal(values[0], values[1]) and torch.equal(values[0], values[2])
+
+
+def run(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    results: dict[str, Any] = {"states": save_and_load(rank, folder)}
+    for kind in SCHEDULES:
+        shards = 1 if size == 2 else 2
+        results[kind] = {name: train(api, kind, rank, size, shards) for name, api in (("torch", torch_fsdp), ("ours", ours))}
+    torch.save(results, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
