@@ -1,5 +1,6 @@
 """One rank of two over gloo: what the engine does with parameters that are cut along their second dimension."""
 
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,7 @@ def run(rank: int, size: int, folder: Path) -> None:
     everybody, alone = list(range(size)), [rank]
     expected = train(net(), everybody)
     model = sharded(net())
+    kept = [p.full_tensor() for p in model.parameters()]  # as code that has looked at the weights does
     results: dict[str, Any] = {
         "placements": {name: str(p.placements) for name, p in model.named_parameters()},
         "rows": [tuple(p.to_local().shape) for p in model.inner.parameters()],
@@ -135,11 +137,20 @@ def run(rank: int, size: int, folder: Path) -> None:
     other.load_state_dict({name: value + 1 for name, value in expected.items()})
     results["loaded_full"] = close({n: full(p) - 1 for n, p in other.named_parameters()}, expected)
     results["full_value"] = torch.equal(fsdp.full_tensor(model.inner.weight), full(model.inner.weight))
+    ema = fsdp.EMA(model, 0.5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    ema.update()
+    with ema.averaged_weights():
+        results["averaged"] = close({n: full(p) - 0.5 for n, p in model.named_parameters()}, expected)
+    results["looked_at"] = all(one.requires_grad for one in kept)
     refused = []
     for attempt in (
         lambda: fsdp.full_state_dict(model),
         lambda: fsdp.save(folder / "saved", model),
         lambda: fsdp.to_local(model.inner.weight),
+        lambda: copy.deepcopy(model),
         lambda: fsdp.fully_shard(nn.Linear(2, 2), shard_placement_fn=columns),
         lambda: fsdp.fully_shard(nn.Linear(2, 2), dtensors=True, shard_placement_fn=7),  # type: ignore[arg-type]
         lambda: fsdp.fully_shard(nn.Linear(2, 2), dtensors=True, shard_placement_fn=lambda p: 1),

@@ -13,6 +13,7 @@ REFUSED = (
     "full_state_dict: parameter 'weight' of unit 'inner' is cut along another dimension than the first",
     "save: parameter 'weight' of unit 'inner' is cut along another dimension than the first",
     "to_local: parameter 'weight' is cut along another dimension than the first",
+    "copy.deepcopy: FSDP does not support deepcopy where shards are DTensors",
     "shard_placement_fn chooses the placements of DTensors; give dtensors=True",
     "shard_placement_fn must be a function of a parameter, not 7",
     "shard_placement_fn must return Shard(dim) or None; for 'weight' it returned 1",
