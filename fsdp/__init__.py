@@ -18,7 +18,7 @@ from fsdp.checkpoint.hf_safetensors import export_safetensors, load_safetensors
 from fsdp.checkpoint.load import latest, load
 from fsdp.checkpoint.save import save
 from fsdp.comm.simulated import simulate
-from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
+from fsdp.config import MixedPrecisionPolicy, OffloadPolicy, ReductionPolicy
 from fsdp.debug.dump import dump_on_signal
 from fsdp.errors import IllegalTransition, InputsExhausted, PeerFailed, ShardingAssertion, ShardingError, WorldError
 from fsdp.params.external_use import full_tensor, to_local
@@ -37,6 +37,7 @@ __all__ = [
     "IllegalTransition",
     "InputsExhausted",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "PeerFailed",
     "Plan",
     "ReductionPolicy",

@@ -82,6 +82,26 @@ class MixedPrecisionPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadPolicy:
+    """Shards, gradients and optimizer state are in host memory; the device holds what computes.
+
+    FSDP2's `CPUOffloadPolicy` is accepted too, and so is FSDP1's `CPUOffload`. Where the parameters are in host memory already
+    nothing changes.
+
+    Raises:
+        ShardingError: `pin_memory` is not True or False.
+    """
+
+    pin_memory: bool = True
+    """Whether the host memory is pinned. The device then copies from and to it while the host program goes on. False waits for
+    each copy of a gradient, and takes no memory that the system cannot swap."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pin_memory, bool):
+            raise ShardingError(f"offload_policy.pin_memory must be True or False, not {self.pin_memory!r}.")
+
+
+@dataclass(frozen=True, slots=True)
 class ReductionPolicy:
     """How gradients are put into buckets, and how buckets are summed over the ranks.
 
@@ -181,6 +201,8 @@ class Config:
     """Whether shards are torch's DTensors, each cut evenly between rows."""
     uneven_paths: bool
     """Whether the ranks may go different ways through the units."""
+    offload: OffloadPolicy | None
+    """How shards are kept in host memory; None if they stay on the device."""
 
     @property
     def bucket_bytes(self) -> int | None:
@@ -215,6 +237,7 @@ def make_config(
     plain_shards: bool,
     dtensors: bool,
     uneven_paths: bool,
+    offload: OffloadPolicy | None,
 ) -> Config:
     """Check each option and all of them together.
 
@@ -278,6 +301,7 @@ def make_config(
         plain_shards,
         dtensors,
         uneven_paths,
+        offload,
     )
 
 

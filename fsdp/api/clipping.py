@@ -49,7 +49,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     strided, sparse = _gradients_of([p for p in parameters if id(p) in sharded])
     # every rank must choose one dtype, also one that holds no gradient
     is_double = any(flat.shard.dtype is torch.float64 for engine in engines for unit in engine.units for flat in unit.flats)
-    local = _local_norm(strided, sparse, power, torch.float64 if is_double else torch.float32, engines[0].units[0].device)
+    local = _local_norm(strided, sparse, power, torch.float64 if is_double else torch.float32, engines[0].units[0].shard_device)
     total = _combine(comms.reduce_comm, local, power)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if strided:
@@ -80,7 +80,7 @@ def clip_norm_of_roots(model: nn.Module, max_norm: float, norm_type: float = 2.0
     of_roots = [[p for unit in engine.units for p in unit.sharded_params] for engine in engines]
     sharded = {id(p) for parameters in of_roots for p in parameters}
     outside = [p for p in model.parameters() if id(p) not in sharded]
-    device = engines[0].units[0].device
+    device = engines[0].units[0].shard_device
     norms, held = [], []
     comms = [engine.comms.reduce_comm for engine in engines]
     for comm, parameters in zip((*comms, None), (*of_roots, outside), strict=True):
@@ -150,7 +150,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         engine = engines_in(model, "ShardedGradScaler")[0]
-        self._found_on = engine.units[0].device
+        self._found_on = engine.units[0].shard_device
         kind = device or self._found_on.type
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._comm = engine.comms.world_comm

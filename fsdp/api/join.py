@@ -258,7 +258,7 @@ def join(
         if stepped is not None:
             take_over(joined.buffer_source, model, stepped.all_found(), engine.comms.world_comm)
         elif root.unit.config.broadcast_buffers:
-            broadcast_buffers(root.unit.module, engine.comms.world_comm, joined.buffer_source)
+            broadcast_buffers(root.unit.modules, engine.comms.world_comm, joined.buffer_source)
 
 
 def _root_to_join(model: nn.Module, step: object, rules: JoinRules) -> UnitRef:

@@ -19,7 +19,7 @@ from fsdp.build.other_engines import refuse_other_engines
 from fsdp.build.peer_options import accepts_peer_options
 from fsdp.build.plan import Planned, WrapPolicy, make_plan
 from fsdp.build.shardable import check_devices, check_shardable, check_triggers, choose_shard_dims, device_of
-from fsdp.build.torch_policies import PrecisionFields, precision_of
+from fsdp.build.torch_policies import PrecisionFields, offload_of, precision_of
 from fsdp.comm.connect import Mesh, ProcessGroup, open_comms
 from fsdp.comm.context import CommContext
 from fsdp.comm.meshes import open_mesh
@@ -105,9 +105,11 @@ class FullyShardedDataParallel(nn.Module):
             begin when all ranks are at the end of the backward, and unsharded gradients are in memory until then. Refused:
             `broadcast_buffers`, `find_unused_parameters`, `static_graph`, `fsdp.join`. Default False: ranks that call different
             collectives are named. The value of the outermost unit counts.
+        offload_policy: keeps shards, gradients and optimizer state in host memory: a `fsdp.OffloadPolicy`, FSDP2's
+            `CPUOffloadPolicy`, or FSDP1's `CPUOffload`. Each gather copies this rank's shard to the device first, and the
+            optimizer steps on the host. Default None: they stay on the device of the module.
 
-    Options of DDP, Apex, fairscale, FSDP1 and FSDP2 are accepted where their value means what happens here anyway. There is no
-    CPU offload: shards, gradients and optimizer state stay on the device of the module.
+    Options of DDP, Apex, fairscale, FSDP1 and FSDP2 are accepted where their value means what happens here anyway.
 
     Raises:
         ShardingError: an argument, the module or the ranks are refused. Nothing was sharded, on any rank.
@@ -137,6 +139,7 @@ class FullyShardedDataParallel(nn.Module):
         dtensors: bool = False,
         shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
         uneven_paths: bool = False,
+        offload_policy: object = None,
     ) -> None:
         super().__init__()
         if isinstance(module, list):
@@ -162,6 +165,7 @@ class FullyShardedDataParallel(nn.Module):
             dtensors=dtensors,
             shard_placement_fn=shard_placement_fn,
             uneven_paths=uneven_paths,
+            offload_policy=offload_policy,
         )
         self.module = module
         refuse_other_engines(self)
@@ -280,6 +284,7 @@ def fully_shard(
     dtensors: bool = False,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     uneven_paths: bool = False,
+    offload_policy: object = None,
 ) -> Module:
     """Shard `module` in place and return it. Its class, its name and the names of its parameters stay.
 
@@ -310,6 +315,7 @@ def fully_shard(
             plain_shards,
             dtensors,
             uneven_paths,
+            offload_of(offload_policy),
         )
         plan = _plan(modules, auto_wrap_policy, ignored_modules, ignored_params, comms, config)
         choose_shard_dims(plan, config, mesh, shard_placement_fn)
@@ -325,12 +331,7 @@ def fully_shard(
 
 
 def _plan(
-    modules: Sequence[nn.Module],
-    policy: Any,
-    ignored: Any,
-    ignored_params: Any,
-    comms: CommContext,
-    config: Config,
+    modules: Sequence[nn.Module], policy: Any, ignored: Any, ignored_params: Any, comms: CommContext, config: Config
 ) -> list[Planned]:
     """Choose the units, and check everything that can be refused, before anything changes."""
     for module in modules:

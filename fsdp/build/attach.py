@@ -31,10 +31,11 @@ def attach(
     """
     hook_optimizers()
     device = next((unit.device for unit in units if unit.flats), torch.device("cpu"))
-    streams = delayed(make_streams(device, len(comms.lanes)), comms.world_comm.rank, device)
+    offloads = any(flat.is_offloaded for unit in units for flat in unit.flats)
+    streams = delayed(make_streams(device, len(comms.lanes), offloads), comms.world_comm.rank, device)
     tracker = MemoryTracker()
     for unit in units:
-        unit.join(streams, tracker)
+        unit.join(streams, tracker, device)
     engine = (UnevenEngine if units[0].config.uneven_paths else Engine)(units, descendants, comms, streams, tracker)
     hooks = EngineHooks(engine)
     remember(engine.snapshot)

@@ -146,7 +146,15 @@ def _copy_unit(unit: Unit, memo: Memo) -> Unit:
                         f"{slot!r} than the copy of the original's, because of a __deepcopy__ of its own; wrap a copy of the "
                         "plain module instead."
                     )
-        copied = FlatBuffer(infos, flat.unsharded.dtype, unit.comm, flat.is_replicated, config.aligned, config.plain_shards)
+        copied = FlatBuffer(
+            infos,
+            flat.unsharded.dtype,
+            unit.comm,
+            flat.is_replicated,
+            config.aligned,
+            config.plain_shards,
+            offload=config.offload,
+        )
         copied.shard.copy_(flat.shard)
         flats.append(copied)
     return Unit([memo[id(module)] for module in unit.modules], unit.name, flats, config, unit.comm)

@@ -26,7 +26,7 @@ class PeerOption(NamedTuple):
     """The values that mean what happens here anyway, as `str` shows them: objects of other engines need no import."""
 
 
-_OFFLOAD: Final = "CPU offload is not supported; shards, gradients and optimizer state stay on the device of the module"
+_OFFLOAD: Final = "give offload_policy=fsdp.OffloadPolicy(), which keeps shards, gradients and optimizer state on the host"
 _OBJECTS: Final = "parameters are always the original objects; leave it out"
 _DEVICE: Final = "move the module to its device before wrapping it, and its inputs before the forward"
 _PREFETCH: Final = "prefetch follows the recorded order; give prefetch=0 to switch it off"
@@ -51,7 +51,6 @@ PEER_OPTIONS: Final[dict[str, PeerOption]] = {
     "ignored_states": PeerOption("give ignored_modules, or ignored_params"),
     "device_mesh": PeerOption("give it as mesh; a two-dimensional one needs sharding_strategy='HYBRID_SHARD'"),
     # FSDP2
-    "offload_policy": PeerOption(_OFFLOAD, ("None", "OffloadPolicy()")),
     "dp_mesh_dims": PeerOption("give a mesh of these dimensions alone, such as mesh=mesh['shard']"),
     # DDP
     "device_ids": PeerOption(_DEVICE),

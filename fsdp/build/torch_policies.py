@@ -1,4 +1,4 @@
-"""FSDP1's and FSDP2's own objects as options here: wrapping policies and mixed precision. Imports nothing of them."""
+"""FSDP1's and FSDP2's own objects as options here: wrapping, mixed precision, offload. Imports nothing of them."""
 
 from collections.abc import Callable, Collection
 from typing import Final, Protocol
@@ -6,7 +6,7 @@ from typing import Final, Protocol
 import torch
 from torch import nn
 
-from fsdp.config import MixedPrecisionPolicy
+from fsdp.config import MixedPrecisionPolicy, OffloadPolicy
 from fsdp.errors import ShardingError
 from fsdp.params.module_params import owning_unit
 
@@ -127,3 +127,25 @@ def _refuse_what_fsdp1_alone_does(policy: PrecisionFields, root: nn.Module, wrap
                 f"mp_policy: FSDP1's MixedPrecision leaves {name!r}, a {type(module).__name__}, in full precision. Wrap it "
                 "first, by fsdp.fully_shard(module) without mp_policy; or give a fsdp.MixedPrecisionPolicy, which includes it."
             )
+
+
+# offload ----------------------------------------------------------------------------------
+
+
+def offload_of(policy: object) -> OffloadPolicy | None:
+    """Convert a policy of FSDP1 or FSDP2. FSDP2's `OffloadPolicy` and FSDP1's `CPUOffload(offload_params=False)` are None.
+
+    Raises:
+        ShardingError: it is no policy.
+    """
+    if policy is None or isinstance(policy, OffloadPolicy):
+        return policy
+    if hasattr(policy, "pin_memory"):
+        return OffloadPolicy(policy.pin_memory)
+    if hasattr(policy, "offload_params"):
+        return OffloadPolicy() if policy.offload_params else None
+    if type(policy).__name__ == "OffloadPolicy":
+        return None
+    raise ShardingError(
+        f"offload_policy must be a fsdp.OffloadPolicy, FSDP2's CPUOffloadPolicy, or FSDP1's CPUOffload, not {policy!r}."
+    )

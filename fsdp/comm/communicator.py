@@ -6,12 +6,12 @@ Rule 3: a rank that is alone has a communicator too (`SingleRankCommunicator`), 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from fsdp.comm.work import DONE, Work
+from fsdp.comm.work import DONE, CopyBack, Work
 from fsdp.errors import PeerFailed
 from fsdp.failure.pending_call import Wait
 
@@ -108,6 +108,46 @@ class Communicator(Protocol):
 
     def reconnect(self) -> None:
         """After an abandoned step: wait for the other ranks, and connect to them for the next step."""
+
+
+class CarriesHostTensors:
+    """For a communicator whose backend sends tensors of a device only, as NCCL does: tensors on the host travel as copies.
+
+    Shards in host memory, their gradients and their optimizer state are such tensors. A subclass names this class first.
+    """
+
+    @property
+    def carrier(self) -> torch.device:
+        """The device on which the copies are made."""
+        raise NotImplementedError
+
+    def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
+        parent: Any = super()
+        if unsharded.device.type != "cpu":
+            return cast(Work, parent.all_gather(unsharded, label, own))
+        copy = unsharded.to(self.carrier)
+        return CopyBack(parent.all_gather(copy, label), copy, unsharded)
+
+    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
+        parent: Any = super()
+        if bucket.device.type != "cpu":
+            return cast(Work, parent.reduce_scatter(bucket, into, label, fixed_order))
+        copy = torch.empty_like(into, device=self.carrier)
+        return CopyBack(parent.reduce_scatter(bucket.to(self.carrier), copy, label, fixed_order), copy, into)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
+        parent: Any = super()
+        if tensor.device.type != "cpu":
+            return cast(Work, parent.all_reduce(tensor, op, label, fixed_order))
+        copy = tensor.to(self.carrier)
+        return CopyBack(parent.all_reduce(copy, op, label, fixed_order), copy, tensor)
+
+    def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
+        parent: Any = super()
+        if tensor.device.type != "cpu":
+            return cast(Work, parent.broadcast(tensor, source, label))
+        copy = tensor.to(self.carrier)
+        return CopyBack(parent.broadcast(copy, source, label), copy, tensor)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

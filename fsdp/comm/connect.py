@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.comm import simulated
 from fsdp.comm.communicator import Communicator, SingleRankCommunicator
 from fsdp.comm.context import REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
-from fsdp.comm.process_group import GlooCommunicator, ProcessGroupCommunicator
+from fsdp.comm.process_group import DeviceCommunicator, GlooCommunicator, ProcessGroupCommunicator
 from fsdp.config import MeshKind
 from fsdp.errors import ShardingError, require_package
 from fsdp.failure.peers import PeerMonitor
@@ -216,9 +216,15 @@ def _comm(group: dist.ProcessGroup, name: str, carrier: Callable[[PeerMonitor | 
         carries = carrier(peers)
         if isinstance(peers, DevicePeerMonitor):
             peers.add_abort(partial(_abort, weakref.ref(carries)))
-        cls = ProcessGroupCommunicator if peers is None or _gloo(group) is None else GlooCommunicator
-        known[name] = cls(carries, name, peers)
+        known[name] = _class_of(group, peers)(carries, name, peers)
     return known[name]
+
+
+def _class_of(group: dist.ProcessGroup, peers: PeerMonitor | None) -> type[ProcessGroupCommunicator]:
+    kinds = [device.type for device in group._device_types]
+    if kinds and "cpu" not in kinds:
+        return DeviceCommunicator
+    return ProcessGroupCommunicator if peers is None or _gloo(group) is None else GlooCommunicator
 
 
 def _peers_in(group: dist.ProcessGroup) -> PeerMonitor | None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp.comm.communicator import CallRecorder, ReduceOp, as_bytes
+from fsdp.comm.communicator import CallRecorder, CarriesHostTensors, ReduceOp, as_bytes
 from fsdp.comm.work import AllToAllReduceScatter, DeterministicAllReduce, Work, WorkBatch
 from fsdp.errors import PeerFailed, ShardingError
 from fsdp.failure.desync import RECENT, WatchedWork
@@ -232,6 +232,14 @@ class ProcessGroupCommunicator:
     def reconnect(self) -> None:
         if self._peers is not None and self._peers.down:
             self._peers.reconnect()
+
+
+class DeviceCommunicator(CarriesHostTensors, ProcessGroupCommunicator):
+    """A communicator over a group that sends no tensors of the host."""
+
+    @property
+    def carrier(self) -> torch.device:
+        return torch.device(c10d._get_object_coll_device(self.group))
 
 
 class GlooCommunicator(ProcessGroupCommunicator):

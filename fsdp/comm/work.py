@@ -47,6 +47,21 @@ class AllToAllReduceScatter:
             sum_of_two(self._own, self._received, self._into)
 
 
+class CopyBack:
+    """A collective over a copy of a host tensor on a device. `wait` copies the result back, and the host program waits for it."""
+
+    __slots__ = ("_copy", "_tensor", "_work")
+
+    def __init__(self, work: Work, copy: Tensor, tensor: Tensor) -> None:
+        self._work = work
+        self._copy = copy
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._tensor.copy_(self._copy)
+
+
 class WorkBatch:
     """Several works of a process group that are awaited as one."""
 

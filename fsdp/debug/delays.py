@@ -61,6 +61,20 @@ class DelayedStreams:
         self._streams.await_reductions()
         self.wait()
 
+    def uploading(self) -> AbstractContextManager[Any]:
+        return self._late(self._streams.uploading())
+
+    def uploaded(self) -> None:
+        self._streams.uploaded()
+        self.wait()
+
+    def copied(self) -> None:
+        self._streams.copied()
+
+    def await_copies(self) -> None:
+        self._streams.await_copies()
+        self.wait()
+
     @contextmanager
     def _late(self, entered: AbstractContextManager[Any]) -> Iterator[None]:
         with entered:

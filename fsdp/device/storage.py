@@ -17,16 +17,23 @@ from fsdp.errors import ShardingError
 class MemoryTracker:
     """Bytes that the engine holds on this rank, by kind: shards, whole, bucket, scratch, reduced, kept, lent.
 
-    Not counted: `.grad`, which belongs to the user, and the memory that replicas on the host reuse for it.
+    Not counted: `.grad`, which belongs to the user, and the memory that replicas on the host reuse for it. Where shards are in
+    host memory, these bytes are the device's alone.
     """
 
     held: dict[str, int] = field(default_factory=dict)
     peak: int = 0
     now: int = 0
+    offloaded: int = 0
+    """Bytes of shards in host memory."""
 
     def keep_in(self, held: dict[str, int]) -> None:
         """From now on, write the bytes of each kind to `held`, which has them already."""
         self.held = held
+
+    def add_offloaded(self, count: int) -> None:
+        """Count `count` bytes of shards as in host memory."""
+        self.offloaded += count
 
     def add(self, kind: str, count: int) -> None:
         """Count `count` bytes as allocated or, if it is negative, as released."""
@@ -122,6 +129,26 @@ class SharedStorage:
     def release(self, tracker: MemoryTracker) -> bool:
         """Do nothing: the shard needs the memory."""
         return False
+
+
+def shard_memory(numel: int, dtype: torch.dtype, device: torch.device, offloaded: bool, pin: bool) -> Tensor:
+    """Zeros (numel,) for a shard: on the device, or in host memory.
+
+    `pin`: a device can read and write host memory while the host program goes on. In a rehearsal on the meta device there is no
+    host memory either.
+    """
+    if offloaded and device.type != "meta":
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin)
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def copy_to_host(tensor: Tensor, pin: bool) -> Tensor:
+    """A copy of a device tensor in host memory. With `pin` it has its values only when the current stream has come there."""
+    if tensor.is_meta:
+        return tensor
+    if tensor.is_sparse or not pin:
+        return tensor.cpu()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def size_of(tensor: Tensor) -> int:

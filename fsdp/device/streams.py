@@ -9,6 +9,12 @@ written after the forward began waits for the compute stream once more. Buckets 
 stream, and released only after that stream has waited for their reduction. Reduced gradients are allocated on a reduction
 stream, which waits for the compute stream before each of them. So `record_stream` is not needed, and memory is reused in a
 fixed pattern.
+
+[Note: shards in host memory]
+With an offload policy, unsharded buffers are allocated on an upload stream, which copies shards from the host into them. It waits
+for the last reader of their memory, and the gather stream waits for it. Reduced gradients are copied to the host on the reduction stream that made them.
+The host program does not wait for these copies one by one. At the end of each pass it waits for all of them: then it may use
+what they wrote, and change what they read.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,6 +51,18 @@ class Streams(Protocol):
     def await_reductions(self) -> None:
         """Make the compute stream wait for the reduction streams."""
 
+    def uploading(self) -> AbstractContextManager[Any]:
+        """A context whose work runs on the upload stream, after the last reader of released memory."""
+
+    def uploaded(self) -> None:
+        """Make the gather stream wait for what the upload stream has copied so far."""
+
+    def copied(self) -> None:
+        """Record the end of what the current stream has copied from or to the host."""
+
+    def await_copies(self) -> None:
+        """Return when all copies from and to the host, so far, are complete. The host program waits, and no stream does."""
+
 
 _NOTHING: Final = nullcontext()
 
@@ -75,6 +93,18 @@ class HostStreams:
     def await_reductions(self) -> None:
         return
 
+    def uploading(self) -> AbstractContextManager[Any]:
+        return _NOTHING
+
+    def uploaded(self) -> None:
+        return
+
+    def copied(self) -> None:
+        return
+
+    def await_copies(self) -> None:
+        return
+
 
 class Queues(Protocol):
     """Makes the streams and events of `DeviceStreams`. Tests give virtual ones, which record each access to memory."""
@@ -83,7 +113,7 @@ class Queues(Protocol):
         """A stream, with `wait_stream` and `wait_event`."""
 
     def event(self) -> Any:
-        """An event, with `record(stream)` and `wait`."""
+        """An event, with `record(stream)`, `wait` and `synchronize`."""
 
     def current(self) -> Any:
         """The current stream, which computes."""
@@ -114,15 +144,21 @@ class DeviceQueues:
 
 
 class DeviceStreams:
-    """A gather stream and one reduction stream for each lane, in addition to the compute stream."""
+    """A gather stream and one reduction stream for each lane, in addition to the compute stream.
+
+    With `offloads`, also an upload stream.
+    """
 
     on_host = False
 
-    def __init__(self, queues: Queues, lanes: int) -> None:
+    def __init__(self, queues: Queues, lanes: int, offloads: bool = False) -> None:
         self._queues = queues
         self._gather = queues.stream()
         self._reduce = [queues.stream() for _ in range(lanes)]
         self._last_reader = queues.event()
+        self._upload = queues.stream() if offloads else None
+        self._copies: dict[Any, Any] = {}
+        """By stream, the end of its last copy from or to the host, if the host program has not waited for it."""
 
     def pass_begins(self) -> None:
         self._gather.wait_stream(self._queues.current())
@@ -151,6 +187,25 @@ class DeviceStreams:
         for stream in self._reduce:
             self._queues.current().wait_stream(stream)
 
+    def uploading(self) -> AbstractContextManager[Any]:
+        assert self._upload is not None, "no unit is offloaded"
+        self._upload.wait_event(self._last_reader)
+        return self._queues.entered(self._upload)
+
+    def uploaded(self) -> None:
+        self._gather.wait_stream(self._upload)
+
+    def copied(self) -> None:
+        stream = self._queues.current()
+        if stream not in self._copies:
+            self._copies[stream] = self._queues.event()
+        self._copies[stream].record(stream)
+
+    def await_copies(self) -> None:
+        copies, self._copies = self._copies, {}
+        for copy in copies.values():
+            copy.synchronize()
+
 
 META: Final = torch.device("meta")
 
@@ -178,9 +233,9 @@ def stall(seconds: float) -> None:
     torch.cuda._sleep(int(seconds * 2e9))  # type: ignore[no-untyped-call]
 
 
-def make_streams(device: torch.device, lanes: int) -> Streams:
-    """The streams of a device, with `lanes` reduction streams."""
-    return DeviceStreams(DeviceQueues(device), lanes) if _has_streams(device) else HostStreams()
+def make_streams(device: torch.device, lanes: int, offloads: bool) -> Streams:
+    """The streams of a device, with `lanes` reduction streams. `offloads`: some shards are in host memory."""
+    return DeviceStreams(DeviceQueues(device), lanes, offloads) if _has_streams(device) else HostStreams()
 
 
 def _has_streams(device: torch.device) -> bool:

@@ -29,6 +29,7 @@ def make_flat_buffers(
             config.aligned,
             config.plain_shards,
             dtensor_mesh,
+            offload=config.offload,
         )
         for members in plan
     )

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp.comm.communicator import Communicator
-from fsdp.device.storage import ResizableStorage, SharedStorage, storage_key
+from fsdp.config import OffloadPolicy
+from fsdp.device.storage import ResizableStorage, SharedStorage, shard_memory, storage_key
 from fsdp.errors import ShardingError
 from fsdp.params.layout import Layout, ShardExtent, make_layout, make_row_layout
 from fsdp.params.param_info import ParamInfo
@@ -15,7 +16,7 @@ from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.shards.cut import Shape
 from fsdp.shards.dtensors import DTensorLayout, DTensorMesh, local_of, replace_by_dtensor, set_local
 from fsdp.shards.info import ShardInfo
-from fsdp.shards.shard_parameter import become_full, become_shard
+from fsdp.shards.shard_parameter import become_full, become_local, become_shard
 from fsdp.shards.shard_tensor import as_shard, plain, quick_attributes
 
 SavedShards = list[tuple[Tensor, Tensor]]
@@ -27,7 +28,7 @@ class FlatBuffer:
 
     Shapes: `shard` (C,) in the parameters' own dtype, always in memory; `unsharded` (W * C,) in the compute dtype, with
     memory only between ALL_GATHER and FREE_UNSHARDED. With `replicated` the shard has all elements (W = 1), and if the
-    dtypes are equal too, `unsharded` is the shard.
+    dtypes are equal too, `unsharded` is the shard. With `offload` the shard is in host memory, and `unsharded` never is.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class FlatBuffer:
         plain_shards: bool = False,
         dtensor_mesh: DTensorMesh | None = None,
         layout: Layout | None = None,
+        offload: OffloadPolicy | None = None,
     ) -> None:
         """`layout`: that of a flat buffer of the same parameters, which this one takes the place of. None: a new one."""
         self.param_infos = tuple(param_infos)
@@ -50,6 +52,10 @@ class FlatBuffer:
         self.num_shards = comm.size
         originals = [info.parameter for info in param_infos]
         self.device = originals[0].device
+        self.is_offloaded = offload is not None and self.device.type != "cpu"
+        """Whether the shard, its gradients and its optimizer state are in host memory, while `device` computes."""
+        self.pins = self.is_offloaded and offload is not None and offload.pin_memory
+        """Whether that memory is pinned."""
         self.dtensor_layouts = (
             None
             if dtensor_mesh is None
@@ -76,8 +82,8 @@ class FlatBuffer:
         local_parts = [self.parts[i] for i in self.local_params]
         self._local_cutter = _Cutter([(part.offset, part.numel, part.shape) for part in local_parts], self.device)
         with torch.no_grad():
-            self.shard = torch.zeros(self.layout.shard_numel, dtype=originals[0].dtype, device=self.device)
-            self.is_shared = replicated and dtype == self.shard.dtype
+            self.shard = shard_memory(self.layout.shard_numel, originals[0].dtype, self.device, self.is_offloaded, self.pins)
+            self.is_shared = replicated and dtype == self.shard.dtype and not self.is_offloaded
             self.unsharded = self.shard if self.is_shared else torch.empty(self.layout.numel, dtype=dtype, device=self.device)
             self.unsharded_params = tuple(
                 _unsharded_param(info.parameter, view, None if self.dtensor_layouts is None else self.dtensor_layouts[i])
@@ -133,12 +139,12 @@ class FlatBuffer:
         shard = self.shard_view(index)
         shard.copy_(self.local_part(index, parameter.detach()))
         if gradient is not None:
-            gradient = self.local_part(index, gradient).clone()
+            gradient = self.local_part(index, gradient).to(shard.device, copy=True)
         if self.dtensor_layouts is not None:
             parameter = replace_by_dtensor(parameter, shard, self.dtensor_layouts[index])
             self.param_infos[index].replace(parameter)
         elif info is None:
-            parameter.data = shard.data
+            become_local(parameter, shard.data)
         else:
             become_shard(parameter, shard.data, info)
         parameter.grad = None if gradient is None else self.shard_grad(index, gradient)
@@ -206,6 +212,17 @@ class FlatBuffer:
     def _shown(self, index: int, stored: Tensor) -> Tensor:
         """See `DTensorLayout.shown`."""
         return stored if self.dtensor_layouts is None else self.dtensor_layouts[index].shown(stored)
+
+    def upload(self) -> None:
+        """Copy the shard from host memory to its place in `unsharded`, on the current stream.
+
+        Memory: with another compute dtype, C elements of the shard's dtype on the device until they are converted.
+        """
+        self.local_unsharded.copy_(self.on_device(self.shard))
+
+    def on_device(self, part: Tensor) -> Tensor:
+        """A part of the shard where it is computed with: itself, or a copy that the current stream makes."""
+        return part.to(self.device, non_blocking=True) if self.is_offloaded else part
 
     def load_shard(self, values: Tensor) -> None:
         """Overwrite the whole shard (C,), as a change in place of each sharded parameter."""

@@ -40,6 +40,7 @@ class Unit:
         self.comm = comm
         self._streams: Streams
         self._tracker: MemoryTracker
+        self._device = torch.device("cpu")
         self._works: list[Work] = []
         self._open = False
         self._read_by_recompute = False
@@ -108,11 +109,16 @@ class Unit:
         """From now on, call `before_copy` before a copy of a flat buffer is gathered in a dtype."""
         self._before_copy = before_copy
 
-    def join(self, streams: Streams, tracker: MemoryTracker) -> None:
-        """Become part of a root: use its streams and its memory tracker."""
+    def join(self, streams: Streams, tracker: MemoryTracker, device: torch.device) -> None:
+        """Become part of a root: use its streams, its memory tracker and its device."""
         self._streams = streams
         self._tracker = tracker
-        tracker.add("shards", sum(size_of(flat.shard) for flat in self.flats))
+        self._device = device
+        for flat in self.flats:
+            if flat.is_offloaded:
+                tracker.add_offloaded(size_of(flat.shard))
+            else:
+                tracker.add("shards", size_of(flat.shard))
 
     @property
     def gather_sizes(self) -> tuple[int, ...]:
@@ -121,7 +127,13 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        return self.flats[0].device if self.flats else torch.device("cpu")
+        """The device that computes; of a unit without parameters that of its root."""
+        return self.flats[0].device if self.flats else self._device
+
+    @property
+    def shard_device(self) -> torch.device:
+        """The device of shards and gradients: the host's if they are offloaded."""
+        return self.flats[0].shard.device if self.flats else self._device
 
     @property
     def param_infos(self) -> tuple[ParamInfo, ...]:
@@ -282,17 +294,32 @@ class Unit:
     def all_gather(self) -> None:
         """Allocate the unsharded parameters and launch their all-gather.
 
-        Shapes:   shard (C,) on each of W ranks  ->  unsharded (W * C,), in rank order, cast before sending
+        Shapes:   shard (C,) on each of W ranks  ->  unsharded (W * C,), in rank order, cast before sending, and copied to the
+                  device before that if it is in host memory
         Traffic:  this rank receives (W - 1) * C elements
         """
         with self._streams.gathering():
             for flat in self.flats:
-                flat.memory.allocate(self._tracker)
-                if flat.is_shared:
-                    continue
-                flat.local_unsharded.copy_(flat.shard)
+                if flat.is_offloaded:
+                    self._upload(flat)
+                else:
+                    flat.memory.allocate(self._tracker)
+                    if flat.is_shared:
+                        continue
+                    flat.local_unsharded.copy_(flat.shard)
                 self._works.append(self.comm.all_gather(flat.unsharded_bytes, self.name, flat.local_bytes))
             self._works += self._streams.gathered()
+
+    def _upload(self, flat: FlatBuffer) -> None:
+        """Copy the shard of one flat buffer from host memory to its place among the unsharded parameters.
+
+        The memory of these is allocated on the stream that writes first, while the gathers before this one may still run.
+        """
+        with self._streams.uploading():
+            flat.memory.allocate(self._tracker)
+            flat.upload()
+            self._streams.copied()
+        self._streams.uploaded()
 
     def wait_all_gather(self) -> None:
         """Wait until the unsharded parameters may be read."""

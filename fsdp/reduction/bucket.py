@@ -10,7 +10,7 @@ from typing import Final, cast
 import torch
 from torch import Tensor, nn
 
-from fsdp.device.storage import MemoryTracker, ResizableStorage, ReusableBuffer, size_of
+from fsdp.device.storage import MemoryTracker, ResizableStorage, ReusableBuffer, copy_to_host, size_of
 from fsdp.errors import ShardingError
 from fsdp.params.external_use import RefuseShardGrad
 from fsdp.params.flat_buffer import FlatBuffer
@@ -90,7 +90,7 @@ class Bucket:
     @property
     def group_key(self) -> Hashable:
         """Buckets with equal keys can share a collective."""
-        return self.dtype, self.flat.shard.dtype, self.flat.device
+        return self.dtype, self.flat.shard.dtype, self.flat.device, self.flat.is_offloaded
 
     def missing_params(self, used: Sequence[bool]) -> list[str]:
         """The names of trainable parameters without a gradient."""
@@ -114,9 +114,13 @@ class Bucket:
         """Drop the gradients of this backward, reduced or not. Those accumulated under `no_sync` stay."""
         self._alternative = None
         if self.reduced is not None:
-            self._tracker.add("reduced", -size_of(self.reduced))
+            self._tracker.add("reduced", -self._device_bytes(self.reduced))
             self.reduced = None
         self.clear_unsharded_grads()
+
+    def _device_bytes(self, reduced: Tensor) -> int:
+        """Bytes of a reduced shard that the tracker counts."""
+        return 0 if self.flat.is_offloaded else size_of(reduced)
 
     # accumulated under no_sync ------------------------------------------------------------
 
@@ -154,7 +158,8 @@ class Bucket:
             self._tracker.add("kept", size_of(accumulated.unsharded))
             return
         param = self.flat.sharded_params[i]
-        part = self.flat.shard_grad(i, self._local_part(i, gradient).to(param.dtype, copy=True))
+        local = self._local_part(i, gradient).to(param.dtype, copy=True)
+        part = self.flat.shard_grad(i, copy_to_host(local, self.flat.pins) if self.flat.is_offloaded else local)
         self.accumulated[i] = AccumulatedGrad(gradient, param, part)
         self._tracker.add("kept", size_of(gradient))
 
@@ -202,8 +207,8 @@ class Bucket:
         views = self.views
         if buffer is not None:
             views = flat.views_of(buffer)
-            if buffer.dtype is flat.shard.dtype:
-                self._alternative = buffer, views  # otherwise the reduced shard is converted, and the buffer is released
+            if buffer.dtype is flat.shard.dtype and not flat.is_offloaded:
+                self._alternative = buffer, views  # otherwise the reduced shard is converted or copied
         gradients = [unsharded.grad for unsharded in flat.unsharded_params]
         for unsharded in flat.unsharded_params:
             unsharded.grad = None
@@ -241,9 +246,9 @@ class Bucket:
         if self.reduced is None:
             self.reduced = chunk
             return
-        self._tracker.add("reduced", -size_of(chunk) - size_of(self.reduced))
+        self._tracker.add("reduced", -self._device_bytes(chunk) - self._device_bytes(self.reduced))
         self.reduced.add_(chunk)
-        self._tracker.add("reduced", size_of(self.reduced))
+        self._tracker.add("reduced", self._device_bytes(self.reduced))
 
     def run_grad_hooks(self, used: Sequence[bool]) -> None:
         """Run the user's hooks on sharded parameters (`p.register_hook`) on their reduced gradients.
@@ -282,7 +287,7 @@ class Bucket:
         hooked: list[int] = []
         reduced, self.reduced = self.reduced, None
         assert reduced is not None
-        self._tracker.add("reduced", -size_of(reduced))
+        self._tracker.add("reduced", -self._device_bytes(reduced))
         flat = self.flat
         gradients = self._shard_grads(reduced)
         targets, summands = [], []

@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp.comm.context import CommContext
 from fsdp.comm.work import DONE, TwoPhaseWork, Work
 from fsdp.config import ReductionPolicy
-from fsdp.device.storage import MemoryTracker, size_of
+from fsdp.device.storage import MemoryTracker, copy_to_host, size_of
 from fsdp.device.streams import Streams
 from fsdp.reduction.bucket import Bucket
 from fsdp.reduction.comm_hook import CommHook, GradBucket
@@ -204,6 +204,7 @@ class ReductionQueue:
             del self._all_reduces[0]
             self._tracker.add("scratch", -reduction.scratch)
         self._streams.await_reductions()
+        self._streams.await_copies()
 
     def drain(self, others: Sequence[Work]) -> None:
         """Wait until no reduction is in flight, nor any of `others`. Idempotent; raises what the first collective raises."""
@@ -280,8 +281,21 @@ class ReductionQueue:
             dtype = reduction.buckets[0].flat.shard.dtype
             if reduced.dtype != dtype:
                 reduced = self._replace(reduced, reduced.to(dtype))
+            if reduction.buckets[0].flat.is_offloaded:
+                reduced = self._move_to_host(reduced, reduction.buckets)
             for bucket, chunk in zip(reduction.buckets, _split(reduced, reduction.buckets), strict=True):
                 bucket.add_reduced(chunk)
+
+    def _move_to_host(self, reduced: Tensor, buckets: Sequence[Bucket]) -> Tensor:
+        """Copy reduced chunks to host memory. They are there when `Streams.await_copies` has returned."""
+        if any(bucket.reduced is not None for bucket in buckets):
+            self._streams.await_copies()  # a remainder is added to the first chunk, which must be there
+            moved = reduced.cpu()
+        else:
+            moved = copy_to_host(reduced, buckets[0].flat.pins)
+            self._streams.copied()
+        self._tracker.add("reduced", -size_of(reduced))
+        return moved
 
     def _replace(self, old: Tensor, new: Tensor) -> Tensor:
         """Count the new tensor in place of the old one."""

@@ -44,6 +44,7 @@ class Reducer:
     ) -> None:
         self._units = tuple(units)
         self._comms = comms
+        self._streams = streams
         self.policy = units[0].config.reduction
         self.buckets = make_buckets(units, tracker)
         self.of_unit: list[list[int]] = [[] for _ in units]
@@ -245,6 +246,8 @@ class Reducer:
                 bucket.clear_unsharded_grads()
             if BucketAction.ACCUMULATE_UNSHARDED in self._queue.on(number, BucketEvent.ACCUMULATE):
                 bucket.accumulate_all()
+                if bucket.flat.is_offloaded:
+                    self._streams.copied()
 
     def drain(self, index: int) -> None:
         """Wait until no collective of any unit is in flight. Idempotent; raises what the first collective raises."""

@@ -1,4 +1,4 @@
-"""Makes the buffers of a module the same on every rank."""
+"""Makes the buffers of modules the same on every rank."""
 
 from collections.abc import Iterable
 
@@ -9,13 +9,13 @@ from fsdp.comm.communicator import Communicator
 
 
 @torch.no_grad()
-def broadcast_buffers(module: nn.Module, world_comm: Communicator, source: int = 0) -> None:
-    """Overwrite every buffer of `module` with those of rank `source`.
+def broadcast_buffers(modules: Iterable[nn.Module], world_comm: Communicator, source: int = 0) -> None:
+    """Overwrite every buffer of `modules` with those of rank `source`.
 
     Traffic: one broadcast for each dtype and device.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for buffer in module.buffers():
+    for buffer in dict.fromkeys(buffer for module in modules for buffer in module.buffers()):
         if buffer.numel():
             kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     for buffers in kinds.values():

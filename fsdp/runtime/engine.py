@@ -212,6 +212,7 @@ class Engine:
                 self.request(other, Request.PASS_FAILS if event is Event.FORWARD_FAILED else Request.PASS_ENDS)
             if not torch.is_grad_enabled():
                 self.root.evaluation_ends()
+            self._streams.await_copies()
             if event is Event.FORWARD_FAILED:
                 self.notify_peers(self.units[self._failed].name, sys.exc_info()[1])
 
@@ -245,6 +246,7 @@ class Engine:
             self._execute_all(instructions)
         else:
             self._execute(instructions)
+            self._streams.await_copies()
             self.stats.end_backward(reduces)
             if reduces or not self.units[0].config.uneven_paths:  # others are not those of all ranks
                 self.comms.completed()
@@ -271,11 +273,7 @@ class Engine:
         self._hooks.reset_backward_progress()
         self._hooks.abandon_calls()
         self._execute_all(self.root.end_backward(BackwardEvent.STEP_ABANDONED, self.reducer.order) or ())
-
-    @property
-    def residency(self) -> list[ResidencyState]:
-        """The residency of each unit."""
-        return [residency.state for residency in self._residencies]
+        self._streams.await_copies()
 
     def is_unsharded(self, index: int) -> bool:
         """Whether the modules of the unit use its unsharded parameters."""
@@ -294,8 +292,7 @@ class Engine:
             self.abandon_step(restart, 0)
         if self.units[0].config.broadcast_buffers and records_graph:
             source = 0 if self.watcher is None else self.watcher.buffer_source
-            for module in self.units[0].modules:
-                broadcast_buffers(module, self.comms.world_comm, source)
+            broadcast_buffers(self.units[0].modules, self.comms.world_comm, source)
         if self.reducer.policy.find_unused_parameters:
             # a rank may not use a unit that is frozen on all ranks
             for unit in self.units:
@@ -397,4 +394,4 @@ class Engine:
 
     def snapshot(self) -> EngineSnapshot:
         """Where every unit is now, as data for error notes, the dump and the story."""
-        return take_snapshot(self.units, self.root, self.residency, self.comms, self.tracker)
+        return take_snapshot(self.units, self.root, [one.state for one in self._residencies], self.comms, self.tracker)

@@ -42,6 +42,17 @@ def become_shard(parameter: nn.Parameter, local: Tensor, info: ShardInfo) -> Non
     full.data = full.data.new_empty(0)
 
 
+def become_local(parameter: nn.Parameter, local: Tensor) -> None:
+    """Let the object `parameter` be `local`, which may be on another device, and stay an ordinary parameter."""
+    if local.device == parameter.device:
+        parameter.data = local
+        return
+    full = nn.Parameter(local, parameter.requires_grad)
+    full.__class__ = type(parameter)
+    exchange(parameter, full)
+    full.data = full.data.new_empty(0)
+
+
 def make_plain(shard: nn.Parameter, data: Tensor) -> nn.Parameter:
     """A parameter over `data` of the class that `shard` had before it became a shard."""
     kinds: dict[type, type] = {shard_class: kind for (kind, _), shard_class in _PARAMETER_CLASSES.items()}

@@ -396,7 +396,9 @@ class Harness:
             mock.patch.object(storage.ResizableStorage, "allocate", allocated),
             mock.patch.object(storage.ResizableStorage, "release", released),
             mock.patch.object(Tensor, "tolist", listed),
-            mock.patch.object(attach, "make_streams", lambda device, lanes: streams.DeviceStreams(self._here.recorder, lanes)),
+            mock.patch.object(
+                attach, "make_streams", lambda device, lanes, offloads: streams.DeviceStreams(self._here.recorder, lanes)
+            ),
             mock.patch.object(wrap, "open_comms", self._open),
         ):
             yield

@@ -21,7 +21,7 @@ from torch import Tensor
 import fsdp
 from fsdp.autograd import frames
 from fsdp.comm import simulated
-from fsdp.comm.communicator import ReduceOp, as_bytes
+from fsdp.comm.communicator import CarriesHostTensors, ReduceOp, as_bytes
 from fsdp.comm.simulated import SimulatedCommunicator, current_rank
 from fsdp.comm.simulated_ops import Operation, Side, describe, mark_written
 from fsdp.comm.work import Work
@@ -48,20 +48,18 @@ class PretendWork:
         self._tensors = ()
 
 
-class PretendCommunicator(SimulatedCommunicator):
-    """A communicator of a simulated rank for tensors on its pretend device. Host tensors move as they do without one."""
+class _OnDevice(SimulatedCommunicator):
+    """A communicator of a simulated rank for tensors on its pretend device alone."""
 
     _stream: Any = None
 
     def supports_device(self, device: torch.device) -> bool:
-        return device.type in ("cpu", NAME)
+        return device.type == NAME
 
     def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
         return device.type == NAME and not fixed_order
 
     def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
-        if unsharded.device.type == "cpu":
-            return super().all_gather(unsharded, label, own)
         unsharded = as_bytes(unsharded)
         chunk = unsharded.numel() // self.size
         own = unsharded.narrow(0, self.rank * chunk, chunk)
@@ -69,22 +67,16 @@ class PretendCommunicator(SimulatedCommunicator):
         return self._on_device("all_gather", label, text, _GATHER, own, unsharded, chunk, unsharded.numel() - chunk)
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
-        if bucket.device.type == "cpu":
-            return super().reduce_scatter(bucket, into, label, fixed_order)
         text = f"reduce_scatter({label!r}, {describe(bucket)})"
         received = bucket.nbytes - into.nbytes
         return self._on_device("reduce_scatter", label, text, _SCATTER, bucket, into, into.numel(), received)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
-        if tensor.device.type == "cpu":
-            return super().all_reduce(tensor, op, label, fixed_order)
         text, kind = f"all_reduce({label!r}, {describe(tensor)}, {op})", _SUM if op == "sum" else _MAX
         received = 2 * (self.size - 1) * tensor.nbytes // self.size
         return self._on_device("all_reduce", label, text, kind, tensor, tensor, tensor.numel(), received)
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
-        if tensor.device.type == "cpu":
-            return super().broadcast(tensor, source, label)
         text, data = f"broadcast({label!r}, {describe(tensor)}, from rank {source})", as_bytes(tensor)
         received = 0 if self.rank == source else tensor.nbytes
         return self._on_device("broadcast", label, text, _BROADCAST, data, data, data.numel(), received, source)
@@ -128,6 +120,14 @@ class PretendCommunicator(SimulatedCommunicator):
         if hasattr(work, "operation"):
             _operations[key] = work.operation
         return PretendWork(event, (given, into))
+
+
+class PretendCommunicator(CarriesHostTensors, _OnDevice):
+    """A communicator of a simulated rank on its pretend device. Host tensors travel as copies, as they do with NCCL alone."""
+
+    @property
+    def carrier(self) -> torch.device:
+        return torch.device(NAME, self._ranks[self.rank])
 
 
 _keys: Final[dict[tuple[int, tuple[str, int, int]], int]] = {}
