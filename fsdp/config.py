@@ -282,6 +282,10 @@ def make_config(
         raise ShardingError(f"dtensors: {sharding_strategy!r} cuts no parameter; leave dtensors out.")
     if not isinstance(uneven_paths, bool):
         raise ShardingError(f"uneven_paths must be True or False, not {uneven_paths!r}.")
+    if offload is not None and dtensors:
+        raise ShardingError("offload_policy: shards in host memory cannot be DTensors yet; leave dtensors out.")
+    if offload is not None and uneven_paths:
+        raise ShardingError("offload_policy and uneven_paths cannot be combined yet; give one of them.")
     if uneven_paths and broadcast_buffers:
         raise ShardingError("uneven_paths and broadcast_buffers contradict each other: a rank may leave a forward out.")
     if uneven_paths and (reduction.find_unused_parameters or reduction.static_graph):

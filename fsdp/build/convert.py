@@ -88,8 +88,8 @@ def _refuse(engine: Engine, units: Collection[int], function_name: str) -> None:
             raise ShardingError(f"{function_name}: the shards of unit {unit.name!r} are DTensors, which stay as they are.")
         if any(flat.is_offloaded for flat in unit.flats):
             raise ShardingError(
-                f"{function_name}: the shards of unit {unit.name!r} are in host memory by offload_policy; convert the module before "
-                "wrapping it."
+                f"{function_name}: the shards of unit {unit.name!r} are in host memory by offload_policy; convert the module "
+                "before wrapping it."
             )
         unit.check_shards()
 

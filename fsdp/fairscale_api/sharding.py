@@ -45,8 +45,8 @@ def check_options(instance: Any, parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         if instance.move_params_to_cpu and parameter.device.type != "cpu":
             raise ShardingError(
-                f"move_params_to_cpu=True with parameters on {parameter.device}: CPU offload is not supported; leave it "
-                "out. On the host it changes nothing."
+                f"move_params_to_cpu=True with parameters on {parameter.device}: CPU offload is not supported by this "
+                "door; leave it out, or give fsdp.fully_shard an offload_policy. On the host it changes nothing."
             )
         wanted = torch.float16 if is_pure_fp16 else torch.float32
         if parameter.dtype is not wanted:

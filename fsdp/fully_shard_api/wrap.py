@@ -119,8 +119,8 @@ def _check_on_host(modules: Sequence[nn.Module]) -> None:
         for name, parameter in module.named_parameters():
             if parameter.device.type not in ("cpu", "meta"):
                 raise ShardingError(
-                    f"CPUOffloadPolicy with {name!r} on {parameter.device}: CPU offload is not supported; leave it out. On the "
-                    "host it changes nothing."
+                    f"CPUOffloadPolicy with {name!r} on {parameter.device}: CPU offload is not supported by this door; leave it "
+                    "out, or give fsdp.fully_shard an offload_policy. On the host it changes nothing."
                 )
 
 

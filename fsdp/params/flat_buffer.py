@@ -55,12 +55,8 @@ class FlatBuffer:
         self.is_offloaded = offload is not None and self.device.type != "cpu"
         """Whether the shard, its gradients and its optimizer state are in host memory, while `device` computes."""
         self.pins = self.is_offloaded and offload is not None and offload.pin_memory
-        """Whether that memory is pinned."""
-        self.dtensor_layouts = (
-            None
-            if dtensor_mesh is None
-            else tuple(dtensor_mesh.layout_of(info.parameter, info.shard_dim) for info in param_infos)
-        )
+        of_dtensors = () if dtensor_mesh is None else tuple(dtensor_mesh.layout_of(i.parameter, i.shard_dim) for i in param_infos)
+        self.dtensor_layouts = of_dtensors or None
         """How each shard lies on the mesh as a DTensor; None if shards are no DTensors."""
         self.is_moved = self.dtensor_layouts is not None and any(one.dim for one in self.dtensor_layouts)
         """Whether the tensors that code sees have their dimensions in another order than the buffer."""
@@ -221,7 +217,7 @@ class FlatBuffer:
         self.local_unsharded.copy_(self.on_device(self.shard))
 
     def on_device(self, part: Tensor) -> Tensor:
-        """A part of the shard where it is computed with: itself, or a copy that the current stream makes."""
+        """A part of the shard on the device that computes: itself, or a copy that the current stream makes."""
         return part.to(self.device, non_blocking=True) if self.is_offloaded else part
 
     def load_shard(self, values: Tensor) -> None:

@@ -127,8 +127,8 @@ def check(instance: Any, module: nn.Module, parameters: list[nn.Parameter]) -> N
     device = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), torch.device("cpu"))
     if instance.cpu_offload.offload_params and (device.type != "cpu" or instance.compute_device.type != "cpu"):
         raise ShardingError(
-            f"cpu_offload=CPUOffload(offload_params=True) with parameters on {device}: CPU offload is not supported; leave "
-            "it out. On the host it changes nothing."
+            f"cpu_offload=CPUOffload(offload_params=True) with parameters on {device}: CPU offload is not supported by this "
+            "door; leave it out, or give fsdp.fully_shard an offload_policy. On the host it changes nothing."
         )
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         warnings.warn(

@@ -150,9 +150,7 @@ class GatherOrder:
         with self._streams.gathering():
             for flat in flats:
                 full = torch.empty(flat.layout.numel, dtype=dtype or flat.unsharded.dtype, device=flat.device)
-                flat.local_chunk(full).copy_(flat.on_device(flat.shard))
-                if flat.is_offloaded:
-                    self._streams.copied()
+                flat.local_chunk(full).copy_(flat.shard)
                 self._received.append(full)
                 self._tracker.add("scratch", size_of(full))
                 self._works.append(unit.comm.all_gather(as_bytes(full), unit.name, as_bytes(flat.local_chunk(full))))

@@ -1,16 +1,22 @@
 """Shards in host memory: training has the bits of training on the host under every scheduler, and the device holds few bytes."""
 
-from typing import Final
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 import torch
+from torch import nn
 
 import fsdp
-from tests.device.on_accelerator.check_training import NOT_HERE, schedules
-from tests.device.test_races import STORIES, STRATEGIES
-from tests.support.accelerator.device import Scheduler, load
+from fsdp.runtime.registry import engines_in
+from tests.device.on_accelerator.check_training import NOT_HERE, batch, schedules
+from tests.device.test_races import BLOCKS, STORIES, STRATEGIES
+from tests.support.accelerator.device import NAME, Scheduler, host_waits, load
 from tests.support.accelerator.stories import first_difference, on_accelerator, on_host
+from tests.support.accelerator.world import run
 from tests.support.everything import EVERYTHING
+from tests.support.models import Block, Net, loss_of
 
 load()
 torch.set_num_threads(1)
@@ -36,3 +42,114 @@ def test_a_story_has_the_bits_of_the_host(story: str, strategy: str) -> None:
     for scheduler, seed in schedules(len(story), few):
         found = on_accelerator(STORIES[story], size, scheduler, seed, offload_policy=OFFLOAD, **options)
         assert first_difference(found, wanted) is None, f"{scheduler.name}, seed {seed}"
+
+
+def model_of(device: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = fsdp.fully_shard(Net(BLOCKS).to(device), auto_wrap_policy={Block}, **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, device: str, number: int) -> None:
+    loss_of(model(batch(rank, number, device))).backward()
+    fsdp.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.cpu().clone() for name, value in fsdp.full_state_dict(model, rank0_only=False).items()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("pin", [True, False])
+def test_shards_gradients_and_optimizer_state_are_in_host_memory(strategy: str, pin: bool) -> None:
+    size, options = STRATEGIES[strategy]
+
+    def train(rank: int) -> tuple[int, int]:
+        device = f"{NAME}:{rank}"
+        model, optimizer = model_of(device, offload_policy=fsdp.OffloadPolicy(pin), **options)
+        for number in range(2):
+            loss_of(model(batch(rank, number, device))).backward()
+            for p in model.parameters():
+                assert p.device.type == "cpu" and (p.grad is None or p.grad.device.type == "cpu")
+            optimizer.step()
+            optimizer.zero_grad()
+        for state in optimizer.state.values():
+            assert all(value.device.type == "cpu" for value in state.values())
+        engine = engines_in(model, "test")[0]
+        return engine.tracker.now, engine.tracker.offloaded
+
+    kept = {"SHARD_GRADIENTS", "SHARD_OPTIMIZER"}
+    for now, offloaded in run(size, train, Scheduler.RANDOM, 1):
+        assert offloaded > 0
+        assert now == 0 or strategy in kept
+
+
+def test_the_device_holds_two_units_a_bucket_and_its_reduced_part() -> None:
+    def peak(rank: int) -> tuple[int, int]:
+        device = f"{NAME}:{rank}"
+        torch.manual_seed(3)
+        model = fsdp.fully_shard(Net(6).to(device), auto_wrap_policy={Block}, offload_policy=OFFLOAD)
+        loss_of(model(batch(rank, 0, device))).backward()
+        engine = engines_in(model, "test")[0]
+        root, *blocks = [sum(unit.gather_sizes) for unit in engine.units]
+        engine.tracker.peak = 0
+        loss_of(model(batch(rank, 1, device))).backward()
+        # the root's own unit, the one that computes, the one that is gathered ahead, a bucket, and its reduced part
+        return engine.tracker.peak, root + 2 * max(blocks) + max(root, *blocks) * 3 // 2
+
+    for found, bound in run(2, peak, Scheduler.RANDOM, 1):
+        assert 0 < found <= bound
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_what_works_on_shards_works_in_host_memory(strategy: str, tmp_path: Path) -> None:
+    """Checkpoints, averages, copies, summon, states of optimizers, full tensors, and penalties; beside a model on the host."""
+
+    def train(rank: int, device: str, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+        model, optimizer = model_of(device, sharding_strategy=strategy, **options)
+        average = fsdp.EMA(model, 0.5)
+        for number in range(2):
+            step(model, optimizer, rank, device, number)
+            average.update()
+        fsdp.save(folder, model, optimizer)
+        states = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+        step(model, optimizer, rank, device, 2)
+        fsdp.load(folder, model, optimizer)
+        fsdp.load_full_optim_state_dict(model, optimizer, states)
+        step(model, optimizer, rank, device, 2)
+        with fsdp.summon_full_params(model, writeback=True), torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        penalty = sum(fsdp.full_tensor(p).pow(2).sum() for p in model.parameters())
+        (loss_of(model(batch(rank, 3, device))) + 0.1 * penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        copied = deepcopy(model)
+        loss_of(copied(batch(rank, 4, device))).backward()
+        found = full_weights(copied)
+        with average.averaged_weights():
+            found |= {f"average {name}": value for name, value in full_weights(model).items()}
+        return found
+
+    wanted = fsdp.simulate(2, lambda rank: train(rank, "cpu", tmp_path / "host"))
+    for scheduler in (Scheduler.LAZY, Scheduler.RANDOM):
+        folder = tmp_path / scheduler.name
+        found = run(2, lambda rank: train(rank, f"{NAME}:{rank}", folder, offload_policy=OFFLOAD), scheduler, 1)  # noqa: B023
+        assert first_difference(found, wanted) is None, scheduler.name
+
+
+def test_the_host_waits_at_the_ends_of_passes_only() -> None:
+    def waits(rank: int) -> int:
+        device = f"{NAME}:{rank}"
+        model, optimizer = model_of(device, offload_policy=OFFLOAD)
+        for number in range(2):
+            step(model, optimizer, rank, device, number)
+        x = batch(rank, 2, device)
+        before = host_waits(rank)
+        loss_of(model(x)).backward()
+        return host_waits(rank) - before
+
+    # uploads of the forward; uploads and gradients of the backward
+    assert run(2, waits, Scheduler.RANDOM, 1) == [3, 3]
