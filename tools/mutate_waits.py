@@ -31,6 +31,8 @@ FILES: Final = (
     "fsdp/reduction/order.py",
     "fsdp/runtime/stale_params.py",
     "fsdp/runtime/buffers.py",
+    "fsdp/runtime/engine.py",
+    "fsdp/reduction/reducer.py",
     "fsdp/api/clipping.py",
     "fsdp/build/builder.py",
     "fsdp/shards/reductions.py",
@@ -38,8 +40,11 @@ FILES: Final = (
 """The files whose waits reach a device."""
 HOST: Final = "HostStreams"
 """A class whose methods wait for nothing."""
-CALLS: Final = ("wait_stream", "wait_event", "record", "pass_begins", "released", "await_reductions", "wait")
-CONTEXTS: Final = ("gathering", "reducing", "landing")
+CALLS: Final = (
+    *("wait_stream", "wait_event", "record", "pass_begins", "released", "await_reductions", "wait"),
+    *("uploaded", "copied", "await_copies", "synchronize"),
+)
+CONTEXTS: Final = ("gathering", "reducing", "landing", "uploading")
 LIMIT: Final = 600
 """Seconds for one change. A change that makes ranks wait for ever is noticed."""
 

@@ -1,7 +1,6 @@
 """The gradient norm over all shards, and the gradient scaler that agrees on overflows."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -155,8 +154,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._comm = engine.comms.world_comm
 
-    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        found = super()._unscale_grads_(*args, **kwargs)
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        # torch copies both to the device of the gradients without waiting; for gradients in host memory these copies are late
+        inv_scale, found_inf = inv_scale.to(self._found_on), found_inf.to(self._found_on)
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if not found:  # this rank holds no gradient of this optimizer, and the other ranks still call the collective
             found = {self._found_on: torch.zeros((), device=self._found_on)}
         for flag in found.values():

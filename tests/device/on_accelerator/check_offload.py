@@ -153,3 +153,35 @@ def test_the_host_waits_at_the_ends_of_passes_only() -> None:
 
     # uploads of the forward; uploads and gradients of the backward
     assert run(2, waits, Scheduler.RANDOM, 1) == [3, 3]
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_scaler_skips_a_step_on_every_rank(ours: bool) -> None:
+    def train(rank: int, device: str, **options: Any) -> dict[str, torch.Tensor]:
+        model, optimizer = model_of(device, **options)
+        kind = torch.device(device).type
+        scaler = fsdp.ShardedGradScaler(model, init_scale=8.0) if ours else torch.amp.GradScaler(kind, init_scale=8.0)
+        for number in range(3):
+            loss = loss_of(model(batch(rank, number, device)))
+            factor = float("inf") if number == 1 and rank == 1 else 1.0
+            scaler.scale(loss * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return {**full_weights(model), "scale": torch.tensor(scaler.get_scale())}
+
+    wanted = fsdp.simulate(2, lambda rank: train(rank, "cpu"))
+    found = run(2, lambda rank: train(rank, f"{NAME}:{rank}", offload_policy=OFFLOAD), Scheduler.RANDOM, 1)
+    assert first_difference(found, wanted) is None
+    assert found[0]["scale"] == 4.0
+
+
+def test_combinations_that_are_not_there_are_refused() -> None:
+    net = Net(BLOCKS)
+    for refused in ({"dtensors": True}, {"uneven_paths": True}):
+        with pytest.raises(fsdp.ShardingError, match="offload_policy"):
+            fsdp.simulate(1, lambda rank: fsdp.fully_shard(net, offload_policy=OFFLOAD, **refused))  # noqa: B023
+    with pytest.raises(fsdp.ShardingError, match="pin_memory must be True or False"):
+        fsdp.OffloadPolicy(1)  # type: ignore[arg-type]
+    with pytest.raises(fsdp.ShardingError, match="offload_policy must be"):
+        fsdp.simulate(1, lambda rank: fsdp.fully_shard(net, offload_policy="cpu"))

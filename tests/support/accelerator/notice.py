@@ -32,6 +32,11 @@ RUNS: Final[list[tuple[str, str, dict[str, Any]]]] = [
     ("weights read and loaded", "FULL_SHARD", {}),
     ("accumulation", "SHARD_GRADIENTS", {}),
     ("checkpointing", "FULL_SHARD", {}),
+    *(
+        (story, strategy, {"offload_policy": fsdp.OffloadPolicy()})
+        for story in ("training", "accumulation", "a step inside a forward", "weights edited between calls", "a failing backward")
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+    ),
 ]
 SCHEDULES: Final = [(Scheduler.EAGER, 0), *((Scheduler.STARVE, n) for n in range(6)), (Scheduler.RANDOM, 1), (Scheduler.LAZY, 0)]
 
