@@ -137,7 +137,7 @@ class FullyShardedDataParallel(nn.Module):
         aligned: bool = True,
         plain_shards: bool = False,
         dtensors: bool = False,
-        shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+        shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
         uneven_paths: bool = False,
         offload_policy: object = None,
     ) -> None:
@@ -282,7 +282,7 @@ def fully_shard(
     aligned: bool = True,
     plain_shards: bool = False,
     dtensors: bool = False,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
     uneven_paths: bool = False,
     offload_policy: object = None,
 ) -> Module:

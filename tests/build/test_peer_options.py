@@ -79,7 +79,8 @@ class TestOptions:
             f"'limit_all_gather': did you mean limit_all_gathers? {PEER_OPTIONS['limit_all_gathers'].remedy}; "
             "'zzz'. The options are module, process_group, mesh, auto_wrap_policy, sharding_strategy, reshard_after_forward, "
             "mp_policy, sync_module_states, param_init_fn, ignored_modules, ignored_params, prefetch, guard, reduction, "
-            "broadcast_buffers, aligned, plain_shards, dtensors, shard_placement_fn, uneven_paths."
+            "broadcast_buffers, aligned, plain_shards, dtensors, shard_placement_fn, uneven_paths, "
+            "offload_policy."
         )
         refused_everywhere(2, lambda rank: wrap(make_net(), **options), text)
 
