@@ -66,7 +66,8 @@ def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[Non
     writes_back = False
     try:
         for unit in units_in(model, "summon_full_params"):
-            unit.unit.check_shards()
+            if not unit.unit.has_full_params:
+                unit.unit.check_shards()
             unit.on_event(Event.SUMMON)
             entered.append(unit)
         yield

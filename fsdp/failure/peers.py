@@ -36,6 +36,8 @@ HOST_SECONDS: Final = "FSDP_HOST_SECONDS"
 """The environment variable for the time after which a host that acknowledges nothing is lost. 30 by default."""
 CLOSING: Final = 2.0
 """Seconds that are spent on closing connections when a group is destroyed or the process ends."""
+_GONE: Final = ("has ended", "does not answer")
+"""How the reasons begin that a rank gives for one that cannot speak for itself."""
 RESTART: Final = "Start the job again from a checkpoint."
 ENDED: Final = "has ended, while this rank waited for it"
 OPENING: Final = "opening"
@@ -379,6 +381,8 @@ class PeerMonitor:
 def abandoned_by(
     rank: int, unit: str | None, reason: str, remedy: str = " This step is over here too; start it again on all ranks, or end."
 ) -> PeerFailed:
+    if reason.startswith(_GONE):  # another rank has found that
+        return PeerFailed(f"rank {rank} {reason}. {RESTART}", rank, unit, reason)
     where = "" if unit is None else f", in unit {unit!r},"
     return PeerFailed(f"rank {rank} has abandoned the step{where} with {reason}.{remedy}", rank, unit, reason)
 

@@ -29,12 +29,12 @@ def test_unshard_launches_wait_shows_and_reshard_frees() -> None:
         _, refs = wrapped()
         states = []
         handle = residence.unshard(refs[1])
-        states.append(refs[1].engine.residency[1])
+        states.append(refs[1].engine.snapshot().units[1].residency)
         handle.wait()
-        states.append(refs[1].engine.residency[1])
+        states.append(refs[1].engine.snapshot().units[1].residency)
         handle.wait()  # a second time does nothing
         residence.reshard(refs[1])
-        states.append(refs[1].engine.residency[1])
+        states.append(refs[1].engine.snapshot().units[1].residency)
         return states
 
     expected = [ResidencyState.UNSHARDING, ResidencyState.UNSHARDED, ResidencyState.SHARDED]
@@ -46,7 +46,7 @@ def test_a_unit_that_is_kept_after_its_forward_is_cached_until_the_backward() ->
         model, refs = wrapped()
         residence.reshard_after_forward(refs[1], False)
         model(torch.ones(1, 4)).sum()
-        return refs[1].engine.residency[1:]
+        return [unit.residency for unit in refs[1].engine.snapshot().units[1:]]
 
     assert fsdp.simulate(2, program)[0] == [ResidencyState.CACHED, ResidencyState.SHARDED]
 
@@ -56,7 +56,7 @@ def test_a_unit_that_is_kept_after_its_backward_is_cached() -> None:
         model, refs = wrapped()
         residence.reshard_after_backward(refs[1], False, ReshardPolicy.AFTER_FORWARD)
         model(torch.ones(1, 4)).sum().backward()
-        return refs[1].engine.residency[1:]
+        return [unit.residency for unit in refs[1].engine.snapshot().units[1:]]
 
     assert fsdp.simulate(2, program)[0] == [ResidencyState.CACHED, ResidencyState.SHARDED]
 
