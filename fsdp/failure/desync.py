@@ -64,7 +64,7 @@ class Store(Protocol):
 class Peers(Protocol):
     """What a detector needs of the monitor of its group."""
 
-    def check_peers(self, broken: bool, where: str = "") -> None:
+    def check_peers(self, broken: bool, where: str = "", stalled: bool = False) -> None:
         """Raise WorldError if a peer is why this rank waits (in the call `where`), or, if `broken`, why its connections broke."""
 
     def name(self, rank: int) -> int:
@@ -117,7 +117,7 @@ class DesyncDetector:
             WorldError: it does, because the ranks disagree.
         """
         wait, self.wait = self.wait, None
-        self._peers.check_peers(False, pending.where)
+        self._peers.check_peers(False, pending.where, stalled=True)
         self.host_waits = True
         self.publish(pending)
         if self.fatal is None:

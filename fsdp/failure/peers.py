@@ -289,16 +289,16 @@ class PeerMonitor:
             if missing and time.monotonic() - begin > self._return_patience:
                 self._fail(missing, f"has not come back within {self._return_patience:g} s after a step was abandoned")
 
-    def check_peers(self, broken: bool, where: str = "") -> None:
+    def check_peers(self, broken: bool, where: str = "", stalled: bool = False) -> None:
         """Find out whether a peer is the reason why this rank waits (in the call `where`), or, if `broken`, why its connections
-        broke. They are broken as well if a host does not answer.
+        broke. `stalled`: they are broken as well if a host does not answer. After a time-out gloo has closed them itself.
 
         Raises:
             PeerFailed: it is.
             WorldError: a rank has written that no rank can go on.
         """
         begin = time.monotonic()
-        broken = broken or self._tcp.is_any_lost()
+        broken = broken or (stalled and self._tcp.is_any_lost())
         if broken:
             self._store.set(f"here/{self._epoch}/{self._rank}", "")
         while True:
