@@ -19,7 +19,7 @@ from tests.support.stores import MemoryStore
 class NoPeers:
     """Peers that never fail, or that start another forward, which is then named."""
 
-    def check_peers(self, broken: bool, where: str = "") -> None:
+    def check_peers(self, broken: bool, where: str = "", stalled: bool = False) -> None:
         return
 
     def name(self, rank: int) -> int:
