@@ -23,8 +23,7 @@ from common import Bar, arguments, be_steady, begin, markdown, write
 from engines import CONTENDERS
 from overlap import Settings as Overlap
 from simulated_link import Link, joined
-from torch import Tensor, nn
-from torch.library import custom_op
+from torch import Tensor, library, nn
 from torch.utils.flop_counter import register_flop_formula
 
 import fsdp
@@ -36,7 +35,7 @@ PER_SECOND = 1e12
 """Operations that an operator states for each second that it is meant to sleep."""
 
 
-@custom_op("fsdp_benchmarks::sleep", mutates_args=())
+@library.custom_op("fsdp_benchmarks::sleep", mutates_args=())
 def sleep(x: Tensor, seconds: float) -> Tensor:
     """Wait, and return a copy."""
     time.sleep(seconds)

@@ -51,8 +51,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     local = _local_norm(strided, sparse, power, torch.float64 if is_double else torch.float32, engines[0].units[0].shard_device)
     total = _combine(comms.reduce_comm, local, power)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    if strided:
-        torch._foreach_mul_(strided, factor)
+    _scale(strided, factor)
     for gradient in sparse:
         gradient.mul_(factor)
     return total
@@ -91,8 +90,17 @@ def clip_norm_of_roots(model: nn.Module, max_norm: float, norm_type: float = 2.0
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].dtype) for norm in norms]), power)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for gradient in held:
-        gradient.mul_(factor.to(gradient.dtype))
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return total
+
+
+def _scale(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply gradients, of which some may be in host memory and others on the device of the factor, or the other way round."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, group in by_device.items():
+        torch._foreach_mul_(group, factor.to(device))
 
 
 def _gradients_of(parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:

@@ -35,7 +35,7 @@ def attach(
     streams = delayed(make_streams(device, len(comms.lanes), offloads), comms.world_comm.rank, device)
     tracker = MemoryTracker()
     for unit in units:
-        unit.join(streams, tracker, device)
+        unit.join(streams, tracker, device, torch.device("cpu") if offloads else device)
     engine = (UnevenEngine if units[0].config.uneven_paths else Engine)(units, descendants, comms, streams, tracker)
     hooks = EngineHooks(engine)
     remember(engine.snapshot)

@@ -113,7 +113,8 @@ class Communicator(Protocol):
 class CarriesHostTensors:
     """For a communicator whose backend sends tensors of a device only, as NCCL does: tensors on the host travel as copies.
 
-    Shards in host memory, their gradients and their optimizer state are such tensors. A subclass names this class first.
+    Shards in host memory, their gradients and their optimizer state are such tensors. Buckets never are: they are reduced on the
+    device. A subclass names this class first.
     """
 
     @property
@@ -127,13 +128,6 @@ class CarriesHostTensors:
             return cast(Work, parent.all_gather(unsharded, label, own))
         copy = unsharded.to(self.carrier)
         return CopyBack(parent.all_gather(copy, label), copy, unsharded)
-
-    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
-        parent: Any = super()
-        if bucket.device.type != "cpu":
-            return cast(Work, parent.reduce_scatter(bucket, into, label, fixed_order))
-        copy = torch.empty_like(into, device=self.carrier)
-        return CopyBack(parent.reduce_scatter(bucket.to(self.carrier), copy, label, fixed_order), copy, into)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         parent: Any = super()

@@ -65,7 +65,8 @@ class Peers(Protocol):
     """What a detector needs of the monitor of its group."""
 
     def check_peers(self, broken: bool, where: str = "", stalled: bool = False) -> None:
-        """Raise WorldError if a peer is why this rank waits (in the call `where`), or, if `broken`, why its connections broke."""
+        """Raise WorldError if a peer is why this rank waits (in the call `where`), or, if `broken`, why its connections broke.
+        `stalled`: it still waits, and a host that does not answer may be why."""
 
     def name(self, rank: int) -> int:
         """The rank as the user counts it: in the default group."""

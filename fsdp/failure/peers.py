@@ -36,7 +36,7 @@ HOST_SECONDS: Final = "FSDP_HOST_SECONDS"
 """The environment variable for the time after which a host that acknowledges nothing is lost. 30 by default."""
 CLOSING: Final = 2.0
 """Seconds that are spent on closing connections when a group is destroyed or the process ends."""
-_GONE: Final = ("has ended", "does not answer")
+_GONE: Final = ("has ended", "does not answer", "has not come back")
 """How the reasons begin that a rank gives for one that cannot speak for itself."""
 RESTART: Final = "Start the job again from a checkpoint."
 ENDED: Final = "has ended, while this rank waited for it"

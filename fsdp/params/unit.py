@@ -41,6 +41,8 @@ class Unit:
         self._streams: Streams
         self._tracker: MemoryTracker
         self._device = torch.device("cpu")
+        self.shard_device = self._device
+        """The device of numbers about the gradients of the root: the host's if shards of any of its units are there."""
         self._works: list[Work] = []
         self._open = False
         self._read_by_recompute = False
@@ -109,11 +111,12 @@ class Unit:
         """From now on, call `before_copy` before a copy of a flat buffer is gathered in a dtype."""
         self._before_copy = before_copy
 
-    def join(self, streams: Streams, tracker: MemoryTracker, device: torch.device) -> None:
-        """Become part of a root: use its streams, its memory tracker and its device."""
+    def join(self, streams: Streams, tracker: MemoryTracker, device: torch.device, shard_device: torch.device) -> None:
+        """Become part of a root: use its streams, its memory tracker and its devices."""
         self._streams = streams
         self._tracker = tracker
         self._device = device
+        self.shard_device = shard_device
         for flat in self.flats:
             if flat.is_offloaded:
                 tracker.add_offloaded(size_of(flat.shard))
@@ -129,11 +132,6 @@ class Unit:
     def device(self) -> torch.device:
         """The device that computes; of a unit without parameters that of its root."""
         return self.flats[0].device if self.flats else self._device
-
-    @property
-    def shard_device(self) -> torch.device:
-        """The device of shards and gradients: the host's if they are offloaded."""
-        return self.flats[0].shard.device if self.flats else self._device
 
     @property
     def param_infos(self) -> tuple[ParamInfo, ...]:

@@ -10,12 +10,11 @@ from torch import nn
 
 import fsdp
 from fsdp.runtime.registry import engines_in
-from tests.device.on_accelerator.check_training import NOT_HERE, batch, schedules
+from tests.device.on_accelerator.check_training import batch, cases, schedules
 from tests.device.test_races import BLOCKS, STORIES, STRATEGIES
 from tests.support.accelerator.device import NAME, Scheduler, host_waits, load
 from tests.support.accelerator.stories import first_difference, on_accelerator, on_host
 from tests.support.accelerator.world import run
-from tests.support.everything import EVERYTHING
 from tests.support.models import Block, Net, loss_of
 
 load()
@@ -23,18 +22,7 @@ torch.set_num_threads(1)
 OFFLOAD: Final = fsdp.OffloadPolicy()
 
 
-def cases() -> list[tuple[str, str]]:
-    """Stories and strategies. By default each story has one strategy, and training has them all."""
-    names = [name for name in STORIES if name not in NOT_HERE]
-    if EVERYTHING:
-        return [(story, strategy) for story in names for strategy in STRATEGIES]
-    chosen = ("NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP")
-    return [("training", strategy) for strategy in STRATEGIES] + [
-        (story, chosen[number % 3]) for number, story in enumerate(names) if story != "training"
-    ]
-
-
-@pytest.mark.parametrize(("story", "strategy"), cases())
+@pytest.mark.parametrize(("story", "strategy"), cases("NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP"))
 def test_a_story_has_the_bits_of_the_host(story: str, strategy: str) -> None:
     size, options = STRATEGIES[strategy]
     wanted = on_host(STORIES[story], size, **options)
@@ -174,6 +162,33 @@ def test_a_scaler_skips_a_step_on_every_rank(ours: bool) -> None:
     found = run(2, lambda rank: train(rank, f"{NAME}:{rank}", offload_policy=OFFLOAD), Scheduler.RANDOM, 1)
     assert first_difference(found, wanted) is None
     assert found[0]["scale"] == 4.0
+
+
+@pytest.mark.parametrize("outer", [OFFLOAD, None])
+def test_a_root_without_parameters_and_units_with_and_without_the_policy_are_clipped_alike(
+    outer: fsdp.OffloadPolicy | None,
+) -> None:
+    def train(rank: int, device: str, inner: fsdp.OffloadPolicy | None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 1)).to(device)
+        fsdp.fully_shard(model[1], offload_policy=inner)
+        fsdp.fully_shard(model, auto_wrap_policy={nn.Linear}, offload_policy=None if inner is None else outer)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scaler = fsdp.ShardedGradScaler(model, init_scale=8.0)
+        for number in range(2):
+            scaler.scale(model(batch(rank, number, device)).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            fsdp.clip_grad_norm_(model, 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return full_weights(model)
+
+    wanted = fsdp.simulate(2, lambda rank: train(rank, "cpu", None))
+    found = run(2, lambda rank: train(rank, f"{NAME}:{rank}", OFFLOAD), Scheduler.RANDOM, 1)
+    for mine, theirs in zip(found, wanted, strict=True):
+        for name, value in mine.items():
+            torch.testing.assert_close(value, theirs[name])
 
 
 def test_combinations_that_are_not_there_are_refused() -> None:

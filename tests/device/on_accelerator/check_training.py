@@ -36,18 +36,17 @@ def schedules(index: int, of: tuple[Scheduler, ...] = tuple(Scheduler)) -> list[
     return [(scheduler, SEEDS[scheduler][index % len(SEEDS[scheduler])]) for scheduler in of]
 
 
-def cases() -> list[tuple[str, str]]:
-    """Stories and strategies. By default each story has one strategy, and training has them all."""
+def cases(*chosen: str) -> list[tuple[str, str]]:
+    """Stories and strategies. By default each story has one of three chosen strategies, and training has them all."""
     names = [name for name in STORIES if name not in NOT_HERE]
     if EVERYTHING:
         return [(story, strategy) for story in names for strategy in STRATEGIES]
-    chosen = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
     return [("training", strategy) for strategy in STRATEGIES] + [
         (story, chosen[number % 3]) for number, story in enumerate(names) if story != "training"
     ]
 
 
-@pytest.mark.parametrize(("story", "strategy"), cases())
+@pytest.mark.parametrize(("story", "strategy"), cases("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
 def test_a_story_has_the_bits_of_the_host(story: str, strategy: str) -> None:
     size, options = STRATEGIES[strategy]
     wanted = on_host(STORIES[story], size, **options)
@@ -179,3 +178,20 @@ def test_a_forward_does_not_begin_while_autograd_cleans_up_after_a_backward(seed
     monkeypatch.setattr(Engine, "notify_peers", notify_late)
     found = run(2, lambda rank: weights(rank, f"{NAME}:{rank}", True), Scheduler.RANDOM, seed)
     assert first_difference(found, wanted) is None
+
+
+def test_a_root_without_parameters_has_the_device_of_its_units() -> None:
+    """Its messages to other ranks are made there. A group for a device alone would send tensors of the host as copies."""
+
+    def waits(rank: int) -> int:
+        device = f"{NAME}:{rank}"
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1)).to(device)
+        fsdp.fully_shard(model, auto_wrap_policy={nn.Linear})
+        x = batch(rank, 0, device)
+        for _ in range(3):  # the first steps learn the order of the units
+            before = host_waits(rank)
+            model(x).sum().backward()
+        return host_waits(rank) - before
+
+    assert run(2, waits, Scheduler.RANDOM, 1) == [0, 0]
