@@ -14,7 +14,8 @@ fixed pattern.
 With an offload policy, unsharded buffers are allocated on an upload stream, which copies shards from the host into them. It waits
 for the last reader of their memory, and the gather stream waits for it. Reduced gradients are copied to the host on the
 reduction stream that made them. The host program does not wait for these copies one by one. At the end of each pass it waits for
-all of them: then it may use what they wrote, and change what they read.
+all of them: then it may use what they wrote, and change what they read. Copies of an abandoned step are not waited for: nothing
+uses what they read or write.
 """
 
 from collections.abc import Callable, Sequence

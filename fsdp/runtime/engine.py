@@ -273,7 +273,6 @@ class Engine:
         self._hooks.reset_backward_progress()
         self._hooks.abandon_calls()
         self._execute_all(self.root.end_backward(BackwardEvent.STEP_ABANDONED, self.reducer.order) or ())
-        self._streams.await_copies()
 
     def is_unsharded(self, index: int) -> bool:
         """Whether the modules of the unit use its unsharded parameters."""

@@ -128,6 +128,27 @@ def test_what_works_on_shards_works_in_host_memory(strategy: str, tmp_path: Path
         assert first_difference(found, wanted) is None, scheduler.name
 
 
+@pytest.mark.parametrize("scheduler", [Scheduler.LAZY, Scheduler.RANDOM, Scheduler.STARVE])
+def test_gradients_are_read_and_weights_changed_right_after_a_backward_under_no_sync(scheduler: Scheduler) -> None:
+    def train(rank: int, device: str, **options: Any) -> dict[str, torch.Tensor]:
+        model, optimizer = model_of(device, **options)
+        found = {}
+        for number in range(3):
+            with fsdp.no_sync(model):
+                loss_of(model(batch(rank, number, device))).backward()
+            for name, p in model.named_parameters():
+                found[f"{number}.{name}"] = torch.zeros(0) if p.grad is None else fsdp.to_local(p.grad).clone()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.75)
+        step(model, optimizer, rank, device, 3)
+        return {**found, **full_weights(model)}
+
+    wanted = fsdp.simulate(2, lambda rank: train(rank, "cpu"))
+    found = run(2, lambda rank: train(rank, f"{NAME}:{rank}", offload_policy=OFFLOAD), scheduler, 2)
+    assert first_difference(found, wanted) is None
+
+
 def test_the_host_waits_at_the_ends_of_passes_only() -> None:
     def waits(rank: int) -> int:
         device = f"{NAME}:{rank}"
