@@ -173,7 +173,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "side_outputs",
         "engine",
         "final_callback",
-        "buffers",
         "hook_actions",
         "stale_params",
         "prefetch",
@@ -232,6 +231,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "cut",
     ),
     "comm": (
+        "buffers",
         "plain_group",
         "meshes",
         "connect",

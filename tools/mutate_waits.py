@@ -30,7 +30,7 @@ FILES: Final = (
     "fsdp/reduction/used_params.py",
     "fsdp/reduction/order.py",
     "fsdp/runtime/stale_params.py",
-    "fsdp/runtime/buffers.py",
+    "fsdp/comm/buffers.py",
     "fsdp/runtime/engine.py",
     "fsdp/reduction/reducer.py",
     "fsdp/api/clipping.py",

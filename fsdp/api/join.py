@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from fsdp.api.join_result import InputsOfOthers, SteppedOptimizers, take_over
 from fsdp.autograd.pytree import tensors_in
+from fsdp.comm.buffers import broadcast_buffers
 from fsdp.config import MeshKind
 from fsdp.errors import InputsExhausted, ShardingError, name_ranks
-from fsdp.runtime.buffers import broadcast_buffers
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.hook_actions import PassWatcher
 from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of

@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Variable
 
 from fsdp.autograd.frames import gets_gradient, graph_task
+from fsdp.comm.buffers import broadcast_buffers
 from fsdp.comm.context import CommContext
 from fsdp.debug.error_notes import add_note, add_note_to_what_ends_the_backward, is_noted
 from fsdp.debug.phases import Phases
@@ -30,7 +31,6 @@ from fsdp.errors import WorldError
 from fsdp.params.module_tree import ModuleTree, refuse_transforms
 from fsdp.params.unit import Unit
 from fsdp.reduction.reducer import Reducer
-from fsdp.runtime.buffers import broadcast_buffers
 from fsdp.runtime.final_callback import PendingBackward, kind_of_backward
 from fsdp.runtime.hook_actions import HookActions, PassWatcher
 from fsdp.runtime.prefetch import PassSchedules
