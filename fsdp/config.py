@@ -120,6 +120,12 @@ class ReductionPolicy:
     half of what is left, where that is less."""
     first_bucket_mb: float = 1.0
     """The most MiB of the first collective of a backward, if units share one. A small one lets communication start early."""
+    coalesce_cap_mb: float = 1.0
+    """The most MiB of a collective that small units share.
+
+    Units that follow each other share one all-gather and one reduction up to this size. 0 gives each unit its own. Gathers are
+    shared from the second step on, when the order of the units is known. `bucket_cap_mb`, if given, counts for reductions. Units
+    whose shards are in host memory share no gather. With `uneven_paths` units share neither."""
     triggers: tuple[str, ...] = ()
     """Names of parameters that end a bucket, as in `module.named_parameters()` of the wrapped module.
 
@@ -159,6 +165,8 @@ class ReductionPolicy:
                 raise ShardingError(
                     f"reduction.{name} must be a positive number{' or None' if optional else ''}, not {number!r}."
                 )
+        if self.coalesce_cap_mb != 0 and not _is_positive(self.coalesce_cap_mb):
+            raise ShardingError(f"reduction.coalesce_cap_mb must be a number, 0 or more, not {self.coalesce_cap_mb!r}.")
         if not isinstance(self.streams, int) or isinstance(self.streams, bool) or self.streams < 1:
             raise ShardingError(f"reduction.streams must be a number of streams, 1 or more, not {self.streams!r}.")
         if isinstance(self.triggers, str) or not all(isinstance(name, str) for name in self.triggers):
@@ -211,6 +219,17 @@ class Config:
         if cap is None:
             cap = 25.0 if self.mesh_kind is MeshKind.REPLICATE else None
         return None if cap is None else int(cap * 2**20)
+
+    @property
+    def coalesce_bytes(self) -> int:
+        """The most bytes of small units that share an all-gather; 0 if none do."""
+        shares = self.mesh_kind is not MeshKind.REPLICATE and not self.uneven_paths
+        return int(self.reduction.coalesce_cap_mb * 2**20) if shares else 0
+
+    @property
+    def reduction_bytes(self) -> int | None:
+        """The most bytes of buckets that share a reduction; None if none do."""
+        return self.bucket_bytes or self.coalesce_bytes or None
 
     @property
     def tapers(self) -> bool:

@@ -173,6 +173,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "side_outputs",
         "engine",
         "final_callback",
+        "gathers",
         "hook_actions",
         "stale_params",
         "prefetch",

@@ -52,11 +52,11 @@ class StepStats:
             self._forward_s += now - self._pass_began
         self._pass_began = now
 
-    def add_gather(self, unit: int) -> None:
-        """A unit was gathered."""
-        gathers, size = self._gather_sizes[unit]
-        self._gathers += gathers
-        self._bytes += size
+    def add_gathers(self, units: Sequence[int]) -> None:
+        """A unit was gathered, or several by one all-gather."""
+        counts = [self._gather_sizes[unit] for unit in units]
+        self._gathers += counts[0][0] if len(counts) == 1 else 1
+        self._bytes += sum([size for _, size in counts])
 
     def wait_all_gather(self, wait: Callable[[], None]) -> None:
         """Call `wait`, which waits for an all-gather, and add its time."""

@@ -7,7 +7,7 @@ Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +127,11 @@ class Unit:
     def gather_sizes(self) -> tuple[int, ...]:
         """Bytes of the unsharded parameters that each all-gather of this unit fills."""
         return tuple(size_of(flat.unsharded) for flat in self.flats if not flat.is_shared)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether shards of the unit are in host memory, while a device computes."""
+        return any([flat.is_offloaded for flat in self.flats])
 
     @property
     def device(self) -> torch.device:
@@ -297,16 +302,25 @@ class Unit:
         Traffic:  this rank receives (W - 1) * C elements
         """
         with self._streams.gathering():
-            for flat in self.flats:
-                if flat.is_offloaded:
-                    self._upload(flat)
-                else:
-                    flat.memory.allocate(self._tracker)
-                    if flat.is_shared:
-                        continue
-                    flat.local_unsharded.copy_(flat.shard)
+            for flat in self.prepare_all_gather():
                 self._works.append(self.comm.all_gather(flat.unsharded_bytes, self.name, flat.local_bytes))
             self._works += self._streams.gathered()
+
+    def prepare_all_gather(self) -> Iterator[FlatBuffer]:
+        """Allocate the unsharded parameters, and copy this rank's shard to its place. Yield each flat buffer to be gathered."""
+        for flat in self.flats:
+            if flat.is_offloaded:
+                self._upload(flat)
+            else:
+                flat.memory.allocate(self._tracker)
+                if flat.is_shared:
+                    continue
+                flat.local_unsharded.copy_(flat.shard)
+            yield flat
+
+    def add_works(self, works: Iterable[Work]) -> None:
+        """Wait for these too, before the unsharded parameters may be read."""
+        self._works += works
 
     def _upload(self, flat: FlatBuffer) -> None:
         """Copy the shard of one flat buffer from host memory to its place among the unsharded parameters.

@@ -24,7 +24,7 @@ class ReductionOrder:
         self._buckets = buckets
         self._of_unit = of_unit
         self._policy = config.reduction
-        self._cap = config.bucket_bytes
+        self._cap = config.reduction_bytes
         self._tapers = config.tapers
         self._by_unit = config.mesh_kind is not MeshKind.REPLICATE
         """True if the buckets of a unit stay together: with gathers between the ranks, a unit's buckets are launched at its

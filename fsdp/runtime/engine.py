@@ -32,6 +32,7 @@ from fsdp.params.module_tree import ModuleTree, refuse_transforms
 from fsdp.params.unit import Unit
 from fsdp.reduction.reducer import Reducer
 from fsdp.runtime.final_callback import PendingBackward, kind_of_backward
+from fsdp.runtime.gathers import Gathers, gather_sizes
 from fsdp.runtime.hook_actions import HookActions, PassWatcher
 from fsdp.runtime.prefetch import PassSchedules
 from fsdp.runtime.stale_params import StaleParams
@@ -74,7 +75,8 @@ class Engine:
         self._stale_params = StaleParams(units, self.root, streams, comms.world_comm)
         self._residencies = tuple(Residency(unit.name) for unit in units)
         self.reducer = Reducer(units, [not inside for inside in descendants], comms, streams, tracker)
-        self.schedules = PassSchedules([unit.name for unit in units], units[0].config.prefetch)
+        cap = units[0].config.coalesce_bytes if comms.reduce_comm.size > 1 else 0
+        self.schedules = PassSchedules([unit.name for unit in units], units[0].config.prefetch, gather_sizes(units), cap)
         self._schedule = self.schedules.forward
         self._forward_stack: list[int] = []
         """The units whose forward runs, outermost first."""
@@ -117,6 +119,8 @@ class Engine:
             }
             for index, unit in enumerate(units)
         )
+        self._prefetch = partial(self.request, request=Request.PREFETCH)
+        self._gathers = Gathers(units, streams, tracker, cap, self.stats.add_gathers)
         self.phases = Phases([unit.name for unit in units], self._action_handlers, self._effect_handlers)
 
     def attach(self, hooks: HookActions) -> None:
@@ -313,13 +317,13 @@ class Engine:
             self.request(index, Request.RESHARD)
 
     def _unshard(self, index: int) -> None:
+        self._gathers.prefetch(self._schedule.gathered_with(index), self._prefetch)
         done = self.request(index, Request.UNSHARD)
         if done:
             # this has no effect outside a backward: the next one begins anew
             self.reducer.gathered(index)
         if Effect.WAIT_ALL_GATHER in done:
-            for ahead in self._schedule.needed(index):
-                self.request(ahead, Request.PREFETCH)
+            self._gathers.prefetch(self._schedule.needed(index), self._prefetch)
 
     def request(self, index: int, request: Request) -> tuple[Effect, ...]:
         """Apply a request to the residency of a unit and execute its effects, which are returned."""
@@ -334,8 +338,7 @@ class Engine:
 
     def _all_gather(self, index: int) -> None:
         self._stale_params.prepare_gather(index)
-        self.units[index].all_gather()
-        self.stats.add_gather(index)
+        self._gathers.gather(index)
 
     def _commit(self, index: int) -> None:
         self.reducer.commit(index)
@@ -359,8 +362,7 @@ class Engine:
         self.call_at_end_of_graph_task(self.pending_backward.callback(self.root, self.on_backward_ended, self.on_backward_failed))
         self._begin_pass(is_forward=False)
         # gather the first units of this backward while the layers of the root itself compute
-        for ahead in self._schedule.begin():
-            self.request(ahead, Request.PREFETCH)
+        self._gathers.prefetch(self._schedule.begin(), self._prefetch)
 
     def _begin_pass(self, is_forward: bool) -> None:
         self._stale_params.show_to_gathers(is_forward)

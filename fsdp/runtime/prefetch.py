@@ -4,25 +4,35 @@ The first pass records the order in which units were gathered. Later passes pref
 recorded anew and not prefetched any further, so ranks that deviate alike launch the same gathers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fsdp.log import LOG
+
+Group = tuple[int, ...]
+"""Units that share an all-gather, in the order in which they are needed."""
 
 
 class PrefetchSchedule:
     """The order of gathers in one kind of pass, forward or backward.
 
     Example: after a pass that gathered 0 1 2, with `depth` 1, gathering 0 prefetches 1, and gathering 1 prefetches 2.
+    Small units that follow each other form a group, which is gathered as if it were one unit.
     """
 
-    __slots__ = ("_current", "_followed", "_given", "_name", "_record", "_units", "depth")
+    __slots__ = ("_cap", "_current", "_followed", "_given", "_groups", "_name", "_record", "_sizes", "_units", "depth")
 
-    def __init__(self, depth: int, name: str = "pass", units: Sequence[str] = ()) -> None:
+    def __init__(
+        self, depth: int, name: str = "pass", units: Sequence[str] = (), sizes: Sequence[int] = (), cap: int = 0
+    ) -> None:
+        """`sizes`: for each unit, the bytes of its gather. `cap`: the most bytes of a group of more than one unit."""
         self._name, self._units = name, units
         """The names of the pass and of the units, for the log."""
+        self._sizes, self._cap = sizes, cap
         self.depth = depth
-        """The number of units that may be gathered ahead of the one that computes."""
+        """The number of groups that may be gathered ahead of the one that computes."""
         self._record: tuple[int, ...] = ()
+        self._groups: tuple[Group, ...] = ()
+        """The groups of the record, each at the place of its first unit. An empty one stands at the places of the others."""
         self._current: list[int] = []
         self._followed = True
         self._given: dict[int, tuple[int, ...]] = {}
@@ -37,18 +47,24 @@ class PrefetchSchedule:
         if self._current and not self._followed_to_the_end():
             what = "order changed" if self._record else "schedule learned"
             self._record = tuple(self._current)
+            self._groups = tuple(self._make_groups())
             LOG.info(
                 "%s: %s: %s", self._name, what, [self._units[unit] for unit in self._record] if self._units else self._record
             )
         self._current = []
         self._followed = True
-        return self._record[: self.depth]
+        return self._ahead(0, self.depth)
 
     def forget(self) -> None:
         """Drop the record. Ranks abandon a step in different places, so all record again."""
-        self._record = ()
+        self._record, self._groups = (), ()
         self._current = []
         self._followed = True
+
+    def gathered_with(self, unit: int) -> Sequence[int]:
+        """Return `unit`, which is needed now, and the units that share its gather; nothing if it has one of its own."""
+        group = self._groups[len(self._current)] if self._followed and len(self._current) < len(self._groups) else ()
+        return group if len(group) > 1 and group[0] == unit else ()
 
     def needed(self, unit: int) -> Sequence[int]:
         """Record that `unit` had to be gathered. Return the units to gather ahead, nearest first."""
@@ -57,7 +73,33 @@ class PrefetchSchedule:
         self._followed = self._followed and position < len(self._record) and self._record[position] == unit
         if unit in self._given:
             return self._given[unit]
-        return self._record[position + 1 : position + 1 + self.depth] if self._followed else ()
+        if not self._followed or not self._groups[position]:
+            return ()
+        return self._ahead(position + len(self._groups[position]), self.depth)
+
+    def _ahead(self, place: int, count: int) -> Sequence[int]:
+        """The units of `count` groups, of which the first begins at `place` of the record."""
+        end = place
+        for _ in range(count):
+            if end < len(self._groups):
+                end += len(self._groups[end])
+        return self._record[place:end]
+
+    def _make_groups(self) -> Iterator[Group]:
+        group: list[int] = []
+        for unit in (*self._record, None):
+            fits = (
+                unit is not None
+                and self._cap > 0
+                and unit not in group
+                and self._cap >= sum(self._sizes[one] for one in (*group, unit))
+            )
+            if group and not fits:
+                yield tuple(group)
+                yield from ((),) * (len(group) - 1)
+                group = []
+            if unit is not None:
+                group.append(unit)
 
     def _followed_to_the_end(self) -> bool:
         return self._followed and len(self._current) == len(self._record)
@@ -68,9 +110,10 @@ class PassSchedules:
 
     __slots__ = ("backward", "forward")
 
-    def __init__(self, units: Sequence[str], depth: int) -> None:
-        self.forward = PrefetchSchedule(depth, f"forward of {units[0]!r}", units)
-        self.backward = PrefetchSchedule(depth, f"backward of {units[0]!r}", units)
+    def __init__(self, units: Sequence[str], depth: int, sizes: Sequence[int] = (), cap: int = 0) -> None:
+        """See `PrefetchSchedule`."""
+        self.forward = PrefetchSchedule(depth, f"forward of {units[0]!r}", units, sizes, cap)
+        self.backward = PrefetchSchedule(depth, f"backward of {units[0]!r}", units, sizes, cap)
 
     def forget(self) -> None:
         """Drop the records of both."""

@@ -1,0 +1,137 @@
+"""Launches the all-gathers of units: one for each, or one for several small ones that are gathered at the same time."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp.comm.communicator import Communicator
+from fsdp.comm.work import Work
+from fsdp.device.storage import MemoryTracker
+from fsdp.device.streams import Streams
+from fsdp.params.unit import Unit
+
+
+class Gathers:
+    """The all-gathers of one root.
+
+    Rule 1: which units share an all-gather follows from the order of the calls and from sizes, which all ranks have alike.
+    """
+
+    __slots__ = ("_cap", "_collected", "_on_launch", "_sizes", "_streams", "_tracker", "_units")
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        streams: Streams,
+        tracker: MemoryTracker,
+        cap: int,
+        on_launch: Callable[[Sequence[int]], None],
+    ) -> None:
+        """`cap`: the most bytes that several units fill together. `on_launch` is called with the units of each launch."""
+        self._units = tuple(units)
+        self._streams = streams
+        self._tracker = tracker
+        self._cap = cap
+        self._on_launch = on_launch
+        self._sizes = gather_sizes(units)
+        self._collected: list[int] | None = None
+        """The units to be gathered together; None while each gather is launched at once."""
+
+    def prefetch(self, indices: Sequence[int], request: Callable[[int], object]) -> None:
+        """Call `request` for each of these units. Those that it gathers share all-gathers, which are launched at the end."""
+        if not indices:
+            return
+        collected: list[int] = []
+        self._collected = collected if self._cap else None
+        try:
+            for index in indices:
+                request(index)
+        finally:
+            self._collected = None
+        for group in self._groups(collected):
+            self._launch(group)
+
+    def gather(self, index: int) -> None:
+        """Launch the all-gather of a unit, or collect it for a later one."""
+        if self._collected is None:
+            self._launch((index,))
+        else:
+            self._collected.append(index)
+
+    def _groups(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Neighbours among the units, as many as one all-gather serves. Those in host memory are gathered one by one."""
+        first, total = 0, 0
+        for place, index in enumerate(indices):
+            size, unit = self._sizes[index], self._units[index]
+            alike = unit.comm is self._units[indices[first]].comm and unit.device == self._units[indices[first]].device
+            if place > first and (total + size > self._cap or not alike or unit.is_offloaded):
+                yield indices[first:place]
+                first, total = place, 0
+            total += self._cap if unit.is_offloaded else size
+        if indices:
+            yield indices[first:]
+
+    def _launch(self, group: Sequence[int]) -> None:
+        units = [self._units[index] for index in group if len(group) == 1 or self._sizes[index]]
+        if len(units) > 1:
+            self._launch_joint(units)
+        else:
+            for unit in units:
+                unit.all_gather()
+        self._on_launch(group)
+
+    def _launch_joint(self, units: Sequence[Unit]) -> None:
+        """One all-gather for several units.
+
+        Memory: the bytes of all of them once more, until they are copied out
+        """
+        with self._streams.gathering():
+            flats = [flat for unit in units for flat in unit.prepare_all_gather()]
+            buffers = [(flat.unsharded_bytes, flat.local_bytes) for flat in flats]
+            work = JointGather(units[0].comm, buffers, units[0].name, self._tracker.add)
+            if not self._streams.on_host:
+                work.wait()  # the gather stream waits and copies, and the host goes on
+        for unit in units:
+            unit.add_works((work, *self._streams.gathered()))
+
+
+def gather_sizes(units: Sequence[Unit]) -> list[int]:
+    """For each unit, the bytes that its all-gathers fill."""
+    return [sum(unit.gather_sizes) for unit in units]
+
+
+class JointGather:
+    """One all-gather for several buffers. `wait` copies each to its place; it may be called once for each buffer."""
+
+    __slots__ = ("_buffers", "_count", "_joint", "_work")
+
+    def __init__(
+        self,
+        comm: Communicator,
+        buffers: Sequence[tuple[Tensor, Tensor]],
+        label: str,
+        count: Callable[[str, int], None],
+    ) -> None:
+        """`buffers`: of each the bytes (W * C,) to fill, and this rank's chunk (C,) of them, which is filled already.
+
+        `count`: counts bytes of memory of a kind as allocated or, if negative, as released.
+        """
+        self._buffers = tuple((unsharded.view(comm.size, -1), own.numel()) for unsharded, own in buffers)
+        self._count = count
+        self._joint = buffers[0][0].new_empty(comm.size, sum(numel for _, numel in self._buffers))
+        count("scratch", self._joint.numel())
+        torch.cat([own for _, own in buffers], out=self._joint[comm.rank])
+        self._work: Work | None = comm.all_gather(self._joint.view(-1), label)
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            work.wait()
+            sizes = [numel for _, numel in self._buffers]
+            torch.split_with_sizes_copy(self._joint, sizes, 1, out=[unsharded for unsharded, _ in self._buffers])
+        finally:
+            self._count("scratch", -self._joint.numel())
+            del self._joint
