@@ -18,7 +18,7 @@ class Gathers:
     Rule 1: which units share an all-gather follows from the order of the calls and from sizes, which all ranks have alike.
     """
 
-    __slots__ = ("_cap", "_collected", "_on_launch", "_sizes", "_streams", "_tracker", "_units")
+    __slots__ = ("_cap", "_collected", "_kinds", "_on_launch", "_sizes", "_streams", "_tracker", "_units")
 
     def __init__(
         self,
@@ -35,6 +35,8 @@ class Gathers:
         self._cap = cap
         self._on_launch = on_launch
         self._sizes = gather_sizes(units)
+        self._kinds = [None if unit.is_offloaded else (unit.comm, unit.device) for unit in units]
+        """Units of one kind can share an all-gather. None: the unit, whose shard is in host memory, has its own."""
         self._collected: list[int] | None = None
         """The units to be gathered together; None while each gather is launched at once."""
 
@@ -60,15 +62,14 @@ class Gathers:
             self._collected.append(index)
 
     def _groups(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Neighbours among the units, as many as one all-gather serves. Those in host memory are gathered one by one."""
+        """Neighbours among the units, as many as one all-gather serves."""
         first, total = 0, 0
         for place, index in enumerate(indices):
-            size, unit = self._sizes[index], self._units[index]
-            alike = unit.comm is self._units[indices[first]].comm and unit.device == self._units[indices[first]].device
-            if place > first and (total + size > self._cap or not alike or unit.is_offloaded):
+            total += self._sizes[index]
+            kind = self._kinds[index]
+            if place > first and (total > self._cap or kind is None or kind != self._kinds[indices[first]]):
                 yield indices[first:place]
-                first, total = place, 0
-            total += self._cap if unit.is_offloaded else size
+                first, total = place, self._sizes[index]
         if indices:
             yield indices[first:]
 
@@ -120,9 +121,9 @@ class JointGather:
         self._buffers = tuple((unsharded.view(comm.size, -1), own.numel()) for unsharded, own in buffers)
         self._count = count
         self._joint = buffers[0][0].new_empty(comm.size, sum(numel for _, numel in self._buffers))
-        count("scratch", self._joint.numel())
         torch.cat([own for _, own in buffers], out=self._joint[comm.rank])
         self._work: Work | None = comm.all_gather(self._joint.view(-1), label)
+        count("scratch", self._joint.numel())
 
     def wait(self) -> None:
         work, self._work = self._work, None
