@@ -93,6 +93,8 @@ def run(options: dict[str, Any], settings: Settings, traced: Path | None = None)
     """Milliseconds of a step with these options; `traced`: write a trace of it there."""
     with virtual_time() as clock, joined(Link(settings.bandwidth, settings.latency), WORLD):
         module = Model(settings.blocks, settings.width, settings.seconds)
+        # its units stand for large ones, which share no collective
+        options = {"reduction": fsdp.ReductionPolicy(coalesce_cap_mb=0), **options}
         model = fsdp.fully_shard(module, auto_wrap_policy={Block}, **options)
         x = torch.ones(2, settings.width)
 

@@ -14,7 +14,7 @@ from common import alone
 from simulated_link import Link, SimulatedGroup, joined
 
 import fsdp
-from tests.support.models import Block, Net, loss_of
+from tests.support.models import ALONE, Block, Net, loss_of
 
 WORLD = 8
 CEILINGS = [
@@ -74,7 +74,7 @@ def test_every_chunk_that_travels_begins_at_a_multiple_of_16_bytes(monkeypatch: 
     with joined(Link(1e12, 0.0), WORLD):
         monkeypatch.setattr(SimulatedGroup, "_launch", look)
         for policy in (None, half):
-            model = fsdp.fully_shard(Net(3, 7), auto_wrap_policy={Block}, mp_policy=policy)
+            model = fsdp.fully_shard(Net(3, 7), auto_wrap_policy={Block}, mp_policy=policy, reduction=ALONE)
             travelled.clear()
             for _ in range(2):
                 loss_of(model(torch.ones(2, 6))).backward()

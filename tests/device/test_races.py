@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp.comm.simulated import SimulatedCommunicator, current_rank
-from tests.support.models import Block, Net, loss_of
+from tests.support.models import ALONE, Block, Net, loss_of
 from tests.support.programs import Program
 from tests.support.runs import ShardedRun
 from tests.support.strategies import programs, trees, world_sizes
@@ -237,7 +237,10 @@ def edited(**options: Any) -> None:
 
 
 def edited_between(**options: Any) -> None:
-    """A forward that edits the shards of a unit between two calls of it, and before the first call of another one."""
+    """A forward that edits the shards of a unit between two calls of it, and before the first call of another one.
+
+    No unit is gathered before its shard is edited: such a copy is dropped, so it does not matter what the gather has read.
+    """
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -252,7 +255,7 @@ def edited_between(**options: Any) -> None:
             return self.second(self.first(x))
 
     torch.manual_seed(3)
-    model = fsdp.fully_shard(Outer(), auto_wrap_policy={Block}, **options)
+    model = fsdp.fully_shard(Outer(), auto_wrap_policy={Block}, reduction=ALONE, **options)
     with torch.no_grad():
         for step in range(2):
             model(batch(step))

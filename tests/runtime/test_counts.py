@@ -9,13 +9,11 @@ import torch
 from torch import nn
 
 import fsdp
-from tests.support.models import Block, Net, loss_of, units_of, world_log
+from tests.support.models import ALONE, Block, Net, loss_of, units_of, world_log
 
 BLOCKS = 4
 X = torch.linspace(-1, 1, 12).view(2, 6)
 STEPS = 3
-ALONE = fsdp.ReductionPolicy(coalesce_cap_mb=0)
-"""Small units share no collective. What they share is counted in test_small_units.py."""
 
 
 def step(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from fsdp.params.unit import Unit
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.shards.shard_tensor import ShardTensor, plain
 from state_machine import ReshardPolicy
+
+ALONE: Final = fsdp.ReductionPolicy(coalesce_cap_mb=0)
+"""Small units share no collective, so that each unit of a small model can be counted and watched alone."""
 
 
 class Block(nn.Module):
