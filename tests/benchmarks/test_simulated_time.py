@@ -16,6 +16,7 @@ import where
 from simulated_link import Link, joined
 
 import fsdp
+from tests.support.models import ALONE
 
 
 @pytest.fixture
