@@ -15,8 +15,6 @@ from torch.autograd import profiler
 from state_machine import Action, Effect
 
 _NAMED: Final[Any] = torch._C._profiler._RecordFunctionFast
-
-
 _BRIEF: Final = ("use_unsharded", "use_sharded", "free_unsharded", "drop_stale", "keep_unsharded", "intercept_reads")
 """Phases that take about as long as a record of them. A trace has none; most are parts of a phase that it has."""
 Record = tuple[int, int, str, int]
@@ -64,32 +62,38 @@ class Phases:
         self._replace_handlers()
 
     def _replace_handlers(self) -> None:
-        units = range(len(self._units))
         for action, handler in self._plain_actions.items():
             phase = action.name.lower()
-            calls = [self._around(partial(handler, unit), phase, unit) for unit in units]
-            is_wrapped = self._named or (self.is_recorded and phase not in _BRIEF)
-            self._actions[action] = partial(_call, calls) if is_wrapped else handler
+            if self._named:
+                names = [self._name_of(phase, unit) for unit in range(len(self._units))]
+                handler = partial(_name_action, handler, names)
+            if self._add_record is not None and phase not in _BRIEF:
+                handler = _recorded_action(handler, self._add_record, phase, self._first)
+            self._actions[action] = handler
         for unit, effects in enumerate(self._plain_effects):
             for effect, plain in effects.items():
                 self._effects[unit][effect] = self._around(plain, effect.name.lower(), unit)
 
     def _around(self, handler: Callable[[], Any], phase: str, unit: int) -> Callable[[], Any]:
         """`handler`, with a name around it if a profiler runs, and with its times recorded if a trace is made."""
+        if self._named:
+            handler = partial(_name, handler, self._name_of(phase, unit))
         if self._add_record is not None and phase not in _BRIEF:
             handler = _recorded(handler, self._add_record, phase, self._first + unit)
-        if self._named:
-            handler = partial(_name, handler, f"fsdp::{phase} {self._units[unit]}")
         return handler
 
-
-def _call(calls: Sequence[Callable[[], object]], unit: int) -> object:
-    return calls[unit]()
+    def _name_of(self, phase: str, unit: int) -> str:
+        return f"fsdp::{phase} {self._units[unit]}"
 
 
 def _name(handler: Callable[[], Any], name: str) -> Any:
     with _NAMED(name):
         return handler()
+
+
+def _name_action(handler: Callable[[int], Any], names: Sequence[str], unit: int) -> Any:
+    with _NAMED(names[unit]):
+        return handler(unit)
 
 
 def _recorded(handler: Callable[[], Any], add_record: AddRecord, phase: str, unit: int) -> Callable[[], Any]:
@@ -99,5 +103,16 @@ def _recorded(handler: Callable[[], Any], add_record: AddRecord, phase: str, uni
             return handler()
         finally:
             add_record((began, perf_counter_ns(), phase, unit))
+
+    return call
+
+
+def _recorded_action(handler: Callable[[int], Any], add_record: AddRecord, phase: str, first: int) -> Callable[[int], Any]:
+    def call(unit: int) -> Any:
+        began = perf_counter_ns()
+        try:
+            return handler(unit)
+        finally:
+            add_record((began, perf_counter_ns(), phase, first + unit))
 
     return call
