@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final
 
 from torch import nn
 
 from fsdp.build.auto_units import auto_units
-from fsdp.config import find_strategy
+from fsdp.config import OffloadPolicy, find_strategy
 from fsdp.errors import ShardingError
 
 STRATEGIES: Final = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
@@ -28,6 +29,8 @@ class Choice:
     """Whether no other choice of units is compared."""
     checkpointing: bool
     """Whether the activations of every inner unit are recomputed in the backward."""
+    offload: bool
+    """Whether shards, gradients and optimizer state are in host memory."""
     options: Mapping[str, Any]
     """The options of `fsdp.fully_shard`."""
 
@@ -36,7 +39,9 @@ class Choice:
         """The choice in a few words."""
         mesh = "" if self.mesh is None else f" {self.mesh[0]} x {self.mesh[1]}"
         units = "" if self.is_only_units else f", units {self.units}"
-        return f"{self.strategy}{mesh}{units}{', checkpointed' if self.checkpointing else ''}"
+        return (
+            f"{self.strategy}{mesh}{units}{', checkpointed' if self.checkpointing else ''}{', offloaded' if self.offload else ''}"
+        )
 
     def checkpointed(self) -> Callable[[nn.Module], list[nn.Module]] | None:
         """Of a model, the modules whose activations are recomputed. None: there are none."""
@@ -58,6 +63,7 @@ def make_choices(
     strategies: Sequence[str],
     units: Mapping[str, Any],
     checkpointing: Sequence[bool],
+    offload: Sequence[bool],
     world_size: int,
     per_host: int,
     options: Mapping[str, Any],
@@ -76,13 +82,16 @@ def make_choices(
                 continue
             mesh = (world_size // per_host, per_host)
         for name, policy in units.items():
-            for recomputes in checkpointing:
+            for recomputes, offloads in product(checkpointing, offload):
                 if recomputes and policy is None:
                     continue  # the whole model as one unit is not recomputed
                 own = {**options, "sharding_strategy": strategy, "auto_wrap_policy": policy}
                 if mesh is not None:
                     own["mesh"] = mesh
-                found.append(Choice(strategy, mesh, name, len(units) == 1, recomputes, own))
+                if offloads:
+                    own["offload_policy"] = own.get("offload_policy") or OffloadPolicy()
+                has_policy = own.get("offload_policy") is not None
+                found.append(Choice(strategy, mesh, name, len(units) == 1, recomputes, has_policy, own))
     if not found:
         raise ShardingError(
             f"plan: no choice is left for {world_size} ranks, {per_host} on a host; HYBRID_SHARD needs several full hosts, and "

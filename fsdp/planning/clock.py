@@ -1,13 +1,17 @@
 """The time that a rehearsal takes: one sequence of computing, and one wire on which collectives follow each other.
 
 A collective begins when it is launched and the wire is free. Computing goes on meanwhile, and stands still in a wait. This is
-how streams order a step on a device, where the host is faster than the device.
+how streams order a step on a device, where the host is faster than the device. With an offload policy there is one more sequence
+of copies in each direction: a gather begins when its shard was copied, and a pass ends when all of its copies have.
 """
 
 from collections import defaultdict
 from math import ceil, log2
+from typing import Final
 
 from fsdp.planning.hardware import Cluster, Device
+
+COPIES: Final = "copies from and to the host"
 
 
 class Clock:
@@ -23,6 +27,8 @@ class Clock:
         """Seconds of waiting, by unit."""
         self._free = 0.0
         """When the wire is free."""
+        self._uploaded = self._downloaded = 0.0
+        """When the last copies from and to the memory of the host end."""
 
     @property
     def device(self) -> Device:
@@ -33,6 +39,30 @@ class Clock:
         """Compute for that long."""
         self.now += seconds
         self.computing += seconds
+
+    def compute_on_host(self, count: int) -> None:
+        """Read and write so many bytes of the memory of the host."""
+        self.compute(count / self.device.host_bandwidth)
+
+    def upload(self, count: int) -> None:
+        """Copy so many bytes from the host. Later gathers need them."""
+        self._uploaded = max(self._uploaded, self.now) + self._copying(count)
+
+    def download(self, after: float, count: int) -> None:
+        """Copy so many bytes to the host, when a reduction has ended."""
+        self._downloaded = max(self._downloaded, after) + self._copying(count)
+
+    def wait_for_copies(self) -> None:
+        """Stand still until all copies from and to the host have ended."""
+        self.wait(max(self._uploaded, self._downloaded), COPIES)
+
+    def _copying(self, count: int) -> float:
+        return self.device.host_link.latency + count / self.device.host_link.bandwidth
+
+    def launch_gather(self, ranks: tuple[int, ...], received: float) -> float:
+        """Launch a gather of what was uploaded so far; return when it ends."""
+        self._free = max(self._free, self._uploaded)
+        return self.launch(ranks, received)
 
     def launch(self, ranks: tuple[int, ...], received: float) -> float:
         """Launch a collective among these ranks; return when it ends. `received`: bytes that reach this rank."""

@@ -42,6 +42,8 @@ def add_plan(commands: Any) -> None:
     parser.add_argument("--micro-batches", type=int, default=1, help="before each step of the optimizer (default: %(default)s)")
     parser.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS], help="default: %(default)s")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 and reduce in float32")
+    parser.add_argument("--offload", action="store_true", help="compare with an offload policy too, also where others fit")
+    parser.add_argument("--max-ranks", type=int, help="find the smallest number of ranks that fits, up to this one")
     parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES], help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="write the numbers too")
     parser.add_argument("--html", type=Path, help="write a page too, which needs no network")
@@ -66,6 +68,8 @@ def run_plan(given: argparse.Namespace) -> int:
         strategies=given.strategies,
         mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if given.bf16 else None,
         micro_batches=given.micro_batches,
+        offload=[False, True] if given.offload else None,
+        max_ranks=given.max_ranks,
     )
     print(found)
     if given.json is not None:

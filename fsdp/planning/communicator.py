@@ -39,11 +39,22 @@ class RehearsedRank(SimulatedRank):
         """Called when the engine has allocated memory for a collective."""
         self.launched: list[Collective] = []
         self._opened: dict[str, RehearsedCommunicator] = {}
+        self._copied = ""
+        """The kind of collective after which reduced gradients are copied to the host. Empty: they are not."""
 
     def comm(self, name: str, ranks: Sequence[int] | None = None) -> Any:
         """The communicator of that name."""
         members = tuple(range(self.size) if ranks is None else ranks)
         return self._opened.setdefault(f"{name} {members}", RehearsedCommunicator(self, members))
+
+    def copy_to_host(self, kind: str) -> None:
+        """From now on, copy what collectives of this kind have reduced to the host."""
+        self._copied = kind
+
+    def reduced(self, kind: str, end: float, count: int) -> None:
+        """A reduction with a result of `count` bytes will end then."""
+        if kind == self._copied:
+            self.clock.download(end, count)
 
     def let_others_run(self) -> None:
         """Do nothing: there are no others."""
@@ -65,7 +76,7 @@ class RehearsedCommunicator(SingleRankCommunicator):
         return self._launch("all_gather", label, unsharded.nbytes - unsharded.nbytes // self.size)
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
-        return self._launch("reduce_scatter", label, bucket.nbytes - into.nbytes)
+        return self._launch("reduce_scatter", label, bucket.nbytes - into.nbytes, into.nbytes)
 
     def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
         """As NCCL does, and gloo does not."""
@@ -73,7 +84,7 @@ class RehearsedCommunicator(SingleRankCommunicator):
 
     def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
         received = sum(bucket.nbytes - chunk.nbytes for bucket, chunk in zip(buckets, into, strict=True))
-        return self._launch("reduce_scatter", label, received)
+        return self._launch("reduce_scatter", label, received, sum(chunk.nbytes for chunk in into))
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         """As the communicator over gloo or over NCCL needs them."""
@@ -86,7 +97,7 @@ class RehearsedCommunicator(SingleRankCommunicator):
         return 2 * self.size * chunk * tensor.element_size() if fixed_order else 0
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
-        return self._launch("all_reduce", label, 2 * (self.size - 1) * tensor.nbytes // self.size)
+        return self._launch("all_reduce", label, 2 * (self.size - 1) * tensor.nbytes // self.size, tensor.nbytes)
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         return self._launch("broadcast", label, 0)
@@ -95,11 +106,19 @@ class RehearsedCommunicator(SingleRankCommunicator):
         """All ranks say the same."""
         return [thing] * self.size
 
-    def _launch(self, kind: str, label: str, received: int) -> Work:
+    def _launch(self, kind: str, label: str, received: int, result: int = 0) -> Work:
         self._played.allocated()
         self._played.launched.append(Collective(kind, label, self.size, received))
         clock = self._played.clock
-        return _Awaited(clock, clock.launch(self._ranks, received), label)
+        launch = clock.launch_gather if kind == "all_gather" else clock.launch
+        end = launch(self._ranks, received)
+        self._played.reduced(kind, end, result)
+        return _Awaited(clock, end, label)
+
+
+def last_of_reductions(launched: Sequence[Collective]) -> str:
+    """The kind of collective that ends the reduction of a gradient: an all-reduce where several ranks hold the same shard."""
+    return "all_reduce" if any(one.kind == "all_reduce" for one in launched) else "reduce_scatter"
 
 
 class _Awaited:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from fsdp.planning.choices import Choice
@@ -25,6 +25,20 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Fewest:
+    """The smallest number of ranks that fits."""
+
+    ranks: int | None
+    """None: even the largest number does not fit."""
+    most: int
+    """The largest number that was looked at."""
+    title: str
+    """The choice that needs the least memory of a rank."""
+    peak: int
+    """Bytes of a rank with this number of ranks, or with the largest one."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """The choices for a job, the fastest that fits first, then those that do not fit, smallest first, then refused ones."""
 
@@ -35,6 +49,8 @@ class Plan:
     cluster: Cluster
     parameters: int
     """Elements of all parameters."""
+    fewest: Fewest | None = None
+    """None if nobody asked for it."""
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether the peak of a choice is within the memory."""
@@ -59,6 +75,7 @@ class Plan:
                 "memory": self.memory,
                 "parameters": self.parameters,
                 "recommended": None if self.best is None else self.best.choice.title,
+                "fewest_ranks": None if self.fewest is None else asdict(self.fewest),
                 "candidates": [*map(self._as_dict, self.candidates)],
             }
         )
@@ -71,6 +88,7 @@ class Plan:
             "mesh": choice.mesh,
             "units": choice.units,
             "checkpointing": choice.checkpointing,
+            "offload": choice.offload,
         }
         if found is None:
             return {**named, "refused": one.refusal}
@@ -87,6 +105,8 @@ class Plan:
             "seconds": found.seconds,
             "computing": found.computing,
             "exposed": dict(found.exposed),
+            "host_peak": found.host_peak,
+            "host_held": dict(found.host_held),
         }
 
 
@@ -128,12 +148,24 @@ def row(plan: Plan, one: Candidate) -> tuple[str, ...]:
 
 
 def advice(plan: Plan) -> Iterator[str]:
-    """The recommendation, the distance to the second, and what would have to change for others."""
+    """The recommendation, the distance to the second, what would have to change for others, and the smallest number of ranks."""
+    yield from _recommendation(plan)
+    fewest = plan.fewest
+    if fewest is not None and fewest.ranks is None:
+        yield f"Up to {fewest.most} ranks nothing fits: {fewest.title} needs {size(fewest.peak)} of each of {fewest.most} ranks."
+    elif fewest is not None:
+        yield f"The smallest number of ranks that fits is {fewest.ranks}: {fewest.title}, {size(fewest.peak)} of each rank."
+
+
+def _recommendation(plan: Plan) -> Iterator[str]:
     best = plan.best
     if best is None or best.rehearsal is None:
         yield from _nothing_fits(plan)
         return
     yield f"Recommended: {best.choice.title}: {1e3 * best.rehearsal.seconds:.1f} ms a step, estimated."
+    if best.rehearsal.host_held:
+        kinds = ", ".join(f"{kind} {size(held)}" for kind, held in best.rehearsal.host_held.items())
+        yield f"Each rank needs {size(best.rehearsal.host_peak)} of host memory: {kinds}."
     fitting = [one for one in plan.candidates if plan.fits(one)]
     if len(fitting) > 1 and fitting[1].rehearsal is not None:
         excess = fitting[1].rehearsal.seconds / best.rehearsal.seconds - 1
@@ -155,8 +187,8 @@ def _nothing_fits(plan: Plan) -> Iterator[str]:
     kind, held = max(found.held.items(), key=lambda item: item[1])
     remedies = {
         "activations": "a smaller micro-batch or a shorter sequence, or checkpointing of smaller modules",
-        "optimizer state": "more ranks, or an optimizer with less state",
-        "shards": "more ranks, or a dtype of less bytes",
+        "optimizer state": "more ranks, an offload policy, or an optimizer with less state",
+        "shards": "more ranks, an offload policy, or a dtype of less bytes",
         "unsharded parameters": "smaller units",
         "buckets": "smaller units, or a smaller bucket_cap_mb",
     }

@@ -44,6 +44,10 @@ class Device:
     link: Link
     """Between ranks of one host."""
     source: str = "given"
+    host_link: Link = Link(0.8 * 32e9, 10e-6, "assumed: PCIe 4.0, 16 lanes")
+    """Between the device and the memory of its host, in one direction, for each rank."""
+    host_bandwidth: float = 0.8 * 25e9
+    """Bytes a second to and from the memory of the host, for each rank: what an optimizer there needs. Assumed, not measured."""
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """Operations a second in this dtype."""
@@ -96,7 +100,7 @@ class Cluster:
 
     def link_of(self, ranks: tuple[int, ...]) -> Link:
         """The slowest link among these ranks."""
-        inside = len({rank // self.per_host for rank in ranks}) == 1
+        inside = min(ranks) // self.per_host == max(ranks) // self.per_host
         return self.device.link if inside else self.between
 
 

@@ -1,7 +1,10 @@
 """Compares choices for one job, and recommends one: `fsdp.plan`."""
 
 import copy
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -11,7 +14,7 @@ from fsdp.build.plan import WrapPolicy
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError
 from fsdp.planning.choices import AUTO, STRATEGIES, Choice, make_choices
-from fsdp.planning.comparison import Candidate, Plan
+from fsdp.planning.comparison import Candidate, Fewest, Plan
 from fsdp.planning.hardware import Cluster, Device, Link, find_device, find_network
 from fsdp.planning.rehearsal import Batch, Job, rehearse
 
@@ -38,6 +41,8 @@ def plan(
     strategies: Sequence[str] = STRATEGIES,
     units: Mapping[str, WrapPolicy | None] | None = None,
     checkpointing: Sequence[bool] = (False, True),
+    offload: Sequence[bool] | None = None,
+    max_ranks: int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     micro_batches: int = 1,
     options: Mapping[str, object] | None = None,
@@ -62,6 +67,8 @@ def plan(
         strategies: the sharding strategies to compare.
         units: the choices of units to compare, by name: what `auto_wrap_policy` takes. Default None: "auto".
         checkpointing: whether to compare with and without the recomputing of inner units' activations.
+        offload: whether to compare with and without an `OffloadPolicy`. Default None: with one only if nothing fits without.
+        max_ranks: find also the smallest number of ranks that fits, up to this one: powers of two inside a host, then full hosts.
         mp_policy: the dtypes, as for `fsdp.fully_shard`.
         micro_batches: forwards and backwards before each step of the optimizer.
         options: other options of `fsdp.fully_shard`, the same for every choice.
@@ -89,9 +96,16 @@ def plan(
         micro_batches=micro_batches,
     )
     own = {**(options or {}), **({} if mp_policy is None else {"mp_policy": mp_policy})}
-    choices = make_choices(strategies, units or {AUTO: AUTO}, checkpointing, world_size, per_host, own)
-    candidates = [_candidate(job, choice) for choice in choices]
     limit = found.memory if memory is None else memory
+
+    def compare(offloads: Sequence[bool]) -> list[Candidate]:
+        policies = units or {AUTO: AUTO}
+        choices = make_choices(strategies, policies, checkpointing, offloads, world_size, per_host, own)
+        return [_candidate(job, choice) for choice in choices]
+
+    candidates = compare(offload or [False])
+    if offload is None and found.name != "cpu" and not any(_fits(one, limit) for one in candidates):
+        candidates += compare([True])
     if all(one.rehearsal is None for one in candidates):
         raise ShardingError(f"plan: every choice is refused; the first one because: {candidates[0].refusal}")
 
@@ -101,7 +115,34 @@ def plan(
         return (0, one.rehearsal.seconds) if one.rehearsal.peak <= limit else (1, one.rehearsal.peak)
 
     count = sum(parameter.numel() for parameter in template.parameters())
-    return Plan(tuple(sorted(candidates, key=place)), limit, world_size, cluster, count)
+    smallest = None if max_ranks is None else _smallest_ranks(job, candidates, limit, max_ranks)
+    return Plan(tuple(sorted(candidates, key=place)), limit, world_size, cluster, count, smallest)
+
+
+def _fits(one: Candidate, limit: int) -> bool:
+    return one.rehearsal is not None and one.rehearsal.peak <= limit
+
+
+def _smallest_ranks(job: Job, candidates: Sequence[Candidate], limit: int, most: int) -> Fewest:
+    """The smallest number of ranks that fits. More ranks never need more memory of each, but for some padding."""
+    sharded = [one for one in candidates if one.rehearsal is not None and one.choice.mesh is None]
+    if not sharded:
+        raise ShardingError("plan: max_ranks needs a strategy that spreads over all ranks, such as FULL_SHARD.")
+    choice = min(sharded, key=lambda one: one.rehearsal.peak if one.rehearsal else 0).choice
+    per_host = job.cluster.per_host
+    inside = [2**power for power in range(1, per_host.bit_length()) if 2**power < per_host]
+    sizes = [size for size in (*inside, *range(per_host, most + 1, per_host)) if 2 <= size <= most]
+    if not sizes:
+        raise ShardingError(f"plan: max_ranks is {most!r}; give a number of ranks, at least 2.")
+
+    @cache
+    def peak(size: int) -> int:
+        return rehearse(replace(job, world_size=size), choice.options, choice.checkpointed()).peak
+
+    if peak(sizes[-1]) > limit:
+        return Fewest(None, sizes[-1], choice.title, peak(sizes[-1]))
+    found = sizes[bisect_left(sizes, True, key=lambda size: peak(size) <= limit)]
+    return Fewest(found, sizes[-1], choice.title, peak(found))
 
 
 def _candidate(job: Job, choice: Choice) -> Candidate:

@@ -2,10 +2,12 @@
 
 Rule 1: what is remembered is the shape, strides and dtype of results. They depend on nothing but those of the tensors given and
         the other arguments, as no tensor has values.
-Rule 2: an operator that changes a tensor or returns a part of one is always called, and so is one with a tensor of another
-        device or of another class.
+Rule 2: an operator that changes values alone has nothing to do once it was called with arguments of the same kind. One that
+        changes the shape of a tensor or returns a part of one is always called, and so is one with a tensor of another device
+        or of another class.
 """
 
+from enum import Enum, auto
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -15,6 +17,16 @@ from torch.utils._pytree import tree_leaves
 
 _PLAIN: Final = (Tensor, nn.Parameter)
 _Key: TypeAlias = tuple[Any, ...]
+
+
+class _Kind(Enum):
+    """What an operator does with tensors."""
+
+    MAKES_NEW = auto()
+    """It returns nothing but new tensors, and changes none."""
+    CHANGES_VALUES = auto()
+    """It changes the values of arguments, and returns the first one or nothing."""
+    OTHER = auto()
 
 
 class _Result(NamedTuple):
@@ -37,18 +49,22 @@ class Recall:
 
     def __init__(self) -> None:
         self._results: dict[_Key, _Result | tuple[_Result, ...]] = {}
-        self._makes_new: dict[Any, bool] = {}
-        """For each operator, whether it returns nothing but new tensors, and changes none."""
+        self._succeeded: set[_Key] = set()
+        """Calls of operators that change values alone."""
+        self._kinds: dict[Any, _Kind] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the operator returns: its own result, or new tensors like those of an earlier call."""
-        makes_new = self._makes_new.get(func)
-        if makes_new is None:
-            makes_new = self._makes_new[func] = _makes_new_tensors(func)
-        if not makes_new:
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind_of(func)
+        if kind is _Kind.OTHER:
             return func(*args, **kwargs)
         try:
-            key = (func, _key_of(args), _key_of(tuple(kwargs.items())))
+            floats = kind is _Kind.MAKES_NEW
+            key = (func, _key_of(args, floats), _key_of(tuple(kwargs.items()), floats) if kwargs else ())
+            if not floats:
+                return self._change(key, func, args, kwargs)
             known = self._results.get(key)
         except (_NotRememberedError, TypeError):  # TypeError: an argument without a hash
             return func(*args, **kwargs)
@@ -57,6 +73,13 @@ class Recall:
         result = func(*args, **kwargs)
         self._remember(key, result, tree_leaves((args, kwargs)))
         return result
+
+    def _change(self, key: _Key, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator that changes values alone, unless it succeeded before."""
+        if key not in self._succeeded:
+            func(*args, **kwargs)
+            self._succeeded.add(key)
+        return args[0] if func._schema.returns else None
 
     def _remember(self, key: _Key, result: Any, given: list[Any]) -> None:
         made = [result] if isinstance(result, Tensor) else result
@@ -77,14 +100,33 @@ class Recalling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recall = recall
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch puts a function around the next one that keeps its compiler away, which takes as long as the rest. None runs."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._recall.call(func, args, kwargs or {})
 
 
-def _makes_new_tensors(func: Any) -> bool:
+def _kind_of(func: Any) -> _Kind:
     schema = func._schema
-    tensors = bool(schema.returns) and all(str(one.type) == "Tensor" for one in schema.returns)
-    return tensors and all(one.alias_info is None for one in (*schema.arguments, *schema.returns))
+    returned, given = schema.returns, schema.arguments
+    if any(str(one.type) != "Tensor" for one in returned) or not given:
+        return _Kind.OTHER
+    if all(one.alias_info is None for one in (*given, *returned)):
+        return _Kind.MAKES_NEW if returned else _Kind.OTHER
+    aliases = [one.alias_info for one in (*given, *returned) if one.alias_info is not None]
+    only_writes = all(one.is_write for one in aliases) and torch.Tag.inplace_view not in func.tags
+    # an argument `out` is resized where it has another shape
+    is_in_place = given[0].alias_info is not None and not any(one.is_out for one in given)
+    returns_first = len(returned) == 1 and _sets(returned[0]) == _sets(given[0]) if returned else True
+    return _Kind.CHANGES_VALUES if only_writes and is_in_place and returns_first else _Kind.OTHER
+
+
+def _sets(one: Any) -> Any:
+    """The names of the memory behind an argument or a result of a schema."""
+    return None if one.alias_info is None else one.alias_info.before_set
 
 
 def _can_be_made(one: Any) -> bool:
@@ -99,8 +141,8 @@ def _is_ordinary(tensor: Tensor) -> bool:
     return tensor.is_meta and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _key_of(value: Any) -> Any:
-    """What stands for an argument in a key.
+def _key_of(value: Any, floats: bool) -> Any:
+    """What stands for an argument in a key. `floats`: with the values of floats, from which a few operators compute shapes.
 
     Raises:
         _NotRememberedError: nothing does.
@@ -111,8 +153,8 @@ def _key_of(value: Any) -> Any:
             raise _NotRememberedError
         return value.shape, value.stride(), value.dtype, value.storage_offset()
     if kind is tuple or kind is list:
-        return kind, *map(_key_of, value)
+        return kind, *[_key_of(one, floats) for one in value]
     if isinstance(value, Tensor):
         raise _NotRememberedError
     # 1, 1.0 and True are equal, and lead to different dtypes
-    return kind, value
+    return kind if kind is float and not floats else (kind, value)

@@ -6,11 +6,12 @@ Rule 3: time is that of clock.py. An operator takes its operations over the devi
         bandwidth, whichever is longer.
 """
 
+import gc
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -19,7 +20,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
@@ -31,7 +31,7 @@ from fsdp.params.external_use import to_local
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.planning.clock import Clock
-from fsdp.planning.communicator import Collective, RehearsedRank
+from fsdp.planning.communicator import Collective, RehearsedRank, last_of_reductions
 from fsdp.planning.hardware import Cluster, Device
 from fsdp.planning.recall import Recall, Recalling
 from fsdp.runtime.registry import engines_in
@@ -39,6 +39,7 @@ from fsdp.runtime.registry import engines_in
 WARM_UP: Final = 1
 """Steps before the one that is reported: the first step learns the order of units, by which the next one prefetches."""
 OPTIMIZER_STATE: Final = "optimizer state"
+OPTIMIZER: Final = "what the optimizer computes with"
 GRADIENTS: Final = "gradients"
 ACTIVATIONS: Final = "activations"
 AT_REST: Final = "buffers and parameters that are not sharded"
@@ -100,7 +101,11 @@ class Rehearsal:
     computing: float
     """Seconds of it, estimated."""
     exposed: Mapping[str, float]
-    """Seconds of waiting for collectives, by unit, estimated."""
+    """Seconds of waiting for collectives, by unit, and for copies from and to the host, estimated."""
+    host_peak: int = 0
+    """Bytes of host memory with an offload policy: the most that were held at once."""
+    host_held: Mapping[str, int] = field(default_factory=dict)
+    """These bytes by kind."""
 
     @property
     def received(self) -> int:
@@ -120,18 +125,22 @@ def rehearse(
     memory = _Memory(clock, job.recall)
     on_host = job.cluster.device.name == "cpu"
     played = RehearsedRank(job.world_size, clock, on_host, memory.note)
-    with play(played):
-        model = job.build()
+    with play(played), _no_garbage_collection():
+        with Recalling(job.recall):
+            model = job.build()
         for module in checkpointed(model) if checkpointed is not None else ():
             module.__dict__["forward"] = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
         fully_shard(model, param_init_fn=_keep_values, **options)
         (engine,) = engines_in(model, "plan")
-        memory.observe(engine.tracker, chain(model.buffers(), _not_sharded(model, engine.units)))
+        offloaded = [flat.shard for unit in engine.units for flat in unit.flats if flat.is_offloaded]
+        memory.observe(engine.tracker, chain(model.buffers(), _not_sharded(model, engine.units)), offloaded)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = job.optimizer(parameters) if job.optimizer is not None and parameters else None
         with Recalling(job.recall):
             for _ in range(WARM_UP):
                 _step(job, model, optimizer, memory)
+        if offloaded:
+            played.copy_to_host(last_of_reductions(played.launched))
         played.launched.clear()
         clock.exposed.clear()
         began, computed = clock.now, clock.computing
@@ -147,7 +156,21 @@ def rehearse(
             seconds=clock.now - began,
             computing=clock.computing - computed,
             exposed=dict(clock.exposed),
+            host_peak=memory.host_peak,
+            host_held=dict(memory.host_at_peak),
         )
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect no garbage: looking through all objects takes a seventh of a plan, and counts must not depend on its moments."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: "_Memory") -> None:
@@ -161,12 +184,20 @@ def _step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer | None, m
                 f"plan: a forward and backward on the meta device failed ({type(reason).__name__}: {reason}); give inputs that "
                 "fit the model, and a model that does not read the value of a tensor, because tensors have none there."
             ) from reason
+        memory.wait_for_copies()
         memory.hold(GRADIENTS, _bytes_of(parameter.grad for parameter in model.parameters()))
     if optimizer is not None:
-        optimizer.step()
+        with memory.optimizing():
+            # without a closure the engine calls the operators of torch's optimizers where no mode sees them
+            optimizer.step(*([_no_loss] if type(optimizer).__module__.startswith("torch.optim") else []))
         memory.hold(OPTIMIZER_STATE, _bytes_of(value for values in optimizer.state.values() for value in values.values()))
     model.zero_grad()
     memory.hold(GRADIENTS, 0)
+
+
+def _no_loss() -> float:
+    """The closure of an optimizer: the forward and the backward are over."""
+    return 0.0
 
 
 class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -182,18 +213,55 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes that operators of the model and of the optimizer made and that are alive."""
         self._kept: dict[str, int] = {}
         """Bytes by kind that no operator has made since the last look at them."""
+        self._offloaded: set[int] = set()
+        """The storages of shards in host memory."""
+        self._host_kept: dict[str, int] = {}
+        self._host_live = 0
+        """Bytes that an optimizer on the host made and that are alive."""
+        self._is_on_host = False
+        """Whether operators run on the host now."""
+        self.host_peak = 0
+        self.host_at_peak: dict[str, int] = {}
         self.peak = 0
         """The most bytes that were held at once while operators were watched."""
         self.at_peak: dict[str, int] = {}
 
-    def observe(self, tracker: MemoryTracker, at_rest: Iterable[Tensor]) -> None:
-        """Look at this engine's bytes from now on; `at_rest`: tensors that stay where they are."""
+    def observe(self, tracker: MemoryTracker, at_rest: Iterable[Tensor], offloaded: Sequence[Tensor]) -> None:
+        """Look at this engine's bytes from now on.
+
+        `at_rest`: tensors that stay where they are. `offloaded`: shards in host memory, as are gradients and optimizer state.
+        """
         self._tracker = tracker
+        self._offloaded = {storage_key(shard) for shard in offloaded}
         self.hold(AT_REST, sum(map(size_of, at_rest)))
+        if offloaded:
+            self._host_kept["shards"] = sum(map(size_of, offloaded))
 
     def hold(self, kind: str, count: int) -> None:
         """From now on `count` bytes of this kind are held."""
-        self._kept[kind] = count
+        on_host = self._offloaded and kind in (GRADIENTS, OPTIMIZER_STATE)
+        (self._host_kept if on_host else self._kept)[kind] = count
+        self._note_on_host()
+
+    @contextmanager
+    def optimizing(self) -> Iterator[None]:
+        """The optimizer steps inside: on the host, where the shards are there."""
+        self._is_on_host = bool(self._offloaded)
+        try:
+            yield
+        finally:
+            self._is_on_host = False
+
+    def wait_for_copies(self) -> None:
+        """A backward has ended: the host program waits for the copies."""
+        if self._offloaded:
+            self._clock.wait_for_copies()
+
+    def _note_on_host(self) -> None:
+        total = self._host_live + sum(self._host_kept.values())
+        if total > self.host_peak:
+            self.host_peak = total
+            self.host_at_peak = {kind: held for kind, held in {**self._host_kept, OPTIMIZER: self._host_live}.items() if held}
 
     def note(self) -> None:
         """Compare what is held now with the peak."""
@@ -205,16 +273,23 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 kinds[KINDS[kind]] += held
             self.at_peak = {kind: held for kind, held in kinds.items() if held}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As of `Recalling`."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = self._recall.call(func, args, kwargs)
         if func.is_view:
             return result
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        made = [one for one in tree_leaves(result) if isinstance(one, Tensor) and one.is_meta]
+        given = _tensors_in((args, kwargs))
+        made = [one for one in _tensors_in(result) if one.is_meta]
         known = {storage_key(one) for one in given}
         fresh = [one for one in made if storage_key(one) not in known]
-        if fresh or any(one.is_meta for one in given):
+        if self._offloaded and self._passes_time_on_host(func, given, fresh):
+            pass
+        elif fresh or any(one.is_meta for one in given):
             self._clock.compute(_seconds(self._clock.device, func, args, kwargs, result, (*given, *fresh)))
         if fresh and not _in_engine():
             for one in fresh:
@@ -222,21 +297,52 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.note()
         return result
 
+    def _passes_time_on_host(self, func: Any, given: Sequence[Tensor], fresh: Sequence[Tensor]) -> bool:
+        """Pass the time of an operator of an optimizer on the host, or of a copy of a shard to the device. False for others."""
+        if self._is_on_host:
+            self._clock.compute_on_host(sum(map(_local_size, (*given, *fresh))))
+        elif func is torch.ops.aten.copy_.default and storage_key(given[1]) in self._offloaded:
+            self._clock.upload(size_of(given[1]))
+        else:
+            return False
+        return True
+
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self._storages:
             size = storage.nbytes()
-            self._live += size
-            self._storages[key] = weakref.ref(storage, partial(self._release, key, size))
+            self._count(size, self._is_on_host)
+            self._storages[key] = weakref.ref(storage, partial(self._release, key, size, self._is_on_host))
 
-    def _release(self, key: int, size: int, _: Any) -> None:
+    def _release(self, key: int, size: int, on_host: bool, _: Any) -> None:
         del self._storages[key]
-        self._live -= size
+        self._count(-size, on_host)
+
+    def _count(self, size: int, on_host: bool) -> None:
+        if on_host:
+            self._host_live += size
+            self._note_on_host()
+        else:
+            self._live += size
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """The tensors among the arguments or the results of an operator. The pytree of torch takes longer."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return _tensors_in(tuple(value.values()))
+    return [one for item in value for one in _tensors_in(item)] if isinstance(value, tuple | list) else []
+
+
+def _local_size(tensor: Tensor) -> int:
+    """Bytes of the elements on this rank: `numel` of a shard is that of the full parameter."""
+    return tensor.shape.numel() * tensor.element_size()
 
 
 def _seconds(device: Device, func: Any, args: Any, kwargs: Any, result: Any, tensors: Sequence[Tensor]) -> float:
     """What an operator takes: its operations, where torch counts them, or its traffic with the memory."""
-    traffic = sum(map(size_of, tensors)) / device.bandwidth
+    traffic = sum(map(_local_size, tensors)) / device.bandwidth
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return traffic

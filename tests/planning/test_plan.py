@@ -1,6 +1,7 @@
 """`fsdp.plan` compares choices, recommends one, and refuses what it cannot plan for in a sentence."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import nn
 import fsdp
 from fsdp.__main__ import main
 from fsdp.build.auto_units import auto_units
+from fsdp.planning.clock import COPIES
 from fsdp.planning.command import bytes_of
 from fsdp.planning.hardware import DEVICES, NETWORKS, Device, Link
+from fsdp.planning.rehearsal import Rehearsal
 from tests.planning.models import MODELS, Block, Language, tokens
 
 GPT = MODELS["GPT"]
@@ -40,9 +43,73 @@ def test_what_does_not_fit_comes_after_what_fits_and_says_how_much_is_missing() 
     found = plan(units={"blocks": {Block}}, memory=peaks[2])
     fits = [found.fits(one) for one in found.candidates]
     assert fits == sorted(fits, reverse=True) and sum(fits) >= 3
-    none = plan(units={"blocks": {Block}}, memory=peaks[0] - 1024)
+    none = plan(units={"blocks": {Block}}, memory=peaks[0] - 1024, offload=[False])
     assert none.best is None
     assert "Nothing fits." in str(none) and "it needs 1.00 KiB more" in str(none)
+
+
+def one_of(**changed: Any) -> Rehearsal:
+    """The rehearsal of one choice."""
+    (found,) = plan(strategies=["FULL_SHARD"], units={"blocks": {Block}}, checkpointing=[False], **changed).candidates
+    assert found.rehearsal is not None
+    return found.rehearsal
+
+
+def test_an_offload_policy_moves_shards_gradients_and_optimizer_state_to_the_host() -> None:
+    plain, offloaded = one_of(), one_of(offload=[True])
+    assert not plain.host_held and plain.host_peak == 0
+    shards = plain.held["shards"]
+    assert offloaded.host_held["shards"] == shards and offloaded.host_held["gradients"] == shards
+    # AdamW: two averages, and a number for each parameter
+    assert 2 * shards <= offloaded.host_held["optimizer state"] == plain.held["optimizer state"]
+    assert not {"shards", "gradients", "optimizer state"} & offloaded.held.keys()
+    # reduced gradients are copied to the host one by one
+    assert offloaded.engine_peak <= plain.engine_peak - shards
+    assert offloaded.collectives == plain.collectives
+
+
+def test_copies_from_and_to_the_host_take_time() -> None:
+    def seconds(link: Link) -> Rehearsal:
+        return one_of(offload=[True], optimizer=None, device=replace(FAST, host_link=link))
+
+    fast, slow = seconds(Link(1e12, 0.0)), seconds(Link(1e5, 0.0))
+    assert COPIES not in fast.exposed or fast.exposed[COPIES] < 1e-4
+    # every gather copies the shard to the device, and gradients come back after the last of them
+    copied = 3 * fast.host_held["shards"] / 1e5
+    assert 0.5 * copied < slow.seconds - fast.seconds < 1.2 * copied
+    # an optimizer on the host is slower where the memory of the host is
+    steps = [one_of(offload=[True], device=replace(FAST, host_bandwidth=bandwidth)).computing for bandwidth in (1e10, 1e6)]
+    assert steps[1] > steps[0] + 6 * fast.host_held["shards"] / 1e6
+
+
+def test_the_step_of_the_optimizer_takes_time_by_the_elements_of_a_rank() -> None:
+    def added(size: int) -> float:
+        return one_of(world_size=size).computing - one_of(world_size=size, optimizer=None).computing
+
+    assert added(8) == pytest.approx(added(2) / 4, rel=0.1) and added(8) > 0
+
+
+def test_offload_is_compared_where_nothing_fits_without() -> None:
+    choice: dict[str, Any] = {"strategies": ["FULL_SHARD"], "units": {"blocks": {Block}}, "checkpointing": [False]}
+    peak = one_of().peak
+    assert len(plan(**choice, memory=peak).candidates) == 1
+    found = plan(**choice, memory=peak - 1)
+    assert [one.choice.title for one in found.candidates] == ["FULL_SHARD, offloaded", "FULL_SHARD"]
+    assert found.best is not None and found.best.choice.offload
+    assert "of host memory: shards" in str(found)
+    assert json.loads(found.to_json())["candidates"][0]["host_held"]["shards"] > 0
+
+
+def test_the_smallest_number_of_ranks_that_fits_is_found() -> None:
+    peaks = {size: one_of(world_size=size).peak for size in (2, 4, 6, 8)}
+    assert peaks[2] > peaks[4] > peaks[6] > peaks[8]
+    choice: dict[str, Any] = {"strategies": ["FULL_SHARD"], "units": {"blocks": {Block}}, "checkpointing": [False]}
+    found = plan(**choice, offload=[False], memory=peaks[6], max_ranks=16)
+    assert found.fewest is not None and found.fewest.ranks == 6 and found.fewest.peak == peaks[6]
+    assert "The smallest number of ranks that fits is 6: FULL_SHARD" in str(found)
+    none = plan(**choice, offload=[False], memory=1024, max_ranks=8)
+    assert none.fewest is not None and none.fewest.ranks is None
+    assert "Up to 8 ranks nothing fits: FULL_SHARD needs" in str(none)
 
 
 def test_checkpointing_holds_less_and_computes_more() -> None:
@@ -102,6 +169,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"model": 7}, "give a model or a function that makes one, not 7"),
     "a function that fails": ({"model": fails}, r"cannot be made on the meta device \(OSError: no weights here\)"),
     "a function that makes something else": ({"model": lambda: 7}, "returned int, not an nn.Module"),
+    "no number of ranks at most": ({"max_ranks": 1}, "max_ranks is 1; give a number of ranks, at least 2"),
+    "only a mesh of fixed hosts": (
+        {"strategies": ["HYBRID_SHARD"], "max_ranks": 8},
+        "max_ranks needs a strategy that spreads over all ranks",
+    ),
     "no choice": ({"strategies": ["HYBRID_SHARD"], "world_size": 2}, "no choice is left for 2 ranks"),
     "a model that reads values": (
         {"model": lambda: Reads(4, 4), "inputs": lambda: torch.zeros(1, 4), "checkpointing": [False]},
@@ -141,8 +213,9 @@ def test_the_command_writes_a_table_json_and_a_page(
     page = (tmp_path / "plan.html").read_text()
     assert "/* plotly.js */" in page and "http://" not in page and "https://" not in page
     assert "Peak memory of a rank by kind" in page
-    assert main([*arguments, "--memory", "1MiB"]) == 1
-    assert "Nothing fits." in capsys.readouterr().out
+    assert main([*arguments, "--memory", "1MiB", "--max-ranks", "4"]) == 1
+    printed = capsys.readouterr().out
+    assert "Nothing fits." in printed and "FULL_SHARD, offloaded" in printed and "Up to 4 ranks nothing fits" in printed
 
 
 def test_a_function_of_ones_own_is_a_target(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,3 +76,31 @@ def test_parts_and_changes_in_place_stay_what_they_are() -> None:
 def test_values_of_other_devices_are_computed_each_time() -> None:
     with Recalling(Recall()):
         assert [(torch.full((2,), float(number)) + 1).tolist() for number in range(2)] == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def test_a_change_of_values_that_is_refused_once_is_refused_again() -> None:
+    with Recalling(Recall()):
+        for _ in range(2):
+            assert flat(4).add_(flat(4)).shape == (6, 4)
+            with pytest.raises(RuntimeError, match="shape"):
+                flat(4).add_(flat(3))
+            torch._foreach_add_([flat(4), flat(3)], [flat(4), flat(3)])
+            with pytest.raises(RuntimeError):
+                torch._foreach_add_([flat(4), flat(3)], [flat(4)])
+
+
+def test_a_change_of_shape_is_made_each_time() -> None:
+    with Recalling(Recall()):
+        assert [flat(4).t_().shape for _ in range(2)] == [(4, 6)] * 2
+        outputs = [flat(1) for _ in range(2)]
+        for output in outputs:
+            torch.add(flat(4), 1, out=output.resize_(0))
+        assert [output.shape for output in outputs] == [(6, 4)] * 2
+
+
+def test_the_version_of_a_tensor_counts_every_change() -> None:
+    whole = flat(4)
+    with Recalling(Recall()):
+        for _ in range(3):
+            whole.mul_(2)
+    assert whole._version == 3
