@@ -31,11 +31,33 @@ import torch
 from common import Bar, arguments, be_steady, begin, markdown, write
 from engines import CONTENDERS, DDP, FSDP2, TITLES, Ours, Unit, turns
 from simulated_link import Link, joined
-from torch import Tensor, nn
+from torch import Tensor, library, nn
+from torch.utils.flop_counter import register_flop_formula
 
 import fsdp
 
 LOADS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
+
+
+PER_SECOND = 1e12
+"""Operations that the operator that sleeps states for each second: by these `fsdp.plan` knows how long it takes."""
+
+
+@library.custom_op("fsdp_benchmarks::sleep", mutates_args=())
+def sleep(x: Tensor, seconds: float) -> Tensor:
+    """Wait, and return a copy."""
+    time.sleep(seconds)
+    return x.clone()
+
+
+@sleep.register_fake
+def _(x: Tensor, seconds: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@register_flop_formula(torch.ops.fsdp_benchmarks.sleep)
+def _operations(x: Any, seconds: float, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return int(seconds * PER_SECOND)
 
 
 class Sleeps(torch.autograd.Function):
@@ -45,13 +67,12 @@ class Sleeps(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, seconds: float, *weights: Tensor) -> Tensor:
         ctx.seconds = seconds
         ctx.save_for_backward(*weights)
-        time.sleep(seconds)
-        return x.clone()
+        result: Tensor = sleep(x, seconds)
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        time.sleep(2 * ctx.seconds)
-        return gradient, None, *(torch.zeros_like(weight) for weight in ctx.saved_tensors)
+        return sleep(gradient, 2 * ctx.seconds), None, *(torch.zeros_like(weight) for weight in ctx.saved_tensors)
 
 
 class Block(nn.Module):

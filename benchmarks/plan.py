@@ -21,78 +21,16 @@ from typing import Any
 import torch
 from common import Bar, arguments, be_steady, begin, markdown, write
 from engines import CONTENDERS
+from overlap import PER_SECOND, Block, Model
 from overlap import Settings as Overlap
 from simulated_link import Link, joined
-from torch import Tensor, library, nn
-from torch.utils.flop_counter import register_flop_formula
+from torch import Tensor, nn
 
 import fsdp
 from fsdp.planning.shapes import SHAPES, Decoder, make_tokens
 
 LOADS = (0.25, 0.5, 1.0, 2.0, 4.0)
 STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
-PER_SECOND = 1e12
-"""Operations that an operator states for each second that it is meant to sleep."""
-
-
-@library.custom_op("fsdp_benchmarks::sleep", mutates_args=())
-def sleep(x: Tensor, seconds: float) -> Tensor:
-    """Wait, and return a copy."""
-    time.sleep(seconds)
-    return x.clone()
-
-
-@sleep.register_fake
-def _(x: Tensor, seconds: float) -> Tensor:
-    return torch.empty_like(x)
-
-
-@register_flop_formula(torch.ops.fsdp_benchmarks.sleep)
-def _operations(x: Any, seconds: float, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return int(seconds * PER_SECOND)
-
-
-class Sleeps(torch.autograd.Function):
-    """Computes nothing with its weights, for a while, and twice as long in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, *weights: Tensor) -> Tensor:
-        ctx.seconds = seconds
-        ctx.save_for_backward(*weights)
-        result: Tensor = sleep(x, seconds)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return sleep(gradient, 2 * ctx.seconds), None, *(torch.zeros_like(weight) for weight in ctx.saved_tensors)
-
-
-class Block(nn.Module):
-    """Four square weights."""
-
-    def __init__(self, width: int, seconds: float) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(width, width)) for _ in range(4))
-        self.seconds = seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = Sleeps.apply(x, self.seconds, *self.weights)  # type: ignore[no-untyped-call]
-        return output
-
-
-class Model(nn.Module):
-    """Blocks, and one small parameter of the root's own."""
-
-    def __init__(self, blocks: int, width: int, seconds: float) -> None:
-        super().__init__()
-        self.enter = nn.Parameter(torch.ones(width))
-        self.blocks = nn.ModuleList(Block(width, seconds) for _ in range(blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * self.enter
-        for block in self.blocks:
-            x = block(x)
-        return x.sum()
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,18 +64,19 @@ def _device(
     )
 
 
-_NVIDIA: Final = "NVIDIA's data sheet of the device"
+_NVIDIA: Final = "https://www.nvidia.com/en-us/data-center/"
+_AMD: Final = "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
 DEVICES: Final = {
     device.name: device
     for device in (
-        _device("a100-40", 40, 156, 312, 1555, (300, "NVLink 3: 600 GB/s, both directions together"), _NVIDIA),
-        _device("a100-80", 80, 156, 312, 2039, (300, "NVLink 3: 600 GB/s, both directions together"), _NVIDIA),
-        _device("h100", 80, 494, 989, 3350, (450, "NVLink 4: 900 GB/s, both directions together"), _NVIDIA),
-        _device("h200", 141, 494, 989, 4800, (450, "NVLink 4: 900 GB/s, both directions together"), _NVIDIA),
-        _device("b200", 180, 1100, 2250, 8000, (900, "NVLink 5: 1,800 GB/s, both directions together"), _NVIDIA),
-        _device("l40s", 48, 183, 362, 864, (32, "PCIe 4.0, 16 lanes: 32 GB/s"), _NVIDIA),
-        _device("l4", 24, 60, 121, 300, (16, "PCIe 4.0, 8 lanes: 16 GB/s"), _NVIDIA),
-        _device("mi300x", 192, 653, 1307, 5300, (448, "Infinity Fabric: 7 links of 64 GB/s"), "AMD's data sheet of the device"),
+        _device("a100-40", 40, 156, 312, 1555, (300, "NVLink 3: 600 GB/s, both directions together"), _NVIDIA + "a100/"),
+        _device("a100-80", 80, 156, 312, 2039, (300, "NVLink 3: 600 GB/s, both directions together"), _NVIDIA + "a100/"),
+        _device("h100", 80, 494, 989, 3350, (450, "NVLink 4: 900 GB/s, both directions together"), _NVIDIA + "h100/"),
+        _device("h200", 141, 494, 989, 4800, (450, "NVLink 4: 900 GB/s, both directions together"), _NVIDIA + "h200/"),
+        _device("b200", 180, 1100, 2250, 8000, (900, "NVLink 5: 1,800 GB/s, both directions together"), _NVIDIA + "dgx-b200/"),
+        _device("l40s", 48, 183, 362, 864, (32, "PCIe 4.0, 16 lanes: 32 GB/s"), _NVIDIA + "l40s/"),
+        _device("l4", 24, 60, 121, 300, (32, "PCIe 4.0, 16 lanes: 32 GB/s"), _NVIDIA + "l4/"),
+        _device("mi300x", 192, 653, 1307, 5300, (448, "Infinity Fabric: 7 links of 64 GB/s"), _AMD),
         _device("cpu", 16, 0.1, 0.1, 20, (5, "assumed: shared memory of one host"), "assumed: one core; measure it instead"),
     )
 }
