@@ -20,7 +20,15 @@ from fsdp.checkpoint.save import save
 from fsdp.comm.simulated import simulate
 from fsdp.config import MixedPrecisionPolicy, OffloadPolicy, ReductionPolicy
 from fsdp.debug.dump import dump_on_signal
-from fsdp.errors import IllegalTransition, InputsExhausted, PeerFailed, ShardingAssertion, ShardingError, WorldError
+from fsdp.errors import (
+    IllegalTransition,
+    InputsExhausted,
+    NoMemoryYet,
+    PeerFailed,
+    ShardingAssertion,
+    ShardingError,
+    WorldError,
+)
 from fsdp.params.external_use import full_tensor, to_local
 from fsdp.planning.comparison import Plan
 from fsdp.planning.measure import measure_links
@@ -37,6 +45,7 @@ __all__ = [
     "IllegalTransition",
     "InputsExhausted",
     "MixedPrecisionPolicy",
+    "NoMemoryYet",
     "OffloadPolicy",
     "PeerFailed",
     "Plan",

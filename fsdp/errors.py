@@ -6,7 +6,15 @@ from typing import Any, Final
 
 from state_machine import IllegalTransition
 
-__all__ = ["IllegalTransition", "InputsExhausted", "PeerFailed", "ShardingAssertion", "ShardingError", "WorldError"]
+__all__ = [
+    "IllegalTransition",
+    "InputsExhausted",
+    "NoMemoryYet",
+    "PeerFailed",
+    "ShardingAssertion",
+    "ShardingError",
+    "WorldError",
+]
 
 EVERY_RANK: Final = "Every rank must call it."
 FEWER_BATCHES: Final = "If a rank has fewer batches than the others, train inside fsdp.join."
@@ -21,6 +29,10 @@ class ShardingError(ValueError):
 
 class ShardingAssertion(ShardingError, AssertionError):
     """A refusal that torch's FSDP2 raises as an AssertionError, so that code which catches that goes on to work."""
+
+
+class NoMemoryYet(ShardingError, RuntimeError):
+    """Parameters of a wrapped module are on the meta device still. A RuntimeError, as in torch's FSDP2."""
 
 
 class InputsExhausted(ShardingError, RuntimeError):

@@ -85,7 +85,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "flat_param",
         "torch_names",
     ),
-    "fully_shard_api": ("wrap", "module", "residence", "settings", "convert"),
+    "fully_shard_api": ("wrap", "module", "convert", "residence", "settings"),
     "fairscale_api": (
         "auto_wrap",
         "wrapper",
@@ -256,6 +256,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "device": (
         "streams",
+        "cutter",
         "storage",
     ),
     "config": (),
@@ -451,6 +452,8 @@ def test_only_hooks_registers_a_hook() -> None:
             "runtime.grad_hooks",
             "autograd.node_hooks",
             "runtime.side_outputs",
+            # a refusal to compute without memory
+            "runtime.refuse_copy",
             "shards.optimizer_steps",
             # hooks of the user, which a DTensor takes over from the parameter that it replaces
             "shards.dtensors",

@@ -15,6 +15,7 @@ from fsdp.params.module_tree import ModuleTree
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.hooks import EngineHooks
+from fsdp.runtime.refuse_copy import refuse_on_meta
 from fsdp.runtime.registry import UnitRef
 from fsdp.shards.optimizer_steps import hook_optimizers
 from fsdp.state_dict.state_dict_hooks import StateHooks
@@ -45,7 +46,7 @@ def attach(
             around[index].append(units[outer])
     for index, unit in enumerate(units):
         state_hooks = StateHooks(engine, index, around[index])
-        ref = UnitRef(engine, hooks, state_hooks.handles, index)
+        ref = UnitRef(engine, hooks, [*state_hooks.handles, *refuse_on_meta(engine, index)], index)
         copier = Copier(engine, index, attach)
         for module in unit.modules:
             module.__dict__[UnitRef.ATTRIBUTE] = ref

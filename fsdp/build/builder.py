@@ -29,6 +29,10 @@ from fsdp.shards.dtensors import DTensorMesh
 Initialise = Callable[[nn.Module], object]
 
 
+def stay_on_meta(module: nn.Module) -> None:
+    """As `param_init_fn`: leave a module on the meta device. `convert` gives it memory later; until then it cannot compute."""
+
+
 def check_initialisation(plan: Sequence[Planned], initialise: Any) -> None:
     """Check that every tensor on the meta device can get memory and values.
 
@@ -152,7 +156,7 @@ class _Builder:
     def _prepare(self, module: nn.Module, index: int) -> None:
         """Allocate and initialise `module` and the modules below it, and build the units below it."""
         self._own[index].discard(id(module))
-        if any(tensor.is_meta for _, tensor in _own_tensors(module)):
+        if self._initialise is not stay_on_meta and any(tensor.is_meta for _, tensor in _own_tensors(module)):
             _materialise(module, self._device)
             before = list(module._parameters.values())
             self._initialise(module)

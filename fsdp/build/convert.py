@@ -41,7 +41,7 @@ def convert(engine: Engine, fn: Conversion, units: Collection[int]) -> Engine:
 
     Raises:
         ShardingError: a forward, a backward or a summon is going on; gradients are kept under `no_sync`; the root is inside
-            `fsdp.join`, or uses parameters of others; or shards are DTensors. Nothing was changed.
+            `fsdp.join`, or uses parameters of others; or shards are in host memory by `offload_policy`. Nothing was changed.
     """
     _refuse(engine, units, "to")
     shards = {index: [fn(flat.shard) for flat in engine.units[index].flats] for index in units}
@@ -84,8 +84,6 @@ def _refuse(engine: Engine, units: Collection[int], function_name: str) -> None:
     ModuleTree.of(root.module).refuse_borrowing(root.name)
     for index in units:
         unit = engine.units[index]
-        if unit.has_dtensors:
-            raise ShardingError(f"{function_name}: the shards of unit {unit.name!r} are DTensors, which stay as they are.")
         if any(flat.is_offloaded for flat in unit.flats):
             raise ShardingError(
                 f"{function_name}: the shards of unit {unit.name!r} are in host memory by offload_policy; convert the module "
@@ -100,7 +98,11 @@ def _convert(unit: Unit, fn: Conversion, shards: list[Tensor], config: Config) -
     for flat, shard in zip(unit.flats, shards, strict=True):
         for number, slot in enumerate(flat.layout.slots):
             # a stand-in of the full shape with the memory of one element, which the new buffer cuts
-            flat.restore_param(number, shard.new_empty(()).expand(slot.shape), None)
+            stand_in = shard.new_empty(()).expand(slot.shape)
+            if flat.dtensor_layouts is None:
+                flat.restore_param(number, stand_in, None)
+            else:
+                flat.replace_dtensor(number, flat.dtensor_layouts[number].shown(stand_in))
     unit.dissolve()
     flats = [
         FlatBuffer(
@@ -110,7 +112,7 @@ def _convert(unit: Unit, fn: Conversion, shards: list[Tensor], config: Config) -
             flat.is_replicated,
             config.aligned,
             config.plain_shards,
-            layout=flat.layout,
+            former=flat,
         )
         for flat, shard in zip(unit.flats, shards, strict=True)
     ]

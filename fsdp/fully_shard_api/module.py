@@ -5,7 +5,7 @@ Rule 1: a method that asks for another order or memory of communication may be w
 Rule 2: a method that would change numbers, or hand communication to the user's code, does so or raises.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from fsdp.api.reductions import set_divide_factors
 from fsdp.api.wrap import set_requires_gradient_sync
 from fsdp.errors import ShardingError
 from fsdp.fully_shard_api import residence
-from fsdp.fully_shard_api.convert import apply_to_tensors
+from fsdp.fully_shard_api.convert import apply_to_tensors, is_on_meta, leave_meta
 from fsdp.fully_shard_api.residence import UnshardHandle
 from fsdp.fully_shard_api.settings import Settings, settings_of
 from fsdp.runtime.registry import UnitRef, unit_ref_of
@@ -194,10 +194,20 @@ class FSDPModule:
     # conversions --------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Apply a conversion such as `to_empty` to the shards and buffers, which keep their objects."""
+        """Apply a conversion such as `to_empty` or `double` to the shards and buffers. Parameters keep their objects."""
         assert isinstance(self, nn.Module)
-        self.reshard()
         return apply_to_tensors(self, fn)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load values. Parameters and saved buffers on the meta device get memory first, without regard to `assign`.
+
+        What the state dict leaves out of these is NaN.
+        """
+        assert isinstance(self, nn.Module)
+        if is_on_meta(self):
+            leave_meta(self)
+            assign = False
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]  # nn.Module's, or the user's
 
 
 def _ref(module: Any) -> UnitRef:

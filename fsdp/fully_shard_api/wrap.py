@@ -10,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from fsdp.api import forward_methods
 from fsdp.api import wrap as native
+from fsdp.build.builder import stay_on_meta
 from fsdp.comm import simulated
 from fsdp.errors import ShardingAssertion, ShardingError
 from fsdp.fully_shard_api.module import FSDPModule, become_fsdp_module
@@ -57,7 +58,7 @@ def fully_shard(
             reshard_after_forward=_reshards(reshard_after_forward),
             mp_policy=mp_policy,
             ignored_params=ignored_params,
-            param_init_fn=_leave_empty,
+            param_init_fn=stay_on_meta,
             dtensors=dtensors,
             shard_placement_fn=shard_placement_fn if dtensors else None,
         )
@@ -135,14 +136,6 @@ def _move(modules: Sequence[nn.Module], mesh: Any, ignored: Any) -> None:
         for tensor in (*module.parameters(), *module.buffers()):
             if id(tensor) not in left and not tensor.is_meta and tensor.device != device:
                 tensor.data = tensor.data.to(device)
-
-
-def _leave_empty(module: nn.Module) -> None:
-    """Fill parameters that were on the meta device with NaN: FSDP2's user gives them values after wrapping."""
-    with torch.no_grad():
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if tensor.is_floating_point():
-                tensor.fill_(float("nan"))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

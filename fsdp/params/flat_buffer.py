@@ -8,12 +8,12 @@ from torch.autograd.graph import increment_version
 
 from fsdp.comm.communicator import Communicator
 from fsdp.config import OffloadPolicy
+from fsdp.device.cutter import Cutter
 from fsdp.device.storage import ResizableStorage, SharedStorage, shard_memory, storage_key
 from fsdp.errors import ShardingError
 from fsdp.params.layout import Layout, ShardExtent, make_layout, make_row_layout
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.use_after_free import refuse_freed_reads
-from fsdp.shards.cut import Shape
 from fsdp.shards.dtensors import DTensorLayout, DTensorMesh, local_of, replace_by_dtensor, set_local
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.shard_parameter import become_full, become_local, become_shard
@@ -40,10 +40,10 @@ class FlatBuffer:
         aligned: bool = True,
         plain_shards: bool = False,
         dtensor_mesh: DTensorMesh | None = None,
-        layout: Layout | None = None,
+        former: "FlatBuffer | None" = None,
         offload: OffloadPolicy | None = None,
     ) -> None:
-        """`layout`: that of a flat buffer of the same parameters, which this one takes the place of. None: a new one."""
+        """`former`: the flat buffer whose place this one takes, without `dtensor_mesh`: cut alike, and with its DTensors."""
         self.param_infos = tuple(param_infos)
         self.is_replicated = replicated
         self.is_sparse = replicated and param_infos[0].is_sparse
@@ -55,8 +55,12 @@ class FlatBuffer:
         self.is_offloaded = offload is not None and self.device.type != "cpu"
         """Whether the shard, its gradients and its optimizer state are in host memory, while `device` computes."""
         self.pins = self.is_offloaded and offload is not None and offload.pin_memory
-        of_dtensors = () if dtensor_mesh is None else tuple(dtensor_mesh.layout_of(i.parameter, i.shard_dim) for i in param_infos)
-        self.dtensor_layouts = of_dtensors or None
+        of_dtensors: tuple[DTensorLayout, ...] = ()
+        if former is not None and former.dtensor_layouts is not None:
+            of_dtensors = tuple([one.of_dtype(originals[0].dtype) for one in former.dtensor_layouts])
+        elif dtensor_mesh is not None:
+            of_dtensors = tuple([dtensor_mesh.layout_of(info.parameter, info.shard_dim) for info in param_infos])
+        self.dtensor_layouts: tuple[DTensorLayout, ...] | None = of_dtensors or None
         """How each shard lies on the mesh as a DTensor; None if shards are no DTensors."""
         self.is_moved = self.dtensor_layouts is not None and any(one.dim for one in self.dtensor_layouts)
         """Whether the tensors that code sees have their dimensions in another order than the buffer."""
@@ -65,8 +69,8 @@ class FlatBuffer:
         )
         """Whether tensor parallelism has spread the unsharded parameters, which are DTensors."""
         shapes = tuple(tuple(self._stored(i, p).shape) for i, p in enumerate(originals))
-        if layout is not None:
-            self.layout = layout
+        if former is not None:
+            self.layout: Layout = former.layout
         elif dtensor_mesh is None:
             self.layout = make_layout(shapes, min(originals[0].element_size(), dtype.itemsize), self.num_shards, aligned)
         else:
@@ -74,9 +78,9 @@ class FlatBuffer:
         self.parts: tuple[ShardExtent, ...] = tuple(self.layout.part(i, self.rank) for i in range(len(shapes)))
         self.local_params = tuple(i for i, part in enumerate(self.parts) if part.numel)
         """The parameters of which this rank holds an element."""
-        self._cutter = _Cutter([(slot.start, slot.numel, slot.shape) for slot in self.layout.slots], self.device)
+        self._cutter = Cutter([(slot.start, slot.numel, slot.shape) for slot in self.layout.slots], self.device)
         local_parts = [self.parts[i] for i in self.local_params]
-        self._local_cutter = _Cutter([(part.offset, part.numel, part.shape) for part in local_parts], self.device)
+        self._local_cutter = Cutter([(part.offset, part.numel, part.shape) for part in local_parts], self.device)
         with torch.no_grad():
             self.shard = shard_memory(self.layout.shard_numel, originals[0].dtype, self.device, self.is_offloaded, self.pins)
             self.is_shared = replicated and dtype == self.shard.dtype and not self.is_offloaded
@@ -90,12 +94,12 @@ class FlatBuffer:
             self.local_unsharded = self.local_chunk(self.unsharded)
             self.unsharded_bytes, self.local_bytes = self.unsharded.view(torch.uint8), self.local_unsharded.view(torch.uint8)
             self.memory = SharedStorage() if self.is_shared else ResizableStorage(self.unsharded, "whole")
-            self.shard_infos = (None,) * len(originals) if plain_shards or dtensor_mesh else self._shard_infos(comm)
+            self.shard_infos = (None,) * len(originals) if plain_shards or of_dtensors else self._shard_infos(comm)
             for index, info in enumerate(param_infos):
                 info.remember_accumulator()
-                self._shard_param(index, info.parameter)
+                self._shard_param(index, info.parameter, None if former is None else former.sharded_params[index])
         self.sharded_params: tuple[nn.Parameter, ...] = tuple(info.parameter for info in param_infos)
-        known = [dtensor_mesh is not None or info is not None for info in self.shard_infos]
+        known = [bool(of_dtensors) or info is not None for info in self.shard_infos]
         self.empty_params = tuple(i for i, part in enumerate(self.parts) if not part.numel and known[i])
         """The parameters of which this rank holds no element, and whose shards know it."""
         self.empty_grads = {i: self.shard_grad(i, self.shard_view(i).clone()) for i in self.empty_params}
@@ -127,8 +131,11 @@ class FlatBuffer:
             for index, (info, slot, part) in enumerate(zip(self.param_infos, self.layout.slots, self.parts, strict=True))
         )
 
-    def _shard_param(self, index: int, parameter: nn.Parameter) -> None:
-        """Copy this rank's part of a full parameter into the shard and turn the parameter into it; cut its gradient too."""
+    def _shard_param(self, index: int, parameter: nn.Parameter, former: nn.Parameter | None) -> None:
+        """Copy this rank's part of a full parameter into the shard and turn the parameter into it; cut its gradient too.
+
+        `former`: a DTensor that was in the place of the parameter, and is again.
+        """
         info = self.shard_infos[index]
         gradient = parameter.grad
         parameter.grad = None
@@ -137,7 +144,7 @@ class FlatBuffer:
         if gradient is not None:
             gradient = self.local_part(index, gradient).to(shard.device, copy=True)
         if self.dtensor_layouts is not None:
-            parameter = replace_by_dtensor(parameter, shard, self.dtensor_layouts[index])
+            parameter = replace_by_dtensor(parameter, shard, self.dtensor_layouts[index], former)
             self.param_infos[index].replace(parameter)
         elif info is None:
             become_local(parameter, shard.data)
@@ -162,6 +169,18 @@ class FlatBuffer:
         if parameter._post_accumulate_grad_hooks:
             parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         parameter.grad = gradient
+
+    def replace_dtensor(self, index: int, local: Tensor) -> None:
+        """Let an ordinary parameter with the values `local` take the place of DTensor `index`, for another flat buffer to cut.
+
+        The DTensor has no gradient afterwards. The buffer must not be used but as the `former` of the other.
+        """
+        parameter, unsharded = self.sharded_params[index], self.unsharded_params[index]
+        parameter.grad = None
+        stand_in = nn.Parameter(local, parameter.requires_grad)
+        stand_in.__dict__.update(parameter.__dict__)
+        stand_in._backward_hooks, unsharded._backward_hooks = unsharded._backward_hooks, None
+        self.param_infos[index].replace(stand_in)
 
     def shard_grad(self, index: int, local: Tensor) -> Tensor:
         """`local`, this rank's part of the gradient of parameter `index`, as `.grad` of the sharded parameter holds it."""
@@ -369,30 +388,3 @@ def _unsharded_param(original: nn.Parameter, view: Tensor, layout: DTensorLayout
     if local_of(unsharded) is None:
         refuse_freed_reads(unsharded)
     return unsharded
-
-
-class _Cutter:
-    """Cuts flat tensors into views, in one call into C++: a slice and a view for each would take as long as a small kernel."""
-
-    __slots__ = ("_segments", "_templates")
-
-    def __init__(self, extents: Sequence[tuple[int, int, Shape]], device: torch.device) -> None:
-        """`extents` are (start, numel, shape), in the order of their starts."""
-        element = torch.empty((), device=device)
-        self._templates: list[Tensor] = []
-        """Tensors with the shapes of the extents and of the gaps between them, each with the memory of one element."""
-        self._segments: list[tuple[int, Shape]] = []
-        """For each extent, its index in `_templates`, or -1 if it has no elements; and its shape."""
-        end = 0
-        for start, numel, shape in extents:
-            if start > end:
-                self._templates.append(element.expand(start - end))
-            self._segments.append((len(self._templates) if numel else -1, shape))
-            if numel:
-                self._templates.append(element.expand(shape))
-            end = start + numel
-
-    def views_of(self, flat: Tensor) -> list[Tensor]:
-        """The view of each extent in `flat`."""
-        views = torch._C._nn.unflatten_dense_tensors(flat, self._templates)
-        return [flat[:0].view(shape) if segment < 0 else views[segment] for segment, shape in self._segments]

@@ -1,9 +1,14 @@
-"""Refuses a pickle of a wrapped module, and a copy of its hooks without it."""
+"""Refuses a pickle of a wrapped module, a copy of its hooks without it, and a forward on the meta device."""
 
+from collections.abc import Iterator
 from typing import NoReturn
 
-from fsdp.errors import ShardingError
+from torch.utils.hooks import RemovableHandle
+
+from fsdp.device.streams import META, default_device
+from fsdp.errors import NoMemoryYet, ShardingError
 from fsdp.params.unit import Unit
+from fsdp.runtime.engine import Engine
 
 
 class RefuseCopy:
@@ -20,3 +25,21 @@ class RefuseCopy:
             f"unit {self._unit.name!r} cannot be pickled, because a rank holds only its shard: save "
             "fsdp.full_state_dict(model) instead."
         )
+
+
+def refuse_on_meta(engine: Engine, index: int) -> Iterator[RemovableHandle]:
+    """Let the forward of a unit raise, if there are units on the meta device. A rehearsal computes there."""
+    without_memory = [unit for unit in engine.units if unit.flats and unit.device == META]
+    if not without_memory or default_device(engine.comms.world_comm.supports_device) == META:
+        return
+    root, wanted = engine.units[0], {id(parameter) for parameter in without_memory[0].sharded_params}
+
+    def refuse(*_: object) -> None:
+        raise NoMemoryYet(
+            "FSDP parameters should be materialized from meta device before training, but the following were still on meta "
+            f"device: {[name for name, one in root.module.named_parameters() if id(one) in wanted]}. Call "
+            "to_empty(device=...) on the wrapped model and give the parameters values, or call load_state_dict."
+        )
+
+    for module in engine.units[index].modules:
+        yield module.register_forward_pre_hook(refuse, prepend=True)

@@ -13,6 +13,7 @@ A parameter may be a DTensor before wrapping, which tensor parallelism has made.
 parameter is a DTensor over the same mesh as before, and the shard is a DTensor over both meshes.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,6 +72,11 @@ class DTensorLayout(NamedTuple):
     def is_plain(self) -> bool:
         """Whether the unsharded parameter is an ordinary tensor, cut between rows."""
         return self.dim == 0 and self.unsharded_spec is None
+
+    def of_dtype(self, dtype: torch.dtype) -> "DTensorLayout":
+        """The layout of tensors of another dtype that are cut in the same way."""
+        specs = [None if one is None else replace(one, tensor_meta=one.tensor_meta._replace(dtype=dtype)) for one in self[::2]]
+        return DTensorLayout(specs[0], self.dim, specs[1])
 
     def stored(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor as the flat buffer stores it: the dimension that is cut comes first."""
@@ -154,14 +160,33 @@ def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
             )
 
 
-def replace_by_dtensor(original: nn.Parameter, local: Tensor, layout: DTensorLayout) -> nn.Parameter:
-    """A parameter over the memory of `local`, with the attributes and hooks of `original`, which it replaces."""
+def replace_by_dtensor(
+    original: nn.Parameter, local: Tensor, layout: DTensorLayout, former: nn.Parameter | None = None
+) -> nn.Parameter:
+    """A parameter over the memory of `local`, with the attributes and hooks of `original`, which it replaces.
+
+    `former`: a parameter that was made so before; it becomes the new one, and keeps its own attributes and hooks.
+    """
+    if former is not None:
+        _become(former, nn.Parameter(layout.tensor(local), former.requires_grad))
+        return former
     made = nn.Parameter(layout.tensor(local), original.requires_grad)
     made.__dict__.update(original.__dict__)
     for hook in (original._post_accumulate_grad_hooks or {}).values():
         made.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     original.__dict__[REPLACED] = True
     return made
+
+
+def _become(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Turn the object `parameter` into the DTensor `other`, which may have another dtype or device. Hooks and attributes stay."""
+    torch._C._swap_tensor_impl(parameter, other)
+    for name in ("_local_tensor", "_spec"):
+        setattr(parameter, name, getattr(other, name))
+    # torch learns of hooks when the attributes are set
+    parameter._backward_hooks = parameter._backward_hooks or None
+    if parameter._post_accumulate_grad_hooks:
+        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
 REPLACED = "_fsdp_replaced"

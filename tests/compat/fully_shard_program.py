@@ -79,6 +79,46 @@ def script(api: Any, rank: int) -> dict[str, Any]:
     return {"losses": losses, "state": state, "optimizer": of_optimizer, "class": type(model).__name__}
 
 
+def converted(api: Any, rank: int, late: bool) -> list[Any]:
+    """Gradients and weights of a model that gets float64 after wrapping, or its memory (`late`)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1))
+    seen: list[Any] = []
+    hooked: list[Any] = []
+    values = copy.deepcopy(model.state_dict())
+    if late:
+        model.to("meta")
+    elif api is ours:
+        model[0].weight.register_hook(lambda grad: hooked.append((tuple(grad.shape), grad.dtype)))
+    api.fully_shard(model[0])
+    api.fully_shard(model)
+    parameters = [*model.parameters()]
+    if late:
+        assert all(p.is_meta for p in parameters)
+        model.to_empty(device="cpu")
+        places = {name: (p.device_mesh, p.placements) for name, p in model.state_dict().items()}
+        model.load_state_dict({name: distribute_tensor(value, *places[name]) for name, value in values.items()})
+    else:
+        if api is ours:  # torch's converts before the first forward only
+            parameters[2].register_post_accumulate_grad_hook(lambda p: hooked.append((tuple(p.shape), p.grad.dtype)))
+            model(torch.ones(2, 5)).sum().backward()
+            before = [p.grad.full_tensor() for p in parameters]  # type: ignore[union-attr]
+        model.double()
+        if api is ours:
+            assert all(torch.equal(p.grad.full_tensor(), g.double()) for p, g in zip(parameters, before, strict=True))  # type: ignore[union-attr]
+            model.zero_grad()
+    x = torch.arange(10.0, dtype=parameters[0].dtype if late else torch.float64).view(2, 5) / 10 + rank
+    model(x).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    for parameter in model.parameters():
+        seen += [parameter.dtype, parameter.grad.dtype, parameter.grad.full_tensor(), parameter.full_tensor().detach()]  # type: ignore
+    if api is ours:
+        assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+        both = [((1, 3), torch.float32), ((3, 5), torch.float32), ((1, 3), torch.float64), ((3, 5), torch.float64)]
+        assert late or sorted(map(str, hooked)) == sorted(map(str, both)), hooked
+    return seen
+
+
 def refusal_of_an_early_optimizer() -> str:
     """What the step of an optimizer that was made before wrapping says."""
     model = nn.Linear(3, 3)
@@ -95,6 +135,8 @@ def run(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     results = {"torch": script(torch_fsdp, rank), "ours": script(ours, rank), "refusal": refusal_of_an_early_optimizer()}
+    for late in (False, True):
+        results[f"late={late}"] = {"torch": converted(torch_fsdp, rank, late), "ours": converted(ours, rank, late)}
     torch.save(results, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -266,18 +266,65 @@ def test_ignored_parameters_stay_as_they_are() -> None:
 
 
 def test_a_model_on_the_meta_device_gets_values_after_wrapping() -> None:
-    def program(rank: int) -> tuple[bool, bool]:
+    def program(rank: int) -> bool:
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[1])
         fully_shard(model)
-        before = model(torch.ones(1, 4)).isnan().all()
+        parameters = [*model.parameters()]
+        assert all(p.is_meta for p in parameters)
+        with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['0.weight', '0.bias'\]. Call to_empty"):
+            model(torch.ones(1, 4))
         model.to_empty(device="cpu")
+        assert all(p is q and p.device.type == "cpu" for p, q in zip(model.parameters(), parameters, strict=True))
         with torch.no_grad():
             for p in model.parameters():
                 p.fill_(0.5)
-        return bool(before), bool((model(torch.ones(1, 4)) == 5.5).all())
+        return bool((model(torch.ones(1, 4)) == 5.5).all())
 
-    assert fsdp.simulate(2, program)[0] == (True, True)
+    assert fsdp.simulate(2, program) == [True, True]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_a_state_dict_gives_memory_to_a_model_on_the_meta_device(assign: bool) -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+    torch.manual_seed(0)
+    plain, x = made(), torch.rand(4, 4)
+
+    def program(rank: int) -> list[Tensor]:
+        with torch.device("meta"):
+            model: Any = made()
+        fully_shard(model)
+        model.load_state_dict(plain.state_dict(), assign=assign)
+        model(x).sum().backward()
+        return [fsdp.full_tensor(p.grad) for p in model.parameters()] + [fsdp.full_tensor(p) for p in model.parameters()]
+
+    found = fsdp.simulate(2, program)
+    want = [p.detach().clone() for p in plain.parameters()]
+    plain(x).sum().backward()
+    for one in found:
+        torch.testing.assert_close(one, [p.grad for p in plain.parameters()] + want)
+
+
+def test_what_a_state_dict_leaves_out_is_nan_on_a_model_from_the_meta_device() -> None:
+    def program(rank: int) -> None:
+        with torch.device("meta"):
+            model: Any = nn.Linear(4, 3)
+        fully_shard(model).load_state_dict({"bias": torch.ones(3)}, strict=False)
+        assert fsdp.full_tensor(model.weight).isnan().all() and (fsdp.full_tensor(model.bias) == 1).all()
+
+    fsdp.simulate(2, program)
+
+
+def test_a_module_is_converted_after_wrapping() -> None:
+    def program(rank: int) -> list[Tensor]:
+        model: Any = sharded().double()
+        assert {p.dtype for p in model.parameters()} == {torch.float64}
+        return train(model, [rank])
+
+    torch.testing.assert_close(fsdp.simulate(2, program)[0], train(net().double(), [0, 1]))
 
 
 def test_offloading_to_the_host_changes_nothing_on_the_host() -> None:
@@ -323,7 +370,6 @@ REFUSALS: dict[str, Callable[[Any], object]] = {
     "expected modules that fully_shard has wrapped": lambda model: model.set_modules_to_forward_prefetch([nn.Linear(2, 2)]),
     "is no unit of the same root": lambda model: model.set_modules_to_forward_prefetch([fully_shard(nn.Linear(2, 2))]),
     "share_comm_ctx|expected modules": lambda model: api.share_comm_ctx([nn.Linear(2, 2)]),  # type: ignore[list-item]
-    "would become torch.float64": lambda model: model.double(),
 }
 
 
