@@ -40,13 +40,14 @@ def attach(
     engine = (UnevenEngine if units[0].config.uneven_paths else Engine)(units, descendants, comms, streams, tracker)
     hooks = EngineHooks(engine)
     remember(engine.snapshot)
+    refusals = refuse_on_meta(engine)
     around: list[list[Unit]] = [[] for _ in units]
     for outer, inside in enumerate(descendants):
         for index in inside:
             around[index].append(units[outer])
     for index, unit in enumerate(units):
         state_hooks = StateHooks(engine, index, around[index])
-        ref = UnitRef(engine, hooks, [*state_hooks.handles, *refuse_on_meta(engine, index)], index)
+        ref = UnitRef(engine, hooks, state_hooks.handles if index else [*state_hooks.handles, *refusals], index)
         copier = Copier(engine, index, attach)
         for module in unit.modules:
             module.__dict__[UnitRef.ATTRIBUTE] = ref

@@ -1,6 +1,5 @@
 """Refuses a pickle of a wrapped module, a copy of its hooks without it, and a forward on the meta device."""
 
-from collections.abc import Iterator
 from typing import NoReturn
 
 from torch.utils.hooks import RemovableHandle
@@ -27,11 +26,11 @@ class RefuseCopy:
         )
 
 
-def refuse_on_meta(engine: Engine, index: int) -> Iterator[RemovableHandle]:
-    """Let the forward of a unit raise, if there are units on the meta device. A rehearsal computes there."""
+def refuse_on_meta(engine: Engine) -> list[RemovableHandle]:
+    """Let the forwards of all units raise, if some are on the meta device. A rehearsal computes there."""
     without_memory = [unit for unit in engine.units if unit.flats and unit.device == META]
     if not without_memory or default_device(engine.comms.world_comm.supports_device) == META:
-        return
+        return []
     root, wanted = engine.units[0], {id(parameter) for parameter in without_memory[0].sharded_params}
 
     def refuse(*_: object) -> None:
@@ -41,5 +40,5 @@ def refuse_on_meta(engine: Engine, index: int) -> Iterator[RemovableHandle]:
             "to_empty(device=...) on the wrapped model and give the parameters values, or call load_state_dict."
         )
 
-    for module in engine.units[index].modules:
-        yield module.register_forward_pre_hook(refuse, prepend=True)
+    modules = [module for unit in engine.units for module in unit.modules]
+    return [module.register_forward_pre_hook(refuse, prepend=True) for module in modules]
