@@ -66,7 +66,7 @@ MANAGED: Final = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """The attributes by which other libraries know a module of a unit, as torch's FSDP sets them.
 
 transformers asks for the first one: then all ranks run a layer, or a step of `generate`, that one of them needs. The compiler of
-torch asks for both, and does not compile a module that has the first alone.
+torch asks for both, and does not compile a module that has the first alone. Both are False with `uneven_paths`.
 """
 _OF_TORCH: Final = frozenset((*vars(nn.Module()), *MANAGED, "__deepcopy__"))
 

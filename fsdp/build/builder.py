@@ -75,11 +75,13 @@ def build(
     if config.sync_module_states:
         _broadcast(((name, buffer.detach()) for name, buffer in buffers_of(plan[0])), comms)
     inside: list[set[int]] = [set() for _ in plan]
+    # where ranks may go different ways, nobody else shall keep them on one
+    marks = dict.fromkeys(MANAGED, not units[0].config.uneven_paths)
     for index, one in enumerate(plan):
         for outer in one.ancestors:
             inside[outer].add(index)
         for module in one.own_modules:
-            module.__dict__.update(dict.fromkeys(MANAGED, True))
+            module.__dict__.update(marks)
     for left_alone in ignored:
         left_alone.__dict__[IGNORED] = True
     attach(units, [*map(frozenset, inside)], comms, plan[0].borrowed)

@@ -20,7 +20,7 @@ from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.prefetch import PassSchedules, PrefetchSchedule
 from fsdp.uneven.gather_order import Combine, GatherOrder
-from state_machine import Action, Event
+from state_machine import Action, BackwardEvent, Event
 from state_machine.paths import Phase, Place
 
 
@@ -68,11 +68,20 @@ class UnevenEngine(Engine):
             try:
                 if self._pass_phase is Phase.FORWARD and event is Event.POST_FORWARD:
                     self._order.forward_ends()
-                self._order.drain()
             except BaseException as failure:
                 add_note(failure, self.snapshot, index, ours=True)
                 self.abandon_step(failure, index)
                 raise
+            self._drain(index)
+
+    def close_backward(self, event: BackwardEvent) -> bool:
+        if self.root.in_backward:
+            if event in (BackwardEvent.CALLBACK_RUNS, BackwardEvent.CALLBACK_RUNS_INSIDE):
+                # before gradients are put where the user sees them; one that reduces nothing does not meet, which would drain
+                self._drain(0)
+            else:
+                self._drain_failed_step()
+        return super().close_backward(event)
 
     def _prepare_pass(self) -> None:
         self._pass_phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
@@ -98,6 +107,14 @@ class UnevenEngine(Engine):
     def _reset_step(self) -> None:
         super()._reset_step()
         self._drain_failed_step()
+
+    def _drain(self, index: int) -> None:
+        try:
+            self._order.drain()
+        except BaseException as failure:
+            add_note(failure, self.snapshot, index, ours=True)
+            self.abandon_step(failure, index)
+            raise
 
     def _drain_failed_step(self) -> None:
         with suppress(Exception):  # it fails with the step

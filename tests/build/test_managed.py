@@ -28,6 +28,17 @@ def test_every_module_of_a_unit_is_marked_and_no_other(door: type[nn.Module]) ->
     fsdp.simulate(2, fn)
 
 
+def test_ranks_that_may_go_different_ways_have_no_mark() -> None:
+    def fn(rank: int) -> None:
+        net = make_net()
+        fsdp.fully_shard(net.blocks[0])
+        assert must_stay_in_step(net.blocks[0])
+        model = fsdp.fully_shard(net, auto_wrap_policy={Block}, uneven_paths=True)
+        assert not any(map(must_stay_in_step, model.modules()))
+
+    fsdp.simulate(2, fn)
+
+
 class Writer(nn.Module):
     """Generates tokens as transformers does: a rank that is done runs the model for the others."""
 

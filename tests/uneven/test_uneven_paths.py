@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -116,6 +117,24 @@ def test_the_memory_of_passive_gathers_is_that_of_one_unit(monkeypatch: pytest.M
 
     largest = fsdp.simulate(2, run)[0]
     assert 0 < most[1] <= largest
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_a_backward_holds_no_passive_gather_when_it_is_over(accumulates: bool) -> None:
+    """One under no_sync does not meet the others, and leaves what the next layers' gathers left in flight."""
+
+    def run(rank: int) -> list[int]:
+        model, held = make(uneven_paths=True, prefetch=2), []
+        (engine,) = engines_in(model, "test")
+        for step in range(3):
+            for number in range(3):
+                with fsdp.no_sync(model) if accumulates and number < 2 else nullcontext():
+                    model(batch(step, number, rank), ALL[rank:] if number == 1 else EVEN[: 1 + rank]).sum().backward()
+                held.append(engine.tracker.held.get("scratch", 0))
+        return held
+
+    for held in fsdp.simulate(2, run):
+        assert not any(held), held
 
 
 class LayerDrop(nn.Module):
