@@ -28,7 +28,7 @@ def test_every_module_of_a_unit_is_marked_and_no_other(door: type[nn.Module]) ->
     fsdp.simulate(2, fn)
 
 
-def test_ranks_that_may_go_different_ways_have_no_mark() -> None:
+def test_no_module_is_marked_with_uneven_paths() -> None:
     def fn(rank: int) -> None:
         net = make_net()
         fsdp.fully_shard(net.blocks[0])
