@@ -3,6 +3,7 @@
 python -m tools.soak --seconds 1800 --programs 20000     both at the same time; `faults` or `programs` is one of the two
 python -m tools.soak programs --seed 1234                begins with the batch of that seed; `--seconds 0` ends after it
 python -m tools.soak paths --seed 1234                   programs of ranks that go different ways (`uneven_paths`)
+python -m tools.soak uneven --seed 1234                  the programs of random trees, of which each rank takes its own calls
 python -m tools.soak faults --seed 7 --first 1234        begins with fault 1234 of that run
 python -m tools.soak RANK FOLDER SECONDS SEED FIRST      is one of the four processes
 
@@ -146,15 +147,18 @@ def faults_of_rank(rank: int, folder: Path, seconds: float, seed: int, first: in
     dist.destroy_process_group()
 
 
-def programs(seconds: float, count: int, seed: int) -> None:
-    """Random programs on random trees, against plain torch, until the time is over and there were `count` of them."""
+def programs(seconds: float, count: int, seed: int, uneven: bool = False) -> None:
+    """Random programs on random trees, against plain torch, until the time is over and there were `count` of them.
+
+    `uneven`: each rank takes its own calls (`uneven_paths`).
+    """
     from tests.runtime.test_property_training import check
 
     done, batch, begin, spoken, warm = 0, seed, time.monotonic(), time.monotonic(), held_now()
     while batch == seed or time.monotonic() - begin < seconds or done < count:
         faulthandler.dump_traceback_later(4 * HANGS, exit=True)
         try:
-            done += batch_of(check, batch)
+            done += batch_of(check, batch, uneven)
         except BaseException:
             print(f"programs: failed with --seed {batch}", flush=True)
             raise
@@ -191,12 +195,12 @@ def paths(seconds: float, count: int, seed: int) -> None:
     print(f"{done} programs of ranks that go different ways, from seed {seed}; at last {held_now()}", flush=True)
 
 
-def batch_of(check: Callable[..., None], number: int) -> int:
+def batch_of(check: Callable[..., None], number: int, own_calls: bool) -> int:
     """Draw a batch from one seed; return how many programs were right."""
     import hypothesis
     from hypothesis import strategies as st
 
-    from tests.support.strategies import programs, trees, world_sizes
+    from tests.support.strategies import programs, trees, uneven, world_sizes
 
     done = 0
 
@@ -212,8 +216,12 @@ def batch_of(check: Callable[..., None], number: int) -> int:
     @hypothesis.given(st.data(), world_sizes, st.integers(0, 2**16))
     def some(data: st.DataObject, world_size: int, order: int) -> None:
         nonlocal done
-        tree = data.draw(trees(), label="tree")
-        check(tree, data.draw(programs(tree), label="program"), world_size, order)
+        if own_calls:
+            tree, program = data.draw(uneven(), label="tree and program")
+        else:
+            tree = data.draw(trees(), label="tree")
+            program = data.draw(programs(tree), label="program")
+        check(tree, program, world_size, order)
         done += 1
 
     some()
@@ -243,7 +251,7 @@ def end_of(ranks: "list[subprocess.Popen[bytes]]") -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("both", "faults", "programs", "paths"), default="both")
+    parser.add_argument("what", nargs="?", choices=("both", "faults", "programs", "paths", "uneven"), default="both")
     parser.add_argument("--seconds", type=float, default=60.0, help="go on for so long")
     parser.add_argument("--programs", type=int, default=0, help="and until there were so many programs")
     parser.add_argument("--seed", type=int, default=1, help="of the faults, and of the first batch of programs")
@@ -251,6 +259,9 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.what == "paths":
         paths(asked.seconds, asked.programs, asked.seed)
+        return
+    if asked.what == "uneven":
+        programs(asked.seconds, asked.programs, asked.seed, uneven=True)
         return
     with tempfile.TemporaryDirectory() as folder:
         ranks = start_faults(asked.seconds, asked.seed, asked.first, folder) if asked.what != "programs" else []

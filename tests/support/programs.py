@@ -154,7 +154,8 @@ class Learner:
         needs = isinstance(statement, Forward) and (statement.input_grad or self.tree.several_roots)
         x = data(number, self.rank)[:, : self.tree.width].clone().requires_grad_(needs)
         self.features.clear()
-        loss = loss_of(self.model(x, How(self.rank, optional)), statement.use if isinstance(statement, Forward) else "both")
+        how = How(self.rank, optional, number if self.tree.uneven else None)
+        loss = loss_of(self.model(x, how), statement.use if isinstance(statement, Forward) else "both")
         if isinstance(statement, Forward):
             self.losses[statement.slot] = Alive(x, loss, tuple(one for one in self.features if one.requires_grad))
         return loss.detach()

@@ -64,12 +64,16 @@ class ShardedRun:
         for number, statement in enumerate(program):
             seen.append(self.see(self.execute(number, statement)))
             self.check_rest()
+        if self.learner.tree.uneven:
+            fsdp.meet(self.model)
         self.learner.let_go()
         return seen
 
     def execute(self, number: int, statement: Statement) -> Seen:
         learner, model = self.learner, self.model
         seen = Seen()
+        if learner.tree.uneven and isinstance(statement, Clip | Summon | Reload):
+            fsdp.meet(model)  # they communicate, and other ranks may still evaluate
         match statement:
             case Forward() | Backward():
                 before = {name: None if p.grad is None else local(p.grad).clone() for name, p in model.named_parameters()}

@@ -1,6 +1,7 @@
 """Hypothesis strategies for unit trees and training programs. Only what plain torch allows is drawn."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -256,3 +257,23 @@ def programs(draw: st.DrawFn, tree: TreeSpec) -> Program:
         if not kept and not one_in(3):
             program.append(Step())
     return tuple(program)
+
+
+@st.composite
+def uneven(draw: st.DrawFn) -> tuple[TreeSpec, Program]:
+    """A tree with `uneven_paths`, of whose calls each rank takes some, and a program for it.
+
+    Nothing fails in it, and no rank asks for what another one may not have: a feature that a module left.
+    """
+    tree = draw(trees().filter(lambda tree: not tree.several_roots))
+    options = (*tree.options, ("uneven_paths", True))
+    tree = replace(tree, root=_optional(tree.root), options=options, uneven=True, feature="", edit=None)
+    statements = (replace(one, fault=None) if isinstance(one, Forward | Backward) else one for one in draw(programs(tree)))
+    return tree, tuple(statements)
+
+
+def _optional(group: GroupSpec) -> GroupSpec:
+    """The same with a choice in every call but the first, which a reentrant checkpoint needs to have a gradient."""
+    parts = tuple(_optional(part) if isinstance(part, GroupSpec) else part for part in group.parts)
+    calls = tuple(replace(call, optional=call.optional or number > 0) for number, call in enumerate(group.calls))
+    return replace(group, parts=parts, calls=calls)

@@ -6,6 +6,7 @@ Every module maps (batch, width) to (batch, width), so that any of them can be p
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,14 @@ class How:
 
     rank: int
     optional: bool = True
+    number: int | None = None
+    """That of the statement, where the rank draws itself which of the optional calls it takes."""
+
+    def takes(self, call: int) -> bool:
+        """Whether an optional call is taken, by its number."""
+        if self.number is None:
+            return self.optional
+        return bool(Random(f"{self.rank}/{self.number}/{call}").getrandbits(1))
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,8 @@ class TreeSpec:
     """That hook is set after the model is wrapped."""
     hooked: str = ""
     """The leaf whose parameters have hooks of the user, if any: one doubles the gradient, one counts."""
+    uneven: bool = False
+    """Whether each rank draws its own optional calls."""
     edit: tuple[str, str] | None = None
     """The leaf that edits its first parameter in its forward, and which of the `EDITS` it makes."""
 
@@ -119,7 +130,7 @@ class TreeSpec:
     @property
     def branching(self) -> bool:
         """Whether some ranks use parameters that others do not."""
-        return any(isinstance(one, LeafSpec) and one.ranks for _, one in walk(self.root))
+        return self.uneven or any(isinstance(one, LeafSpec) and one.ranks for _, one in walk(self.root))
 
 
 def walk(spec: LeafSpec | GroupSpec, path: str = "") -> Iterator[tuple[str, LeafSpec | GroupSpec]]:
@@ -323,8 +334,8 @@ class Group(nn.Module):
         if self.spec.trap == "in":
             x = _Trap.apply(x, self.faults, self.path)
         first = None
-        for call in self.spec.calls:
-            if how.optional or not call.optional:
+        for number, call in enumerate(self.spec.calls):
+            if not call.optional or how.takes(number):
                 x = torch.tanh(self._call(call, x, how))
                 first = x if first is None else first
         tail = getattr(self, ROOT_OWN, None)

@@ -16,6 +16,8 @@ from tests.support.paths import Branching, Hop, batch, draw_program, sharded
 
 LIMIT = 90
 SEEDS = range(4)
+MESH = 2, 2
+"""The mesh of four ranks."""
 
 
 def main(rank: int, size: int, folder: Path) -> None:
@@ -23,13 +25,22 @@ def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    found: dict[str, Any] = {f"program {seed}": sharded(rank, draw_program(seed, size)) for seed in SEEDS}
-    found["hybrid"] = sharded(rank, draw_program(0, size), sharding_strategy="NO_SHARD")
-    found["failure"] = failing(rank)
-    found["skipping"] = skipping(rank)
+    if size == MESH[0] * MESH[1]:
+        options: dict[str, Any] = {"sharding_strategy": "HYBRID_SHARD", "mesh": MESH}
+        found = {f"program {seed}": sharded(rank, draw_program(seed, size), **options) for seed in SEEDS}
+    else:
+        found = of_one_group(rank, size)
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def of_one_group(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {f"program {seed}": sharded(rank, draw_program(seed, size)) for seed in SEEDS}
+    found["replicas"] = sharded(rank, draw_program(0, size), sharding_strategy="NO_SHARD")
+    found["failure"] = failing(rank)
+    found["skipping"] = skipping(rank)
+    return found
 
 
 def model_of(**options: Any) -> nn.Module:

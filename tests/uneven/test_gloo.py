@@ -24,7 +24,7 @@ def results(size: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_programs_have_the_numbers_of_a_single_process(size: int) -> None:
-    for name, seed in [*((f"program {seed}", seed) for seed in SEEDS), ("hybrid", 0)]:
+    for name, seed in [*((f"program {seed}", seed) for seed in SEEDS), ("replicas", 0)]:
         wanted, weights = plain(draw_program(seed, size), size)
         for rank, found in enumerate(results(size)):
             assert_alike(found[name], (wanted[rank], weights))
