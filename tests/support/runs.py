@@ -72,8 +72,8 @@ class ShardedRun:
     def execute(self, number: int, statement: Statement) -> Seen:
         learner, model = self.learner, self.model
         seen = Seen()
-        if learner.tree.uneven and isinstance(statement, Clip | Summon | Reload):
-            fsdp.meet(model)  # they communicate, and other ranks may still evaluate
+        if learner.tree.uneven and isinstance(statement, Clip | Summon | Reload | Step):
+            fsdp.meet(model)  # they communicate or change weights, and other ranks may still gather
         match statement:
             case Forward() | Backward():
                 before = {name: None if p.grad is None else local(p.grad).clone() for name, p in model.named_parameters()}
