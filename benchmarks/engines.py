@@ -73,7 +73,7 @@ def _autocast(module: nn.Module, device: str) -> nn.Module:
 
 def _current(device: str) -> torch.device:
     """The device of this type that work goes to now."""
-    return torch.device(device) if device == "cpu" else torch.device(device, torch.cuda.current_device())
+    return torch.device(device) if device == "cpu" else torch.device(device, torch.get_device_module(device).current_device())
 
 
 class DDP(Bare):

@@ -33,8 +33,9 @@ TITLES = {
     "overlap": "Overlap",
     "scale": "Growth",
     "hosts": "Hosts apart",
+    "accelerator": "On the pretend accelerator",
 }
-PICTURES = {"step": ("step_sharded", "step_replicated"), "instructions": (), "hosts": ()}
+PICTURES = {"step": ("step_sharded", "step_replicated"), "instructions": (), "hosts": (), "accelerator": ()}
 """The figures of a benchmark, where it has another number of them than the one of its name."""
 IN_README = (
     "step: ours / the faster FSDP1",
@@ -265,6 +266,24 @@ def _hosts(report: Report) -> list[str]:
     ]
 
 
+def _accelerator(report: Report) -> list[str]:
+    rows = []
+    for case in report["cases"]:
+        sizes = [f"{case[what] / 1e6:.3f}" for what in ("at_rest", "training", "peak")]
+        counts = [str(case[what]) for what in ("waits", "clipping")]
+        name, agree = PEERS[case["settings"]["contender"]], f"{case['largest_loss_difference']:.0e}"
+        rows.append([name, *sizes, *counts, agree])
+    of = report["cases"][0]["settings"]
+    return [
+        "**Not a GPU.** The [pretend accelerator](pretend-accelerator.md) is a device type of torch in the memory of the host. "
+        "Its allocator counts as torch's does for CUDA, and it counts how often the host waits for a stream. It says nothing "
+        f"about time. The most of {of['world']} ranks, MB: between steps, at the peak of forward and backward, and at the peak "
+        "of a step with AdamW (foreach). Then how often the host waits in a step, how often of these for the norm of gradients, "
+        "and how far losses are from those of the last line at most:",
+        markdown(["contender", "between steps", "forward and backward", "step", "host waits", "for the norm", "losses"], rows),
+    ]
+
+
 SECTIONS: Mapping[str, Callable[[Report], list[str]]] = {
     "step": _step,
     "host": _host,
@@ -274,6 +293,7 @@ SECTIONS: Mapping[str, Callable[[Report], list[str]]] = {
     "overlap": _overlap,
     "scale": _scale,
     "hosts": _hosts,
+    "accelerator": _accelerator,
 }
 
 

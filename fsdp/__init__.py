@@ -30,6 +30,7 @@ from fsdp.errors import (
     WorldError,
 )
 from fsdp.params.external_use import full_tensor, to_local
+from fsdp.phases.host_memory import offload, onload
 from fsdp.planning.comparison import Plan
 from fsdp.planning.measure import measure_links
 from fsdp.planning.plan import plan
@@ -76,6 +77,8 @@ __all__ = [
     "meet",
     "memory_bytes",
     "no_sync",
+    "offload",
+    "onload",
     "plan",
     "reducer_stats",
     "register_comm_hook",

@@ -114,6 +114,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "comm_hooks",
         "forward_methods",
     ),
+    "phases": ("host_memory",),
     "build": (
         "peer_options",
         "builder",

@@ -53,7 +53,7 @@ _SHARED_WITH_NUMPY: Final = {
 class ResizableStorage:
     """The memory of one permanent buffer: allocated and released while the buffer and all its views live on.
 
-    It is released at first. With `stays`, it is never released once it has been allocated.
+    It is released at first. With `stays`, it is not released between steps once it has been allocated.
     """
 
     __slots__ = ("_held", "_kind", "_size", "_stays", "_storage")
@@ -73,13 +73,13 @@ class ResizableStorage:
             self._held = True
             tracker.add(self._kind, self._size)
 
-    def release(self, tracker: MemoryTracker) -> bool:
-        """Release the memory unless it stays; return whether any was released. Idempotent.
+    def release(self, tracker: MemoryTracker, even_if_stays: bool = False) -> bool:
+        """Release the memory, by default unless it stays; return whether any was released. Idempotent.
 
         Raises:
             ShardingError: something outside torch shares the memory.
         """
-        if not self._held or self._stays:
+        if not self._held or (self._stays and not even_if_stays):
             return False
         try:
             self._storage.resize_(0)
@@ -129,6 +129,44 @@ class SharedStorage:
     def release(self, tracker: MemoryTracker) -> bool:
         """Do nothing: the shard needs the memory."""
         return False
+
+
+class HostCopies:
+    """Storages whose memory was moved to the host. Every tensor over them lives on, without memory, until it is moved back."""
+
+    __slots__ = ("_moved",)
+
+    def __init__(self) -> None:
+        self._moved: list[tuple[torch.UntypedStorage, Tensor]] = []
+        """Each storage without memory, and its bytes in host memory."""
+
+    def move(self, tensor: Tensor) -> int:
+        """Move the memory of `tensor` to the host; return its bytes. Host tensors stay, and so does what has no memory."""
+        storage = tensor.untyped_storage()
+        if storage.device.type in ("cpu", "meta") or not storage.nbytes():
+            return 0
+        copy = _bytes_of(storage).cpu()
+        storage.resize_(0)
+        self._moved.append((storage, copy))
+        return copy.numel()
+
+    def move_back(self) -> None:
+        """Move all back to the device. If that runs out of memory, the rest stays here, and this may be called again."""
+        while self._moved:
+            storage, copy = self._moved[-1]
+            storage.resize_(copy.numel())
+            _bytes_of(storage).copy_(copy)
+            self._moved.pop()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give memory that torch keeps for later back to the device, so that other programs can have it."""
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).empty_cache()
 
 
 def shard_memory(numel: int, dtype: torch.dtype, device: torch.device, offloaded: bool, pin: bool) -> Tensor:

@@ -44,6 +44,8 @@ class Unit:
         self.shard_device = self._device
         """The device of numbers about the gradients of the root: the host's if shards of any of its units are there."""
         self._works: list[Work] = []
+        self.is_put_away = False
+        """Whether `fsdp.offload` has moved the shards to the host, until `fsdp.onload`."""
         self._open = False
         self._read_by_recompute = False
         """A recompute of a part of the unit's forward has read unsharded parameters, and may have changed them in place."""
@@ -123,6 +125,13 @@ class Unit:
             else:
                 tracker.add("shards", size_of(flat.shard))
 
+    def count_shards(self, sign: int) -> None:
+        """Count the shards as on the device again (1) or as in host memory (-1)."""
+        for flat in self.flats:
+            if not flat.is_offloaded and flat.device.type not in ("cpu", "meta"):
+                self._tracker.add("shards", sign * size_of(flat.shard))
+                self._tracker.add_offloaded(-sign * size_of(flat.shard))
+
     @property
     def gather_sizes(self) -> tuple[int, ...]:
         """Bytes of the unsharded parameters that each all-gather of this unit fills."""
@@ -190,12 +199,25 @@ class Unit:
         if any([flat.sync_requires_grad() for flat in self.flats]):
             self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
 
+    def set_put_away(self, put_away: bool) -> None:
+        """From now on, refuse what needs the shards, or no longer."""
+        self.is_put_away = put_away
+
+    def refuse_put_away(self) -> None:
+        """Raises:
+        ShardingError: the shards are in host memory.
+        """
+        if self.is_put_away:
+            raise ShardingError(f"unit {self.name!r} is in host memory since fsdp.offload; call fsdp.onload(model) first.")
+
     def check_shards(self) -> bool:
         """Copy data that the user put into sharded parameters (`p.data = x`) into the shards; return whether any was copied.
 
         Raises:
-            ShardingError: the data does not fit, a module shows another parameter, or a copy was changed in place.
+            ShardingError: the shards are in host memory, the data does not fit, a module shows another parameter, or a copy was
+                changed in place.
         """
+        self.refuse_put_away()
         self._read_copies.check(self.name)
         self.check_modules()
         return any([flat.check_shards(self.name) for flat in self.flats])
@@ -301,6 +323,7 @@ class Unit:
                   device before that if it is in host memory
         Traffic:  this rank receives (W - 1) * C elements
         """
+        self.refuse_put_away()
         with self._streams.gathering():
             for flat in self.prepare_all_gather():
                 self._works.append(self.comm.all_gather(flat.unsharded_bytes, self.name, flat.local_bytes))

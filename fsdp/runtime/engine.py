@@ -175,6 +175,7 @@ class Engine:
             self.refuse_two_threads()
             self.abandon_step()
         if not self._forward_stack:
+            self.units[0].refuse_put_away()
             self.pending_backward.await_end()
             if self.root.in_backward:
                 self.refuse_two_threads()  # they must not end each other's backward

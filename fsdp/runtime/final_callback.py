@@ -120,6 +120,11 @@ class PendingBackward:
         """Record whether a backward is expected in which other ranks would wait."""
         self.expected = expected
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a backward may follow the last forward, whose graph is alive."""
+        return self.expected and self._graphs > 0
+
     def add_graph(self) -> Callable[[object], None]:
         """Count the graph of one call, and of the calls inside it. Call the returned function when it is freed."""
         self._graphs += 1

@@ -13,10 +13,12 @@ from fsdp.params.module_tree import ModuleTree
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.hooks import EngineHooks
-from state_machine import Event, State
+from state_machine import Event, Request, State
 
 KEEPS_ENGINE: Final = "_fsdp_keeps_engine"
 """The attribute of a class of modules that cannot do without their engine. It says what to do instead of `fsdp.unwrap`."""
+WHILE_PUT_AWAY: Final = ("offload", "onload", "memory_bytes", "story", "stats", "agree_abandoned")
+"""The functions that may be called on a model between `fsdp.offload` and `fsdp.onload`."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -76,6 +78,10 @@ def units_in(model: nn.Module, function_name: str) -> list[UnitRef]:
             "first."
         )
     for engine in {ref.engine: None for ref in refs}:
+        if engine.units[0].is_put_away and function_name not in WHILE_PUT_AWAY:
+            raise ShardingError(
+                f"{function_name}: the model is in host memory since fsdp.offload; call fsdp.onload(model) first."
+            )
         engine.clean_up_dead_forward()
         refuse_borrowing(engine)
     return refs
@@ -141,6 +147,12 @@ def refusal(text: str, engine: Engine) -> ShardingError:
     error = ShardingError(text)
     add_note(error, engine.snapshot, next(busy, 0))
     return error
+
+
+def reshard(engine: Engine) -> None:
+    """Free the unsharded parameters of all units of an engine at rest, also cached ones. The next use gathers them again."""
+    for index in range(len(engine.units)):
+        engine.request(index, Request.RESHARD)
 
 
 def refuse_unless_resting(function_name: str, engine: Engine) -> None:

@@ -15,6 +15,8 @@ import torch
 from report import page as report_page
 from workloads import SMALL, WORKLOADS, Adapted
 
+from tests.support.accelerator.build import missing
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -126,3 +128,23 @@ def test_instructions_are_read_in_the_order_in_which_they_are_counted(tmp_path: 
 def test_a_contender_asked_for_by_name_that_does_not_exist_is_refused_in_words() -> None:
     with pytest.raises(SystemExit, match="unknown contender 'apex': choose from bare, fsdp1, fsdp1_orig, fsdp2, ours"):
         engines.choose(["apex"], host.NAMES)
+
+
+@pytest.mark.timeout(180)
+def test_memory_and_host_waits_are_counted_on_the_pretend_accelerator(tmp_path: Path) -> None:
+    if (why := missing()) is not None:
+        pytest.skip(why)
+    out = tmp_path / "accelerator.json"
+    sizes = ("--blocks", "2", "--width", "16", "--heads", "2", "--sequence", "4", "--vocabulary", "16")
+    given = ("--world", "2", *sizes, "--contenders", "fsdp2", "ours", "--timeout", "120", "--out", str(out))
+    command = [sys.executable, str(BENCHMARKS / "accelerator.py"), *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, Any] = result_file.read(out)
+    theirs, ours = report["cases"]
+    assert ours["waits"] == 0
+    assert theirs["largest_loss_difference"] == 0
+    for case in (theirs, ours):
+        assert 0 < case["at_rest"] < case["training"] <= case["peak"]
+        assert len(case["losses"]) == 2 and all(len(losses) == 4 for losses in case["losses"])
+    assert "| FSDP2 |" in report_page({"accelerator": report})

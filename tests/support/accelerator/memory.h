@@ -21,6 +21,7 @@ struct Block {
   int device;
   Stream* stream;
   std::set<Stream*> users;
+  int64_t counted = 0;  // bytes that the tensor in it asked for; torch's allocator would split the block
 };
 
 struct Memory {
@@ -62,8 +63,9 @@ class Allocator {
       block = new Block{static_cast<char*>(std::aligned_alloc(512, size)), size, device, stream, {}};
       std::memset(block->data, 0xFF, size);
     }
-    memory.bytes += static_cast<int64_t>(block->size);
-    memory.by_stream[stream->id] += static_cast<int64_t>(block->size);
+    block->counted = static_cast<int64_t>(size);
+    memory.bytes += block->counted;
+    memory.by_stream[stream->id] += block->counted;
     memory.peak = std::max(memory.peak, memory.bytes);
     return block;
   }
@@ -71,8 +73,8 @@ class Allocator {
   void release(Block* block) {
     std::lock_guard<std::recursive_mutex> held(scheduler().lock);
     auto& memory = memories_[block->device];
-    memory.bytes -= static_cast<int64_t>(block->size);
-    memory.by_stream[block->stream->id] -= static_cast<int64_t>(block->size);
+    memory.bytes -= block->counted;
+    memory.by_stream[block->stream->id] -= block->counted;
     if (block->users.empty()) {
       give_back(memory, block);
       return;
