@@ -1,0 +1,1 @@
+"""Tests of what is done between phases of a program."""
