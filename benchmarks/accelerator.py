@@ -6,7 +6,8 @@
 The pretend accelerator (docs/development/pretend-accelerator.md) is a device type of torch whose allocator follows the rules of
 torch's for CUDA, and which counts every time the host waits for a stream. Rank r of W is on its device r, in one process. Ours
 runs on simulated ranks and the peers on threads with a process group of torch. Both launch the same collectives of the
-accelerator, with the same order of sums, so losses can be compared by their bits.
+accelerator, with the same order of sums. The norm of gradients is added in an order of each engine's own, so losses differ in
+their last bits.
 
 A step is a forward, a backward, the gradients' norm, AdamW (foreach) and the dropping of gradients. `peak` is what the device
 holds at most in steady steps, with everything: parameters, optimizer state, activations, gradients, buffers. `training` is the

@@ -143,7 +143,7 @@ def test_memory_and_host_waits_are_counted_on_the_pretend_accelerator(tmp_path: 
     report: dict[str, Any] = result_file.read(out)
     theirs, ours = report["cases"]
     assert ours["waits"] == 0
-    assert theirs["largest_loss_difference"] == 0
+    assert theirs["largest_loss_difference"] <= 1e-6  # the norm of gradients is added in another order
     for case in (theirs, ours):
         assert 0 < case["at_rest"] < case["training"] <= case["peak"]
         assert len(case["losses"]) == 2 and all(len(losses) == 4 for losses in case["losses"])
