@@ -52,6 +52,8 @@ class Unit:
         self._observer: UnitObserver
         self._before_copy: Callable[[FlatBuffer, torch.dtype], None] | None = None
         self.flats = tuple(flats)
+        self.is_offloaded = any(flat.is_offloaded for flat in self.flats)
+        """Whether shards of the unit are in host memory, while a device computes."""
         self.versions = Versions(self.flats)
         self._full_params = FullParams(self.flats)
         self._read_copies = ReadCopies(self.param_infos)
@@ -89,11 +91,9 @@ class Unit:
 
     @property
     def module(self) -> nn.Module:
-        """The module that is the unit, or the first of a list. It is alive whenever code asks for it.
-
-        The unit refers to its modules weakly. Autograd graphs refer to the unit in ways that Python's garbage collector does
-        not see, and a module may hold a graph (`self.aux = loss`).
-        """
+        """The module that is the unit, or the first of a list. It is alive whenever code asks for it."""
+        # The unit refers to its modules weakly: autograd graphs refer to the unit in ways that Python's garbage collector does
+        # not see, and a module may hold a graph (`self.aux = loss`).
         module = self._modules[0]()
         assert module is not None
         return module
@@ -125,22 +125,19 @@ class Unit:
             else:
                 tracker.add("shards", size_of(flat.shard))
 
-    def count_shards(self, sign: int) -> None:
-        """Count the shards as on the device again (1) or as in host memory (-1)."""
+    def set_put_away(self, put_away: bool) -> None:
+        """The shards are in host memory from now on, or on the device again. While they are not, refuse what needs them."""
+        self.is_put_away = put_away
         for flat in self.flats:
             if not flat.is_offloaded and flat.device.type not in ("cpu", "meta"):
-                self._tracker.add("shards", sign * size_of(flat.shard))
-                self._tracker.add_offloaded(-sign * size_of(flat.shard))
+                moved = size_of(flat.shard) if put_away else -size_of(flat.shard)
+                self._tracker.add("shards", -moved)
+                self._tracker.add_offloaded(moved)
 
     @property
     def gather_sizes(self) -> tuple[int, ...]:
         """Bytes of the unsharded parameters that each all-gather of this unit fills."""
         return tuple(size_of(flat.unsharded) for flat in self.flats if not flat.is_shared)
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether shards of the unit are in host memory, while a device computes."""
-        return any([flat.is_offloaded for flat in self.flats])
 
     @property
     def device(self) -> torch.device:
@@ -199,14 +196,8 @@ class Unit:
         if any([flat.sync_requires_grad() for flat in self.flats]):
             self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
 
-    def set_put_away(self, put_away: bool) -> None:
-        """From now on, refuse what needs the shards, or no longer."""
-        self.is_put_away = put_away
-
     def refuse_put_away(self) -> None:
-        """Raises:
-        ShardingError: the shards are in host memory.
-        """
+        """Raise ShardingError if `fsdp.offload` has moved the shards to the host."""
         if self.is_put_away:
             raise ShardingError(f"unit {self.name!r} is in host memory since fsdp.offload; call fsdp.onload(model) first.")
 
@@ -214,8 +205,7 @@ class Unit:
         """Copy data that the user put into sharded parameters (`p.data = x`) into the shards; return whether any was copied.
 
         Raises:
-            ShardingError: the shards are in host memory, the data does not fit, a module shows another parameter, or a copy was
-                changed in place.
+            ShardingError: the data does not fit, a module shows another parameter, or a copy was changed in place.
         """
         self.refuse_put_away()
         self._read_copies.check(self.name)
@@ -323,7 +313,6 @@ class Unit:
                   device before that if it is in host memory
         Traffic:  this rank receives (W - 1) * C elements
         """
-        self.refuse_put_away()
         with self._streams.gathering():
             for flat in self.prepare_all_gather():
                 self._works.append(self.comm.all_gather(flat.unsharded_bytes, self.name, flat.local_bytes))
@@ -331,6 +320,7 @@ class Unit:
 
     def prepare_all_gather(self) -> Iterator[FlatBuffer]:
         """Allocate the unsharded parameters, and copy this rank's shard to its place. Yield each flat buffer to be gathered."""
+        self.refuse_put_away()
         for flat in self.flats:
             if flat.is_offloaded:
                 self._upload(flat)
@@ -401,11 +391,7 @@ class Unit:
         self._full_params.gather(self.comm, self.name, self._tracker)
 
     def write_back(self) -> None:
-        """Copy this rank's part of the full parameters into the shards.
-
-        Raises:
-            ShardingError: a parameter points at a tensor of another shape or dtype. Nothing was copied.
-        """
+        """See `FullParams.write_back`."""
         self._full_params.write_back()
 
     def free_full(self) -> None:

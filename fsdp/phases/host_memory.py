@@ -56,7 +56,6 @@ def offload(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         reshard(engine)
         for unit in engine.units:
             unit.set_put_away(True)
-            unit.count_shards(-1)
         for bucket in engine.reducer.buckets:
             bucket.memory.release(engine.tracker, even_if_stays=True)
     for optimizer in optimizers:
@@ -88,7 +87,6 @@ def onload(model: nn.Module) -> None:
         handle.remove()
     for unit in _units_of(engines):
         unit.set_put_away(False)
-        unit.count_shards(1)
     del _put_away[engines[0]]
 
 
