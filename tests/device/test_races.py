@@ -261,6 +261,16 @@ def edited_between(**options: Any) -> None:
             model(batch(step))
 
 
+def grouped(**options: Any) -> None:
+    """Small units that share gathers two by two: a group is gathered into memory that another one has left in the same pass."""
+    torch.manual_seed(3)
+    net = Net(6)
+    two = 2.5 * sum(p.nbytes for p in net.blocks[0].parameters()) / 2**20
+    model = fsdp.fully_shard(net, auto_wrap_policy={Block}, reduction=fsdp.ReductionPolicy(coalesce_cap_mb=two), **options)
+    for step in range(3):
+        loss_of(model(batch(step))).backward()
+
+
 def nested(**options: Any) -> None:
     """A backward and a step inside a forward, whose later units are used after it. The step moves no version counter."""
 
@@ -325,6 +335,7 @@ STORIES: Final[dict[str, Callable[..., None]]] = {
     "weights edited in a forward": edited,
     "weights edited between calls": edited_between,
     "a step inside a forward": nested,
+    "units that share gathers": grouped,
     "sparse gradients": sparse,
     "weights read and loaded": reading,
 }
@@ -405,6 +416,8 @@ def test_a_race_is_found_when_any_wait_is_left_out() -> None:
         (pointed, {}),
         (nested, {}),
         (edited_between, {}),
+        (grouped, {}),
+        (training, {"mp_policy": HALF, "reduction": ALONE}),
         (failing_hooked, {}),
         (training, {}),
     ]

@@ -132,7 +132,8 @@ def test_a_wrong_cap_is_refused(wrong: Any) -> None:
 def test_a_step_that_fails_between_members_of_a_group_leaves_nothing_in_flight() -> None:
     def fn(rank: int) -> None:
         torch.manual_seed(0)
-        model = fsdp.fully_shard(Net(BLOCKS, WIDTH), auto_wrap_policy={Block})
+        shared = fsdp.ReductionPolicy(coalesce_cap_mb=1)
+        model = fsdp.fully_shard(Net(BLOCKS, WIDTH), auto_wrap_policy={Block}, reduction=shared)
         for _ in range(2):
             loss_of(model(X)).backward()
 
