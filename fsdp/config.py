@@ -121,11 +121,11 @@ class ReductionPolicy:
     first_bucket_mb: float = 1.0
     """The most MiB of the first collective of a backward, if units share one. A small one lets communication start early."""
     coalesce_cap_mb: float = 0.0
-    """The most MiB of a collective that small units share.
+    """The most MiB of a collective that small units share. 0: each has its own.
 
-    Units that follow each other share one all-gather and one reduction up to this size. 0 gives each unit its own; for a model of many tiny units 1 is a good value. Gathers are
-    shared from the second step on, when the order of the units is known. `bucket_cap_mb`, if given, counts for reductions. Units
-    whose shards are in host memory share no gather. With `uneven_paths` units share neither."""
+    With 1, say, units that follow each other share one all-gather and one reduction of up to 1 MiB, which a model of many tiny units
+    needs. Gathers are shared from the second step on, when the order of the units is known. `bucket_cap_mb`, if given, counts for
+    reductions. Units whose shards are in host memory share no gather. With `uneven_paths` units share neither."""
     triggers: tuple[str, ...] = ()
     """Names of parameters that end a bucket, as in `module.named_parameters()` of the wrapped module.
 
