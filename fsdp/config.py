@@ -123,7 +123,7 @@ class ReductionPolicy:
     coalesce_cap_mb: float = 0.0
     """The most MiB of a collective that small units share. 0: each has its own.
 
-    With 1, say, units that follow each other share one all-gather and one reduction of up to 1 MiB. Models of many tiny units need
+    With 1, units that follow each other share one all-gather and one reduction of up to 1 MiB. Models of many tiny units need
     it. Gathers are shared from the second step on, when the order of the units is known. `bucket_cap_mb`, if given, counts for
     reductions. Units whose shards are in host memory share no gather. With `uneven_paths` units share neither."""
     triggers: tuple[str, ...] = ()
