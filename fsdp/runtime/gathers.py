@@ -93,8 +93,9 @@ class Gathers:
             work = JointGather(units[0].comm, buffers, units[0].name, self._tracker.add)
             if not self._streams.on_host:
                 work.wait()  # the gather stream waits and copies, and the host goes on
+            works = (work, *self._streams.gathered())
         for unit in units:
-            unit.add_works((work, *self._streams.gathered()))
+            unit.add_works(works)
 
 
 def gather_sizes(units: Sequence[Unit]) -> list[int]:
