@@ -25,7 +25,7 @@ from state_machine import Event
 LOOK_EVERY: Final = 500_000
 """Nanoseconds between two looks at what is in flight. A look costs some microseconds for each collective."""
 NO_WAIT: Final = 20_000
-"""Nanoseconds that a wait takes, at the most, for a collective that has ended."""
+"""Nanoseconds of a wait, at the most, after which the other collectives are not looked at: hardly any time has passed."""
 
 
 @dataclass(slots=True)
@@ -143,7 +143,8 @@ class Recorder:
                 self._pending[number] = now
                 continue
             if is_completed is not None:
-                self._ended[number] = now
+                # after the answer, because the system may have stopped this process since `now`
+                self._ended[number] = perf_counter_ns()
             del self._in_flight[number]
 
     def add_launch(self, launch: _Launch, work: Work | None) -> int:
@@ -164,11 +165,8 @@ class Recorder:
     def _collective(self, number: int, launch: _Launch) -> Collective:
         began, ended = self._waits.get(number, (0, 0))
         seen = self._ended.get(number, 0)
-        if ended and not seen:
-            # a wait as short as that waits for nothing: it had ended before
-            seen = ended if ended - began > NO_WAIT else began
         pending = self._pending.get(number, launch.returned)
-        return Collective(*launch, pending, seen, began, ended)
+        return Collective(*launch, pending, seen or ended, began, ended)
 
 
 def _records(fields: Sequence[Any], count: int) -> Iterator[tuple[Any, ...]]:

@@ -60,8 +60,10 @@ def listening(table: str) -> list[tuple[str, int]]:
 def slowest_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The line of the report that names the slowest rank."""
     capsys.readouterr()
-    fsdp_command(["trace", "report", *(str(folder / f"trace-{rank}.json") for rank in range(RANKS))])
-    return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Slowest rank"))
+    status = fsdp_command(["trace", "report", *(str(folder / f"trace-{rank}.json") for rank in range(RANKS))])
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    return next(line for line in printed.out.splitlines() if line.startswith("Slowest rank"))
 
 
 def waits_of(folder: Path) -> list[float]:
