@@ -42,6 +42,8 @@ REDUCTIONS = (
     fsdp.ReductionPolicy(bucket_cap_mb=0.0001),
     fsdp.ReductionPolicy(bucket_cap_mb=1, first_bucket_mb=0.0001),
     fsdp.ReductionPolicy(at_end=True, deterministic=True),
+    fsdp.ReductionPolicy(coalesce_cap_mb=1),
+    fsdp.ReductionPolicy(coalesce_cap_mb=0.0002),
 )
 world_sizes = st.sampled_from((2, 1, 2, 3, 2, 4, 3, 8))
 
