@@ -20,6 +20,12 @@ class Neighbours:
         """The rank and the process of each, in the order in which they signed in."""
         number = store.add(self._key, 1)
         store.set(f"{self._key}/{number}", json.dumps((rank, this_process())))
+        if number == 1:
+            store.add("hosts", 1)
+
+    def count_hosts(self) -> int:
+        """The number of hosts on which ranks have signed in. 1 on systems other than Linux."""
+        return self._store.add("hosts", 0)
 
     def dead(self) -> set[int]:
         """The ranks whose processes have ended."""

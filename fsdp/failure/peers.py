@@ -133,6 +133,10 @@ class PeerMonitor:
         """
         self.sequences[OPENING].check_call(OPENS, OPENS, 0)
 
+    def count_hosts(self) -> int:
+        """The number of hosts of the group, the same on all ranks. To be called after `meet`."""
+        return self._neighbours.count_hosts()
+
     def name(self, rank: int) -> int:
         """The rank as the user counts it: in the default group."""
         return self._ranks[rank]
