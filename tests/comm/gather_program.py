@@ -1,7 +1,7 @@
 """A rank that gathers over gloo: python -m tests.comm.gather_program RANK SIZE FOLDER
 
-First as if all ranks were on one host, then on two. It saves, for each number of hosts and each size of a chunk, which collectives
-of gloo one gather launched.
+First as if all ranks were on one host, then on two. It saves which collectives of gloo one gather launched, for each number of
+hosts and each size of a chunk.
 """
 
 import os
