@@ -301,8 +301,6 @@ def make_config(
         raise ShardingError(f"dtensors: {sharding_strategy!r} cuts no parameter; leave dtensors out.")
     if not isinstance(uneven_paths, bool):
         raise ShardingError(f"uneven_paths must be True or False, not {uneven_paths!r}.")
-    if offload is not None and dtensors:
-        raise ShardingError("offload_policy: shards in host memory cannot be DTensors yet; leave dtensors out.")
     if offload is not None and uneven_paths:
         raise ShardingError("offload_policy and uneven_paths cannot be combined yet; give one of them.")
     if uneven_paths and broadcast_buffers:

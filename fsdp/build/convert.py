@@ -41,9 +41,10 @@ def convert(engine: Engine, fn: Conversion, units: Collection[int]) -> Engine:
 
     Raises:
         ShardingError: a forward, a backward or a summon is going on; gradients are kept under `no_sync`; the root is inside
-            `fsdp.join`, or uses parameters of others; or shards are in host memory by `offload_policy`. Nothing was changed.
+            `fsdp.join`, or uses parameters of others; or `fn` moves shards that `offload_policy` keeps in host memory. Nothing
+            was changed.
     """
-    _refuse(engine, units, "to")
+    _refuse(engine, units, "to", fn)
     shards = {index: [fn(flat.shard) for flat in engine.units[index].flats] for index in units}
     configs = {index: engine.units[index].config for index in units}
     return _remade(engine, fn, shards, configs)
@@ -76,7 +77,7 @@ def _remade(engine: Engine, fn: Conversion, shards: Mapping[int, list[Tensor]], 
     return new
 
 
-def _refuse(engine: Engine, units: Collection[int], function_name: str) -> None:
+def _refuse(engine: Engine, units: Collection[int], function_name: str, fn: Conversion = lambda tensor: tensor) -> None:
     engine.clean_up_dead_forward()
     refuse_unless_resting(function_name, engine)
     refuse_losses(engine, function_name)
@@ -84,10 +85,10 @@ def _refuse(engine: Engine, units: Collection[int], function_name: str) -> None:
     ModuleTree.of(root.module).refuse_borrowing(root.name)
     for index in units:
         unit = engine.units[index]
-        if any(flat.is_offloaded for flat in unit.flats):
+        if any(flat.is_offloaded and fn(flat.shard.new_empty(0)).device != flat.shard.device for flat in unit.flats):
             raise ShardingError(
-                f"{function_name}: the shards of unit {unit.name!r} are in host memory by offload_policy; convert the module "
-                "before wrapping it."
+                f"{function_name}: the shards of unit {unit.name!r} are in host memory by offload_policy and stay there, while "
+                f"{unit.flats[0].device} computes; change the dtype alone, or move the module before wrapping it."
             )
         unit.check_shards()
 
@@ -98,7 +99,7 @@ def _convert(unit: Unit, fn: Conversion, shards: list[Tensor], config: Config) -
     for flat, shard in zip(unit.flats, shards, strict=True):
         for number, slot in enumerate(flat.layout.slots):
             # a stand-in of the full shape with the memory of one element, which the new buffer cuts
-            stand_in = shard.new_empty(()).expand(slot.shape)
+            stand_in = shard.new_empty((), device=flat.device if flat.is_offloaded else None).expand(slot.shape)
             if flat.dtensor_layouts is None:
                 flat.restore_param(number, stand_in, None)
             else:
@@ -113,6 +114,7 @@ def _convert(unit: Unit, fn: Conversion, shards: list[Tensor], config: Config) -
             config.aligned,
             config.plain_shards,
             former=flat,
+            offload=config.offload,
         )
         for flat, shard in zip(unit.flats, shards, strict=True)
     ]

@@ -72,13 +72,13 @@ def dissolve(unit: Unit, has_grad: HasGrad, keeps: bool = True) -> None:
 def _gather_grad(param_shard: ParamShard, unit: Unit) -> Tensor:
     gradient = param_shard.parameter.grad
     if gradient is not None and gradient.is_sparse:
-        return gradient  # of a parameter that every rank has in full
+        return gradient.to(param_shard.flat.device)  # of a parameter that every rank has in full
     return _gather(param_shard, plain(param_shard.parameter if gradient is None else gradient), unit)
 
 
 def _gather(param_shard: ParamShard, local: Tensor, unit: Unit) -> Tensor:
-    """The full tensor of which `local` is this rank's part, on every rank and in memory of its own."""
-    full = torch.empty(param_shard.shape, dtype=local.dtype, device=local.device)
+    """The full tensor of which `local` is this rank's part, on every rank, on the device that computes, in memory of its own."""
+    full = torch.empty(param_shard.shape, dtype=local.dtype, device=param_shard.flat.device)
     flat = full.view(-1)
     parts: list[tuple[int, Tensor]] = []
     for rank in param_shard.holders:

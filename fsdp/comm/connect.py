@@ -216,15 +216,17 @@ def _comm(group: dist.ProcessGroup, name: str, carrier: Callable[[PeerMonitor | 
         carries = carrier(peers)
         if isinstance(peers, DevicePeerMonitor):
             peers.add_abort(partial(_abort, weakref.ref(carries)))
-        known[name] = _class_of(group, peers)(carries, name, peers)
+        known[name] = _open(group, carries, name, peers)
     return known[name]
 
 
-def _class_of(group: dist.ProcessGroup, peers: PeerMonitor | None) -> type[ProcessGroupCommunicator]:
+def _open(group: dist.ProcessGroup, carries: dist.ProcessGroup, name: str, peers: PeerMonitor | None) -> Communicator:
     kinds = [device.type for device in group._device_types]
     if kinds and "cpu" not in kinds:
-        return DeviceCommunicator
-    return ProcessGroupCommunicator if peers is None or _gloo(group) is None else GlooCommunicator
+        return DeviceCommunicator(carries, name, peers)
+    if peers is None or _gloo(group) is None:
+        return ProcessGroupCommunicator(carries, name, peers)
+    return GlooCommunicator(carries, name, peers)
 
 
 def _peers_in(group: dist.ProcessGroup) -> PeerMonitor | None:

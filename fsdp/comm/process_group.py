@@ -32,7 +32,7 @@ _EXCHANGE: Final = c10d.AllToAllOptions()
 for _options in (_GATHER, _SCATTER, _EXCHANGE):
     _options.asyncOp = True
 _LARGE: Final = 2**16
-"""Chunks of at least this many bytes are gathered over gloo by W broadcasts, which then take less time than its all-gather."""
+"""Chunks of at least this many bytes are gathered inside a host by W broadcasts, which then take less time than gloo's gather."""
 
 
 class ProcessGroupCommunicator:
@@ -245,14 +245,19 @@ class DeviceCommunicator(CarriesHostTensors, ProcessGroupCommunicator):
 class GlooCommunicator(ProcessGroupCommunicator):
     """A communicator whose collectives on the host are gloo's, each replaced by a cheaper one of gloo where there is one.
 
-    Two ranks exchange one chunk for another. More ranks gather large chunks by broadcasts.
+    Two ranks exchange one chunk for another. More ranks of one host gather large chunks by broadcasts. Over the links between
+    hosts, broadcasts send a chunk once for every rank at the worst, and gloo's own all-gather sends it once for every host.
     """
+
+    def __init__(self, group: dist.ProcessGroup, name: str, peers: PeerMonitor) -> None:
+        super().__init__(group, name, peers)
+        self._broadcasts = peers.count_hosts() == 1
 
     def _all_gather_on_host(self, unsharded: Tensor, label: str, own: Tensor) -> Work:
         if self._size == 2:
             return self._launch("all_gather", label, unsharded, partial(self._swap, own, self._of_peer(unsharded)))
         chunk = own.numel()
-        if chunk >= _LARGE:
+        if chunk >= _LARGE and self._broadcasts:
             chunks = torch.split(unsharded, chunk)
             return self._launch("all_gather", label, unsharded, lambda group: WorkBatch(_broadcasts(group, chunks)))
         return self._launch("all_gather", label, unsharded, lambda group: group._allgather_base(unsharded, own, _GATHER))

@@ -1,10 +1,37 @@
 """Identifies processes of this host, and finds which of them have ended."""
 
+import json
 import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from fsdp.failure.desync import Store
+
+
+class Neighbours:
+    """The ranks of a group whose processes run on this host. Each signs in when it is made."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = store
+        self._key = f"on/{this_process()[0]}"
+        self._found: list[Any] = []
+        """The rank and the process of each, in the order in which they signed in."""
+        number = store.add(self._key, 1)
+        store.set(f"{self._key}/{number}", json.dumps((rank, this_process())))
+        if number == 1:
+            store.add("hosts", 1)
+
+    def count_hosts(self) -> int:
+        """The number of hosts on which ranks have signed in. 1 on systems other than Linux."""
+        return self._store.add("hosts", 0)
+
+    def dead(self) -> set[int]:
+        """The ranks whose processes have ended."""
+        while self._store.check([key := f"{self._key}/{len(self._found) + 1}"]):
+            self._found.append(json.loads(self._store.get(key)))
+        return {rank for rank, process in self._found if is_dead(process)}
 
 
 @cache

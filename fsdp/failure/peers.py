@@ -25,7 +25,7 @@ from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, WorldError
 from fsdp.failure.connections import Connections
 from fsdp.failure.desync import TIME_OUT, DesyncDetector, Store
 from fsdp.failure.environment import seconds
-from fsdp.failure.liveness import is_dead, this_process
+from fsdp.failure.liveness import Neighbours
 from fsdp.failure.pending_call import OPENS, RESTART_CALL, PendingCall
 
 SECONDS: Final = "FSDP_PEER_SECONDS"
@@ -94,8 +94,7 @@ class PeerMonitor:
         self._epoch = 0
         self._abandoned = -1
         """The last epoch whose abandoned step this rank has written to the store."""
-        self._neighbours: list[Any] = []
-        """The rank and the process of every member on this host, in the order in which they signed in."""
+        self._neighbours = Neighbours(store, rank)
         self._process, self._exit_published = os.getpid(), False
         self.connections: dict[str, Any] = {}
         """For each communicator with connections of its own: the process group for its collectives on the host."""
@@ -107,9 +106,6 @@ class PeerMonitor:
         """True if this rank has disconnected. The next call reconnects."""
         self.pending_error: PendingError | None = None
         """If not None, the next call must ask `reconnect` whether it may be made."""
-        self._host = f"on/{this_process()[0]}"
-        number = store.add(self._host, 1)
-        store.set(f"{self._host}/{number}", json.dumps((rank, this_process())))
         _living.add(self)
         self._start()
 
@@ -136,6 +132,10 @@ class PeerMonitor:
             WorldError: another rank waits in another call.
         """
         self.sequences[OPENING].check_call(OPENS, OPENS, 0)
+
+    def count_hosts(self) -> int:
+        """The number of hosts of the group, the same on all ranks. To be called after `meet`."""
+        return self._neighbours.count_hosts()
 
     def name(self, rank: int) -> int:
         """The rank as the user counts it: in the default group."""
@@ -335,14 +335,8 @@ class PeerMonitor:
         """The other ranks that have ended."""
         some = self._store.check(["ended"])
         others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
-        dead = self._dead()
+        dead = self._neighbours.dead()
         return [rank for rank in others if rank in dead or (some and self._store.check([f"gone/{rank}"]))]
-
-    def _dead(self) -> set[int]:
-        """The ranks whose processes were on this host and have ended."""
-        while self._store.check([key := f"{self._host}/{len(self._neighbours) + 1}"]):
-            self._neighbours.append(json.loads(self._store.get(key)))
-        return {rank for rank, process in self._neighbours if is_dead(process)}
 
     def _publish_exit(self) -> None:
         if self._exit_published or os.getpid() != self._process:

@@ -108,13 +108,19 @@ def gather_param(
 
 
 def local_param(flat: FlatBuffer, index: int, on_external_grad: Callable[[], None]) -> Tensor:
-    """This rank's part of one parameter, differentiable. Shares the memory of the shard."""
+    """This rank's part of one parameter, differentiable. Shares the memory of the shard.
+
+    For autograd, a shard in host memory is copied to the device: a backward computes there in the order of the program, and
+    beside it, in another thread, what is on the host.
+    """
     if flat.is_moved or flat.is_tensor_parallel:
         raise ShardingError(
             f"to_local: parameter {flat.param_infos[index].names[0]!r} is cut along another dimension than the first, or by "
             "tensor parallelism as well; compute with fsdp.full_tensor(parameter)."
         )
     unsharded, shard, part = flat.unsharded_params[index], plain(flat.sharded_params[index]), flat.parts[index]
+    if unsharded.requires_grad and torch.is_grad_enabled():
+        shard = shard.to(flat.device)
     value: Tensor = LocalShard.apply(unsharded, shard, part, flat.num_shards, on_external_grad)  # type: ignore[no-untyped-call]
     return value
 

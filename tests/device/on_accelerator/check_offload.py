@@ -1,5 +1,6 @@
 """Shards in host memory: training has the bits of training on the host under every scheduler, and the device holds few bytes."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
@@ -7,11 +8,17 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import fsdp
+from fsdp.api import wrap
+from fsdp.build.convert import change_precision, convert
+from fsdp.comm.simulated import current_rank
 from fsdp.runtime.registry import engines_in
 from tests.device.on_accelerator.check_training import batch, cases, schedules
 from tests.device.test_races import BLOCKS, STORIES, STRATEGIES
+from tests.reduction.test_used_params import InnerLinear, ThreeCalls
 from tests.support.accelerator.device import NAME, Scheduler, host_waits, load
 from tests.support.accelerator.stories import first_difference, on_accelerator, on_host
 from tests.support.accelerator.world import run
@@ -93,7 +100,7 @@ def test_the_device_holds_two_units_a_bucket_and_its_reduced_part() -> None:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_what_works_on_shards_works_in_host_memory(strategy: str, tmp_path: Path) -> None:
-    """Checkpoints, averages, copies, summon, states of optimizers, full tensors, and penalties; beside a model on the host."""
+    """Checkpoints, averages, copies, summon, optimizer states, full tensors, penalties, unwrap; beside a model on the host."""
 
     def train(rank: int, device: str, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
         model, optimizer = model_of(device, sharding_strategy=strategy, **options)
@@ -110,7 +117,9 @@ def test_what_works_on_shards_works_in_host_memory(strategy: str, tmp_path: Path
         with fsdp.summon_full_params(model, writeback=True), torch.no_grad():
             for p in model.parameters():
                 p.mul_(0.5)
-        penalty = sum(fsdp.full_tensor(p).pow(2).sum() for p in model.parameters())
+        penalty = sum(fsdp.full_tensor(p).pow(2).sum() + fsdp.to_local(p).abs().sum() for p in model.parameters())
+        with fsdp.full_parameters(model):
+            penalty = penalty + sum(p.square().sum() for p in model.parameters())
         (loss_of(model(batch(rank, 3, device))) + 0.1 * penalty).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -119,7 +128,10 @@ def test_what_works_on_shards_works_in_host_memory(strategy: str, tmp_path: Path
         found = full_weights(copied)
         with average.averaged_weights():
             found |= {f"average {name}": value for name, value in full_weights(model).items()}
-        return found
+        plain = fsdp.unwrap(model)
+        assert all(p.device == torch.device(device) for p in plain.parameters())
+        loss_of(plain(batch(rank, 5, device))).backward()
+        return found | {f"gradient {name}": p.grad.cpu() for name, p in plain.named_parameters() if p.grad is not None}
 
     wanted = fsdp.simulate(2, lambda rank: train(rank, "cpu", tmp_path / "host"))
     for scheduler in (Scheduler.LAZY, Scheduler.RANDOM):
@@ -212,11 +224,84 @@ def test_a_root_without_parameters_and_units_with_and_without_the_policy_are_cli
             torch.testing.assert_close(value, theirs[name])
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
+def test_a_late_gradient_is_added_to_one_that_is_still_on_its_way_to_the_host(strategy: str) -> None:
+    """Each reduction has a stream of its own. Of replicas, the late one is launched before the first is copied to the host."""
+    size, own = STRATEGIES[strategy]
+
+    def train(rank: int, device: str, **options: Any) -> dict[str, torch.Tensor]:
+        policy = fsdp.ReductionPolicy(streams=3)
+        model = fsdp.fully_shard(ThreeCalls().to(device), auto_wrap_policy={InnerLinear}, reduction=policy, **own, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(2):
+            model(batch(rank, number, device)[:, :4]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_weights(model)
+
+    wanted = fsdp.simulate(size, lambda rank: train(rank, "cpu"))
+    for scheduler in Scheduler:
+        found = run(size, lambda rank: train(rank, f"{NAME}:{rank}", offload_policy=OFFLOAD), scheduler, 1)
+        assert first_difference(found, wanted) is None, scheduler.name
+
+
+def mesh_of_simulated_ranks(group: Any, mesh: Any, device: torch.device) -> DeviceMesh:
+    """A mesh whose DTensors cannot communicate: simulated ranks have no process groups."""
+    here = current_rank()
+    assert here is not None
+    return DeviceMesh(device.type, torch.arange(here.size), _init_backend=False, _rank=here.rank)
+
+
+@pytest.mark.parametrize("placement_of", [None, lambda parameter: Shard(parameter.dim() - 1)], ids=["rows", "columns"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_shards_in_host_memory_may_be_dtensors(
+    strategy: str, placement_of: Callable[[nn.Parameter], Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wrap, "open_mesh", mesh_of_simulated_ranks)
+
+    def train(rank: int, device: str, **options: Any) -> dict[str, torch.Tensor]:
+        own = {"dtensors": True, "shard_placement_fn": placement_of, "sharding_strategy": strategy}
+        model, optimizer = model_of(device, **own, **options)
+        for number in range(3):
+            step(model, optimizer, rank, device, number)
+        for p in model.parameters():
+            assert isinstance(p, DTensor) and p.device_mesh.device_type == torch.device(device).type
+            assert p._local_tensor.device.type == optimizer.state[p]["exp_avg"]._local_tensor.device.type == "cpu"
+        return {name: p._local_tensor.clone() for name, p in model.named_parameters()}
+
+    wanted = fsdp.simulate(2, lambda rank: train(rank, "cpu"))
+    for scheduler in (Scheduler.LAZY, Scheduler.RANDOM, Scheduler.STARVE):
+        found = run(2, lambda rank: train(rank, f"{NAME}:{rank}", offload_policy=OFFLOAD), scheduler, 1)
+        assert first_difference(found, wanted) is None, scheduler.name
+
+
+def test_another_dtype_and_another_precision_after_wrapping() -> None:
+    def train(rank: int, device: str, **options: Any) -> dict[str, torch.Tensor]:
+        model, optimizer = model_of(device, **options)
+        step(model, optimizer, rank, device, 0)
+        engine = engines_in(model, "test")[0]
+        if options:
+            with pytest.raises(fsdp.ShardingError, match="in host memory by offload_policy and stay there"):
+                convert(engine, lambda tensor: tensor.to(device), [0])
+        every = range(len(engine.units))
+        engine = convert(engine, lambda tensor: tensor.double(), every)
+        change_precision(engine, dict.fromkeys(every, fsdp.MixedPrecisionPolicy(param_dtype=torch.float32)), "test")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for number in range(2):
+            step(model, optimizer, rank, device, number)
+        assert all(p.device.type == "cpu" and p.dtype is torch.float64 for p in model.parameters())
+        return full_weights(model)
+
+    wanted = fsdp.simulate(2, lambda rank: train(rank, "cpu"))
+    for scheduler in (Scheduler.LAZY, Scheduler.RANDOM):
+        found = run(2, lambda rank: train(rank, f"{NAME}:{rank}", offload_policy=OFFLOAD), scheduler, 1)
+        assert first_difference(found, wanted) is None, scheduler.name
+
+
 def test_combinations_that_are_not_there_are_refused() -> None:
     net = Net(BLOCKS)
-    for refused in ({"dtensors": True}, {"uneven_paths": True}):
-        with pytest.raises(fsdp.ShardingError, match="offload_policy"):
-            fsdp.simulate(1, lambda rank: fsdp.fully_shard(net, offload_policy=OFFLOAD, **refused))  # noqa: B023
+    with pytest.raises(fsdp.ShardingError, match="offload_policy and uneven_paths"):
+        fsdp.simulate(1, lambda rank: fsdp.fully_shard(net, offload_policy=OFFLOAD, uneven_paths=True))
     with pytest.raises(fsdp.ShardingError, match="pin_memory must be True or False"):
         fsdp.OffloadPolicy(1)  # type: ignore[arg-type]
     with pytest.raises(fsdp.ShardingError, match="offload_policy must be"):

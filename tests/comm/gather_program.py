@@ -1,0 +1,64 @@
+"""A rank that gathers over gloo: python -m tests.comm.gather_program RANK SIZE FOLDER
+
+First as if all ranks were on one host, then on two. It saves which collectives of gloo one gather launched, for each number of
+hosts and each size of a chunk.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from fsdp.comm.connect import open_comms
+from fsdp.config import MeshKind
+from fsdp.failure import liveness
+
+SIZES = (2**14 - 4, 2**14)
+"""Elements of a chunk: just less than 64 KiB, and 64 KiB."""
+NAMES = ("broadcast", "_allgather_base", "alltoall_base")
+
+
+def counting(name: str, calls: Counter[str]) -> Callable[..., Any]:
+    launch = getattr(dist.ProcessGroupGloo, name)
+
+    def counted(*args: Any) -> Any:
+        calls[name] += 1
+        return launch(*args)
+
+    return counted
+
+
+def gathers(rank: int, size: int) -> dict[int, dict[str, int]]:
+    """For each size of a chunk, the collectives of gloo that one gather launched."""
+    comm, found = open_comms(None, None, MeshKind.SHARD).shard_comm, {}
+    for chunk in SIZES:
+        calls: Counter[str] = Counter()
+        unsharded = torch.zeros(size, chunk)
+        unsharded[rank] = 1.0 + rank
+        with mock.patch.multiple(dist.ProcessGroupGloo, **{name: counting(name, calls) for name in NAMES}):
+            comm.all_gather(unsharded.view(-1), "unit").wait()
+        assert unsharded.eq(torch.arange(1.0, 1 + size).view(size, 1)).all()
+        found[chunk] = dict(calls)
+    return found
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    found = {}
+    for hosts in (1, 2):
+        process = f"host {rank * hosts // size}", os.getpid(), ""
+        with mock.patch.object(liveness, "this_process", lambda: process):  # noqa: B023
+            dist.init_process_group("gloo", f"file://{folder}/store-{hosts}", rank=rank, world_size=size)
+            found[hosts] = gathers(rank, size)
+            dist.destroy_process_group()
+    torch.save(found, folder / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
