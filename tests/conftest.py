@@ -40,6 +40,10 @@ def pytest_collection_finish() -> None:
     import_module("torch._dynamo")
 
 
+# a collection after each 700 new objects, as is usual, takes a seventh of the time of all tests
+gc.set_threshold(50_000, 20, 20)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _small_heap() -> None:
     """A collection of garbage need not search, each time, what was there before this file: torch, the tests, their results."""
