@@ -59,6 +59,11 @@ class Rank:
             raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
         return self._process.exitcode
 
+    def send_signal(self, number: int) -> None:
+        """Send a signal to it."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
     def kill(self) -> None:
         """End it now. Does nothing to a rank that has ended."""
         self._process.kill()
