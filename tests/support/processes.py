@@ -92,13 +92,13 @@ def _run_program(program: list[str], is_script: bool, variables: dict[str, str],
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)
-    for folder in variables["PYTHONPATH"].split(os.pathsep):
+    own = [str(Path(program[0]).parent)] if is_script else []
+    for folder in [*own, *variables["PYTHONPATH"].split(os.pathsep)]:
         site.addsitedir(folder)  # an interpreter reads PYTHONPATH only when it starts
     torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))  # torch reads it only when it is imported
     sys.argv = program
     try:
         if is_script:
-            sys.path.insert(0, str(Path(program[0]).parent))
             runpy.run_path(program[0], run_name="__main__")
         else:
             runpy.run_module(program[0], run_name="__main__", alter_sys=True)
