@@ -9,7 +9,7 @@ NPROC ?= 2
 DATA ?=
 ARGS ?=
 
-.PHONY: train test test-all test-browser test-frameworks wander mutants soak bench docs docs-serve clean
+.PHONY: train test types tests test-all test-browser test-frameworks wander mutants soak bench docs docs-serve clean
 
 train: $(VENV)/.made
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.launch --standalone --nproc-per-node=$(NPROC) examples/train.py $(if $(DATA),"$(DATA)") $(ARGS)
@@ -17,7 +17,12 @@ train: $(VENV)/.made
 # how long every test takes is in runs/tests.xml: `.venv/bin/python -m tools.durations runs/tests.xml` shows the slowest files
 test: $(VENV)/.made-for-tests
 	$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory --jobs=2 types tests
+
+types: $(VENV)/.made-for-tests
 	$(BIN)/mypy
+
+tests: $(VENV)/.made-for-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --junitxml=runs/tests.xml $(ARGS)
 
 # the same with every training pattern in every simulated world, and over gloo with three processes as well

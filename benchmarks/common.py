@@ -30,6 +30,8 @@ S = TypeVar("S")
 R = TypeVar("R")
 D = TypeVar("D", bound=Any)
 """A dataclass of whole numbers."""
+START_METHOD = "spawn"
+"""How a process of a measurement starts: as an interpreter of its own."""
 
 
 def arguments(doc: str | None, names: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -68,7 +70,7 @@ def begin(
 
 def elsewhere(measure: Callable[[S], R], settings: S, timeout: float) -> R:
     """`measure` in a fresh process: a world cannot be set up in one that already had another."""
-    with multiprocessing.get_context("spawn").Pool(1) as process:
+    with multiprocessing.get_context(START_METHOD).Pool(1) as process:
         try:
             return process.apply_async(measure, (settings,)).get(timeout)
         except multiprocessing.TimeoutError:
@@ -114,9 +116,9 @@ def over_gloo(work: Callable[[int, S], R], settings: S, ranks: int, seconds: flo
     """
     # the launcher keeps the store, on a port the system chose: no port is guessed, none can be lost in between
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = mp.get_context("spawn").SimpleQueue()
+    results = mp.get_context(START_METHOD).SimpleQueue()
     given = (work, settings, store.port, ranks, timedelta(seconds=seconds), results)
-    processes = mp.start_processes(_rank, args=given, nprocs=ranks, join=False, start_method="spawn")
+    processes = mp.start_processes(_rank, args=given, nprocs=ranks, join=False, start_method=START_METHOD)
     deadline = time.monotonic() + seconds
     try:
         # a full pipe keeps rank 0 from ending until its result is read, so look before all ranks have ended

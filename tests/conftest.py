@@ -15,15 +15,20 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60
 settings.register_profile("explore", deadline=None, max_examples=1_000_000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+# a collection of garbage after each 700 new objects, as is usual, takes a seventh of the time of the tests
+gc.set_threshold(50_000, 20, 20)
+
 FIRST = (
-    "state_machine_tests/test_explore.py",
-    "runtime/test_property_training.py",
+    "device/test_accelerator.py",
+    "device/test_races.py",
+    "state_machine_tests/test_bucket.py",
     "patterns/test_simulated.py",
     "patterns/test_gloo.py",
     "equivalence/test_gloo.py",
-    "device/test_races.py",
+    "equivalence/test_peers.py",
+    "examples/test_examples.py",
     "examples/test_train.py",
-    "comm/test_simulated.py",
+    "planning/test_plan.py",
 )
 """The files that take longest, see docs/development/testing.md."""
 

@@ -4,8 +4,9 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from functools import cache, partial
 from pathlib import Path
 from types import MethodType
 
@@ -313,11 +314,13 @@ def path_of(name: str) -> Path:
     return FSDP / f"{name.replace('.', '/')}.py"
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def imports_of(path: Path) -> set[str]:
+@cache
+def imports_of(path: Path) -> frozenset[str]:
     """The full dotted names a file imports, also inside functions: `from a import b` counts as a and a.b."""
     found: set[str] = set()
     for node in ast.walk(parse(path)):
@@ -327,7 +330,7 @@ def imports_of(path: Path) -> set[str]:
             assert node.level == 0, f"{path.name} imports relatively"
             found.add(node.module or "")
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
+    return frozenset(found)
 
 
 def dotted(node: ast.expr) -> str:
@@ -343,7 +346,7 @@ def calls_in(path: Path) -> Iterator[str]:
             yield dotted(node.func)
 
 
-def climbs(imports: dict[str, set[str]], order: tuple[str, ...]) -> list[str]:
+def climbs(imports: Mapping[str, AbstractSet[str]], order: tuple[str, ...]) -> list[str]:
     """One sentence for every import that does not point down."""
     place = {name: number for number, name in enumerate(order)}
     return [

@@ -1,8 +1,6 @@
 """What README says is what happens, and what it counts is what the other pages have."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 
 import fsdp
 from state_machine.picture import picture
+from tests.support.jobs import run_alone
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -22,9 +21,9 @@ def test_the_example_runs_as_printed(tmp_path: Path) -> None:
     assert len([line for line in example.splitlines() if line.strip()]) <= 15
     script = tmp_path / "example.py"
     script.write_text(example, encoding="utf-8")
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert re.fullmatch(r"\[[\d.e-]+, [\d.e-]+\]\n", ran.stdout), ran.stdout
+    ran = run_alone(script, cwd=tmp_path)
+    assert ran.status == 0, ran.errors
+    assert re.fullmatch(r"\[[\d.e-]+, [\d.e-]+\]\n", ran.output), ran.output
 
 
 def test_it_is_short_and_its_first_screen_says_that_no_gpu_has_run_it() -> None:

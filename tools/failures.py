@@ -6,7 +6,6 @@ python -m tools.failures RANK WORLD_SIZE FOLDER     is one of these processes
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ from fsdp.debug.error_notes import MARK
 from fsdp.device import storage
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import Block, Net, gradients_of, is_at_rest, loss_of, weights_of
-from tests.support.processes import ROOT, command, environment
+from tests.support.processes import ROOT, start_rank
 
 PAGE: Final = ROOT / "docs" / "reference" / "failures.md"
 BESIDE: Final = "\n## FSDP1, FSDP2 and DDP beside it\n"
@@ -391,10 +390,11 @@ def in_processes(cells: Sequence[tuple[str, str, str]], limit: float | None = No
     size = STRATEGIES[cells[0][1]][0]
     with tempfile.TemporaryDirectory() as base:
         (Path(base) / "cells.json").write_text(json.dumps(cells))
-        commands = [command("tools.failures", rank, size, base) for rank in range(size)]
-        ranks = [subprocess.Popen(one, env=environment(), stdout=subprocess.DEVNULL) for one in commands]
+        output = Path(base) / "printed.txt"
+        ranks = [start_rank("tools.failures", rank, size, base, output=output) for rank in range(size)]
         try:
-            assert [one.wait(limit) for one in ranks] == [0] * size
+            codes = [one.wait(limit) for one in ranks]
+            assert codes == [0] * size, output.read_text(encoding="utf-8", errors="replace")
         finally:
             for one in ranks:
                 one.kill()  # nothing, to one that has ended

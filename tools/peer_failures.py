@@ -8,7 +8,6 @@ python -m tools.peer_failures rank RANK FOLDER       is one of the two processes
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from fsdp.shards.shard_tensor import ShardTensor, plain
 from tests.support.models import Net, loss_of
-from tests.support.processes import command, environment
+from tests.support.processes import start_rank
 from tools.failures import BESIDE, NOT_REACHED, PAGE, PHASES, Checkpointed, Fault, Mine, same, x_of
 from tools.peer_engines import ALONE, ENGINES, EXPRESSED, PLACES, Model, install, refusing, wrapped
 
@@ -202,8 +201,7 @@ def run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, str]]:
 def _pair(cells: Sequence[Cell], folder: Path) -> tuple[list[tuple[Seen, Seen]], str]:
     """What both ranks saw, by cell, as far as they came; and what ended them."""
     (folder / "cells.json").write_text(json.dumps(cells))
-    commands, quiet = [command("tools.peer_failures", "rank", rank, folder) for rank in (0, 1)], subprocess.DEVNULL
-    ranks = [subprocess.Popen(one, env=environment(), stdout=quiet, stderr=quiet) for one in commands]
+    ranks = [start_rank("tools.peer_failures", "rank", rank, folder, output=folder / "printed.txt") for rank in (0, 1)]
     files, known, since, end = [folder / f"{rank}.jsonl" for rank in (0, 1)], 0, time.monotonic(), ""
     try:
         while not end and any(one.poll() is None for one in ranks):

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from state_machine.explorer.garbage import collector_off
 from state_machine.explorer.harness import NEVER, Harness, Snapshot
 from state_machine.explorer.invariants import Sync, Violation
 from state_machine.explorer.model import Branch, Move, Scope, Tree, What
@@ -77,6 +78,7 @@ class Report(NamedTuple):
     seconds: float
 
 
+@collector_off()
 def explore(tree: Tree) -> Report:
     """Visit every reachable joint state of the tree. Stops at the first depth with a violation."""
     began = time.perf_counter()

@@ -10,6 +10,7 @@ from typing import Any, Final
 from state_machine.bucket import BucketEvent, BucketKind, BucketState
 from state_machine.explorer.bucket_harness import BucketHarness, Move, Part, Scene, Violation, What
 from state_machine.explorer.explore import Report
+from state_machine.explorer.garbage import collector_off
 
 ORDINARY, BEHIND, EARLY, UNUSED, AT_END = BucketKind
 
@@ -42,6 +43,7 @@ SCENES: Final = (
 )
 
 
+@collector_off()
 def explore_buckets(scene: Scene, used: set[tuple[BucketKind, BucketState, BucketEvent]] | None = None) -> Report:
     """Visit every reachable joint state of the scene. Stops at the first violation. `used` gets the rows that were used."""
     began = time.perf_counter()

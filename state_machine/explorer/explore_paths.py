@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Final, NamedTuple
 
+from state_machine.explorer.garbage import collector_off
 from state_machine.paths import END_OF_FORWARD, PATIENCE, Call, Exchange, Gather, Meet, Mixed, Path, Paths, Phase, Place, Tasks
 
 UNITS: Final = 2
@@ -72,6 +73,8 @@ class Rank:
     def __init__(self, program: Program, make: MakePaths) -> None:
         self.actions: list[Action] = []
         self.launches: list[Launch] = []
+        self.launched = [0]
+        """The number of collectives that it launches in its first actions, by the number of actions."""
         self.over = False
         self.user = 0
         """The number of collectives of the user's own."""
@@ -85,7 +88,9 @@ class Rank:
             if number == MOST:
                 raise Broken("a rank does not come to the end of its program")
             try:
-                self.actions.append(next(self._run))
+                action = next(self._run)
+                self.actions.append(action)
+                self.launched.append(self.launched[-1] + isinstance(action, Launch))
             except StopIteration:
                 self.over = True
             except Mixed as failure:
@@ -161,6 +166,7 @@ def _gathers(targets: Sequence[int]) -> Tasks:
         yield Gather(target)
 
 
+@collector_off()
 def explore_paths(programs: Sequence[Program], make: MakePaths = Paths) -> int:
     """Run the programs in every interleaving; return the number of joint states.
 
@@ -170,10 +176,10 @@ def explore_paths(programs: Sequence[Program], make: MakePaths = Paths) -> int:
     ranks = [Rank(program, make) for program in programs]
     start = (0,) * len(ranks)
     seen, frontier = {start}, [start]
-    complete = False
+    complete, alike = False, 0
     while frontier:
         here = frontier.pop()
-        launched = [sum(isinstance(one, Launch) for one in rank.actions[:count]) for rank, count in zip(ranks, here, strict=True)]
+        launched = [rank.launched[count] for rank, count in zip(ranks, here, strict=True)]
         moves = 0
         for index, rank in enumerate(ranks):
             if not _may_move(ranks, index, here, launched):
@@ -183,7 +189,8 @@ def explore_paths(programs: Sequence[Program], make: MakePaths = Paths) -> int:
             if there not in seen:
                 seen.add(there)
                 frontier.append(there)
-            _check(ranks, rank.action(here[index]))
+            if isinstance(rank.action(here[index]), Launch):
+                alike = _check(ranks, alike)
         if not moves:
             if not all(rank.over and count == len(rank.actions) for rank, count in zip(ranks, here, strict=True)):
                 raise Broken("nobody can go on")
@@ -211,12 +218,17 @@ def _may_move(ranks: Sequence[Rank], index: int, here: Sequence[int], launched: 
     return True
 
 
-def _check(ranks: Sequence[Rank], action: Action | None) -> None:
-    """Check that ranks have launched the same collectives, as far as they have come."""
-    if isinstance(action, Launch):
-        for number, one in enumerate(zip(*(rank.launches for rank in ranks), strict=False)):
-            if len({launch[:2] for launch in one}) > 1:
-                raise Broken(f"ranks launch {[launch[:2] for launch in one]} under number {number}")
+def _check(ranks: Sequence[Rank], alike: int) -> int:
+    """Check that ranks have launched the same collectives, as far as they have come; return the number of those.
+
+    The first `alike` of them are checked before.
+    """
+    known = min(len(rank.launches) for rank in ranks)
+    for number in range(alike, known):
+        found = [rank.launches[number][:2] for rank in ranks]
+        if len(set(found)) > 1:
+            raise Broken(f"ranks launch {found} under number {number}")
+    return known
 
 
 def _check_steps(ranks: Sequence[Rank]) -> None:

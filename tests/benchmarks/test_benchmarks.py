@@ -1,34 +1,48 @@
 """The benchmarks run, and write down what they promise. Times are never asserted."""
 
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import accelerator
+import common
 import engines
 import host
 import instructions
 import pytest
 import result_file
 import step
+import step_profile
 import torch
 from report import page as report_page
 from workloads import SMALL, WORKLOADS, Adapted
 
 from tests.support.accelerator.build import missing
+from tests.support.processes import START_METHOD
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+Run = Callable[..., None]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The main program of a benchmark with these arguments, in this process. Its ranks are forks."""
+    monkeypatch.setattr(common, "START_METHOD", START_METHOD)
+
+    def main(benchmark: ModuleType, *arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", [f"{benchmark.__name__}.py", *arguments])
+        benchmark.main()
+
+    return main
 
 
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
-def test_a_step_is_measured_for_every_contender_and_all_compute_the_same(tmp_path: Path) -> None:
+def test_a_step_is_measured_for_every_contender_and_all_compute_the_same(tmp_path: Path, run: Run) -> None:
     out = tmp_path / "step.json"
     tiny = ("--small", "--repeats", "1", "--steps", "2", "--date", "2000-01-01", "--timeout", "120", "--out", str(out))
-    command = [sys.executable, str(BENCHMARKS / "step.py"), *tiny, "--option", "accumulate"]
-    # the script ends its own processes first, so that none is left behind by this time-out
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(step, *tiny, "--option", "accumulate")
     report: dict[str, Any] = result_file.read(out)
     assert report["machine"]["date"] == "2000-01-01"
     assert str(Path.home()) not in out.read_text()
@@ -45,16 +59,14 @@ def test_a_step_is_measured_for_every_contender_and_all_compute_the_same(tmp_pat
 
 @pytest.mark.gloo
 @pytest.mark.timeout(120)
-def test_where_a_step_goes_is_listed_by_kind_of_work(tmp_path: Path) -> None:
+def test_where_a_step_goes_is_listed_by_kind_of_work(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "profile.json"
     given = ("--small", "--model", "gpt8x256", "--contenders", "ours", "--timeout", "90", "--out", str(out))
-    command = [sys.executable, str(BENCHMARKS / "step_profile.py"), *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(step_profile, *given)
     found = result_file.read(out)["cases"][0]["contenders"]["ours"]
     assert found["arithmetic"] + found["moving"] + found["the rest"] == pytest.approx(found["by the clock"])
     assert "aten::addmm" in found["dearest"] and found["operators"] > 100
-    assert "| ours |" in done.stdout
+    assert "| ours |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", step.OPTIONS)
@@ -85,14 +97,14 @@ def test_losses_that_part_are_named() -> None:
     assert [complaint.split(" differ")[0] for complaint in complaints] == ["ours and ddp", "ours and fsdp2"]
 
 
-def test_host_time_and_operations_are_measured_for_every_contender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_time_and_operations_are_measured_for_every_contender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
     out = tmp_path / "host.json"
     tiny = ("--units", "2", "--width", "8", "--repeats", "1", "--steps", "2", "--tensors", "12", "--world", "8")
-    monkeypatch.setattr(sys, "argv", ["host.py", *tiny, "--out", str(out)])
     # in this process: a start costs more than all else
     monkeypatch.setattr(host, "elsewhere", lambda measure, settings, timeout: measure(settings))
-    host.main()
-
+    run(host, *tiny, "--out", str(out))
     report = result_file.read(out)
     (case,) = report["cases"]
     assert set(case["contenders"]) == {"bare", "fsdp1", "fsdp1_orig", "fsdp2", "ours"}
@@ -131,15 +143,13 @@ def test_a_contender_asked_for_by_name_that_does_not_exist_is_refused_in_words()
 
 
 @pytest.mark.timeout(180)
-def test_memory_and_host_waits_are_counted_on_the_pretend_accelerator(tmp_path: Path) -> None:
+def test_memory_and_host_waits_are_counted_on_the_pretend_accelerator(tmp_path: Path, run: Run) -> None:
     if (why := missing()) is not None:
         pytest.skip(why)
     out = tmp_path / "accelerator.json"
     sizes = ("--blocks", "2", "--width", "16", "--heads", "2", "--sequence", "4", "--vocabulary", "16")
     given = ("--world", "2", *sizes, "--contenders", "fsdp2", "ours", "--timeout", "120", "--out", str(out))
-    command = [sys.executable, str(BENCHMARKS / "accelerator.py"), *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(accelerator, *given)
     report: dict[str, Any] = result_file.read(out)
     theirs, ours = report["cases"]
     assert ours["waits"] == 0

@@ -1,12 +1,10 @@
 """A signal makes a process that hangs print what its engines were doing."""
 
 import gc
-import os
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import fsdp
 from fsdp.comm.simulated import SimulatedCommunicator
 from fsdp.debug.dump import DUMP, dump
 from fsdp.failure.pending_call import PendingCall, Wait
+from tests.support.processes import Rank, start_rank
 
 
 class Mine(Exception):
@@ -47,25 +46,37 @@ lock.acquire(timeout=60)
 """
 
 
+def lines_of(file: Path, process: Rank) -> Iterator[str]:
+    """The lines that a process writes to a file, as they come."""
+    while not file.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    with file.open(encoding="utf-8") as opened:
+        line = ""
+        while True:
+            line += opened.readline()
+            if line.endswith("\n"):
+                yield line
+                line = ""
+            else:
+                assert process.poll() is None, f"it has ended: {file.read_text(encoding='utf-8')}"
+                time.sleep(0.01)
+
+
 @pytest.mark.parametrize("call", [True, False], ids=["by a call", "by the environment"])
-def test_a_signal_makes_a_process_that_waits_print_its_story(call: bool) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HANGS.format(call=call)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).resolve().parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **({} if call else {DUMP: "1"})},
-    )
+def test_a_signal_makes_a_process_that_waits_print_its_story(call: bool, tmp_path: Path) -> None:
+    script, output, errors = (tmp_path / name for name in ("hangs.py", "output.txt", "errors.txt"))
+    script.write_text(HANGS.format(call=call))
+    process = start_rank(script, output=output, errors=errors, **({} if call else {DUMP: "1"}))
     try:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == "ready\n"
+        assert next(lines_of(output, process)) == "ready\n"
+        lines = lines_of(errors, process)
         for _ in range(2):
             process.send_signal(signal.SIGUSR1)
-            told = []
-            while not told or 'File "<string>"' not in told[-1]:
-                told.append(process.stderr.readline())
-                assert told[-1], told
+            told = [next(lines)]
+            while told[-1].strip() != "lock.acquire(timeout=60)":
+                told.append(next(lines))
+            assert f'File "{script}"' in told[-2]
             assert told[0].startswith("fsdp: process ")
             assert told[1].startswith("root 'Linear', rank 1 of 2, backward RESTING; bytes held: ")
             assert told[4].split() == ["Linear", "IDLE", "CACHED", "PRE_FORWARD", "POST_FORWARD"]

@@ -1,13 +1,11 @@
 """A user's script before and after it moved here: one import changes, and the losses stay."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.docs.test_pages import DOCS, blocks_of
-from tests.support.processes import environment
+from tests.support.jobs import run_job
 
 NAMES = ("before.py", "after.py")
 
@@ -39,15 +37,7 @@ def test_losses_are_the_same_before_and_after(page: str, tmp_path: Path) -> None
 def losses_of(file: Path, script: str) -> list[float]:
     """What a script prints in two processes. A second group in one start would find old addresses."""
     file.write_text(script, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(file)],
-        cwd=file.parent,
-        env=environment(PYTHONUNBUFFERED="1"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_job(file, size=2, cwd=file.parent, PYTHONUNBUFFERED="1")
     # gloo sometimes aborts a process of torch's own engine at its very end ("terminate called"), when all is printed
-    assert done.returncode == 0 or (file.name == "before.py" and "terminate called" in done.stderr), done.stderr
-    return [float(line) for line in done.stdout.splitlines()]
+    assert done.status == 0 or (file.name == "before.py" and "terminate called" in done.errors), done.errors
+    return [float(line) for line in done.output.splitlines()]

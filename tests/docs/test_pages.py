@@ -11,11 +11,12 @@ import io
 import linecache
 import os
 import re
-import subprocess
+import signal
 import sys
 import textwrap
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ import pytest
 import torch
 
 import fsdp
+from tests.support.jobs import run_job
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -205,18 +207,13 @@ def test_the_job_of_the_tutorial_is_killed_and_resumes(tmp_path: Path) -> None:
     (second,) = (block.text for block in blocks if block.title == "second run")
     (tmp_path / "first_job.py").write_text(script, encoding="utf-8")
 
-    def run(*args: str) -> subprocess.CompletedProcess[str]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "first_job.py", *args]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return subprocess.run(launcher, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
-
+    run = partial(run_job, tmp_path / "first_job.py", size=2, cwd=tmp_path)
     killed = run("--kill-at", "25")
-    assert killed.returncode != 0
-    assert "exitcode  : -9" in killed.stderr
-    assert killed.stdout == first, killed.stderr
+    assert killed.status == -signal.SIGKILL, killed.errors
+    assert killed.output == first, killed.errors
     resumed = run()
-    assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout == second
+    assert resumed.status == 0, resumed.errors
+    assert resumed.output == second
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))

@@ -30,6 +30,7 @@ from tests.equivalence.compressed_programs import COMPRESSED
 from tests.equivalence.unheard_programs import UNHEARD
 from tests.support import outside
 from tests.support.models import CASES, Block, Net, Trained, gradients_of, loss_of, own_batches, train, wrap
+from tests.support.stalls import look_soon
 
 LIMIT: Final = 60
 """Seconds until a rank prints its stacks and dies."""
@@ -346,6 +347,8 @@ def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     programs = {**usual, **FOUR, **UNHEARD, **DISAGREE, **ALONE, **CHECKPOINTS, **BORDER}
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
+    if set(names) & {*DISAGREE, *ALONE, *UNHEARD}:
+        look_soon()
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT))
     torch.save({name: programs[name](rank) for name in names or usual}, folder / f"{rank}.pt")

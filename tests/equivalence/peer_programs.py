@@ -19,6 +19,7 @@ from torch import nn
 
 import fsdp
 from tests.support.models import CASES, Trained, gradients_of, is_at_rest, loss_of, own_batches, weights_of, wrap
+from tests.support.stalls import look_soon
 
 LIMIT: Final = 40
 """Seconds until a rank prints its stacks and dies."""
@@ -208,6 +209,7 @@ PROGRAMS: Final[dict[str, Callable[[int], Any]]] = {
 def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
+    look_soon()
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT))
     found = {}

@@ -1,12 +1,10 @@
-"""The short examples: as scripts beside the wheel, in one process and in two, and their numbers in the simulated world."""
+"""The short examples: as scripts beside the wheel in one process, in two processes, and their numbers in the simulated world."""
 
 import importlib
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -15,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from tests.support.processes import without
+from tests.support.jobs import Ended, run_job
+from tests.support.processes import environment, without
 from tests.support.several_scripts import MARK
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240
+SEVERAL = ROOT / "tests" / "support" / "several_scripts.py"
 SAYS = {
     "checkpointing": "the gradients are the same, bit for bit",
     "compression": "the losses are within 0.01 of each other",
@@ -31,6 +31,7 @@ SAYS = {
     "retry": "the weights are those of a run with enough memory",
     "step_in_backward": "losses and weights are the same as with a step after the backward, bit for bit",
 }
+SCRIPTS = [ROOT / "examples" / f"{name}.py" for name in SAYS]
 
 Load = Callable[[str], ModuleType]
 
@@ -42,26 +43,29 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
     return importlib.import_module
 
 
-def run_all(starter: list[str], folder: Path, installed: Path) -> dict[str, str]:
-    """What each script printed in the processes of one start, which run all of them."""
-    scripts = [str(ROOT / "tests" / "support" / "several_scripts.py"), *(script(name) for name in SAYS)]
-    with started([*starter, *scripts], folder, installed) as process:
-        output = finish(process)
-    assert process.returncode == 0, output
-    printed = dict(part.split("\n", 1) for part in output.split(MARK)[1:])
-    assert list(printed) == list(SAYS), output
+def printed_by(ended: Ended) -> dict[str, str]:
+    """What each script printed in one start, which ran all of them."""
+    assert ended.status == 0, ended.output + ended.errors
+    printed = dict(part.split("\n", 1) for part in ended.output.split(MARK)[1:])
+    assert list(printed) == list(SAYS), ended.output
     return printed
 
 
 @pytest.fixture(scope="module")
-def in_two_processes(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return run_all(starter, tmp_path_factory.mktemp("two"), installed)
+def in_two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return printed_by(run_job(SEVERAL, *SCRIPTS, size=2, cwd=tmp_path_factory.mktemp("two"), seconds=SECONDS))
 
 
 @pytest.fixture(scope="module")
 def in_one_process(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_all([], tmp_path_factory.mktemp("one"), installed)
+    """In an interpreter that has the wheel, and no package that the library does not need."""
+    folder = tmp_path_factory.mktemp("one")
+    # the folder of the scripts too, as `python SCRIPT` has it: several_scripts.py stands elsewhere
+    paths = [installed, without(folder, "matplotlib", "tqdm"), ROOT / "examples"]
+    variables = environment(PYTHONPATH=os.pathsep.join(map(str, paths)), CUDA_VISIBLE_DEVICES="")
+    program = [sys.executable, str(SEVERAL), *map(str, SCRIPTS)]
+    done = subprocess.run(program, cwd=folder, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return printed_by(Ended(done.returncode, done.stdout, done.stderr))
 
 
 @pytest.mark.gloo
@@ -79,10 +83,6 @@ def test_the_script_runs_in_one_process(name: str, in_one_process: dict[str, str
     assert "1 process (cpu, gloo)" in output
     assert SAYS[name] in output
     assert "NOT" not in output
-
-
-def script(name: str) -> str:
-    return str(ROOT / "examples" / f"{name}.py")
 
 
 def test_checkpointing_keeps_a_fraction_of_the_activations_and_the_same_gradients(load: Load) -> None:
@@ -169,46 +169,3 @@ def test_a_step_in_the_backward_is_the_step_after_it(load: Load) -> None:
         assert example.same(one, other)
         assert one.gradients_left > 0
         assert other.gradients_left == 0
-
-
-@contextmanager
-def started(arguments: list[str], folder: Path, installed: Path) -> Iterator[subprocess.Popen[str]]:
-    """Scripts running in `folder`, without packages that the library does not need; ended at the end, workers included."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment["OMP_NUM_THREADS"] = "1"
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    # the folder of the scripts too, as `python SCRIPT` has it: several_scripts.py stands elsewhere
-    paths = [installed, without(folder, "matplotlib", "tqdm"), ROOT / "examples"]
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-    with subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            end(process)
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    """Everything a process printed, when it is done, within SECONDS."""
-    try:
-        return process.communicate(timeout=SECONDS)[0]
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"not done after {SECONDS} s:\n{end(process)}")
-
-
-def end(process: subprocess.Popen[str]) -> str:
-    """End a process that may still run; what it printed."""
-    if process.poll() is not None:
-        return ""
-    process.send_signal(signal.SIGTERM)  # torchrun ends its workers, which a SIGKILL would leave behind
-    try:
-        return process.communicate(timeout=40)[0]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.communicate()[0]

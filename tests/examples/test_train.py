@@ -1,4 +1,4 @@
-"""The training example runs, learns, and refuses what it cannot run: as a user starts it, in processes of its own."""
+"""The training example runs, learns, and refuses what it cannot run: as a job of its own, and once as torchrun starts it."""
 
 import errno
 import importlib
@@ -20,8 +20,11 @@ import pytest
 import torch
 
 from tests.support.everything import EVERYTHING
+from tests.support.jobs import run_alone, run_job
+from tests.support.processes import command, environment
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "train.py"
 SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "16", "--batch", "4"]
 TINY = [*SMALL, "--eval-every", "20", "--sample-bytes", "12"]
 SECONDS = 120
@@ -226,7 +229,7 @@ def test_a_run_survives_a_killed_rank_and_goes_on_with_another_number_of_ranks(
         os.kill(workers_of(process.pid)[1], signal.SIGKILL)
 
     checkpoints = ["--checkpoint-every", "10", "--resume", "--out", out]
-    status, output = launch(2, [*options, "--batch", "4", *checkpoints], ["--max-restarts=1"], kill_a_rank)
+    status, output = torchrun([*options, "--batch", "4", *checkpoints], kill_a_rank)
     assert status == 0, output
     assert "resumed from" in output
     assert sorted(path.name for path in folder.iterdir()) == ["step-30", "step-40"]
@@ -257,22 +260,22 @@ def workers_of(starter: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{starter}/task/{starter}/children").read_text().split()]
 
 
-def launch(
-    processes: int,
-    arguments: list[Any],
-    starting: list[str] | None = None,
-    meanwhile: Callable[["subprocess.Popen[str]"], None] = lambda process: None,
-) -> tuple[int, str]:
-    """Run the example: the exit status, and everything it printed. It is ended after SECONDS, workers included."""
-    starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    starter += starting or []
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment["OMP_NUM_THREADS"] = "1"
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(ROOT)]))
+def launch(processes: int, arguments: list[Any]) -> tuple[int, str]:
+    """Run the example: the exit status, and everything it printed. With one process no launcher takes part."""
+    folder = Path(arguments[0])
+    ended = (
+        run_job(SCRIPT, *arguments, size=processes, cwd=folder, seconds=SECONDS)
+        if processes > 1
+        else run_alone(SCRIPT, *arguments, cwd=folder, seconds=SECONDS)
+    )
+    return ended.status, ended.output + ended.errors
+
+
+def torchrun(arguments: list[Any], meanwhile: Callable[["subprocess.Popen[str]"], None]) -> tuple[int, str]:
+    """Run the example with torchrun, which starts its two processes again once. It is ended after SECONDS, workers included."""
     process = subprocess.Popen(
-        [sys.executable, *starter, str(ROOT / "examples" / "train.py"), *map(str, arguments)],
-        env=environment,
+        command("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", SCRIPT, *arguments),
+        env=environment(CUDA_VISIBLE_DEVICES=""),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,10 +1,8 @@
 """What is let go of is freed: models, graphs, process groups."""
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp.runtime.registry import unit_ref_of
+from tests.support.jobs import run_alone
 
 AFTER_THE_GROUP = """
 import torch, torch.distributed as dist, fsdp
@@ -232,10 +231,8 @@ def test_a_graph_is_freed_with_its_loss() -> None:
     assert all(fsdp.simulate(2, one_rank))
 
 
-def test_a_destroyed_process_group_is_named() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", AFTER_THE_GROUP], capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "has been destroyed" in ran.stdout
+def test_a_destroyed_process_group_is_named(tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text(AFTER_THE_GROUP)
+    ran = run_alone(script, cwd=tmp_path)
+    assert ran.status == 0, ran.errors
+    assert "has been destroyed" in ran.output

@@ -5,6 +5,7 @@ them (`start_rank`). A test that looks at the start or at the end of an interpre
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -19,7 +20,9 @@ import torch
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
-_FORK_SERVER: Final = multiprocessing.get_context("forkserver")
+START_METHOD: Final = "forkserver"
+"""The method of multiprocessing that starts these forks."""
+_FORK_SERVER: Final = multiprocessing.get_context(START_METHOD)
 _FORK_SERVER.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "fsdp"])
 
 
@@ -56,31 +59,49 @@ class Rank:
             raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
         return self._process.exitcode
 
+    def send_signal(self, number: int) -> None:
+        """Send a signal to it."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
     def kill(self) -> None:
         """End it now. Does nothing to a rank that has ended."""
         self._process.kill()
 
 
-def start_rank(module: str, *arguments: object, output: Path, **variables: str) -> Rank:
-    """Run a module with these arguments in a fork. What it prints goes to the file `output`."""
-    program = [module, *map(str, arguments)]
-    process = _FORK_SERVER.Process(target=_run_module, args=(program, environment(**variables), output), name=" ".join(program))
+def start_rank(
+    module: str | Path, *arguments: object, output: Path, errors: Path | None = None, cwd: Path = ROOT, **variables: str
+) -> Rank:
+    """Run a module, or the script in a file, with these arguments in a fork.
+
+    What it prints is added to the file `output`, and what it prints to stderr to the file `errors`, if there is one.
+    """
+    program = [str(module), *map(str, arguments)]
+    given = (program, isinstance(module, Path), environment(**variables), (output, errors or output), cwd)
+    process = _FORK_SERVER.Process(target=_run_program, args=given, name=" ".join(program))
     process.start()
     return Rank(process)
 
 
-def _run_module(program: list[str], variables: dict[str, str], output: Path) -> None:
-    """As `python -m` runs it."""
-    with open(output, "wb") as opened:
-        for stream in (sys.stdout, sys.stderr):
+def _run_program(program: list[str], is_script: bool, variables: dict[str, str], printed: tuple[Path, Path], cwd: Path) -> None:
+    """As `python SCRIPT` runs it, or as `python -m MODULE`."""
+    for stream, path in zip((sys.stdout, sys.stderr), printed, strict=True):
+        with open(path, "ab") as opened:
             os.dup2(opened.fileno(), stream.fileno())
+    gc.freeze()  # a collection of garbage need not search what was imported before the fork
+    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)
-    for folder in variables["PYTHONPATH"].split(os.pathsep):
+    own = [str(Path(program[0]).parent)] if is_script else []
+    for folder in [*own, *variables["PYTHONPATH"].split(os.pathsep)]:
         site.addsitedir(folder)  # an interpreter reads PYTHONPATH only when it starts
+    torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))  # torch reads it only when it is imported
     sys.argv = program
     try:
-        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+        if is_script:
+            runpy.run_path(program[0], run_name="__main__")
+        else:
+            runpy.run_module(program[0], run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()  # as at the end of an interpreter; the end of a fork leaves them out
 

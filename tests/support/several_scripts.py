@@ -1,6 +1,6 @@
-"""Runs scripts one after the other in one process, or in those that torchrun started: a start takes longer than a script.
+"""Runs scripts one after the other in one process, or in those of a job: a start takes longer than a script.
 
-torchrun --nproc-per-node=2 tests/support/several_scripts.py A.py B.py    rank 0 prints a line of MARK before each
+python tests/support/several_scripts.py A.py B.py    rank 0 prints a line of MARK before each
 """
 
 import os

@@ -1,13 +1,12 @@
 """tools/torch_tests.py: what stands in for a device, and how outcomes are counted. Its runs take a quarter of an hour."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import environment
+from tests.support.jobs import run_alone
+from tests.support.processes import ROOT
 from tools import torch_tests
 
 PROGRAM = """
@@ -24,8 +23,10 @@ with torch.amp.autocast("cuda", torch.bfloat16):
 """
 
 
-def test_names_of_cuda_mean_the_host() -> None:
-    subprocess.run([sys.executable, "-c", PROGRAM], env=environment(), check=True, timeout=60)
+def test_names_of_cuda_mean_the_host(tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text(PROGRAM)
+    ended = run_alone(script, cwd=ROOT)
+    assert ended.status == 0, ended.errors
 
 
 def test_a_test_that_fails_anywhere_has_failed() -> None:
