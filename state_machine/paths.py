@@ -8,6 +8,8 @@ Rule 4: in a meeting every rank says which call it wants, or that it is at the e
         them, and all ranks make it. If none is wanted, the step is over for all ranks together.
 Rule 5: the common path of the next step contains the path of every rank in this one. A call of it that no rank has wanted in
         PATIENCE steps is dropped.
+Rule 6: a rank that gathers passively does so at a moment of its own. So weights change before the first gather of a step. If a
+        rank has changed some later, and the paths of the ranks differ, the end of the step is an error.
 
 So a rank whose path lies in the common path meets nobody before the end of its step.
 """
@@ -73,6 +75,8 @@ class Exchange(NamedTuple):
     """Exchange the paths of all ranks, and send those of all, by rank."""
 
     path: Path
+    changed: Sequence[int]
+    """The targets whose weights this rank has changed since its first gather of the step."""
 
 
 Tasks = Generator[Gather | Meet | Exchange, Any, None]
@@ -81,6 +85,18 @@ Tasks = Generator[Gather | Meet | Exchange, Any, None]
 
 class Mixed(Exception):
     """Some ranks are at the end of a backward, and others between two steps."""
+
+
+class ChangedWeights(Exception):
+    """Weights have changed between two gathers of a step in which ranks took different paths.
+
+    A rank may have given its old shard where another one gave its new one.
+    """
+
+    def __init__(self, changed: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.changed = changed
+        """The targets that each rank has changed."""
 
 
 class Paths:
@@ -126,17 +142,24 @@ class Paths:
             if not found and chosen is not None:
                 yield Gather(chosen)
 
-    def finish(self, place: Place) -> Tasks:
+    def finish(self, place: Place, changed: Sequence[int] = ()) -> Tasks:
         """This rank wants no call before the end of the step. When the tasks are done, the step is over on all ranks.
+
+        `changed`: the targets whose weights this rank has changed since its first gather of the step.
 
         Raises:
             Mixed: some ranks are at the end of a backward, and others between two steps.
+            ChangedWeights: some rank has changed weights, and the ranks took different paths.
         """
         for target in self.run_out():
             yield Gather(target)
-        while (chosen := self.choose(combined := (yield Meet(self.wait(place))))) is not None:
+        while (chosen := self.choose(combined := (yield Meet(self.wait(place, bool(changed)))))) is not None:
             yield Gather(chosen)
-        self.end(combined, (yield Exchange(self.own)) if self.met else ())
+        found: Sequence[Exchange] = ()
+        if self.met or self.some_rank_changed(combined):
+            found = yield Exchange(self.own, changed)
+        self.check(found)
+        self.end(combined, [one.path for one in found])
 
     # the common path ----------------------------------------------------------------------
 
@@ -201,7 +224,12 @@ class Paths:
 
     @property
     def message_size(self) -> int:
-        return self.targets + len(Place) + len(self.common)
+        return self._head + len(self.common)
+
+    @property
+    def _head(self) -> int:
+        """The place in a message behind the targets, the places, and whether weights were changed."""
+        return self.targets + len(Place) + 1
 
     def ask(self, call: Call) -> list[int]:
         """The message of a rank that wants a call. Messages are combined by the maximum."""
@@ -210,10 +238,14 @@ class Paths:
         message[call.target] = 2 if call.phase is Phase.BACKWARD else 1
         return message
 
-    def wait(self, place: Place) -> list[int]:
-        """The message of a rank that wants no call."""
+    def wait(self, place: Place, changed: bool) -> list[int]:
+        """The message of a rank that wants no call. `changed`: it has changed weights since its first gather of the step."""
         used = [int(position in self._used) for position in range(len(self.common))]
-        return [*([0] * self.targets), *(int(place is one) for one in Place), *used]
+        return [*([0] * self.targets), *(int(place is one) for one in Place), int(changed), *used]
+
+    def some_rank_changed(self, combined: Sequence[int]) -> bool:
+        """Whether some rank has changed weights since its first gather of the step."""
+        return combined[self._head - 1] > 0
 
     def choose(self, combined: Sequence[int]) -> int | None:
         """Return the target that all ranks gather next; None if none is wanted.
@@ -235,6 +267,15 @@ class Paths:
 
     # the end of a step --------------------------------------------------------------------
 
+    def check(self, found: Sequence[Exchange]) -> None:
+        """Check that no gather of this step can have brought old weights of some ranks and new ones of others.
+
+        Raises:
+            ChangedWeights: it can.
+        """
+        if any(one.changed for one in found) and len({one.path for one in found}) > 1:
+            raise ChangedWeights([one.changed for one in found])
+
     @property
     def own(self) -> Path:
         """The path of this rank in this step so far."""
@@ -242,7 +283,7 @@ class Paths:
 
     def end(self, combined: Sequence[int], paths: Sequence[Path]) -> None:
         """The step is over. `combined`: the last message. `paths`: those of all ranks, which are needed only if `met`."""
-        used = combined[self.targets + len(Place) :]
+        used = combined[self._head :]
         self.idle = [0 if value else steps + 1 for value, steps in zip(used, self.idle, strict=True)]
         kept = [position for position, steps in enumerate(self.idle) if steps < PATIENCE]
         if len(kept) < len(self.common):

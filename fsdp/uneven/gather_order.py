@@ -16,10 +16,11 @@ from fsdp.comm.context import CommContext
 from fsdp.comm.work import Work
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
-from fsdp.errors import WorldError
+from fsdp.errors import ShardingError, WorldError, name_ranks
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
-from state_machine.paths import Call, Gather, Meet, Mixed, Paths, Phase, Place, Tasks
+from fsdp.uneven.weight_changes import WeightChanges
+from state_machine.paths import Call, ChangedWeights, Gather, Meet, Mixed, Paths, Phase, Place, Tasks
 
 Combine = Callable[[Sequence[int]], Sequence[int]]
 """Combines a message of each rank by the maximum."""
@@ -54,6 +55,7 @@ class GatherOrder:
                     self._targets.append(Target(unit, (flat,), dtype))
         self._calls = {phase: [Call(unit, phase) for unit in range(len(units))] for phase in Phase}
         self._paths = Paths(len(self._targets))
+        self._changes = WeightChanges(units)
         self._units = len(units)
         self._gathers = comms.shard_comm.size > 1
         """Whether a gather communicates."""
@@ -64,15 +66,19 @@ class GatherOrder:
     def forget(self) -> None:
         """A step was abandoned: learn the common path anew."""
         self._paths.forget()
+        self._changes.end_step()
 
     def before_gather(self, unit: int, phase: Phase) -> None:
         """Launch what comes before the gather of a unit in the order of all ranks."""
-        if self._gathers and not self._paths.take_next(call := self._calls[phase][unit]):
-            self._execute(self._paths.want(call), self._combine)
+        if self._gathers:
+            self._changes.begin_gather()
+            if not self._paths.take_next(call := self._calls[phase][unit]):
+                self._execute(self._paths.want(call), self._combine)
 
     def before_copy(self, flat: FlatBuffer, dtype: torch.dtype, phase: Phase) -> None:
         """The same for a copy of one flat buffer, whose gather this rank waits for at once."""
         if self._gathers:
+            self._changes.begin_gather()
             call = Call(self._copies[id(flat), dtype], phase)
             self._execute(self._paths.want(call), self._combine)
             self._paths.wanted(call)
@@ -102,14 +108,18 @@ class GatherOrder:
 
         Raises:
             WorldError: some ranks end a backward, and others have called `fsdp.meet`.
+            ShardingError: weights have changed between two gathers of a step in which ranks took different paths.
         """
         try:
-            self._execute(self._paths.finish(place), combine or self._combine)
+            self._execute(self._paths.finish(place, self._changes.units()), combine or self._combine)
+        except ChangedWeights as found:
+            raise ShardingError(self._describe(found.changed)) from None
         except Mixed:
             raise WorldError(
                 "some ranks have called fsdp.meet, and others are at the end of a backward and would wait for ever; call "
                 "fsdp.meet on every rank, after the same number of backwards."
             ) from None
+        self._changes.end_step()
         self.drain()
 
     def drain(self) -> None:
@@ -136,7 +146,17 @@ class GatherOrder:
             elif isinstance(task, Meet):
                 result = combine(task.message)
             else:
-                result = self._comms.world_comm.gather_objects(task.path, "the paths of all ranks")
+                result = self._comms.world_comm.gather_objects(task, "the paths of all ranks")
+
+    def _describe(self, changed: Sequence[Sequence[int]]) -> str:
+        """What to say of the units that each rank has changed in the middle of a step."""
+        unit = min(min(units) for units in changed if units)
+        ranks = name_ranks([rank for rank, units in enumerate(changed) if unit in units])
+        return (
+            f"the weights of unit {self._targets[unit].unit.name!r} were changed on {ranks} in the middle of a step, after a "
+            "gather, and the ranks take different paths. So a rank may have computed with new weights of some ranks and old ones "
+            "of others. Change weights right after a backward that reduces gradients, or right after fsdp.meet on every rank."
+        )
 
     def _gather(self, number: int) -> None:
         """Take part in a gather that this rank does not need.
@@ -145,6 +165,7 @@ class GatherOrder:
         Memory: W * C elements until the next passive gather, or the end of the step
         """
         self.drain()
+        self._changes.begin_gather()
         unit, flats, dtype = self._targets[number]
         unit.check_shards()
         with self._streams.gathering():

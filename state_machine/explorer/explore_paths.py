@@ -5,8 +5,9 @@ does not need, waits for its own, and gathers one unit ahead. What a rank does d
 collectives alone. So a joint state is how far each rank has come, and every such state that can be reached is visited.
 
 The rules: ranks launch the same collective under one number; every rank comes to the end of its program; a rank computes only
-with what it has gathered; all ranks know the same common path after a step; and ranks whose paths lie in the common path meet
-once in a step, at its end.
+with what it has gathered; all ranks know the same common path after a step; ranks whose paths lie in the common path meet
+once in a step, at its end; and a step is an error on all ranks if one of them has computed with new weights of some ranks and old
+ones of others, and never an error if weights change before the first gather alone, or all ranks take one path.
 """
 
 import itertools
@@ -16,7 +17,22 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from state_machine.explorer.garbage import collector_off
-from state_machine.paths import END_OF_FORWARD, PATIENCE, Call, Exchange, Gather, Meet, Mixed, Path, Paths, Phase, Place, Tasks
+from state_machine.explorer.path_scenes import CHANGE, N0, USER, Program, changing_scenes, scenes
+from state_machine.paths import (
+    END_OF_FORWARD,
+    PATIENCE,
+    Call,
+    ChangedWeights,
+    Exchange,
+    Gather,
+    Meet,
+    Mixed,
+    Path,
+    Paths,
+    Phase,
+    Place,
+    Tasks,
+)
 
 UNITS: Final = 2
 AHEAD: Final = 1
@@ -35,7 +51,7 @@ class Launch(NamedTuple):
     detail: int
     """What must be the same on all ranks: the target, or the size of the message."""
     given: object = None
-    """What this rank sends."""
+    """What this rank sends: the number of its weights, its message, or its path."""
 
 
 class Wait(NamedTuple):
@@ -59,11 +75,15 @@ class Ended(NamedTuple):
     """The number of meetings, and of exchanges of paths."""
     gathers: int
     own: Path
+    changed: bool
+    """Whether this rank has changed weights after its first gather."""
+    mixed: bool
+    """Whether this rank has computed with old weights of some ranks and new ones of others."""
+    refused: bool
+    """Whether the end of the step was an error. The program ends there."""
 
 
 Action = Launch | Wait | UserWait | Ended
-Program = Sequence[Path]
-"""The calls of each step."""
 MakePaths = Callable[[int], Paths]
 
 
@@ -78,6 +98,9 @@ class Rank:
         self.over = False
         self.user = 0
         """The number of collectives of the user's own."""
+        self._weights = 0
+        """How often this rank has changed its weights."""
+        self._mixed = False
         self._results: dict[int, object] = {}
         self._paths = make(UNITS)
         self._run = self._steps(program)
@@ -118,7 +141,7 @@ class Rank:
             if isinstance(task, Gather):
                 if passive is not None:
                     yield Wait(passive)
-                passive = yield from self._launch("gather", task.target)
+                passive = yield from self._gather(task.target)
                 continue
             if isinstance(task, Meet):
                 self._meetings += 1
@@ -126,15 +149,23 @@ class Rank:
             else:
                 assert isinstance(task, Exchange)
                 self._meetings += 1
-                number = yield from self._launch("exchange", 0, task.path)
+                number = yield from self._launch("exchange", 0, task)
             yield Wait(number)
             result = self._results[number]
+
+    def _gather(self, target: int) -> Generator[Action, None, int]:
+        return (yield from self._launch("gather", target, self._weights))
 
     def _steps(self, program: Program) -> Iterator[Action]:
         paths = self._paths
         for own in program:
-            self._meetings, first, gathered = 0, len(self.launches), dict[int, int]()
+            self._meetings, first, gathered, self._mixed = 0, len(self.launches), dict[int, int](), False
+            changed: Sequence[int] = ()
             for call in own:
+                if call == CHANGE:
+                    self._weights += 1
+                    changed = range(UNITS) if len(self.launches) > first else ()
+                    continue
                 if call == USER:
                     self.user += 1
                     yield UserWait(self.user)
@@ -145,20 +176,30 @@ class Rank:
                 if call.target not in gathered:
                     if not paths.take_next(call):
                         yield from self._do(paths.want(call))
-                    gathered[call.target] = yield from self._launch("gather", call.target)
-                number = gathered.pop(call.target)
-                yield Wait(number)
-                if self.launches[number][:2] != ("gather", call.target):
-                    raise Broken(f"a rank computes with unit {call.target}, which it has not gathered")
+                    gathered[call.target] = yield from self._gather(call.target)
+                yield from self._compute(gathered.pop(call.target), call.target)
                 paths.wanted(call)
                 for target in paths.ahead(call.phase, AHEAD):
                     if target not in gathered:
                         yield from self._do(paths.want(Call(target, call.phase)))
-                        gathered[target] = yield from self._launch("gather", target)
-            path = paths.own
-            yield from self._do(paths.finish(Place.END_OF_BACKWARD))
+                        gathered[target] = yield from self._gather(target)
+            path, refused = paths.own, False
+            try:
+                yield from self._do(paths.finish(Place.END_OF_BACKWARD, changed))
+            except ChangedWeights:
+                refused = True
             gathers = sum(one.kind == "gather" for one in self.launches[first:])
-            yield Ended(paths.common, tuple(paths.idle), self._meetings, gathers, path)
+            yield Ended(paths.common, tuple(paths.idle), self._meetings, gathers, path, bool(changed), self._mixed, refused)
+            if refused:
+                return
+
+    def _compute(self, number: int, target: int) -> Generator[Action, None, None]:
+        yield Wait(number)
+        if self.launches[number][:2] != ("gather", target):
+            raise Broken(f"a rank computes with unit {target}, which it has not gathered")
+        weights = self._results[number]
+        assert isinstance(weights, list)
+        self._mixed = self._mixed or len(set(weights)) > 1
 
 
 def _gathers(targets: Sequence[int]) -> Tasks:
@@ -213,7 +254,7 @@ def _may_move(ranks: Sequence[Rank], index: int, here: Sequence[int], launched: 
         same = [other.launches[action.number] for other in ranks]
         if same[0].kind == "meet":
             rank.tell(action.number, [max(values) for values in zip(*(one.given for one in same), strict=True)])
-        elif same[0].kind == "exchange":
+        else:
             rank.tell(action.number, [one.given for one in same])
     return True
 
@@ -242,10 +283,14 @@ def _check_steps(ranks: Sequence[Rank]) -> None:
         if len({one[:2] for one in ended}) > 1:
             raise Broken(f"after step {number} the ranks know different common paths")
         owns = [one.own for one in ended]
-        if all(_contains(common, own) for own in owns) and {one.meetings for one in ended} != {1}:
+        _check_weights(number, ended)
+        if ended[0].refused:
+            return
+        known = all(_contains(common, own) for own in owns) and not any(one.changed for one in ended)
+        if known and {one.meetings for one in ended} != {1}:
             raise Broken(f"in step {number} all paths lie in the common path, and the ranks meet {ended[0].meetings} times")
-        known = [own for own in (*before, *owns) if not any(call.phase is Phase.EVALUATION for call in own)]
-        if not all(_contains(ended[0].common, own) for own in known):
+        learned = [own for own in (*before, *owns) if not any(call.phase is Phase.EVALUATION for call in own)]
+        if not all(_contains(ended[0].common, own) for own in learned):
             raise Broken(f"after step {number} the path of a rank in this step or the one before is not known")
         before = owns
         if (
@@ -255,9 +300,9 @@ def _check_steps(ranks: Sequence[Rank]) -> None:
         ):
             raise Broken(f"in step {number} ranks that skip units gather a unit twice")
         evaluated.append(any(call.phase is Phase.EVALUATION for own in owns for call in own))
-        learned = any(call.phase is Phase.EVALUATION for call in ended[0].common)
-        if learned != any(map(all, itertools.pairwise(evaluated))):
-            raise Broken(f"after step {number} evaluations are {'' if learned else 'not '}in the common path")
+        evaluates = any(call.phase is Phase.EVALUATION for call in ended[0].common)
+        if evaluates != any(map(all, itertools.pairwise(evaluated))):
+            raise Broken(f"after step {number} evaluations are {'' if evaluates else 'not '}in the common path")
         if set(owns) == {common} and ended[0].gathers != sum(call.target >= 0 for call in common):
             raise Broken(f"in step {number} all ranks take the common path, and gather more than it")
         if (
@@ -267,6 +312,17 @@ def _check_steps(ranks: Sequence[Rank]) -> None:
         ):
             raise Broken(f"what no rank has wanted in {PATIENCE} steps before step {number} is gathered for ever")
         common = ended[0].common
+
+
+def _check_weights(number: int, ended: Sequence[Ended]) -> None:
+    """Check that a step is an error if a rank has computed with weights of different ages, and no error for nothing."""
+    refused = ended[0].refused
+    if any(one.refused != refused for one in ended):
+        raise Broken(f"the end of step {number} is an error on some ranks only")
+    if any(one.mixed for one in ended) and not refused:
+        raise Broken(f"in step {number} a rank computes with old weights of some ranks and new ones of others")
+    if refused and (len({one.own for one in ended}) == 1 or not any(one.changed for one in ended)):
+        raise Broken(f"step {number} is an error, though all ranks took one path, or weights changed before it alone")
 
 
 def _same_for(steps: Sequence[Sequence[Ended]], number: int, count: int) -> bool:
@@ -286,47 +342,11 @@ def _contains(path: Path, part: Path) -> bool:
     return all(call in rest for call in part)
 
 
-F0, F1, B0, B1, N0 = (
-    Call(0, Phase.FORWARD),
-    Call(1, Phase.FORWARD),
-    Call(0, Phase.BACKWARD),
-    Call(1, Phase.BACKWARD),
-    Call(0, Phase.EVALUATION),
-)
-USER: Final = Call(-2, Phase.FORWARD)
-"""A collective of the user's own."""
-CHOICES: Final[tuple[Path, ...]] = (
-    (F0, F1, END_OF_FORWARD, B1, B0),
-    (F0, END_OF_FORWARD, B0),
-    (F1, F0, END_OF_FORWARD, B0),
-    (F0, F0, END_OF_FORWARD, B0, B0),
-    (N0, F0, END_OF_FORWARD, B0),
-    (),
-)
-"""The paths that a rank may take in a step: all units, one unit left out, another order, one repeated, an evaluation, nothing."""
-
-
-def scenes(ranks: int) -> Iterator[tuple[Program, ...]]:
-    """Programs of so many ranks: any paths in the first step, and any in the second; then the second again."""
-    if ranks == 2:
-        for first in itertools.product(CHOICES, repeat=2):
-            for second in itertools.product(CHOICES, repeat=2):
-                yield tuple((one, two, two) for one, two in zip(first, second, strict=True))
-    else:
-        for first in itertools.combinations_with_replacement(CHOICES, ranks):
-            yield tuple((one, one) for one in first)
-    # once the paths are known, ranks may call a collective of the user's own between forward and backward
-    late = ((F0, END_OF_FORWARD, USER, B0), (F0, F1, END_OF_FORWARD, USER, B1, B0))
-    yield tuple((tuple(call for call in path if call != USER), path, path) for path in (late * ranks)[:ranks])
-    # what is not wanted any more is dropped
-    yield tuple((CHOICES[0], *(CHOICES[1],) * (PATIENCE + 2)) for _ in range(ranks))
-
-
 def run() -> int:
     """Explore the scenes of two and of three ranks and print what was found; return the exit status."""
     for ranks in (2, 3):
         began, states, count = time.perf_counter(), 0, 0
-        for programs in scenes(ranks):
+        for programs in itertools.chain(scenes(ranks), changing_scenes(ranks)):
             count += 1
             try:
                 states += explore_paths(programs)

@@ -5,8 +5,24 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from state_machine.__main__ import main
-from state_machine.explorer.explore_paths import B0, B1, F0, F1, N0, Broken, explore_paths, scenes
-from state_machine.paths import END_OF_FORWARD, LONGEST, PATIENCE, Call, Gather, Meet, Mixed, Path, Paths, Phase, Place, Tasks
+from state_machine.explorer.explore_paths import Broken, explore_paths
+from state_machine.explorer.path_scenes import B0, B1, CHANGE, F0, F1, N0, changing_scenes, scenes
+from state_machine.paths import (
+    END_OF_FORWARD,
+    LONGEST,
+    PATIENCE,
+    Call,
+    ChangedWeights,
+    Exchange,
+    Gather,
+    Meet,
+    Mixed,
+    Path,
+    Paths,
+    Phase,
+    Place,
+    Tasks,
+)
 from tests.support.everything import EVERYTHING
 
 FULL: Path = (F0, F1, END_OF_FORWARD, B1, B0)
@@ -18,6 +34,14 @@ def test_every_interleaving_keeps_the_rules(ranks: int) -> None:
     programs = programs if EVERYTHING or ranks == 3 else [*programs[::7], *programs[-2:]]
     states = sum(map(explore_paths, programs))
     assert len(programs) >= 55 and states > 30_000
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_weights_of_different_ages_are_an_error_in_every_interleaving(ranks: int) -> None:
+    programs = list(changing_scenes(ranks))
+    programs = programs if EVERYTHING else programs[::3]
+    states = sum(map(explore_paths, programs))
+    assert len(programs) >= 60 and states > 10_000
 
 
 class SkipsWhatItDoesNotWant(Paths):
@@ -64,10 +88,10 @@ class GathersItsOwn(Paths):
 
 
 class LeavesEarly(Paths):
-    def finish(self, place: Place) -> Tasks:
+    def finish(self, place: Place, changed: Sequence[int] = ()) -> Tasks:
         for target in self.run_out():
             yield Gather(target)
-        combined = yield Meet(self.wait(place))
+        combined = yield Meet(self.wait(place, bool(changed)))
         self.choose(combined)
         self.end(combined, ())
 
@@ -160,9 +184,9 @@ class NeverDrops(Paths):
 
 
 class UsesNothing(Paths):
-    def wait(self, place: Place) -> list[int]:
-        message = super().wait(place)
-        return [*message[: self.targets + len(Place)], *([0] * len(self.common))]
+    def wait(self, place: Place, changed: bool) -> list[int]:
+        message = super().wait(place, changed)
+        return [*message[: self._head], *([0] * len(self.common))]
 
 
 class ComputesOnAfterAForward(Paths):
@@ -192,6 +216,38 @@ class KeepsThatItMet(Paths):
         self.met = met
 
 
+class HidesThatItChanged(Paths):
+    def wait(self, place: Place, changed: bool) -> list[int]:
+        return super().wait(place, False)
+
+
+class SaysThatItChanged(Paths):
+    def wait(self, place: Place, changed: bool) -> list[int]:
+        return super().wait(place, True)
+
+
+class AcceptsEveryChange(Paths):
+    def check(self, found: Sequence[Exchange]) -> None:
+        return
+
+
+class RefusesEveryChange(Paths):
+    def check(self, found: Sequence[Exchange]) -> None:
+        if any(one.changed for one in found):
+            raise ChangedWeights([one.changed for one in found])
+
+
+class RefusesDifferentPaths(Paths):
+    def check(self, found: Sequence[Exchange]) -> None:
+        if len({one.path for one in found}) > 1:
+            raise ChangedWeights([one.changed for one in found])
+
+
+class LooksAtItsOwnChanges(Paths):
+    def check(self, found: Sequence[Exchange]) -> None:
+        super().check([one for one in found if one.path == self.own])
+
+
 def mutants() -> Iterator[type[Paths]]:
     yield from (one for one in Paths.__subclasses__() if one.__module__ == __name__)
 
@@ -207,6 +263,10 @@ FIRST: Sequence[tuple[Sequence[Path], ...]] = (
     # evaluations with a step without one between them
     (((N0, *FULL), FULL, (N0, *FULL), FULL),) * 2,
     ((FULL, (F0, B0), FULL), (FULL, FULL, FULL)),
+    # weights change in the middle of a step, and all ranks take one path, or one leaves out a unit
+    (((F0, CHANGE, F1, B1, B0),),) * 2,
+    ((FULL, (F0, CHANGE, F1, B1, B0)), (FULL, (CHANGE, F1, B1))),
+    ((FULL, (CHANGE, F0, F1, B1, B0)), (FULL, (CHANGE, F1, B1))),
 )
 """The scenes in which a changed rule is noticed."""
 
@@ -241,24 +301,24 @@ def run(paths: Paths, tasks: Tasks, *results: object) -> list[object]:
 def test_a_rank_that_waits_between_steps_while_another_ends_a_backward_is_refused() -> None:
     paths = Paths(2)
     with pytest.raises(Mixed):
-        run(paths, paths.finish(Place.MEETING), [0, 0, 1, 1])
+        run(paths, paths.finish(Place.MEETING), [0, 0, 1, 1, 0])
 
 
 def test_a_common_path_that_would_be_too_long_is_not_learned() -> None:
     paths = Paths(1)
     long = (F0,) * (LONGEST + 1)
     for _ in long[:2]:
-        run(paths, paths.want(F0), [1, 0, 0])
+        run(paths, paths.want(F0), [1, 0, 0, 0])
         paths.wanted(F0)
-    run(paths, paths.finish(Place.END_OF_BACKWARD), [0, 1, 0], [long, ()])
+    run(paths, paths.finish(Place.END_OF_BACKWARD), [0, 1, 0, 0], [Exchange(long, ()), Exchange((), ())])
     assert paths.common == ()
 
 
 def test_an_abandoned_step_is_forgotten_with_all_that_was_learned() -> None:
     paths = Paths(2)
-    run(paths, paths.want(F0), [1, 0, 0, 0])
+    run(paths, paths.want(F0), [1, 0, 0, 0, 0])
     paths.wanted(F0)
-    run(paths, paths.finish(Place.END_OF_BACKWARD), [0, 0, 1, 0], [(F0,)])
+    run(paths, paths.finish(Place.END_OF_BACKWARD), [0, 0, 1, 0, 0], [Exchange((F0,), ())])
     assert paths.common == (F0,) and paths.idle == [0]
     run(paths, paths.want(F0))
     paths.wanted(F0)
@@ -278,6 +338,6 @@ def test_what_comes_next_ends_with_its_phase() -> None:
 
 
 def test_the_command_explores_all_scenes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("state_machine.explorer.explore_paths.CHOICES", ((F0,), ()))
+    monkeypatch.setattr("state_machine.explorer.path_scenes.CHOICES", ((F0,), ()))
     assert main(["paths"]) == 0
     assert "2 ranks" in capsys.readouterr().out
