@@ -81,14 +81,30 @@ def modules_being_saved() -> Iterator[nn.Module]:
     return (frame.f_locals["self"] for frame in _frames() if frame.f_code is _SAVE)
 
 
-def caller_of_full_state() -> str | None:
-    """What calls the `state_dict` that runs, if it is a function of torch's for state dicts, with full_state_dict=True."""
+class FullStateCall(NamedTuple):
+    """A call of torch's functions for state dicts with full_state_dict=True, which asks for a `state_dict`."""
+
+    loads: bool
+    """Whether it loads. torch then asks for the sharded state, and puts the full tensors that it has into it."""
+    offloads: bool
+    """Whether the full state is wanted in host memory (cpu_offload=True)."""
+    keeps: bool
+    """Whether this rank gets the full state. With cpu_offload=True the first rank alone does."""
+
+
+def full_state_call() -> FullStateCall | None:
+    """The call of torch's functions for state dicts that runs, if it has full_state_dict=True."""
+    if _TORCH_STATE not in sys.modules:
+        return None
     for frame in _frames():
         if frame.f_globals.get("__name__") == _TORCH_STATE and "info" in frame.f_locals:
-            # to load full state, torch asks for the sharded one and then puts the full tensors into it
+            info, dist = frame.f_locals["info"], frame.f_globals["dist"]
             loads = any(outer.f_code.co_name == "_load_optim_state_dict" for outer in _outwards(frame))
-            wanted = loads or frame.f_locals["info"].full_state_dict
-            return ("set" if loads else "get") if wanted else None
+            if not loads and not info.full_state_dict:
+                return None
+            # torch's own rule, by torch's own group
+            keeps = not info.cpu_offload or not dist.is_initialized() or dist.get_rank() == 0
+            return FullStateCall(loads, info.cpu_offload, keeps)
     return None
 
 

@@ -2,20 +2,25 @@
 
 Rule 1: a state dict holds a ShardedValue for each shard, as that of a model does. Distributed Checkpoint saves and loads it.
 Rule 2: a full tensor is cut to this rank's part without communication. What fits in no way is refused before it is loaded.
+Rule 3: a state dict communicates for torch's functions with full_state_dict=True alone. They get full tensors.
 
 The first step, and each call of this engine that is given an optimizer, sets the hooks on its state dict. A new optimizer has
 none yet. Its state is looked through at its first step.
 """
 
 from collections.abc import Iterator
-from typing import Any, Final, NoReturn
+from copy import deepcopy
+from math import prod
+from typing import Any, Final, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp.autograd.frames import caller_of_full_state
+from fsdp.autograd.frames import FullStateCall, full_state_call
+from fsdp.comm.agreement import agree_and_gather
+from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.shard_parameter import EmptyShardParameter, ShardParameter
@@ -31,7 +36,22 @@ NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys under which these optimizers keep one number for a parameter. It is the same on every rank."""
 _hooked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 """The optimizers with hooks, each with the number of its sharded parameters when its state was last looked through."""
+_FULL: Final = "full_state_dict=True"
 StateDict = dict[str, Any]
+State = dict[Any, dict[str, Any]]
+"""The state of each parameter, by its number or name."""
+Parameters = dict[Any, ShardParameter]
+"""The sharded parameters of an optimizer, by number or name."""
+
+
+class Extent(NamedTuple):
+    """Which elements of a flattened tensor a rank holds."""
+
+    shape: tuple[int, ...]
+    """The shape of the full tensor."""
+    dtype: torch.dtype
+    first: int
+    numel: int
 
 
 def hook_state(optimizer: Optimizer, parameters: list[Any] | None = None) -> None:
@@ -66,20 +86,128 @@ def adopt_state(optimizer: Optimizer) -> None:
 
 def _give_values(optimizer: Optimizer, state_dict: StateDict) -> None:
     """Put values that know the full shape into a state dict, and an empty dict for each parameter that is on other ranks."""
-    caller = caller_of_full_state()
-    if caller is not None:
-        loads = caller == "set"
-        raise ShardingError(
-            f"{caller}_optimizer_state_dict with full_state_dict=True takes parts for full tensors: call "
-            f"fsdp.{'load_' * loads}full_optim_state_dict(model, optimizer{', state' * loads}), which has the same form, or "
-            "leave full_state_dict out."
-        )
-    state = {number: {key: _value(key, one) for key, one in kept.items()} for number, kept in state_dict["state"].items()}
+    call, given = full_state_call(), state_dict["state"]
+    parameters = {number: p for number, p in _numbered(optimizer, state_dict) if isinstance(p, ShardParameter)}
+    state = {number: {key: _value(key, one) for key, one in kept.items()} for number, kept in given.items()}
+    elsewhere = [number for number, p in parameters.items() if isinstance(p, EmptyShardParameter)]
+    if call is not None and not call.loads:
+        state.update(_full_state(parameters, given, call))
+        elsewhere = [number for number in elsewhere if not parameters[number].shard_info.numel]
+    elif call is not None:
+        state = {**_state_of_others(parameters, given), **state}
     # torch's set_optimizer_state_dict asks for an entry of every parameter, also of those that lie on other ranks
-    for number, parameter in _numbered(optimizer, state_dict) if state else ():
-        if isinstance(parameter, EmptyShardParameter):
-            state.setdefault(number, {})
+    for number in elsewhere if state else ():
+        state.setdefault(number, {})
     state_dict["state"] = state
+
+
+def _full_state(parameters: Parameters, state: State, call: FullStateCall) -> State:
+    """The full state of each parameter that has state on any rank, if this rank keeps it. Communicates.
+
+    Memory besides the result: one tensor. Traffic: each rank sends its part of a tensor to all others.
+
+    Raises:
+        ShardingError: on every rank, if some state has no full form, or ranks differ in a number.
+    """
+    full: State = {}
+    for comm, here, by_rank in _outlines("get", parameters, state):
+        plan = {number: _together(p.shard_info, [outline.get(number, {}) for outline in by_rank]) for number, p in here.items()}
+        for number, kept in plan.items():
+            for key, found in kept.items():
+                one = _in_full(found, comm, state.get(number, {}).get(key), here[number])
+                if call.keeps:
+                    full.setdefault(number, {})[key] = one.cpu() if call.offloads and isinstance(one, Tensor) else one
+    return full
+
+
+def _state_of_others(parameters: Parameters, state: State) -> State:
+    """What torch finds of parameters that lie on other ranks when it loads full state. Communicates.
+
+    It loads what it finds on this rank alone, and puts full tensors in the place of these, which have the right shapes.
+    """
+    found: State = {}
+    for _, here, by_rank in _outlines("set", parameters, state):
+        for number, parameter in here.items():
+            for key, one in next((outline[number] for outline in by_rank if outline.get(number)), {}).items():
+                if isinstance(one, Extent):
+                    one = torch.empty((), dtype=one.dtype, device=parameter.device).expand(one.shape)
+                found.setdefault(number, {})[key] = one
+    return found
+
+
+def _outlines(verb: str, parameters: Parameters, state: State) -> Iterator[tuple[Communicator, Parameters, list[State]]]:
+    """The parameters of each group of ranks, and the outline of their state by rank. Communicates."""
+    for comm in dict.fromkeys(p.shard_info.comm for p in parameters.values()):
+        here = {number: p for number, p in parameters.items() if p.shard_info.comm is comm}
+        yield comm, here, agree_and_gather(comm, f"{verb}_optimizer_state_dict", lambda here=here: _outline(here, state))  # type: ignore[misc]
+
+
+def _outline(parameters: Parameters, state: State) -> State:
+    """This rank's state with an Extent in place of each tensor that has dimensions."""
+    return {
+        number: {key: _extent(parameter.shard_info, key, one) for key, one in state.get(number, {}).items()}
+        for number, parameter in parameters.items()
+        if not (isinstance(parameter, EmptyShardParameter) and parameter.shard_info.numel)
+    }
+
+
+def _extent(info: ShardInfo, key: str, one: Any) -> Any:
+    if isinstance(one, ShardTensor):
+        return Extent(one.shard_info.shape, one.dtype, one.shard_info.first, one.shape.numel())
+    if isinstance(one, Tensor):
+        return Extent(tuple(one.shape), one.dtype, 0, one.numel()) if one.dim() else one.detach().cpu().clone()
+    if not isinstance(one, bool | int | float | str | None):
+        raise ShardingError(
+            f"{_FULL}: {key!r} of parameter {info.name!r} is a {type(one).__name__}; only tensors and plain values can be kept."
+        )
+    return one
+
+
+def _together(info: ShardInfo, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state of one parameter on all ranks: for each tensor the Extents by rank, and each other value once.
+
+    Raises:
+        ShardingError: a rank lacks a part of a tensor, or has another value.
+    """
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys(key for kept in by_rank for key in kept):
+        what = f"{_FULL}: {key!r} of parameter {info.name!r}"
+        absent = [rank for rank, numel in enumerate(info.cut.numels()) if numel and key not in by_rank[rank]]
+        if absent:
+            raise ShardingError(
+                f"{what} is missing on ranks {absent}, which hold a part of the parameter; step every rank alike."
+            )
+        there = [kept[key] for kept in by_rank if key in kept]
+        if not any(isinstance(one, Extent) for one in there):
+            if any(one != there[0] for one in there):
+                raise ShardingError(f"{what} differs between ranks: {there}; step every rank alike.")
+            found[key] = deepcopy(there[0])  # simulated ranks share objects
+            continue
+        kinds = {one[:2] if isinstance(one, Extent) else type(one) for one in there}
+        if len(kinds) > 1 or sum(one.numel for one in there) != prod(there[0].shape):
+            raise ShardingError(
+                f"{what} is a tensor of each rank's own, with no full form: {there}. fsdp.save keeps it for the same number of "
+                "ranks."
+            )
+        found[key] = [kept.get(key, Extent(there[0].shape, there[0].dtype, 0, 0)) for kept in by_rank]
+    return found
+
+
+def _in_full(found: Any, comm: Communicator, mine: Any, parameter: ShardParameter) -> Any:
+    """The value that all ranks have, or the full tensor of which each rank has the part that its Extent says. Communicates."""
+    if not isinstance(found, list):
+        return found
+    full = torch.empty(found[0].shape, dtype=found[0].dtype, device=parameter.device)
+    works = []
+    for rank, extent in enumerate(found):
+        part = full.view(-1)[extent.first : extent.first + extent.numel]
+        if extent.numel and rank == comm.rank:
+            part.copy_(plain(mine).reshape(-1))
+        if extent.numel:
+            works.append(comm.broadcast(part, rank, f"optimizer state of {parameter.shard_info.name}"))
+    for work in works:
+        work.wait()
+    return full
 
 
 def _take_values(optimizer: Optimizer, state_dict: StateDict) -> StateDict:

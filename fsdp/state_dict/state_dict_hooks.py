@@ -1,6 +1,7 @@
 """The hooks by which `state_dict()` and `load_state_dict()` of a unit return and accept shards under plain names.
 
-Rule 1: no communication and no copy. A value of the state dict is the shard itself (sharded_value.py).
+Rule 1: no communication and no copy. A value of the state dict is the shard itself (sharded_value.py). The exception: torch's
+        functions with full_state_dict=True: for them each parameter is gathered.
 Rule 2: a state dict that does not fit is refused before anything is loaded.
 Rule 3: inside `summon_full_params` the parameters are full, and the hooks do nothing. Under "NO_SHARD" with `plain_shards`
         they are full and ordinary too, and stand for themselves.
@@ -14,16 +15,17 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp.autograd.frames import caller_of_full_state, loading_call, modules_being_saved
+from fsdp.autograd.frames import FullStateCall, full_state_call, loading_call, modules_being_saved
 from fsdp.config import MeshKind
 from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.refuse_copy import RefuseCopy
-from fsdp.runtime.registry import refuse_borrowing
+from fsdp.runtime.registry import refuse_borrowing, refuse_unless_resting
 from fsdp.shards.shard_tensor import ShardTensor
 from fsdp.state_dict.fqns import TRANSPARENT, check_names, check_values, entries, extra_states
+from fsdp.state_dict.param_ranges import ParamRange, gather_range
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 from state_machine import State
 
@@ -77,20 +79,27 @@ class StateHooks(RefuseCopy):
                 f"state_dict(keep_vars=True) of unit {self._unit.name!r}: a part of a parameter cannot stand for the parameter; "
                 "use named_parameters(), or state_dict() without it."
             )
-        if caller_of_full_state() is not None:
-            raise ShardingError(
-                "get_model_state_dict with full_state_dict=True takes parts for full tensors: call "
-                "fsdp.full_state_dict(model), which returns it on rank 0 (rank0_only=False: on every rank), or leave "
-                "full_state_dict out."
-            )
         self._unit.check_shards()
 
     def _put_sharded_values(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         if self._summoned or self._shows_full_params or self._unit.has_dtensors:
             return
+        call = full_state_call()
         for slot, param_shard in self._slots[module].items():
-            if prefix + slot in state_dict:
-                state_dict[prefix + slot] = param_shard.value(prefix + slot, param_shard.parameter)
+            name = prefix + slot
+            if name in state_dict:
+                value = param_shard.value(name, param_shard.parameter)
+                state_dict[name] = value if call is None else self._in_full(param_shard, value, call)
+
+    def _in_full(self, param_shard: ParamShard, value: Tensor, call: FullStateCall) -> Tensor:
+        """The full parameter. Communicates. torch drops what it gets on a rank that does not keep it, so there it is `value`."""
+        refuse_unless_resting("get_model_state_dict", self._engine)
+        param_range = ParamRange(param_shard.flat, (param_shard,))
+        buffer = gather_range(param_range, self._unit.comm, self._unit.name)
+        if not call.keeps:
+            return value
+        full = param_range.full_param(buffer, param_shard)
+        return full.cpu() if call.offloads else full
 
     def _refuse_renamed_shards(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Refuse a state dict in which this rank's shard stands under a name for which no hook replaced it."""

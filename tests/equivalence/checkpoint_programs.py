@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import fsdp
-from tests.support.models import CASES, Block, make_net, own_batches, train, wrap
+from tests.support.models import CASES, Block, Case, loss_of, make_net, own_batches, train, wrap
 
 State = dict[str, Any]
 CASE: Final = CASES["net"]
@@ -138,6 +138,33 @@ def load_both(rank: int) -> list[State]:
     return found
 
 
+def full_by_torch(rank: int) -> list[dict[str, Any]]:
+    """Full state by torch's functions, on the host of rank 0, and loaded from there. The second model lies on one rank."""
+    found = []
+    for case in (CASE, Case(lambda: nn.Linear(1, 1, bias=False), None)):
+        model, other = wrap(case), wrap(case)
+        optimizer, other_optimizer = make_optimizer(model), make_optimizer(other)
+        loss_of(model(torch.linspace(-1, rank + 1, 6 if case is CASE else 1))).backward()
+        optimizer.step()
+        on_host = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights, state = get_state_dict(model, optimizer, options=on_host)
+        kept = {"model": dict(weights), "optimizer": dict(state.get("state", {}))}
+        from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        # torch's set_state_dict does not call set_model_state_dict on a rank that gives {}
+        set_model_state_dict(other, weights, options=from_rank_0)
+        set_optimizer_state_dict(other, other_optimizer, state, options=from_rank_0)
+        everywhere = get_model_state_dict(model, options=FULL)
+        found.append(
+            {
+                "kept": kept,
+                "everywhere": everywhere,
+                "ours": ours_of(model, optimizer),
+                "loaded": ours_of(other, other_optimizer),
+            }
+        )
+    return found
+
+
 def in_the_background(rank: int) -> list[tuple[State, State]]:
     """Three saves while training goes on, which none of them waits for or disturbs: what was loaded and what was there."""
     model = wrap(CASE)
@@ -212,6 +239,7 @@ CHECKPOINTS: Final[dict[str, Callable[[int], Any]]] = {
     "plain DCP": plain_dcp,
     "save both": save_both,
     "load both": load_both,
+    "full by torch": full_by_torch,
     "in the background": in_the_background,
     "own versions": own_versions,
     "first steps": first_steps,

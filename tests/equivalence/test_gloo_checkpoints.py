@@ -55,3 +55,15 @@ def test_torchs_own_save_brings_model_and_optimizer_to_another_number_of_ranks(s
     (tmp_path / "store").unlink()  # the next start is a group of its own
     for loaded in run(other, tmp_path, "load both")[0]["load both"]:
         assert_equal(loaded, saved)
+
+
+def test_torchs_functions_gather_full_state_to_rank_0_and_load_it_from_there(tmp_path: Path) -> None:
+    ranks = run(3, tmp_path, "full by torch")
+    for rank, one in enumerate(ranks):
+        for number, model in enumerate(one["full by torch"]):
+            wanted = ranks[0]["full by torch"][number]["ours"]
+            assert wanted["model"] and wanted["optimizer"]
+            assert_equal(model["kept"], wanted if rank == 0 else {"model": {}, "optimizer": {}})
+            assert_equal(model["everywhere"], wanted["model"])
+            if rank == 0:
+                assert_equal(model["loaded"], wanted)

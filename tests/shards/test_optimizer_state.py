@@ -13,6 +13,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -22,9 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
 
 import fsdp
 from fsdp.checkpoint.dcp import StoredCheckpoint, WritePlan
-from fsdp.shards.shard_tensor import plain
+from fsdp.shards.shard_tensor import ShardTensor, plain
 from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.model_view import ModelView
+from tests.support.everything import EVERYTHING
 from tests.support.models import CASES, Case, own_batches, train, wrap
 from tests.support.states import assert_same_state
 
@@ -35,6 +37,20 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
 }
 SAVED = ["net", "tied", "odd", "net as one unit"]
+
+
+class Scale(nn.Module):
+    """One number, which lies on one rank. The others hold nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+SCALE = Case(Scale, None)
 
 
 def trained(case: Case, rank: int, make: Callable[[Any], torch.optim.Optimizer], steps: int = 2) -> tuple[nn.Module, Any]:
@@ -175,19 +191,123 @@ class TestTorchsOptions:
 
         fsdp.simulate(2, fn)
 
-    def test_full_state_is_refused_with_the_remedy(self) -> None:
+    @pytest.mark.parametrize("size", [2, 3])
+    @pytest.mark.parametrize("name", OPTIMIZERS if EVERYTHING else ["AdamW", "Adagrad"])
+    @pytest.mark.parametrize("case", [*SAVED, "scale"])
+    def test_full_state_is_gathered_and_loaded(self, case: str, name: str, size: int) -> None:
+        chosen = CASES.get(case, SCALE)
+        options = StateDictOptions(full_state_dict=True, strict=case != "odd")  # of a frozen parameter there is no state
+
+        def fn(rank: int) -> None:
+            model, optimizer = trained(chosen, rank, OPTIMIZERS[name])
+            weights, state = get_state_dict(model, optimizer, options=options)
+            wanted = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+            assert_same_state(dict(weights), fsdp.full_state_dict(model, rank0_only=False))
+            assert state["param_groups"] == wanted["param_groups"]
+            # of a parameter without elements ours has no state
+            assert {key for key, kept in state["state"].items() if kept and key != "empty"} == set(wanted["state"])
+            for key, kept in wanted["state"].items():
+                assert_same_state(dict(sorted(state["state"][key].items())), dict(sorted(kept.items())))
+            assert not any(
+                isinstance(one, ShardTensor | ShardedValue) for kept in state["state"].values() for one in kept.values()
+            )
+            other = wrap(chosen)
+            other_optimizer = OPTIMIZERS[name](other.parameters())
+            set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
+            before, after = everything(model, optimizer), everything(other, other_optimizer)
+            assert_same_state({key: after[key] for key in before}, before)
+
+        fsdp.simulate(size, fn)
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"sharding_strategy": "NO_SHARD"}, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}],
+        ids=["NO_SHARD", "HYBRID_SHARD"],
+    )
+    def test_full_state_of_other_layouts(self, options: dict[str, Any]) -> None:
+        case, full = CASES["net"], StateDictOptions(full_state_dict=True)
+
+        def fn(rank: int) -> None:
+            model = wrap(case, **options)
+            optimizer = OPTIMIZERS["AdamW"](model.parameters())
+            train(model, own_batches(case, rank, 2), lambda _: optimizer)
+            weights, state = get_state_dict(model, optimizer, options=full)
+            assert_same_state(dict(weights), fsdp.full_state_dict(model, rank0_only=False))
+            other = wrap(case)
+            other_optimizer = OPTIMIZERS["AdamW"](other.parameters())
+            set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=state, options=full)
+            assert_same_state(everything(other, other_optimizer), everything(model, optimizer))
+
+        fsdp.simulate(4, fn)
+
+    def test_a_rank_that_asks_alone_for_full_state_is_told_who_does_not(self) -> None:
+        def fn(rank: int) -> str:
+            model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
+            try:
+                if rank == 0:
+                    get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+                else:
+                    fsdp.full_state_dict(model)
+            except fsdp.errors.WorldError as told:
+                return str(told)
+            return "nothing"
+
+        for told in fsdp.simulate(2, fn):
+            assert "get_optimizer_state_dict" in told
+
+    def test_full_state_is_flattened(self) -> None:
         def fn(rank: int) -> None:
             model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
-            options = StateDictOptions(full_state_dict=True)
-            with pytest.raises(fsdp.ShardingError, match=r"get_model_state_dict with full_state_dict=True.*fsdp.full_state_dict"):
-                get_state_dict(model, optimizer, options=options)
-            text = r"get_optimizer_state_dict with full_state_dict=True.*fsdp.full_optim_state_dict\(model, optimizer\)"
-            with pytest.raises(fsdp.ShardingError, match=text):
+            options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True, cpu_offload=True)
+            found = get_optimizer_state_dict(model, optimizer, options=options)
+            wanted = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+            for name, kept in wanted.items():
+                for key, value in kept.items():
+                    assert torch.equal(torch.as_tensor(found.pop(f"state.{name}.{key}")), torch.as_tensor(value))
+            assert all(key.startswith("param_groups.") for key in found)
+
+        fsdp.simulate(2, fn)
+
+    def test_what_has_no_full_form_is_refused_on_every_rank(self) -> None:
+        options = StateDictOptions(full_state_dict=True)
+
+        def refused(text: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            with pytest.raises(fsdp.ShardingError, match=f"full_state_dict=True: {text}"):
                 get_optimizer_state_dict(model, optimizer, options=options)
-            full = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
-            text = r"set_optimizer_state_dict with full_state_dict=True.*fsdp.load_full_optim_state_dict\(model, optimizer, st"
-            with pytest.raises(fsdp.ShardingError, match=text):
-                set_optimizer_state_dict(model, optimizer, full, options=options)
+
+        def fn(rank: int) -> None:
+            model = fsdp.fully_shard(nn.Linear(4, 4, bias=False))
+            optimizer = OPTIMIZERS["AdamW"](model.parameters())
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+            kept = optimizer.state[model.weight]
+            refused_as = {
+                "'histogram' of parameter 'weight' is a tensor of each rank's own": ("histogram", torch.ones(3)),
+                "'step' of parameter 'weight' differs between ranks": ("step", torch.tensor(1.0 + rank)),
+                "'seen' of parameter 'weight' is a set": ("seen", {1}),
+            }
+            for text, (key, value) in refused_as.items():
+                before, kept[key] = kept.get(key), value
+                refused(text, model, optimizer)
+                kept[key] = before
+                if before is None:
+                    del kept[key]
+            if rank == 1:
+                del kept["exp_avg"]
+            refused(r"'exp_avg' of parameter 'weight' is missing on ranks \[1\]", model, optimizer)
+
+        fsdp.simulate(2, fn)
+
+    def test_full_weights_are_refused_inside_a_forward(self) -> None:
+        class Curious(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                get_model_state_dict(self, options=StateDictOptions(full_state_dict=True))
+                return super().forward(x)
+
+        def fn(rank: int) -> None:
+            model = fsdp.fully_shard(Curious(4, 4))
+            with pytest.raises(fsdp.ShardingError, match="get_model_state_dict: call it outside any"):
+                model(torch.ones(4))
 
         fsdp.simulate(2, fn)
 
