@@ -63,11 +63,11 @@ def computing_device(given: torch.device | None, offloads: bool, module: nn.Modu
     return given or here
 
 
-def move(module: nn.Module, device: torch.device, own: Sequence[Tensor]) -> None:
-    """Move the parameters of an instance, and all buffers, to the device where it computes. Shards of inner ones stay."""
-    for tensor in [*own, *module.buffers()]:
-        if tensor.device != device:
-            tensor.data = tensor.data.to(device)
+def move_to_computing_device(instance: Any) -> None:
+    """Move the vectors of an instance, and all buffers, to the device from which the engine offloads. Inner shards stay."""
+    for tensor in [*instance.params, *instance.module.buffers()]:
+        if tensor.device != instance.compute_device:
+            tensor.data = tensor.data.to(instance.compute_device)
 
 
 def move_units(instance: Any, fn: Conversion) -> None:
@@ -92,6 +92,8 @@ def _without_move(fn: Conversion, tensor: Tensor) -> Tensor:
 
 def shard(instance: Any) -> None:
     """Make the wrapped module a unit of the engine."""
+    if instance.move_params_to_cpu:
+        move_to_computing_device(instance)
     inner = [one for one in instances_in(instance) if one is not instance]
     group = shared_group(instance.process_group)
     foreign = [one for one in inner if shared_group(one.process_group) is not group]

@@ -109,8 +109,6 @@ class FullyShardedDataParallel(InstanceState):
         sharding.check_options(self, own)
         self._compute_device_given, self._state_dict_device_given = compute_device, state_dict_device
         self.set_compute_device(sharding.computing_device(compute_device, self.move_params_to_cpu, module, own))
-        if self.move_params_to_cpu:
-            sharding.move(module, self.compute_device, own)
         self._shared = sharding.take_shared(module, self.compute_dtype)
         self._fsdp_wrapped_module = FlattenParamsWrapper(
             module, own if flatten_parameters and own else [[]], multiple=self.world_size
@@ -196,8 +194,8 @@ class FullyShardedDataParallel(InstanceState):
         self.assert_state(TrainingState.IDLE)
         sharding.move_units(self, fn)
         applied = super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
-        if self.params and self._compute_device_given is None and not self.move_params_to_cpu:
-            self.set_compute_device(self.params[0].device)
+        if not self.move_params_to_cpu:
+            self.set_compute_device(sharding.computing_device(self._compute_device_given, False, self.module, self.params))
         return applied
 
     def apply(self, fn: Any) -> "FullyShardedDataParallel":

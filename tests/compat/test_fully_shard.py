@@ -17,6 +17,7 @@ from fsdp.compat import fully_shard as api
 from fsdp.compat.fully_shard import FSDPModule, fully_shard
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import unit_ref_of
+from tests.support.described_torch import describes_this_torch
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migration" / "from-fsdp2.md"
 STEPS = 3
@@ -403,6 +404,7 @@ def names_of_torch() -> list[str]:
     return names
 
 
+@describes_this_torch
 def test_every_name_of_fsdp2_is_here() -> None:
     assert set(torch_fsdp._fully_shard.__all__) == set(api.__all__)
     for name in names_of_torch():
@@ -414,11 +416,13 @@ def test_every_name_of_fsdp2_is_here() -> None:
         )
 
 
+@describes_this_torch
 def test_the_page_has_a_row_for_every_name_of_fsdp2() -> None:
     rows = "\n".join(line.split("|")[1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| "))
     assert [name for name in names_of_torch() if f"`{name}`" not in rows] == []
 
 
+@describes_this_torch
 @pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"])
 def test_arguments_have_torchs_names(name: str) -> None:
     theirs, ours = (inspect.signature(getattr(one, name)).parameters for one in (torch_fsdp, api))
@@ -426,6 +430,7 @@ def test_arguments_have_torchs_names(name: str) -> None:
     assert [one.kind for one in ours.values()] == [one.kind for one in theirs.values()]
 
 
+@describes_this_torch
 @pytest.mark.parametrize("name", [name for name in names_of_torch() if hasattr(torch_fsdp.FSDPModule, name)])
 def test_methods_take_torchs_arguments(name: str) -> None:
     theirs, ours = (inspect.signature(getattr(one, name)).parameters for one in (torch_fsdp.FSDPModule, FSDPModule))

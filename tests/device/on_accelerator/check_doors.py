@@ -127,6 +127,7 @@ def fairscale_program(rank: int, device: str, flat: bool, way: str) -> dict[str,
     assert is_on_host(model, optimizer) is (way == "offloaded" or device == "cpu")
     assert model.compute_device == model.state_dict_device == torch.device(device)
     weights, local = on_host(model.state_dict()), model.local_state_dict()
+    assert all(value.device.type == "cpu" for value in model.state_dict().values()) is (way == "offloaded" or device == "cpu")
     gathered = model.gather_full_optim_state_dict(optimizer) if flat else None
     step(model, optimizer, rank, device, 2)
     other = make()
