@@ -14,16 +14,14 @@ from fsdp.errors import ShardingError
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute of a module with the names that DistributedDataParallel leaves alone. Users of torch set it."""
 
-_JOINS: Final = "use `with model.join():`, which needs no Join"
-_INPUTS: Final = "a forward moves its own inputs to device_ids; leave the call out"
 ABSENT: Final = {
-    "reducer": "fsdp.reducer_stats(model) tells what was reduced",
-    "logger": "fsdp.story(model) and model._get_ddp_logging_data() tell what happened",
-    "scatter": _INPUTS,
-    "to_kwargs": _INPUTS,
-    "gather": "outputs stay where the forward has made them",
-    "join_device": _JOINS,
-    "join_process_group": _JOINS,
+    "reducer": "use fsdp.reducer_stats(model)",
+    "logger": "use fsdp.story(model)",
+    "scatter": "a forward moves its inputs",
+    "to_kwargs": "a forward moves its inputs",
+    "gather": "outputs stay where they are",
+    "join_device": "use `with model.join():`",
+    "join_process_group": "use `with model.join():`",
     "will_sync_module_buffers": "read model.broadcast_buffers",
 }
 """Names of torch's class that belong to its own engine, and what to use instead."""
