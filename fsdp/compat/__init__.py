@@ -6,6 +6,6 @@ May use: every package below.
 Must not: import the library whose names it has, except in install.
 """
 
-from fsdp.compat.installation import Installed, install, uninstall
+from fsdp.compat.installation import Installed, install, installed, uninstall
 
-__all__ = ["Installed", "install", "uninstall"]
+__all__ = ["Installed", "install", "installed", "uninstall"]

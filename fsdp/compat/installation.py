@@ -118,6 +118,11 @@ def install(*doors: str) -> Installed:
     return Installed(tuple(new))
 
 
+def installed() -> tuple[str, ...]:
+    """The doors that are installed, in the order in which they were."""
+    return tuple(_installed)
+
+
 def uninstall(*doors: str) -> None:
     """Put the library's names back: of the given doors, or of all that are installed.
 

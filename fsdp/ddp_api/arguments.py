@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,18 @@ from fsdp.errors import ShardingError
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute of a module with the names that DistributedDataParallel leaves alone. Users of torch set it."""
+
+ABSENT: Final = {
+    "reducer": "use fsdp.reducer_stats(model)",
+    "logger": "use fsdp.story(model)",
+    "scatter": "a forward moves its inputs",
+    "to_kwargs": "a forward moves its inputs",
+    "gather": "outputs stay where they are",
+    "join_device": "use `with model.join():`",
+    "join_process_group": "use `with model.join():`",
+    "will_sync_module_buffers": "read model.broadcast_buffers",
+}
+"""Names of torch's class that belong to its own engine, and what to use instead."""
 
 
 def input_device(module: nn.Module, device_ids: Sequence[Any] | None, output_device: Any) -> torch.device | None:

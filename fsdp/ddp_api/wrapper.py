@@ -11,7 +11,16 @@ from fsdp.api import comm_hooks, join, wrap
 from fsdp.build.other_engines import refuse_other_engines
 from fsdp.comm.connect import Mesh, ProcessGroup
 from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
-from fsdp.ddp_api.arguments import IGNORED, check_hook, checked_hook, input_device, left_alone, moved, refuse_other_options
+from fsdp.ddp_api.arguments import (
+    ABSENT,
+    IGNORED,
+    check_hook,
+    checked_hook,
+    input_device,
+    left_alone,
+    moved,
+    refuse_other_options,
+)
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, unit_ref_of
 
@@ -155,6 +164,12 @@ class DistributedDataParallel(ReplicatedModule):
         """The forward of the wrapped module, with its inputs on the device of `device_ids` if that was given."""
         self.__dict__["_iteration"] += 1  # the setter of modules takes microseconds
         return super().forward(*moved(inputs, self._input_device), **moved(kwargs, self._input_device))
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what takes the place of an attribute that only torch's class has."""
+        if name in ABSENT:
+            raise AttributeError(f"DistributedDataParallel.{name} is part of torch's engine: {ABSENT[name]}.")
+        return super().__getattr__(name)
 
     @property
     def broadcast_buffers(self) -> bool:

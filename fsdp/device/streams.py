@@ -223,9 +223,15 @@ def default_device(supports_device: Callable[[torch.device], bool]) -> torch.dev
     """
     if supports_device(META) and not supports_device(torch.device("cpu")):
         return META
+    accelerator = current_accelerator()
+    return accelerator if accelerator is not None and supports_device(accelerator) else torch.device("cpu")
+
+
+def current_accelerator() -> torch.device | None:
+    """The accelerator that is current on this rank; None on a machine without one that has streams."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or not _has_streams(accelerator) or not supports_device(accelerator):
-        return torch.device("cpu")
+    if accelerator is None or not _has_streams(accelerator):
+        return None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 

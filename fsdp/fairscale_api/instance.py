@@ -1,5 +1,6 @@
 """What of an instance changes after its constructor, and by which call: its class alone writes it."""
 
+import torch
 from torch import nn
 
 
@@ -19,8 +20,14 @@ class InstanceState(nn.Module):
         """Whether buffers have the `buffer_dtype`."""
         self.keeps_shards = False
         """Whether `state_dict()` gives shards, for `local_state_dict()`."""
+        self.compute_device = torch.device("cpu")
+        """Where the instance computes."""
         self.is_lazily_sharded = False
         """Whether the engine takes over at the first use, because there is no process group yet."""
+
+    def set_compute_device(self, device: torch.device) -> None:
+        """See `compute_device`."""
+        self.compute_device = device
 
     def set_lazily_sharded(self, lazily: bool) -> None:
         """See `is_lazily_sharded`."""

@@ -1,6 +1,7 @@
 """How an instance is made a unit of the engine: checks of its options, its group, its buffers, parameters of other instances."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ from torch.utils._pytree import tree_map
 
 from fsdp.api.wrap import fully_shard
 from fsdp.autograd.pytree import modules_within
+from fsdp.build.convert import Conversion, changes, convert
 from fsdp.build.other_engines import refuse_other_engines
 from fsdp.comm.plain_group import shared_group
-from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
+from fsdp.config import MixedPrecisionPolicy, OffloadPolicy, ReductionPolicy
+from fsdp.device.streams import current_accelerator
 from fsdp.errors import ShardingError
 from fsdp.fairscale_api.flatten import OWN_NAME
 from fsdp.fairscale_api.groups import ProcessGroupName, get_process_group_cached, is_process_group
@@ -43,11 +46,6 @@ def check_options(instance: Any, parameters: Sequence[nn.Parameter]) -> None:
         )
     is_pure_fp16 = not instance.mixed_precision and instance.compute_dtype is torch.float16
     for parameter in parameters:
-        if instance.move_params_to_cpu and parameter.device.type != "cpu":
-            raise ShardingError(
-                f"move_params_to_cpu=True with parameters on {parameter.device}: CPU offload is not supported by this "
-                "door; leave it out, or give fsdp.fully_shard an offload_policy. On the host it changes nothing."
-            )
         wanted = torch.float16 if is_pure_fp16 else torch.float32
         if parameter.dtype is not wanted:
             raise ValueError(
@@ -56,8 +54,46 @@ def check_options(instance: Any, parameters: Sequence[nn.Parameter]) -> None:
             )
 
 
+def computing_device(given: torch.device | None, offloads: bool, module: nn.Module, own: Sequence[Tensor]) -> torch.device:
+    """Where an instance computes: as given, else on the accelerator if it offloads, else where its own parameters are."""
+    inner = next((one.compute_device for one in instances_in(module)), torch.device("cpu"))
+    here = next((p.device for p in own), inner)
+    if given is None and offloads and here.type == "cpu":
+        return current_accelerator() or here
+    return given or here
+
+
+def move_to_computing_device(instance: Any) -> None:
+    """Move the vectors of an instance, and all buffers, to the device from which the engine offloads. Inner shards stay."""
+    for tensor in [*instance.params, *instance.module.buffers()]:
+        if tensor.device != instance.compute_device:
+            tensor.data = tensor.data.to(instance.compute_device)
+
+
+def move_units(instance: Any, fn: Conversion) -> None:
+    """Move the shards of an instance and of those inside it, as `cuda()` asks for. The next forward refuses another dtype."""
+    ref = unit_ref_of(instance.module)
+    if ref is None:
+        return
+    moved = [
+        index
+        for index in (ref.index, *sorted(ref.engine.descendants[ref.index]))
+        if changes(unit := ref.engine.units[index], fn) and not changes(unit, partial(_without_move, fn))
+    ]
+    if moved:
+        convert(ref.engine, fn, moved)
+        drop_state_hooks(instances_in(instance))
+
+
+def _without_move(fn: Conversion, tensor: Tensor) -> Tensor:
+    """What `fn` makes of a tensor, on the device where that was."""
+    return fn(tensor).to(tensor.device)
+
+
 def shard(instance: Any) -> None:
     """Make the wrapped module a unit of the engine."""
+    if instance.move_params_to_cpu:
+        move_to_computing_device(instance)
     inner = [one for one in instances_in(instance) if one is not instance]
     group = shared_group(instance.process_group)
     foreign = [one for one in inner if shared_group(one.process_group) is not group]
@@ -75,6 +111,7 @@ def shard(instance: Any) -> None:
         aligned=False,
         plain_shards=True,
         reshard_after_forward=reshard,
+        offload_policy=OffloadPolicy() if instance.move_params_to_cpu else None,
         mp_policy=MixedPrecisionPolicy(
             param_dtype=instance.compute_dtype if instance.mixed_precision else None,
             reduce_dtype=torch.float32 if instance.fp32_reduce_scatter else None,
@@ -88,10 +125,7 @@ def shard(instance: Any) -> None:
         ),
     )
     refuse_other_engines(instance, type(instance.module.module).__name__)
-    for one in (instance, *inner):
-        # state dicts have fairscale's formats
-        for handle in _handles(one):
-            handle.remove()
+    drop_state_hooks((instance, *inner))
 
 
 def cast_buffers(instance: Any, dtype: torch.dtype | None = None) -> None:
@@ -142,10 +176,12 @@ def take_shared(module: nn.Module, dtype: torch.dtype) -> list[SharedParam]:
     return list(found.values())
 
 
-def _handles(instance: Any) -> Sequence[Any]:
-    """The engine's hooks on the state dicts of an instance."""
-    found = unit_ref_of(instance.module)
-    return () if found is None else found.state_dict_handles
+def drop_state_hooks(instances: Sequence[Any]) -> None:
+    """Remove the engine's hooks on state dicts, which have fairscale's formats."""
+    for one in instances:
+        found = unit_ref_of(one.module)
+        for handle in () if found is None else found.state_dict_handles:
+            handle.remove()
 
 
 def cast_inputs(args: Any, kwargs: Any, old: torch.dtype, new: torch.dtype, keeps_graph: bool) -> tuple[Any, Any]:

@@ -78,7 +78,7 @@ def full_state_dict(instance: Any, save: Callable[..., Any], *args: Any, **kwarg
             instance.set_buffers_are_cast(False)
             if were_cast:
                 cast_buffers(instance)
-        device = instance.state_dict_device
+        device = torch.device("cpu") if instance.move_params_to_cpu else instance.state_dict_device
         keys = {storage_key(p) for p in instance.module.flat_params}
         for name, value in state.items():
             if isinstance(value, Tensor) and storage_key(value) in keys:

@@ -107,8 +107,8 @@ class FullyShardedDataParallel(InstanceState):
         self.numel_padded_per_param: list[int] = []
         own = [p for p in module.parameters() if not hasattr(p, "_is_sharded")]
         sharding.check_options(self, own)
-        self.compute_device = compute_device or next((p.device for p in module.parameters()), torch.device("cpu"))
-        self.state_dict_device = state_dict_device or self.compute_device
+        self._compute_device_given, self._state_dict_device_given = compute_device, state_dict_device
+        self.set_compute_device(sharding.computing_device(compute_device, self.move_params_to_cpu, module, own))
         self._shared = sharding.take_shared(module, self.compute_dtype)
         self._fsdp_wrapped_module = FlattenParamsWrapper(
             module, own if flatten_parameters and own else [[]], multiple=self.world_size
@@ -159,6 +159,11 @@ class FullyShardedDataParallel(InstanceState):
         return self.move_params_to_cpu
 
     @property
+    def state_dict_device(self) -> torch.device:
+        """Where `state_dict()` puts its values."""
+        return self._state_dict_device_given or self.compute_device
+
+    @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """The parameters that have a gradient."""
         return [p for p in self.parameters() if p.grad is not None]
@@ -187,7 +192,11 @@ class FullyShardedDataParallel(InstanceState):
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         self.assert_state(TrainingState.IDLE)
-        return super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+        sharding.move_units(self, fn)
+        applied = super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+        if not self.move_params_to_cpu:
+            self.set_compute_device(sharding.computing_device(self._compute_device_given, False, self.module, self.params))
+        return applied
 
     def apply(self, fn: Any) -> "FullyShardedDataParallel":
         """Call `fn` on every module, with the full parameters of its instance."""

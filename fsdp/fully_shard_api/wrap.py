@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from fsdp.build.builder import stay_on_meta
 from fsdp.comm import simulated
 from fsdp.errors import ShardingAssertion, ShardingError
 from fsdp.fully_shard_api.module import FSDPModule, become_fsdp_module
+
+_HOST: Final = ("cpu", "meta")
 
 
 def fully_shard(
@@ -44,7 +46,7 @@ def fully_shard(
     if ndim > 2:
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh!r}.")
     if isinstance(offload_policy, CPUOffloadPolicy):
-        _check_on_host(modules)
+        _check_on_host(modules, mesh)
     else:
         _move(modules, mesh, ignored_params or ())
     dtensors = simulated.current_rank() is None
@@ -112,17 +114,18 @@ def _check_rows(modules: Sequence[nn.Module], function: Any, ignored: Any) -> No
                 )
 
 
-def _check_on_host(modules: Sequence[nn.Module]) -> None:
+def _check_on_host(modules: Sequence[nn.Module], mesh: Any) -> None:
     """Raises:
-    ShardingError: a parameter is on a device, and offloading it is asked for.
+    ShardingError: a device computes, and offloading is asked for.
     """
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            if parameter.device.type not in ("cpu", "meta"):
-                raise ShardingError(
-                    f"CPUOffloadPolicy with {name!r} on {parameter.device}: CPU offload is not supported by this door; leave it "
-                    "out, or give fsdp.fully_shard an offload_policy. On the host it changes nothing."
-                )
+    on_device = [f"{name!r} on {p.device}" for one in modules for name, p in one.named_parameters() if p.device.type not in _HOST]
+    on_device += [f"a mesh of {mesh.device_type} devices"] if getattr(mesh, "device_type", "cpu") not in _HOST else []
+    if on_device:
+        raise ShardingError(
+            f"CPUOffloadPolicy with {on_device[0]}: DTensors in host memory are not supported; leave it out, or wrap by "
+            "fsdp.fully_shard with offload_policy=fsdp.OffloadPolicy(), whose shards are no DTensors. On the host it changes "
+            "nothing."
+        )
 
 
 def _move(modules: Sequence[nn.Module], mesh: Any, ignored: Any) -> None:

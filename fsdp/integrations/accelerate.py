@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from fsdp import compat
+from fsdp.errors import ShardingError
 
 try:
     from accelerate.state import PartialState
@@ -23,7 +24,7 @@ except ImportError as missing:
 __all__ = ["DOORS", "PATCHES", "Patch", "install", "uninstall"]
 
 DOORS: Final = ("torch_fsdp", "fully_shard")
-"""What `fsdp.compat.install` puts in: for version 1 and for version 2 of Accelerate's FSDP plugin."""
+"""What `fsdp.compat.install` puts in: for version 1 of Accelerate's FSDP plugin, and for version 2."""
 Method = Callable[..., Any]
 
 
@@ -42,6 +43,8 @@ def _shard_on_cpus(theirs: Method) -> Method:
 
     @functools.wraps(theirs)
     def __init__(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        if fsdp_plugin is not None:
+            _check_door(fsdp_plugin.fsdp_version)
         theirs(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is None or self.distributed_type != DistributedType.MULTI_CPU:
             return
@@ -52,6 +55,18 @@ def _shard_on_cpus(theirs: Method) -> Method:
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
     return __init__
+
+
+def _check_door(version: int) -> None:
+    """Raises:
+    ShardingError: the door for this version of the plugin is not installed, so that torch's own engine would train.
+    """
+    door, found = DOORS[version - 1], compat.installed()
+    if door not in found:
+        raise ShardingError(
+            f'the FSDP plugin with fsdp_version={version} needs the door "{door}"; installed are {", ".join(found) or "none"}: '
+            f'call fsdp.integrations.accelerate.install("{door}") before the Accelerator is made, or give another fsdp_version.'
+        )
 
 
 def _initialise_on_cpus(theirs: Method) -> Method:

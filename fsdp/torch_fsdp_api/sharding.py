@@ -1,7 +1,7 @@
 """How an instance is made a unit of the engine: its arguments in the engine's words, its group, its precision, its buffers."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,14 @@ from fsdp.build.convert import change_precision
 from fsdp.build.other_engines import refuse_other_engines
 from fsdp.comm.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy
+from fsdp.device.streams import current_accelerator
 from fsdp.errors import ShardingError
 from fsdp.params.module_params import owning_unit
 from fsdp.params.module_tree import IGNORED
 from fsdp.runtime.registry import UnitRef, unit_ref_of
 from fsdp.torch_fsdp_api import torch_names
 from fsdp.torch_fsdp_api.flat_param import drop_state_hooks
-from fsdp.torch_fsdp_api.torch_names import HYBRID, ShardingStrategy
+from fsdp.torch_fsdp_api.torch_names import HYBRID, CPUOffload, ShardingStrategy
 
 WRAPPED_NAME = "_fsdp_wrapped_module."
 CHECKPOINT_NAME = "_checkpoint_wrapped_module."
@@ -66,18 +67,25 @@ def device_of(device_id: Any) -> torch.device | None:
     return device
 
 
-def move(module: nn.Module, device: torch.device | None, parameters: Iterable[Tensor]) -> None:
-    """Move a module to the device of `device_id`.
+def computing_device(given: torch.device | None, offload: CPUOffload, module: nn.Module, own: Sequence[Tensor]) -> torch.device:
+    """Where an instance computes: on `device_id`, else on the accelerator if it offloads, else where its own parameters are."""
+    inner = next((one.compute_device for one in instances_in(module)), torch.device("cpu"))
+    here = next((one.device for one in own if not one.is_meta), inner)
+    if given is None and offload.offload_params and here.type == "cpu":
+        return current_accelerator() or here
+    return given or here
+
+
+def move(module: nn.Module, device: torch.device, own: Sequence[Tensor]) -> None:
+    """Move the parameters of an instance, and all buffers, to the device where it computes. Shards of inner ones stay.
 
     Raises:
         ValueError: its parameters are on another device than that, and not on the host.
     """
-    if device is None:
-        return
-    others = {one.device for one in parameters if one.device.type not in ("cpu", "meta")} - {device}
+    others = {one.device for one in own if one.device.type not in ("cpu", "meta")} - {device}
     if others:
         raise ValueError(f"device_id is {device}, and the module has parameters on {others.pop()}; give one of them.")
-    for tensor in [*module.parameters(), *module.buffers()]:
+    for tensor in [*own, *module.buffers()]:
         if tensor.device != device and not tensor.is_meta:
             tensor.data = tensor.data.to(device)
 
@@ -117,19 +125,8 @@ def ignored_modules(module: nn.Module, modules: Any, states: Any) -> tuple[set[n
     return left, parameters
 
 
-def check(instance: Any, module: nn.Module, parameters: list[nn.Parameter]) -> None:
-    """Refuse arguments that do not fit the parameters.
-
-    Raises:
-        ShardingError: parameters would be kept on the host while a device computes.
-        ValueError: `use_orig_params` is False, and a unit would have trainable and frozen parameters.
-    """
-    device = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), torch.device("cpu"))
-    if instance.cpu_offload.offload_params and (device.type != "cpu" or instance.compute_device.type != "cpu"):
-        raise ShardingError(
-            f"cpu_offload=CPUOffload(offload_params=True) with parameters on {device}: CPU offload is not supported by this "
-            "door; leave it out, or give fsdp.fully_shard an offload_policy. On the host it changes nothing."
-        )
+def check(module: nn.Module) -> None:
+    """Warn of a module that has no forward, as FSDP1 does."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         warnings.warn(
             f"FSDP will not all-gather parameters for containers that do not implement forward: wrap the members of "
@@ -253,6 +250,7 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
         reshard_after_forward=False if keeps else None,
         mp_policy=precision(instance),
         sync_module_states=sync_module_states,
+        offload_policy=instance.cpu_offload,
         param_init_fn=None if param_init_fn is None else partial(initialise, param_init_fn),
         ignored_modules=_outermost_ignored(instance),
         ignored_params=_ignored_params(instance),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fsdp.api.wrap import no_sync, run_forward
+from fsdp.params.module_params import owning_unit
 from fsdp.runtime.registry import UnitRef, unit_ref_of
 from fsdp.torch_fsdp_api import gradients, optim_states, sharding, state_types, states, summon, torch_names
 from fsdp.torch_fsdp_api.instance import InstanceState
@@ -78,11 +79,12 @@ class FullyShardedDataParallel(InstanceState):
         self._use_orig_params = use_orig_params
         self._device_mesh = device_mesh
         self._find_groups(process_group, auto_wrap_policy)
-        own = [p for p in module.parameters() if p not in self._ignored_params]
+        own = [p for p in module.parameters() if p not in self._ignored_params and owning_unit(p) is None]
         device = sharding.device_of(device_id)
-        sharding.move(module, device, own)
-        self.set_compute_device(device or next((p.device for p in own if not p.is_meta), torch.device("cpu")))
-        sharding.check(self, module, own)
+        self.set_compute_device(sharding.computing_device(device, self.cpu_offload, module, own))
+        if device is not None or self.cpu_offload.offload_params:
+            sharding.move(module, self.compute_device, own)
+        sharding.check(module)
         if auto_wrap_policy is not None:
             if self.sharding_strategy in HYBRID and device_mesh is None:
                 given["process_group"] = process_group or self._mesh

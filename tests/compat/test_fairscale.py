@@ -494,11 +494,6 @@ def test_what_cannot_be_is_refused(text: str, case: tuple[type[Exception], dict[
     simulate(2, one_rank)
 
 
-def test_offload_is_refused_off_the_host() -> None:
-    with pytest.raises(fsdp.ShardingError, match="move_params_to_cpu=True with parameters on meta: CPU offload is not supported"):
-        FullyShardedDataParallel(nn.Linear(2, 2, device="meta"), Alone(), Alone(), cpu_offload=True)
-
-
 def test_calls_on_the_wrong_instance_or_at_the_wrong_time_are_refused() -> None:
     def one_rank(rank: int) -> None:
         model = wrapped(flatten_parameters=False)

@@ -17,6 +17,7 @@ from fsdp.compat import fully_shard as api
 from fsdp.compat.fully_shard import FSDPModule, fully_shard
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import unit_ref_of
+from tests.support.described_torch import describes_this_torch
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migration" / "from-fsdp2.md"
 STEPS = 3
@@ -356,6 +357,9 @@ REFUSALS: dict[str, Callable[[Any], object]] = {
     "does not support containers that do not implement forward": lambda model: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
     "can only be applied to a module once. fully_shard: FSDPNet is wrapped already": lambda model: fully_shard(model),
     "expects a 1D or 2D DeviceMesh but got": lambda model: fully_shard(nn.Linear(2, 2), mesh=_mesh_of_three()),
+    "CPUOffloadPolicy with a mesh of cuda devices: DTensors in host memory": lambda model: fully_shard(
+        nn.Linear(2, 2), mesh=SimpleNamespace(ndim=1, device_type="cuda"), offload_policy=api.CPUOffloadPolicy()
+    ),
     "set_requires_gradient_sync: the units of a root": lambda model: model.blocks[0].set_requires_gradient_sync(False),
     "set_requires_all_reduce: the units of a root": lambda model: model.set_requires_all_reduce(False, recurse=False),
     "set_gradient_divide_factor: the factor is that": lambda model: model.blocks[0].set_gradient_divide_factor(3.0),
@@ -403,6 +407,7 @@ def names_of_torch() -> list[str]:
     return names
 
 
+@describes_this_torch
 def test_every_name_of_fsdp2_is_here() -> None:
     assert set(torch_fsdp._fully_shard.__all__) == set(api.__all__)
     for name in names_of_torch():
@@ -414,11 +419,13 @@ def test_every_name_of_fsdp2_is_here() -> None:
         )
 
 
+@describes_this_torch
 def test_the_page_has_a_row_for_every_name_of_fsdp2() -> None:
     rows = "\n".join(line.split("|")[1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| "))
     assert [name for name in names_of_torch() if f"`{name}`" not in rows] == []
 
 
+@describes_this_torch
 @pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"])
 def test_arguments_have_torchs_names(name: str) -> None:
     theirs, ours = (inspect.signature(getattr(one, name)).parameters for one in (torch_fsdp, api))
@@ -426,6 +433,7 @@ def test_arguments_have_torchs_names(name: str) -> None:
     assert [one.kind for one in ours.values()] == [one.kind for one in theirs.values()]
 
 
+@describes_this_torch
 @pytest.mark.parametrize("name", [name for name in names_of_torch() if hasattr(torch_fsdp.FSDPModule, name)])
 def test_methods_take_torchs_arguments(name: str) -> None:
     theirs, ours = (inspect.signature(getattr(one, name)).parameters for one in (torch_fsdp.FSDPModule, FSDPModule))

@@ -25,6 +25,7 @@ from fsdp.compat.torch_fsdp import (
     enable_wrap,
     wrap,
 )
+from tests.support.described_torch import describes_this_torch
 
 STEPS = 3
 PAGE = Path(__file__).parents[2] / "docs" / "migration" / "from-fsdp1.md"
@@ -356,6 +357,7 @@ def test_trainable_and_frozen_parameters_need_original_parameters() -> None:
         simulate(2, partial(fn, use_orig_params=False))
 
 
+@describes_this_torch
 def test_the_signatures_are_those_of_torch() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel as Peer
 
@@ -372,6 +374,7 @@ def _public(cls: type) -> list[str]:
 METHODS = _public(torch.distributed.fsdp.FullyShardedDataParallel)
 
 
+@describes_this_torch
 def test_the_page_has_every_name_and_every_argument_of_torch() -> None:
     peer = torch.distributed.fsdp
     text = PAGE.read_text(encoding="utf-8").partition("### Every name")[2].partition("## The code")[0]

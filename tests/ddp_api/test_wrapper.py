@@ -1,6 +1,7 @@
 """DistributedDataParallel with the constructors of torch and of Apex, over this engine."""
 
 import io
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.algorithms.join import Join
 
 import fsdp
 from fsdp.compat import apex, ddp
+from fsdp.ddp_api.arguments import ABSENT
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TORCH_DDP: Any = nn.parallel.DistributedDataParallel
@@ -319,6 +321,20 @@ def test_what_this_engine_lacks_is_refused_with_the_alternative(wrap: Callable[[
     def one_rank(rank: int) -> None:
         with pytest.raises(fsdp.ShardingError, match=text.replace("?", "\\?")):
             wrap()
+
+    fsdp.simulate(1, one_rank)
+
+
+def test_a_part_of_torchs_engine_is_not_there_and_the_error_says_what_is() -> None:
+    def one_rank(rank: int) -> None:
+        model = ddp.DistributedDataParallel(Net())
+        for name, instead in ABSENT.items():
+            with pytest.raises(
+                AttributeError, match=re.escape(f"DistributedDataParallel.{name} is part of torch's engine: {instead}")
+            ):
+                getattr(model, name)
+        with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+            model.nonsense  # noqa: B018  # it raises
 
     fsdp.simulate(1, one_rank)
 

@@ -25,6 +25,10 @@ from tests.integrations.forked import KILLED, alone, largest_difference, run, sc
 
 BATCH, ROWS = 8, 32
 SAME = 1e-5
+DOORS = {1: "torch_fsdp", 2: "fully_shard"}
+"""By version of the plugin."""
+ROOT = Path(__file__).parents[2]
+KINDS = ["FULL_STATE_DICT", "SHARDED_STATE_DICT"]
 WEIGHTS = 1e-4  # AdamW divides by the size of the gradient, and so magnifies rounding where that is close to zero
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -33,64 +37,151 @@ def rows() -> Any:
     return Subset(Source(), range(ROWS))
 
 
-def accelerated(world_size: int, load: Any = None, save: Any = None, **options: Any) -> dict[str, Any]:
+def plugin_of(version: int, **options: Any) -> FullyShardedDataParallelPlugin:
+    if version == 1:
+        options = {"use_orig_params": True, **options}
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=version, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[LAYER], **options
+    )
+
+
+def accelerated(
+    world_size: int, version: int = 1, load: Any = None, save: Any = None, seed: int = 0, accumulates: int = 1, **options: Any
+) -> dict[str, Any]:
     """Train an epoch with the FSDP plugin. Returns losses, the norm of the last step, and the weights on rank 0."""
-    plugin = None
+    precision = options.pop("mixed_precision", "no")
     if world_size > 1:
-        install("torch_fsdp")
-        options = {"auto_wrap_policy": "transformer_based_wrap", "use_orig_params": True, **options}
-        plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=[LAYER], **options)
-    accelerator = Accelerator(fsdp_plugin=plugin)
-    model = make_model()
+        install(DOORS[version])
+    accelerator = Accelerator(
+        fsdp_plugin=plugin_of(version, **options) if world_size > 1 else None,
+        mixed_precision=precision,
+        gradient_accumulation_steps=accumulates,
+    )
+    model = make_model(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows(), BATCH // world_size))
     if load is not None:
         accelerator.load_state(load)
-    losses = []
+    losses, norm = [], torch.zeros(())
     for batch in loader:
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(accelerator.gather(loss.detach().view(1)).mean().item())
     if save is not None:
         accelerator.save_state(save)
     weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-    kind = f"{type(model).__module__} {accelerator.distributed_type}"
+    kind = f"{type(model).forward.__module__} {type(model).__name__} {accelerator.distributed_type}"
     return {"kind": kind, "losses": losses, "norm": float(norm), "weights": weights}
 
 
-def test_the_plugin_trains_as_one_process_does() -> None:
-    expected = alone(lambda rank: accelerated(1))
-    first, second = run(2, lambda rank: accelerated(2))
-    assert first["kind"].startswith("fsdp.") and first["kind"].endswith("FSDP")
+ENGINE_OF = {1: "fsdp.torch_fsdp_api.wrapper FullyShardedDataParallel", 2: "FSDPLlamaForCausalLM"}
+
+
+@pytest.mark.parametrize("version", DOORS)
+@pytest.mark.parametrize("accumulates", [1, 2])
+def test_the_plugin_trains_as_one_process_does(version: int, accumulates: int) -> None:
+    expected = alone(lambda rank: accelerated(1, accumulates=accumulates))
+    first, second = run(2, lambda rank: accelerated(2, version, accumulates=accumulates))
+    assert ENGINE_OF[version] in first["kind"] and first["kind"].endswith("FSDP")
     assert first["losses"] == pytest.approx(expected["losses"], abs=SAME)
     assert first["norm"] == second["norm"] == pytest.approx(expected["norm"], abs=SAME)
     assert largest_difference(first["weights"], expected["weights"]) < WEIGHTS
     assert second["weights"] == {}
 
 
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_the_plugin_loads_what_it_saved(kind: str, tmp_path: Path) -> None:
-    def twice(world_size: int) -> dict[str, Any]:
-        run(world_size, lambda rank: accelerated(world_size, save=str(tmp_path / f"of {world_size}"), **options(world_size)))
-        return run(
-            world_size, lambda rank: accelerated(world_size, load=str(tmp_path / f"of {world_size}"), **options(world_size))
-        )[0]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "kept after the forward": {"reshard_after_forward": False},
+    "activation checkpointing": {"activation_checkpointing": True},
+    "by size": {"auto_wrap_policy": "size_based_wrap", "min_num_params": 5000},
+}
 
-    def options(world_size: int) -> dict[str, str]:
-        return {"state_dict_type": kind} if world_size > 1 else {}
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_version_2_change_no_number(name: str) -> None:
+    expected = alone(lambda rank: accelerated(1))
+    found = run(2, lambda rank: accelerated(2, 2, **OPTIONS[name]))[0]
+    assert found["losses"] == pytest.approx(expected["losses"], abs=SAME)
+
+
+@pytest.mark.parametrize("version", DOORS)
+def test_the_plugin_trains_in_mixed_precision(version: int) -> None:
+    expected = alone(lambda rank: accelerated(1))
+    found = run(2, lambda rank: accelerated(2, version, mixed_precision="bf16"))[0]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=2e-2)
+    assert found["losses"] != pytest.approx(expected["losses"], abs=SAME)
+    assert {value.dtype for value in found["weights"].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("version", DOORS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plugin_loads_what_it_saved(kind: str, version: int, tmp_path: Path) -> None:
+    def twice(world_size: int) -> dict[str, Any]:
+        folder = str(tmp_path / f"of {world_size}")
+        options = {"state_dict_type": kind} if world_size > 1 else {}
+        run(world_size, lambda rank: accelerated(world_size, version, save=folder, **options))
+        return run(world_size, lambda rank: accelerated(world_size, version, load=folder, seed=1, **options))[0]
 
     expected, found = twice(1), twice(2)
     assert found["losses"] == pytest.approx(expected["losses"], abs=SAME)
     assert largest_difference(found["weights"], expected["weights"]) < WEIGHTS
 
 
-def test_rank_0_broadcasts_its_weights() -> None:
+BROADCASTS = {1: {"sync_module_states": True}, 2: {"cpu_ram_efficient_loading": True}}
+
+
+@pytest.mark.parametrize("version", DOORS)
+def test_rank_0_broadcasts_its_weights(version: int) -> None:
     expected = alone(lambda rank: accelerated(1))
-    found = run(2, lambda rank: accelerated(2, sync_module_states=True))[0]
+    found = run(2, lambda rank: accelerated(2, version, seed=rank, **BROADCASTS[version]))[0]
     assert found["losses"] == pytest.approx(expected["losses"], abs=SAME)
+
+
+def test_without_its_door_a_version_of_the_plugin_is_refused() -> None:
+    def refused(rank: int, version: int) -> str:
+        install(DOORS[3 - version])
+        with pytest.raises(fsdp.ShardingError) as caught:
+            Accelerator(fsdp_plugin=plugin_of(version))
+        return str(caught.value)
+
+    for version in DOORS:
+        for text in run(2, lambda rank: refused(rank, version)):  # noqa: B023
+            assert f'fsdp_version={version} needs the door "{DOORS[version]}"' in text
+
+
+def launched(version: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `launched.py` in two processes by `accelerate launch`, with the options of the plugin on the command line."""
+    options = "--num_processes 2 --num_machines 1 --main_process_port 0 --mixed_precision no --dynamo_backend no --use_fsdp "
+    options += f"--fsdp_version {version} --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP "
+    options += f"--fsdp_transformer_layer_cls_to_wrap {LAYER} --fsdp_state_dict_type SHARDED_STATE_DICT"
+    program = str(Path(__file__).with_name("launched.py"))
+    return subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *options.split(), program, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "examples"))), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def losses_in(ended: subprocess.CompletedProcess[str]) -> list[float]:
+    return [float(line.split()[1]) for line in ended.stdout.splitlines() if line.startswith("loss ")]
+
+
+@pytest.mark.parametrize("version", DOORS)
+def test_a_job_of_accelerate_launch_is_killed_and_resumes_as_one_process_goes_on(version: int, tmp_path: Path) -> None:
+    expected = alone(lambda rank: accelerated(1))["losses"]
+    killed = launched(version, str(tmp_path), "dies")
+    assert killed.returncode != 0 and losses_in(killed) == pytest.approx(expected[:3], abs=SAME), killed.stderr
+    resumed = launched(version, str(tmp_path), "resumes")
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses_in(resumed) == pytest.approx(expected[2:], abs=SAME)
+    assert f"{ENGINE_OF[version].split()[-1]} DistributedType.FSDP" in resumed.stdout
 
 
 class Dies(TrainerCallback):
@@ -102,13 +193,13 @@ class Dies(TrainerCallback):
 
 
 def trained(
-    world_size: int, out: Path, resume: bool = False, dies: bool = False, kind: str = "FULL_STATE_DICT"
+    world_size: int, out: Path, resume: bool = False, dies: bool = False, kind: str = KINDS[0], version: int = 1
 ) -> dict[str, Any]:
     """Train two epochs with Trainer, then save the model, evaluate and generate."""
     config = None
     if world_size > 1:
-        install("torch_fsdp")
-        config = {"version": 1, "transformer_layer_cls_to_wrap": [LAYER], "state_dict_type": kind}
+        install(DOORS[version])
+        config = {"version": version, "transformer_layer_cls_to_wrap": [LAYER], "state_dict_type": kind}
     arguments = TrainingArguments(
         str(out),
         use_cpu=True,
@@ -133,11 +224,12 @@ def trained(
     }
 
 
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_a_trainer_that_was_killed_resumes_as_one_process_goes_on(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", DOORS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_that_was_killed_resumes_as_one_process_goes_on(kind: str, version: int, tmp_path: Path) -> None:
     expected = alone(lambda rank: trained(1, tmp_path / "one"))
-    run(2, lambda rank: trained(2, tmp_path / "two", dies=True, kind=kind), exits=KILLED)
-    for found in run(2, lambda rank: trained(2, tmp_path / "two", resume=True, kind=kind)):
+    run(2, lambda rank: trained(2, tmp_path / "two", dies=True, kind=kind, version=version), exits=KILLED)
+    for found in run(2, lambda rank: trained(2, tmp_path / "two", resume=True, kind=kind, version=version)):
         assert found["losses"] == pytest.approx(expected["losses"], abs=SAME)
         assert found["text"] == expected["text"]
         assert found["error"] == pytest.approx(expected["error"], abs=SAME)

@@ -1,11 +1,13 @@
 """Lightning's Trainer and Fabric with the strategies of this engine, on two processes, against Lightning alone on one."""
 
 import contextlib
+import importlib
 import logging
 import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import lightning
 import lightning.pytorch as pl
 import pytest
 import torch
+from tiny_llama import Source, make_model
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fsdp
 from fsdp.integrations.lightning import NAME, FabricFSDPStrategy, FSDPStrategy
@@ -133,6 +137,27 @@ class Meddling(Lit):
         checkpoint["state_dict"] = {"a": torch.ones(1)}
 
 
+class LitLlama(Lit):
+    """A tiny Llama that learns the source of the examples."""
+
+    def __init__(self, dies_after: int | None = None) -> None:
+        super().__init__(meta=True, dies_after=dies_after)
+        self.net: Any = make_model()
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss: Tensor = self.net(**batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("error", self.net(**batch).loss, sync_dist=True)
+
+
+def text(rank: int, world_size: int) -> DataLoader[Any]:
+    data = Subset(Source(), range(32))
+    return DataLoader(data, BATCH // world_size, sampler=DistributedSampler(data, world_size, rank, shuffle=False))
+
+
 def loader(rank: int, world_size: int) -> DataLoader[Any]:
     x = torch.randn(32, 4, generator=torch.Generator().manual_seed(3))
     data = TensorDataset(x, x.sum(1, keepdim=True))
@@ -150,12 +175,14 @@ def make_trainer(world_size: int, strategy: Any = None, epochs: int = 2, **optio
 class Fitted:
     """The results of a fit on one rank."""
 
-    def __init__(self, rank: int, world_size: int, module: Any, resume: Any = None, save: Any = None, **options: Any) -> None:
+    def __init__(
+        self, rank: int, world_size: int, module: Any, resume: Any = None, save: Any = None, data: Any = loader, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         module = module()
         trainer = make_trainer(world_size, **options)
         evaluates = isinstance(module, Lit)
-        trainer.fit(module, loader(rank, world_size), loader(rank, world_size) if evaluates else None, ckpt_path=resume)
+        trainer.fit(module, data(rank, world_size), data(rank, world_size) if evaluates else None, ckpt_path=resume)
         if save is not None:
             trainer.save_checkpoint(save)
         weights = fsdp.full_state_dict(module, rank0_only=False) if world_size > 1 else module.state_dict()
@@ -230,6 +257,25 @@ def test_a_run_that_was_killed_is_resumed(kind: str, tmp_path: Path) -> None:
     assert_same(fit_on_two(resume=tmp_path / "last.ckpt", epochs=4), fit_alone(epochs=4))
 
 
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_llama_whose_run_was_killed_trains_on_as_in_one_process(kind: str, tmp_path: Path) -> None:
+    options = {"data": text, "epochs": 3, "gradient_clip_val": 0.5}
+
+    def on_two(rank: int, dies_after: int | None = None, resume: Path | None = None) -> Fitted:
+        keep_last = pl.callbacks.ModelCheckpoint(tmp_path, save_last=True, every_n_epochs=1)
+        strategy = FSDPStrategy(auto_wrap_policy={LlamaDecoderLayer}, state_dict_type=kind)
+        module = partial(LitLlama, dies_after)
+        return Fitted(rank, 2, module, strategy=strategy, callbacks=[keep_last], resume=resume, **options)
+
+    run(2, lambda rank: on_two(rank, dies_after=8), exits=KILLED)
+    expected = fit_alone(LitLlama, **options)
+    ranks = run(2, lambda rank: on_two(rank, resume=tmp_path / "last.ckpt"))
+    found = mean_over_ranks([rank.losses for rank in ranks])
+    assert len(found) == 8 and found == pytest.approx(expected.losses[4:], abs=1e-5)
+    # AdamW divides by the size of the gradient, and so magnifies rounding where that is close to zero
+    assert largest_difference(ranks[0].weights, expected.weights) < 1e-4
+
+
 def test_a_file_goes_from_one_process_to_two_and_back(tmp_path: Path) -> None:
     fit_alone(save=tmp_path / "one.ckpt", epochs=1)
     fit_on_two(lambda: Lit(meta=True), resume=tmp_path / "one.ckpt", save=tmp_path / "two.ckpt", epochs=2)
@@ -299,7 +345,7 @@ def refusal(make: Any) -> str:
 
 def test_wrong_options_are_refused() -> None:
     assert "did you mean mp_policy" in refusal(lambda: FSDPStrategy(mp_polcy=1))
-    assert "CPU offload" in refusal(lambda: FabricFSDPStrategy(cpu_offload=True))
+    assert "give offload_policy=fsdp.OffloadPolicy()" in refusal(lambda: FabricFSDPStrategy(cpu_offload=True))
     assert "plain_shards" in refusal(lambda: FSDPStrategy(plain_shards=True))
     assert "'full' or 'sharded'" in refusal(lambda: FSDPStrategy(state_dict_type="half"))
     plugin = lightning.pytorch.plugins.FSDPPrecision("bf16-mixed")
@@ -384,12 +430,12 @@ def test_without_lightning_the_import_says_what_to_install() -> None:
     assert "needs the package lightning: pip install 'fsdp[lightning]'" in ended.stderr
 
 
-def test_the_example_learns_and_resumes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["train_with_lightning", "train_with_fabric"])
+def test_an_example_learns_and_resumes(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    import train_with_lightning as example
-
+    example = importlib.import_module(name)
     run(2, lambda rank: example.main())
     printed = capfd.readouterr().out
     assert "on 2 ranks: loss 5." in printed and "are the same" in printed
