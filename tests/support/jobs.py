@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import pytest
 from torch.distributed import TCPStore
 
-from tests.support.processes import Rank, start_rank
+from tests.support.processes import Rank, end_all, start_rank
 
 _HOST: Final = "127.0.0.1"
 
@@ -66,9 +66,7 @@ def _end(ranks: Sequence[Rank], seconds: float, output: Path, errors: Path) -> E
             time.sleep(0.02)
         failed = [status for one in ranks if (status := one.poll())]
     finally:
-        for one in ranks:
-            one.kill()  # nothing, to one that has ended
-            one.wait()
+        end_all(ranks)
     return Ended(failed[0] if failed else 0, _read(output), _read(errors))
 
 
