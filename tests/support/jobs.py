@@ -1,4 +1,4 @@
-"""Jobs of scripts that read where they are from the environment, as under torchrun, without the start of any interpreter.
+"""Scripts as jobs of several ranks, with the environment of torchrun and without the start of an interpreter; and alone.
 
 torchrun costs an interpreter for itself and one for each rank, 4 s of CPU each. A test of torchrun itself starts torchrun.
 """
@@ -22,7 +22,7 @@ class Ended(NamedTuple):
     """A job that has ended."""
 
     status: int
-    """0 if all ranks ended with 0, otherwise the exit status of the first that did not."""
+    """0 if all ranks ended with 0, otherwise that of a rank that did not: below zero if a signal ended one."""
     output: str
     """What the ranks printed to stdout."""
     errors: str
@@ -67,7 +67,7 @@ def _end(ranks: Sequence[Rank], seconds: float, output: Path, errors: Path) -> E
         failed = [status for one in ranks if (status := one.poll())]
     finally:
         end_all(ranks)
-    return Ended(failed[0] if failed else 0, _read(output), _read(errors))
+    return Ended(min(failed, default=0), _read(output), _read(errors))
 
 
 def _read(file: Path) -> str:

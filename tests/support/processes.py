@@ -1,7 +1,7 @@
 """How tests start programs of this repository as processes of their own.
 
 A new interpreter needs 4 s of CPU to import torch, its compiler and fsdp. So ranks are forks of one process that has imported
-them (`start_rank`). A test that looks at the start or at the end of an interpreter starts one by `command`.
+them (`start_rank`; jobs.py for scripts). A test that looks at the start or at the end of an interpreter starts one by `command`.
 """
 
 import atexit
