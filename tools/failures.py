@@ -28,7 +28,7 @@ from fsdp.debug.error_notes import MARK
 from fsdp.device import storage
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import Block, Net, gradients_of, is_at_rest, loss_of, weights_of
-from tests.support.processes import ROOT, start_rank
+from tests.support.processes import ROOT, end_all, start_rank
 
 PAGE: Final = ROOT / "docs" / "reference" / "failures.md"
 BESIDE: Final = "\n## FSDP1, FSDP2 and DDP beside it\n"
@@ -396,9 +396,7 @@ def in_processes(cells: Sequence[tuple[str, str, str]], limit: float | None = No
             codes = [one.wait(limit) for one in ranks]
             assert codes == [0] * size, output.read_text(encoding="utf-8", errors="replace")
         finally:
-            for one in ranks:
-                one.kill()  # nothing, to one that has ended
-                one.wait()
+            end_all(ranks)
         found: dict[str, str] = json.loads((Path(base) / "1.json").read_text())
         return found
 

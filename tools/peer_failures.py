@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fsdp.shards.shard_tensor import ShardTensor, plain
 from tests.support.models import Net, loss_of
-from tests.support.processes import start_rank
+from tests.support.processes import end_all, start_rank
 from tools.failures import BESIDE, NOT_REACHED, PAGE, PHASES, Checkpointed, Fault, Mine, same, x_of
 from tools.peer_engines import ALONE, ENGINES, EXPRESSED, PLACES, Model, install, refusing, wrapped
 
@@ -215,9 +215,7 @@ def _pair(cells: Sequence[Cell], folder: Path) -> tuple[list[tuple[Seen, Seen]],
             elif time.monotonic() - since > HANGS:
                 end = "**hangs**"
     finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
+        end_all(ranks)
     lines = [[Seen(*json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else [] for file in files]
     return list(zip(*lines, strict=False)), end
 

@@ -186,15 +186,18 @@ class BucketHarness:
     def freeze(self) -> Any:
         """Return everything that the next moves depend on, hashable. They do not depend on what all ranks have passed."""
         ranks = self.ranks
-        events, gathers, sends = (
-            min(len(getattr(rank, name)) if name else rank.position for rank in ranks) for name in ("", "gathered", "sent")
-        )
-        self.script = self.script[events:]
-        for rank in ranks:
-            rank.position -= events
-            rank.gathered, rank.sent = rank.gathered[gathers:], rank.sent[sends:]
-            rank.in_flight = tuple((max(-1, number - sends), buckets) for number, buckets in rank.in_flight)
-            rank.todo = tuple(("gather", max(-1, one[1] - gathers)) if one[0] == "gather" else one for one in rank.todo)
+        if events := min([rank.position for rank in ranks]):
+            self.script = self.script[events:]
+            for rank in ranks:
+                rank.position -= events
+        if gathers := min([len(rank.gathered) for rank in ranks]):
+            for rank in ranks:
+                rank.gathered = rank.gathered[gathers:]
+                rank.todo = tuple(("gather", max(-1, one[1] - gathers)) if one[0] == "gather" else one for one in rank.todo)
+        if sends := min([len(rank.sent) for rank in ranks]):
+            for rank in ranks:
+                rank.sent = rank.sent[sends:]
+                rank.in_flight = tuple((max(-1, number - sends), buckets) for number, buckets in rank.in_flight)
         return (self.script, tuple(rank.freeze() for rank in ranks))
 
     def restore(self, frozen: Any) -> None:

@@ -14,7 +14,7 @@ from tests.support.everything import EVERYTHING
 from tests.support.processes import ROOT, environment
 
 FILES = sorted(path.name for path in (Path(__file__).parent / "on_accelerator").glob("check_*.py"))
-LIMIT = 7200 if EVERYTHING else 600
+LIMIT = 7200 if EVERYTHING else 900
 """Seconds for one process."""
 
 

@@ -20,7 +20,7 @@ from tests.equivalence.unheard_programs import UNHEARD
 from tests.support import outside
 from tests.support.everything import EVERYTHING
 from tests.support.models import CASES, Case, assert_close, assert_trained_alike, join, joined, loss_of, reference, train
-from tests.support.processes import Rank, start_rank
+from tests.support.processes import Rank, end_all, start_rank
 
 pytestmark = pytest.mark.gloo
 
@@ -59,9 +59,7 @@ def run(size: int, folder: Path, *names: str) -> list[dict[str, Any]]:
             if one.returncode:
                 break
     finally:
-        for one in ranks:
-            one.kill()  # nothing, to one that has ended
-            one.wait()
+        end_all(ranks)
     if any(one.returncode for one in ranks):
         printed = [f"rank {rank}:\n{(folder / f'{rank}.txt').read_text()}" for rank in range(size)]
         raise AssertionError("\n".join(["a rank failed, or did not end in time", *printed]))

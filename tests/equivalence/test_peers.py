@@ -13,7 +13,7 @@ from fsdp.debug.error_notes import MARK
 from fsdp.errors import FEWER_BATCHES
 from tests.equivalence.peer_programs import LIMIT, STEPS, Told
 from tests.support.models import CASES, assert_trained_alike, own_batches, train, wrap
-from tests.support.processes import start_rank
+from tests.support.processes import end_all, start_rank
 
 pytestmark = pytest.mark.gloo
 
@@ -49,9 +49,7 @@ def run(size: int, folder: Path, *names: str, script: str = "peer_programs") -> 
         # who has stopped does not end
         codes = [one.wait(timeout=LIMIT + 10) for one in (ranks[:-1] if "stops" in names else ranks)]
     finally:
-        for one in ranks:
-            one.kill()  # nothing, to one that has ended
-            one.wait()
+        end_all(ranks)
     printed = [(folder / f"{rank}.txt").read_text() for rank in range(size)]
     assert not any(codes[: size - 1]), "\n".join(printed)
     assert "terminate called" not in "".join(printed)

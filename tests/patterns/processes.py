@@ -9,7 +9,7 @@ from typing import Final
 from tests.patterns.every import PATTERNS
 from tests.patterns.harness import Outcome
 from tests.support.everything import EVERYTHING
-from tests.support.processes import start_rank
+from tests.support.processes import end_all, start_rank
 
 SIZES: Final = (2, 3) if EVERYTHING else (2,)
 LIMIT = 200
@@ -40,9 +40,7 @@ def _run(size: int, names: list[str]) -> tuple[list[list[Outcome]], str]:
             while time.monotonic() < end and None in (codes := [one.poll() for one in ranks]) and not any(codes):
                 time.sleep(0.05)
         finally:
-            for one in ranks:
-                one.kill()  # nothing, to one that has ended
-                one.wait()
+            end_all(ranks)
         printed = [f"rank {rank} printed:\n{(folder / f'{rank}.txt').read_text(errors='replace')}" for rank in range(size)]
         return [_read(folder / f"{rank}.pickle") for rank in range(size)], "\n".join(printed)
 

@@ -1,4 +1,4 @@
-"""Jobs of scripts that read where they are from the environment, as under torchrun, without the start of any interpreter.
+"""Scripts as jobs of several ranks, with the environment of torchrun and without the start of an interpreter; and alone.
 
 torchrun costs an interpreter for itself and one for each rank, 4 s of CPU each. A test of torchrun itself starts torchrun.
 """
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import pytest
 from torch.distributed import TCPStore
 
-from tests.support.processes import Rank, start_rank
+from tests.support.processes import Rank, end_all, start_rank
 
 _HOST: Final = "127.0.0.1"
 
@@ -22,7 +22,7 @@ class Ended(NamedTuple):
     """A job that has ended."""
 
     status: int
-    """0 if all ranks ended with 0, otherwise the exit status of the first that did not."""
+    """0 if all ranks ended with 0, otherwise that of a rank that did not: below zero if a signal ended one."""
     output: str
     """What the ranks printed to stdout."""
     errors: str
@@ -66,10 +66,8 @@ def _end(ranks: Sequence[Rank], seconds: float, output: Path, errors: Path) -> E
             time.sleep(0.02)
         failed = [status for one in ranks if (status := one.poll())]
     finally:
-        for one in ranks:
-            one.kill()  # nothing, to one that has ended
-            one.wait()
-    return Ended(failed[0] if failed else 0, _read(output), _read(errors))
+        end_all(ranks)
+    return Ended(min(failed, default=0), _read(output), _read(errors))
 
 
 def _read(file: Path) -> str:

@@ -1,7 +1,7 @@
 """How tests start programs of this repository as processes of their own.
 
 A new interpreter needs 4 s of CPU to import torch, its compiler and fsdp. So ranks are forks of one process that has imported
-them (`start_rank`). A test that looks at the start or at the end of an interpreter starts one by `command`.
+them (`start_rank`; jobs.py for scripts). A test that looks at the start or at the end of an interpreter starts one by `command`.
 """
 
 import atexit
@@ -12,6 +12,7 @@ import runpy
 import site
 import subprocess
 import sys
+from collections.abc import Iterable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final
@@ -106,15 +107,20 @@ def _run_program(program: list[str], is_script: bool, variables: dict[str, str],
         atexit._run_exitfuncs()  # as at the end of an interpreter; the end of a fork leaves them out
 
 
+def end_all(ranks: Iterable[Rank]) -> None:
+    """End those that still run."""
+    for one in ranks:
+        one.kill()
+        one.wait()
+
+
 def results_of(module: str, size: int, folder: Path) -> list[Any]:
     """Run a module as `size` ranks (arguments: rank, size, folder). Return what each of them saved as `folder / "RANK.pt"`."""
     ranks = [start_rank(module, rank, size, folder, output=folder / f"{rank}.txt") for rank in range(size)]
     try:
         codes = [one.wait(timeout=120) for one in ranks]
     finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
+        end_all(ranks)
     assert codes == [0] * size, "\n".join((folder / f"{rank}.txt").read_text() for rank in range(size))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
