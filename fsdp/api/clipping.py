@@ -1,6 +1,7 @@
 """The gradient norm over all shards, and the gradient scaler that agrees on overflows."""
 
 import math
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         raise ShardingError(f"norm_type must be a positive number or inf, not {norm_type!r}.")
     engines = engines_in(model, "clip_grad_norm_")
     comms = engines[0].comms
-    sharded = {id(p) for engine in engines for unit in engine.units for p in unit.sharded_params}
+    sharded = set(map(id, chain.from_iterable(unit.sharded_params for engine in engines for unit in engine.units)))
     parameters = list(model.parameters())
-    unsharded = [id(p) for p in parameters if id(p) not in sharded]
+    unsharded = [] if sharded.issuperset(map(id, parameters)) else [id(p) for p in parameters if id(p) not in sharded]
     if unsharded:  # gradients of ignored modules are left out
         inside = {id(p) for engine in engines for one in engine.units[0].modules for p in one.parameters()}
+        parameters = [p for p in parameters if id(p) in sharded]
         unsharded = [key for key in unsharded if key not in inside]
     if unsharded or not all(engine.comms.same_ranks_as(comms) for engine in engines):
         names = {id(p): name for name, p in model.named_parameters()}
@@ -45,7 +47,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         if engine.reducer.keeps_gradients:
             raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
     # only parameters of which this rank holds elements
-    strided, sparse = _gradients_of([p for p in parameters if id(p) in sharded])
+    strided, sparse = _gradients_of(parameters)
     # every rank must choose one dtype, also one that holds no gradient
     is_double = any(flat.shard.dtype is torch.float64 for engine in engines for unit in engine.units for flat in unit.flats)
     local = _local_norm(strided, sparse, power, torch.float64 if is_double else torch.float32, engines[0].units[0].shard_device)

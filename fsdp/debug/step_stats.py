@@ -54,9 +54,11 @@ class StepStats:
 
     def add_gathers(self, units: Sequence[int]) -> None:
         """A unit was gathered, or several by one all-gather."""
-        counts = [self._gather_sizes[unit] for unit in units]
-        self._gathers += counts[0][0] if len(counts) == 1 else 1
-        self._bytes += sum([size for _, size in counts])
+        count, size = self._gather_sizes[units[0]]
+        if len(units) > 1:
+            count, size = 1, sum(self._gather_sizes[unit][1] for unit in units)
+        self._gathers += count
+        self._bytes += size
 
     def wait_all_gather(self, wait: Callable[[], None]) -> None:
         """Call `wait`, which waits for an all-gather, and add its time."""

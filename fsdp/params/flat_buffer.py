@@ -1,6 +1,8 @@
 """One flat buffer of a unit: parameters of one dtype, all trainable or all frozen, laid end to end and cut over the ranks."""
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from fsdp.shards.info import ShardInfo
 from fsdp.shards.shard_parameter import become_full, become_local, become_shard
 from fsdp.shards.shard_tensor import as_shard, plain, quick_attributes
 
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
 SavedShards = list[tuple[Tensor, Tensor]]
 """Views into shards, each with its values from before an in-place update was written back."""
 
@@ -100,11 +103,16 @@ class FlatBuffer:
                 self._shard_param(index, info.parameter, None if former is None else former.sharded_params[index])
         self.sharded_params: tuple[nn.Parameter, ...] = tuple(info.parameter for info in param_infos)
         known = [bool(of_dtensors) or info is not None for info in self.shard_infos]
-        self.empty_params = tuple(i for i, part in enumerate(self.parts) if not part.numel and known[i])
-        """The parameters of which this rank holds no element, and whose shards know it."""
-        self.empty_grads = {i: self.shard_grad(i, self.shard_view(i).clone()) for i in self.empty_params}
-        """The gradient of each of them. It has no elements, so one serves all steps. Its version says whether the user has zeroed
-        it, so it is no view of the shard, which would share the version."""
+        self.empty_shards = tuple(
+            (i, self.sharded_params[i], self.shard_grad(i, self.shard_view(i).clone()))
+            for i, part in enumerate(self.parts)
+            if not part.numel and known[i]
+        )
+        """The parameters of which this rank holds no element, and whose shards know it: number, sharded parameter, gradient.
+
+        The gradient has no elements, so one serves all steps. Its version says whether the user has zeroed it, so it is no view
+        of the shard, which would share the version.
+        """
         self._shard_pointers = self._pointers()
         self.requires_grad_flags = [p.requires_grad for p in originals]
         """`requires_grad` of each parameter, as of the last forward."""
@@ -269,7 +277,7 @@ class FlatBuffer:
         if self.dtensor_layouts is not None:
             return [plain(p).data_ptr() for p in self.sharded_params]
         with quick_attributes():
-            return [p.data_ptr() for p in self.sharded_params]
+            return [*map(Tensor.data_ptr, self.sharded_params)]
 
     def sum_of_bits(self) -> Tensor:
         """The sum of the shard's bits, taken as numbers of four bytes where they are a multiple of that: ()."""
@@ -309,7 +317,7 @@ class FlatBuffer:
     def sync_requires_grad(self) -> bool:
         """Copy `requires_grad` from the sharded to the unsharded parameters; return whether any changed."""
         with quick_attributes():
-            flags = [p.requires_grad for p in self.sharded_params]
+            flags = [*map(_REQUIRES_GRAD, self.sharded_params)]
         if flags == self.requires_grad_flags:
             return False
         for unsharded, requires_grad in zip(self.unsharded_params, flags, strict=True):

@@ -1,6 +1,8 @@
 """Whether the weights of a unit have changed: the version counters and checksums of its shards. Read and compared here alone."""
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -9,6 +11,8 @@ from fsdp.comm.communicator import Communicator
 from fsdp.device.streams import readable_device
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.shards.shard_tensor import quick_attributes
+
+_VERSION: Final = attrgetter("_version")
 
 
 class Versions:
@@ -35,7 +39,7 @@ class Versions:
     def now(self) -> int:
         """Grows with every in-place change of a shard, but for those that a recompute repeats."""
         with quick_attributes():
-            return sum([p._version for flat in self._flats for p in flat.sharded_params]) - self._repeated
+            return sum([sum(map(_VERSION, flat.sharded_params)) for flat in self._flats]) - self._repeated
 
     @property
     def changed_since_made(self) -> bool:

@@ -5,6 +5,7 @@ Rule 1: the attributes of a bucket are written in its class alone. What may happ
 
 from collections.abc import Hashable, Sequence
 from itertools import repeat
+from operator import attrgetter
 from typing import Final, cast
 
 import torch
@@ -18,6 +19,7 @@ from fsdp.reduction.accumulated import AccumulatedGrad
 from fsdp.reduction.sparse import dense
 from fsdp.shards.shard_tensor import plain, quick_attributes
 
+_BACKWARD_HOOKS: Final = attrgetter("_backward_hooks")
 _LARGE: Final = 2**14
 """Average elements of a gradient from which on a pass over the memory costs more than one call for each gradient."""
 
@@ -261,9 +263,11 @@ class Bucket:
         flat = self.flat
         # also where this rank holds no element: a hook may take a norm, which is a collective
         with quick_attributes():
-            hooks_of = [param._backward_hooks for param in flat.sharded_params]
+            hooks_of = [*map(_BACKWARD_HOOKS, flat.sharded_params)]
+        # one hook is the engine's own
+        if max(map(len, filter(None, hooks_of)), default=0) < 2:
+            return
         for i, hooks in enumerate(hooks_of):
-            # one hook is the engine's own
             if hooks is None or len(hooks) < 2 or not used[i]:
                 continue
             view = self._reduced_view(i, self.reduced)
@@ -312,13 +316,12 @@ class Bucket:
         # the rest belongs to parameters of which this rank holds no element
         self.drop_all_accumulated()
         with quick_attributes():
-            for i in flat.empty_params:
-                param = flat.sharded_params[i]
-                if not used[i] or not (param.requires_grad or self.expects_accumulated):
-                    continue
-                if param._post_accumulate_grad_hooks:
-                    hooked.append(i)
-                param.grad = flat.empty_grads[i]
+            accumulates = self.expects_accumulated
+            for i, param, gradient in flat.empty_shards:
+                if used[i] and (accumulates or param.requires_grad):
+                    if param._post_accumulate_grad_hooks:
+                        hooked.append(i)
+                    param.grad = gradient
         self.expects_accumulated = False
         # in one order on all ranks, because a hook may call a collective
         return [flat.sharded_params[i] for i in sorted(hooked)]

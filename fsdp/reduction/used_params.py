@@ -11,7 +11,7 @@ optimizers do not move. The flags are read on the host only.
 
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import and_
+from operator import and_, attrgetter, ne
 from typing import Final, NamedTuple
 
 import torch
@@ -23,8 +23,10 @@ from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError, name_ranks
 from fsdp.params.unit import Unit
 from fsdp.reduction.bucket import Bucket
+from fsdp.shards.shard_tensor import quick_attributes
 
 _KEPT_MESSAGES: Final = 8
+_VERSION: Final = attrgetter("_version")
 
 
 class _Exchange(NamedTuple):
@@ -51,6 +53,10 @@ class StepFlags:
             for index, (info, part) in enumerate(zip(bucket.flat.param_infos, bucket.flat.parts, strict=True))
             if bucket.flat.layout.has_several_owners(index)
         ]
+        nothing = torch.empty(0)
+        self._held = [nothing if parameter is None else parameter for _, _, parameter in self._params]
+        self._when_idle = tuple(flag for _, _, parameter in self._params for flag in (0, int(parameter is not None)))
+        """The flags of a rank that has changed nothing."""
         self.count = 2 * len(self._params)
         self._before: tuple[list[int], list[int]] | None = None
         """The version counters at the last backward that was completed; None if the last one was not."""
@@ -58,15 +64,16 @@ class StepFlags:
 
     def take(self) -> tuple[int, ...]:
         """Two flags for each parameter: this rank has changed it; this rank has elements of it and has changed nothing at all."""
-        versions = [0 if parameter is None else parameter._version for _, _, parameter in self._params]
+        with quick_attributes():
+            versions = [*map(_VERSION, self._held)]
         before, now = self._before, ([clock.at_forward for clock in self._clocks], versions)
         self._now = now
         if before is None:
             return (0,) * self.count
-        idle = before == now
-        flags = []
-        for old, new, (_, _, parameter) in zip(before[1], versions, self._params, strict=True):
-            flags += [int(old != new), int(idle and parameter is not None)]
+        if before == now:
+            return self._when_idle
+        flags = [0] * self.count
+        flags[::2] = map(int, map(ne, before[1], versions))
         return tuple(flags)
 
     def keep(self) -> None:

@@ -42,10 +42,12 @@ class Gathers:
 
     def prefetch(self, indices: Sequence[int], request: Callable[[int], object]) -> None:
         """Call `request` for each of these units. Those that it gathers share all-gathers, which are launched at the end."""
-        if not indices:
+        if not self._cap:
+            for index in indices:
+                request(index)
             return
         collected: list[int] = []
-        self._collected = collected if self._cap else None
+        self._collected = collected
         try:
             for index in indices:
                 request(index)
@@ -57,7 +59,8 @@ class Gathers:
     def gather(self, index: int) -> None:
         """Launch the all-gather of a unit, or collect it for a later one."""
         if self._collected is None:
-            self._launch((index,))
+            self._units[index].all_gather()
+            self._on_launch((index,))
         else:
             self._collected.append(index)
 

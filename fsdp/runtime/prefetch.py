@@ -63,6 +63,8 @@ class PrefetchSchedule:
 
     def gathered_with(self, unit: int) -> Sequence[int]:
         """Return `unit`, which is needed now, and the units that share its gather; nothing if it has one of its own."""
+        if not self._cap:
+            return ()
         group = self._groups[len(self._current)] if self._followed and len(self._current) < len(self._groups) else ()
         return group if len(group) > 1 and group[0] == unit else ()
 
@@ -79,6 +81,8 @@ class PrefetchSchedule:
 
     def _ahead(self, place: int, count: int) -> Sequence[int]:
         """The units of `count` groups, of which the first begins at `place` of the record."""
+        if not self._cap:
+            return self._record[place : place + count]
         end = place
         for _ in range(count):
             if end < len(self._groups):

@@ -2,12 +2,15 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp.autograd.pytree import Attributes, tensors_in
+
+_CONTAINERS: Final = frozenset({list, dict})
+"""The classes of attributes that are searched for tensors."""
 
 
 class SideOutputs:
@@ -49,9 +52,10 @@ class SideOutputs:
         """Return the tensors that are attributes now, without those `known` from an earlier forward."""
         values = [value for attributes in self._attributes for value in attributes.values()]
         found = [value for value in values if isinstance(value, Tensor)]
-        for value in values:
-            if value.__class__ is list or value.__class__ is dict:
-                found += [one for one in tensors_in(value) if not isinstance(one, nn.Parameter)]
+        if not _CONTAINERS.isdisjoint(map(type, values)):
+            for value in values:
+                if type(value) in _CONTAINERS:
+                    found += [one for one in tensors_in(value) if not isinstance(one, nn.Parameter)]
         return [one for one in found if not known(one)] if found else found
 
     def hook_captures(self) -> list[Tensor]:

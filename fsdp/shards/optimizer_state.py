@@ -8,6 +8,7 @@ The first step, and each call of this engine that is given an optimizer, sets th
 none yet. Its state is looked through at its first step.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 from math import prod
@@ -23,6 +24,7 @@ from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.shards.info import ShardInfo
+from fsdp.shards.refusals import refuse_compiled
 from fsdp.shards.shard_parameter import EmptyShardParameter, ShardParameter
 from fsdp.shards.shard_tensor import ShardTensor, as_shard, local_operators, plain
 from fsdp.shards.sharded_value import ShardedValue
@@ -58,14 +60,16 @@ def hook_state(optimizer: Optimizer, parameters: list[Any] | None = None) -> Non
     """Turn the state of `optimizer` into shards, and set the hooks on its state dict, if this was not done yet.
 
     Raises:
-        ShardingError: some state does not fit its parameter.
+        ShardingError: some state does not fit its parameter, or the step of the optimizer is compiled.
     """
     if parameters is None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    sharded = sum([isinstance(parameter, ShardParameter) for parameter in parameters])
+    sharded = sum([count for kind, count in Counter(map(type, parameters)).items() if issubclass(kind, ShardParameter)])
     known = _hooked.get(optimizer)
     if not sharded or known == sharded:
         return
+    if any(base.__module__.startswith("torchao.") for base in type(optimizer).__mro__):
+        refuse_compiled(type(optimizer).__name__)
     adopt_state(optimizer)
     if known is None:
         optimizer.register_state_dict_post_hook(_give_values)

@@ -38,10 +38,11 @@ class _WithoutEmpty:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Leave them out. One that has state was stepped by another implementation: it stays, because its count must go on."""
-        state = optimizer.state
+        stepped = {id(p) for p, kept in optimizer.state.items() if kept}
         for group in optimizer.param_groups:
             parameters = group["params"]
-            here = [p for p in parameters if not isinstance(p, EmptyShardParameter) or state.get(p)]
+            empty = {kind for kind in set(map(type, parameters)) if issubclass(kind, EmptyShardParameter)}
+            here = [p for p in parameters if type(p) not in empty or id(p) in stepped]
             if len(here) < len(parameters):
                 self._changed.append((group, parameters))
                 group["params"] = here

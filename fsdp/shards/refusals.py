@@ -22,6 +22,14 @@ def refuse(operation: str, info: ShardInfo) -> NoReturn:
     )
 
 
+def refuse_compiled(optimizer: str) -> NoReturn:
+    """Raise the error for an optimizer whose step is compiled: dynamo's own error names a method of the shard and no remedy."""
+    raise ShardingError(
+        f"{optimizer}.step: torchao compiles it, and a compiled step does not know shards. Use an optimizer that computes each "
+        "element of a parameter by itself, such as torch.optim.AdamW or SGD; docs/reference/optimizers.md lists them."
+    )
+
+
 def refuse_dcp(info: ShardInfo) -> NoReturn:
     """Raise the error for a shard that is given to torch's Distributed Checkpoint."""
     raise ShardingError(

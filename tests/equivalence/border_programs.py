@@ -12,7 +12,10 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp
+from tests.shards.optimizer_table import rows
 from tests.shards.programs import PROGRAMS, Found
+from tests.shards.test_border import REFUSED
+from tests.shards.test_optimizers import outcome
 from tests.support.models import Block, local, loss_of, make_net
 
 ENGINES: Final[dict[str, Callable[[nn.Module], Any]]] = {
@@ -21,6 +24,12 @@ ENGINES: Final[dict[str, Callable[[nn.Module], Any]]] = {
     "FSDP1": Fsdp1,
     "FSDP2": lambda model: fsdp2(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),))),
 }
+
+
+OPTIMIZERS: Final = (
+    *("torch.optim.Muon()", "torch.optim.Adafactor()", "torch.optim.LBFGS()", "torch.optim.Adafactor() of vectors alone"),
+    *("LARS, written with p.norm()", "LAMB, written with p.norm()", "torch.optim.Adagrad()"),
+)
 
 
 def batch(rank: int) -> Tensor:
@@ -112,6 +121,18 @@ def scripts(rank: int) -> dict[str, Found]:
     return {name: program(range(rank, rank + 1), True) for name, program in PROGRAMS.items()}
 
 
+def optimizers(rank: int) -> dict[str, Any]:
+    """Of each optimizer that needs more than single elements, the weights after some steps, or the text of its error."""
+    table = rows()
+    return {name: outcome(table[name], rank) for name in OPTIMIZERS}
+
+
+def needs_the_full_tensor(rank: int) -> dict[str, str]:
+    """What is said to functions that cannot compute on parts."""
+    weight = fsdp.fully_shard(nn.Linear(8, 12, bias=False)).weight
+    return {name: said_by(lambda function=function: function(weight)) for name, (function, _) in REFUSED.items()}  # type: ignore[misc]
+
+
 def in_full(model: nn.Module, gradients: Any) -> dict[str, Tensor]:
     """Each gradient in full. The weights are overwritten for it."""
     with torch.no_grad():
@@ -127,5 +148,7 @@ BORDER: Final[dict[str, Callable[[int], Any]]] = {
     "gradients of shards": gradients_of_shards,
     "one rank steps": one_rank_steps,
     "added": added,
+    "optimizers": optimizers,
+    "needs the full tensor": needs_the_full_tensor,
     "scripts": scripts,
 }

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.equivalence.border_programs import BORDER, ENGINES, batch
+from tests.equivalence.border_programs import BORDER, ENGINES, OPTIMIZERS, batch
 from tests.equivalence.test_gloo import SIZES, run
+from tests.shards.optimizer_table import rows
 from tests.shards.programs import PROGRAMS
-from tests.shards.test_border import assert_of_one_process
+from tests.shards.test_border import REFUSED, assert_of_one_process
+from tests.shards.test_optimizers import assert_refused, assert_right
 from tests.support.models import loss_of, make_net
 
 pytestmark = pytest.mark.gloo
@@ -72,6 +74,23 @@ def test_a_module_that_one_rank_adds_is_named_on_all_and_they_go_on_without_it(r
         assert said.startswith("ShardingError: " if rank == 1 else "PeerFailed: ")
         assert "parameter 'more.weight' was added after wrapping" in said
         assert after == "nothing"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_is_right_or_refused(name: str, ranks: Results) -> None:
+    row, found = rows()[name], [one["optimizers"][name] for one in ranks]
+    if row.refused:
+        assert_refused(row, found)
+    else:
+        assert_right(row, found, len(ranks))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_the_full_tensor_is_refused_with_the_remedy(name: str, ranks: Results) -> None:
+    for one in ranks:
+        said = one["needs the full tensor"][name]
+        assert said.startswith("ShardingError: ")
+        assert REFUSED[name][1] in said
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -176,21 +176,44 @@ def trained(row: Row, ranks: range, **options: Any) -> dict[str, Tensor]:
     return weights_of(model)
 
 
-ELSEWHERE: Final = {
-    "torchao.optim": ("AdamW8bit", "AdamW4bit", "AdamWFp8", "CPUOffloadOptimizer"),
-    "bitsandbytes.optim": ("AdamW8bit", "Adam8bit", "PagedAdamW8bit", "Lion8bit"),
-}
-"""Optimizers of other packages. Their rows are tested where the package is installed."""
+class Package(NamedTuple):
+    """Optimizers of another package, and the version that was tried."""
+
+    package: str
+    version: str
+    names: tuple[str, ...]
+    refused: str
+    """As in `Row`, after the name of the class; nothing if they could not be tried."""
+    remark: str
 
 
-def rows_elsewhere() -> Iterator[tuple[str, Make]]:
+ELSEWHERE: Final = (
+    Package(
+        "torchao.optim",
+        "0.18.0",
+        ("AdamW8bit", "AdamW4bit", "AdamWFp8"),
+        ".step: torchao compiles it, and a compiled step does not know shards",
+        "torch.compile refuses tensor classes that it does not know",
+    ),
+    Package("torchao.optim", "0.18.0", ("CPUOffloadOptimizer",), "", "it needs CUDA or XPU"),
+    Package(
+        "bitsandbytes.optim",
+        "0.50.2",
+        ("AdamW8bit", "Adam8bit", "PagedAdamW8bit", "Lion8bit"),
+        ".step: bitsandbytes.optimizer_update_32bit.default ... it needs the full tensor",
+        "kernels of its own, which are not operators of torch",
+    ),
+)
+"""Their rows are tested where the package is installed."""
+
+
+def rows_elsewhere() -> Iterator[tuple[str, Row]]:
     """The optimizers of other packages that can be imported."""
-    for package, names in ELSEWHERE.items():
-        if find_spec(package.partition(".")[0]):
-            module = import_module(package)
-            for name in names:
-                if hasattr(module, name):
-                    yield f"{package}.{name}", _maker(getattr(module, name), ())
+    for one in ELSEWHERE:
+        if one.refused and find_spec(one.package.partition(".")[0]):
+            module = import_module(one.package)
+            for name in one.names:
+                yield f"{one.package}.{name}", Row(_maker(getattr(module, name), ()), refused=name + one.refused)
 
 
 def page() -> str:
@@ -200,9 +223,7 @@ def page() -> str:
         title = re.sub(r"torch\.optim\.\w+\(.*?\)|p\.norm\(\)", r"`\g<0>`", name)
         result = f"refused: “{row.refused}”" if row.refused else f"right, within {WITHIN:.0e}"
         lines.append(f"| {title} | {result} | {row.remark or 'element by element'} |")
-    for package, names in ELSEWHERE.items():
-        lines.append(
-            f"| `{package}`: {', '.join(f'`{name}`' for name in names)} | not run: expected to be refused | "
-            "their kernels and tensor classes are not operators of torch that work element by element |"
-        )
+    for package, version, names, refused, remark in ELSEWHERE:
+        result = f"refused: “{names[0]}{refused}”" if refused else "not tried"
+        lines.append(f"| `{package}` {version}: {', '.join(f'`{name}`' for name in names)} | {result} | {remark} |")
     return "\n".join(lines)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import fsdp
 from fsdp.shards.shard_parameter import ShardParameter
@@ -72,6 +73,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "svd": (lambda p: torch.linalg.svdvals(p.detach()), FULL),
     "a row": (lambda p: p[0], FULL),
     "transposed": (lambda p: p.t(), FULL),
+    "share_memory_": (lambda p: p.share_memory_(), FULL),
     "parameters_to_vector": (lambda p: parameters_to_vector([p]), FULL),
 }
 
@@ -92,6 +94,38 @@ def test_what_needs_the_full_tensor_is_refused_with_the_remedy_and_changes_nothi
         assert_close(weights_of(model), {**before}, within=0)
 
     fsdp.simulate(size, fn)
+
+
+class Twin(nn.Module):
+    """Cut behind row 2 of `first`, unless `embedding` lies in a buffer of its own: then each rank has a row of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.embedding = nn.Linear(4, 4, bias=False), nn.Embedding(2, 4)
+
+
+AVERAGES: dict[str, Callable[[Any, Any], object]] = {
+    "add_": lambda teacher, student: teacher.add_(student, alpha=0.1),
+    "lerp_": lambda teacher, student: teacher.lerp_(student, 0.1),
+    "_foreach_lerp_": lambda teacher, student: torch._foreach_lerp_([teacher], [student], 0.1),
+    "copy_": lambda teacher, student: teacher.copy_(student),
+    "swa": lambda teacher, student: get_ema_multi_avg_fn(0.9)([teacher], [student], 1),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_twins_that_are_cut_apart_are_refused_on_every_rank_also_where_their_parts_would_broadcast(name: str) -> None:
+    def fn(rank: int) -> tuple[int, int]:
+        student, teacher = Twin(), Twin().requires_grad_(False)
+        student.first.requires_grad_(False)
+        kept, followed = (fsdp.fully_shard(one).embedding.weight for one in (teacher, student))
+        before = local(kept).clone()
+        with torch.no_grad(), pytest.raises(fsdp.ShardingError, match="are cut over the ranks in different ways"):
+            AVERAGES[name](kept, followed)
+        assert torch.equal(local(kept), before)
+        return local(kept).shape[0], local(followed).shape[0]
+
+    assert fsdp.simulate(2, fn) == [(0, 1), (2, 1)]
 
 
 @pytest.mark.parametrize("name", ["ones_", "zeros_"])

@@ -1,7 +1,7 @@
 """Every function of torch that takes one tensor, called with a shard: the global result or a refusal, never a local result."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Final
 
 import pytest
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
+from fsdp.shards import shard_tensor
+from fsdp.shards.operators import Rule, rule_of
 from fsdp.shards.shard_tensor import ShardTensor
 from tests.support.everything import EVERYTHING
 from tests.support.models import local
@@ -24,6 +26,8 @@ CASES: Final = {
 WITH: Final[dict[str, tuple[Any, ...]]] = {
     "nothing": (),
     "a number": (2,),
+    "the first dimension": (0,),
+    "the last dimension": (-1,),
     "a fraction": (0.5,),
     "two numbers": (0, 1),
     "itself": ("self",),
@@ -71,6 +75,7 @@ def functions() -> dict[str, Callable[..., Any]]:
         ("Tensor", Tensor),
         ("linalg", torch.linalg),
         ("special", torch.special),
+        ("fft", torch.fft),
     ):
         for name in dir(space):
             function = getattr(space, name)
@@ -139,7 +144,25 @@ def test_no_result_is_silently_local(shape: tuple[int, ...], size: int) -> None:
     assert not wrong[0], "\n".join(wrong[0])
 
 
-def silently_wrong(shape: tuple[int, ...]) -> list[str]:
+@pytest.mark.parametrize(
+    ("broken", "name"), [("elements", "torch.cumsum"), ("elements", "F.softmax"), ("sums", "torch.sum"), ("sums", "Tensor.norm")]
+)
+def test_a_local_result_is_noticed(broken: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if broken == "elements":
+        wrong = ("aten::cumsum", "aten::_softmax")
+        monkeypatch.setattr(
+            shard_tensor, "rule_of", lambda func: Rule.ELEMENT_WISE if func._schema.name in wrong else rule_of(func)
+        )
+    else:
+        monkeypatch.setattr(
+            shard_tensor, "gather_and_combine", lambda reductions, *_: [one.combine(one.part[None]) for one in reductions]
+        )
+    for found in fsdp.simulate(3, lambda rank: silently_wrong((7, 4), {name})):
+        assert any(text.startswith(f"{name} with ") for text in found)
+
+
+def silently_wrong(shape: tuple[int, ...], names: Container[str] | None = None) -> list[str]:
+    """What is wrong, of the functions of these names or of all."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     holder = nn.Module()
@@ -151,6 +174,8 @@ def silently_wrong(shape: tuple[int, ...]) -> list[str]:
     assert isinstance(shard, ShardTensor)
     wrong = []
     for name, function in functions().items():
+        if names is not None and name not in names:
+            continue
         outcomes = [outcome(function, shard, given) for given in WITH.values()]
         everywhere = shard.shard_info.comm.gather_objects((name, [how for how, _, _ in outcomes]), "outcomes")
         assert all(other == name for other, _ in everywhere)

@@ -240,7 +240,7 @@ class TestTorchsOptions:
 
         fsdp.simulate(4, fn)
 
-    def test_a_rank_that_asks_alone_for_full_state_is_told_who_does_not(self) -> None:
+    def test_a_rank_that_asks_alone_for_full_state_is_named(self) -> None:
         def fn(rank: int) -> str:
             model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
             try:

@@ -1,6 +1,5 @@
 """Each optimizer on shards: the weights of one process, or a refusal on every rank, as docs/reference/optimizers.md says."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,13 +20,17 @@ def test_an_optimizer_is_right_or_refused(name: str, size: int) -> None:
     strategy = "NO_SHARD" if "NO_SHARD" in name else "FULL_SHARD"
     found = fsdp.simulate(size, lambda rank: outcome(row, rank, strategy))
     if row.refused:
-        for told in found:
-            assert isinstance(told, str), "it was not refused"
-            begin, _, end = row.refused.partition(" ... ")
-            assert told.startswith(begin)
-            assert end in told
+        assert_refused(row, found)
     else:
         assert_right(row, found, size)
+
+
+def assert_refused(row: Row, found: list[Any]) -> None:
+    begin, _, end = row.refused.partition(" ... ")
+    for told in found:
+        assert isinstance(told, str), "it was not refused"
+        assert told.startswith(begin)
+        assert end in told
 
 
 def outcome(row: Row, rank: int, strategy: str = "FULL_SHARD") -> Any:
@@ -47,12 +50,23 @@ def assert_right(row: Row, found: list[Any], size: int) -> None:
     assert any(not torch.equal(weight, begun.get_parameter(name)) for name, weight in wanted.items()), "nothing was trained"
 
 
-@pytest.mark.parametrize(("name", "make"), list(rows_elsewhere()))
-def test_an_optimizer_of_another_package_is_right_or_refused(name: str, make: Callable[..., torch.optim.Optimizer]) -> None:
-    row = Row(make)
-    found = fsdp.simulate(2, lambda rank: outcome(row, rank))
-    if not all(isinstance(told, str) for told in found):
-        assert_right(row, found, 2)
+@pytest.mark.parametrize(("name", "row"), list(rows_elsewhere()))
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_optimizer_of_another_package_is_refused(name: str, row: Row, size: int) -> None:
+    assert_refused(row, fsdp.simulate(size, lambda rank: outcome(row, rank)))
+
+
+class Compiled(torch.optim.SGD):
+    """Stands for torchao's, which need not be installed."""
+
+    __module__ = "torchao.optim.adam"
+
+
+def test_a_compiled_optimizer_is_refused_before_it_steps() -> None:
+    told = fsdp.simulate(2, lambda rank: outcome(Row(lambda model: Compiled(model.parameters())), rank))
+    assert told[0].startswith(
+        "Compiled.step: torchao compiles it, and a compiled step does not know shards. Use an optimizer that"
+    )
 
 
 def test_every_optimizer_that_takes_shards_for_ordinary_tensors_is_in_the_table() -> None:
