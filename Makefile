@@ -63,6 +63,7 @@ bench: $(VENV)/.made-for-tests
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/tracing.py
 	! command -v ip tc unshare nsenter || $(BIN)/python benchmarks/hosts.py
+	! command -v g++ || $(BIN)/python benchmarks/offload.py
 	$(BIN)/python benchmarks/where.py
 	$(BIN)/python benchmarks/advice.py
 	$(BIN)/python benchmarks/step_profile.py

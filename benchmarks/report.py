@@ -34,8 +34,9 @@ TITLES = {
     "scale": "Growth",
     "hosts": "Hosts apart",
     "accelerator": "On the pretend accelerator",
+    "offload": "Shards in host memory",
 }
-PICTURES = {"step": ("step_sharded", "step_replicated"), "instructions": (), "hosts": (), "accelerator": ()}
+PICTURES = {"step": ("step_sharded", "step_replicated"), "instructions": (), "hosts": (), "accelerator": (), "offload": ()}
 """The figures of a benchmark, where it has another number of them than the one of its name."""
 IN_README = (
     "step: ours / the faster FSDP1",
@@ -284,6 +285,21 @@ def _accelerator(report: Report) -> list[str]:
     ]
 
 
+def _offload(report: Report) -> list[str]:
+    of = report["settings"]
+    names = "step", "ideal", "to_ideal", "to_by_pass"
+    rows = [[str(line["ranks"]), f"{line['load']:g}", *(f"{line[name]:.2f}" for name in names)] for line in report["lines"]]
+    return [
+        "**Computed, not timed.** The engine's own streams run on the [pretend accelerator](pretend-accelerator.md) over "
+        "queues that keep a clock: copies between host and device go one after another on a wire each way, a block's forward "
+        f"takes 1 and its backward 2, and hosts and collectives cost nothing. {of['blocks']} blocks, "
+        f"`prefetch={of['prefetch']}`. Load is how long the copies to the device take, in terms of computing. The ideal is "
+        "max(computing, transfers); around load 1 no engine reaches it that does not copy for the backward while the forward "
+        "runs, so the last column has the sum of the ideals of both passes:",
+        markdown(["ranks", "load", "step", "ideal", "step / ideal", "step / ideals of the passes"], rows),
+    ]
+
+
 SECTIONS: Mapping[str, Callable[[Report], list[str]]] = {
     "step": _step,
     "host": _host,
@@ -294,6 +310,7 @@ SECTIONS: Mapping[str, Callable[[Report], list[str]]] = {
     "scale": _scale,
     "hosts": _hosts,
     "accelerator": _accelerator,
+    "offload": _offload,
 }
 
 

@@ -251,11 +251,11 @@ ORDER: dict[str, tuple[str, ...]] = {
     "failure": (
         "watchdog",
         "peers",
+        "liveness",
         "desync",
         "pending_call",
         "environment",
         "connections",
-        "liveness",
     ),
     "device": (
         "streams",

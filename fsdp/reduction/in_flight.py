@@ -62,6 +62,9 @@ class ReductionQueue:
         """Reductions over the ranks that share the shards."""
         self._all_reduces: list[Reduction] = []
         """Reductions over the ranks that hold the same shards. Their outputs are kept until the commit in any case."""
+        self._leaving: Tensor | None = None
+        """Memory of the compute stream that a copy to the host still reads. The next launch lets that stream wait for the copy,
+        which runs meanwhile."""
         self._launched = 0
         """The number of launches in this backward."""
 
@@ -142,6 +145,7 @@ class ReductionQueue:
         name, size = buckets[0].name, sum(bucket.flat.layout.shard_numel for bucket in buckets)
         predivisor, divisor = self._divisors(buckets[0].buffer, size)
         # memory is reused on the host alone: the allocator of a device does so itself
+        self._let_go()
         like, reuses = buckets[0].buffer, len(buckets) == 1 and self._streams.on_host
         output = buckets[0].spare.take(size, like) if reuses else like.new_empty(size)
         for bucket, chunk in zip(buckets, _split(output, buckets), strict=True):
@@ -150,7 +154,18 @@ class ReductionQueue:
             self._start_all_reduce(Reduction(buckets, output, DONE, None, 0, name, divisor, lane))
         self._tracker.add("reduced", size_of(output))
         # the output was allocated on the compute stream, and may be released already
-        self._streams.await_reductions()
+        if buckets[0].flat.is_offloaded and self._comms.lanes[lane].replicate.size == 1:
+            self._leaving = output
+            self._tracker.add("reduced", size_of(output))
+        else:
+            self._streams.await_reductions()
+
+    def _let_go(self) -> None:
+        """Let the compute stream wait for the last copy of its memory to the host, and release that memory. Idempotent."""
+        if self._leaving is not None:
+            self._streams.await_reductions()
+            self._tracker.add("reduced", -size_of(self._leaving))
+            self._leaving = None
 
     def _launch_sparse(self, bucket: SparseBucket, lane: int, remainder: bool) -> None:
         predivisor, divisor = self._divisors(bucket.buffer, 0)
@@ -203,6 +218,7 @@ class ReductionQueue:
                 held.append(reduction.output)  # the reduction stream still reads memory of the compute stream
             del self._all_reduces[0]
             self._tracker.add("scratch", -reduction.scratch)
+        self._let_go()
         self._streams.await_reductions()
         self._streams.await_copies()
 
@@ -220,6 +236,7 @@ class ReductionQueue:
                     (work.begun if isinstance(work, TwoPhaseWork) else work).wait()
             except BaseException as failure:  # the others are in flight all the same
                 failures.append(failure)
+        self._let_go()
         self._streams.await_reductions()
         self._tracker.add("scratch", -sum(one.scratch for one in reductions))
         for reduction in reduce_scatters:

@@ -158,3 +158,22 @@ def test_memory_and_host_waits_are_counted_on_the_pretend_accelerator(tmp_path: 
         assert 0 < case["at_rest"] < case["training"] <= case["peak"]
         assert len(case["losses"]) == 2 and all(len(losses) == 4 for losses in case["losses"])
     assert "| FSDP2 |" in report_page({"accelerator": report})
+
+
+@pytest.mark.timeout(180)
+def test_a_step_with_shards_in_host_memory_takes_as_long_as_its_copies_and_its_computing_let_it(tmp_path: Path) -> None:
+    if (why := missing()) is not None:
+        pytest.skip(why)
+    out = tmp_path / "offload.json"
+    given = ("--blocks", "6", "--loads", "0.1", "1", "4", "--out", str(out))
+    command = [sys.executable, str(BENCHMARKS / "offload.py"), *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, Any] = result_file.read(out)
+    assert [(line["ranks"], line["load"]) for line in report["lines"]] == [(r, load) for r in (1, 2) for load in (0.1, 1.0, 4.0)]
+    for line in report["lines"]:
+        copy = line["load"] * 3 * 6 / 12  # one unit's, to the device: two in a step for each of six blocks
+        alone = 4 * copy  # the first copy of each pass, and the last gradients, hide behind nothing
+        by_pass = line["step"] / line["to_by_pass"]
+        assert line["ideal"] <= by_pass <= line["step"] <= by_pass + alone
+    assert "| 2 | 4 |" in report_page({"offload": report})

@@ -34,7 +34,10 @@ def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
     results = report.load(tmp_path)
     assert [*results] == ["wire"]
     assert "Not measured yet: `python benchmarks/step.py`." in report.page(results)
-    assert "Not measured yet: step, host, instructions, memory, overlap, scale, hosts, accelerator." in report.main_table(results)
+    assert (
+        "Not measured yet: step, host, instructions, memory, overlap, scale, hosts, accelerator, offload."
+        in report.main_table(results)
+    )
 
 
 def test_bars_of_several_cases_are_one_line_and_no_miss_is_lost() -> None:
