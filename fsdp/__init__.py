@@ -38,6 +38,7 @@ from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.state_dict.optim_state import full_optim_state_dict, load_full_optim_state_dict
 from fsdp.tracing.trace import Trace, stats, trace
+from fsdp.uneven.empty_backward import empty_backward
 from fsdp.uneven.meet import meet
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "agree_abandoned",
     "clip_grad_norm_",
     "dump_on_signal",
+    "empty_backward",
     "export_safetensors",
     "full_optim_state_dict",
     "full_parameters",

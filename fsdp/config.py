@@ -1,7 +1,7 @@
 """The options of a unit: checked once, then frozen."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
@@ -150,7 +150,9 @@ class ReductionPolicy:
     power of 2. Half precision is sent as fp32. On CUDA, and in all-reduces, the sum is an exchange of chunks that takes as much
     memory as the bucket."""
     find_unused_parameters: bool = False
-    """Whether ranks may pass through different units in a backward. Every unit is then reduced in each. Needs "NO_SHARD"."""
+    """Whether ranks may pass through different units in a backward. Every unit is then reduced in each. Needs "NO_SHARD".
+
+    `uneven_paths` includes it under every strategy."""
     static_graph: bool = False
     """Whether the same parameters get gradients in every backward.
 
@@ -282,6 +284,8 @@ def make_config(
     reduction = ReductionPolicy() if reduction is None else reduction
     if not isinstance(reduction, ReductionPolicy):
         raise ShardingError(f"reduction must be a fsdp.ReductionPolicy, not {reduction!r}.")
+    if uneven_paths and not reduction.static_graph:
+        reduction = replace(reduction, find_unused_parameters=False)  # which it includes, under every strategy
     if reduction.find_unused_parameters and mesh_kind is not MeshKind.REPLICATE:
         raise ShardingError(
             "reduction.find_unused_parameters needs sharding_strategy='NO_SHARD': under "
@@ -305,8 +309,8 @@ def make_config(
         raise ShardingError("offload_policy and uneven_paths cannot be combined yet; give one of them.")
     if uneven_paths and broadcast_buffers:
         raise ShardingError("uneven_paths and broadcast_buffers contradict each other: a rank may leave a forward out.")
-    if uneven_paths and (reduction.find_unused_parameters or reduction.static_graph):
-        raise ShardingError("uneven_paths: leave out reduction.find_unused_parameters, which it includes, and static_graph.")
+    if uneven_paths and reduction.static_graph:
+        raise ShardingError("uneven_paths and reduction.static_graph contradict each other; give one of them.")
     return Config(
         reshard_policy,
         mesh_kind,

@@ -45,6 +45,10 @@ class Place(MachineEnum):
     """At the end of a backward that reduces its gradients."""
     MEETING = auto()
     """Between two steps."""
+    STEP = auto()
+    """Between two steps, and the optimizer steps next: also on ranks that have no data left."""
+    NO_DATA = auto()
+    """This rank has no data left. It ends whatever the other ranks end, and needs no backward."""
 
 
 class Call(NamedTuple):
@@ -79,12 +83,21 @@ class Exchange(NamedTuple):
     """The targets whose weights this rank has changed since its first gather of the step."""
 
 
-Tasks = Generator[Gather | Meet | Exchange, Any, None]
-"""What a rank must do, in order: its collectives. It is sent the result of each Meet and Exchange."""
+Places = frozenset[Place]
+"""The places in which ranks are."""
+Tasks = Generator[Gather | Meet | Exchange, Any, Places]
+"""What a rank must do, in order: its collectives. It is sent the result of each Meet and Exchange.
+
+It returns the places in which ranks were at the end of the step; none if the step goes on.
+"""
 
 
 class Mixed(Exception):
-    """Some ranks are at the end of a backward, and others between two steps."""
+    """Ranks are in different places: some are at the end of a backward, for example, and others between two steps."""
+
+    def __init__(self, places: Places) -> None:
+        super().__init__()
+        self.places = places
 
 
 class ChangedWeights(Exception):
@@ -141,6 +154,7 @@ class Paths:
             found = chosen == call.target
             if not found and chosen is not None:
                 yield Gather(chosen)
+        return Places()
 
     def finish(self, place: Place, changed: Sequence[int] = ()) -> Tasks:
         """This rank wants no call before the end of the step. When the tasks are done, the step is over on all ranks.
@@ -148,7 +162,7 @@ class Paths:
         `changed`: the targets whose weights this rank has changed since its first gather of the step.
 
         Raises:
-            Mixed: some ranks are at the end of a backward, and others between two steps.
+            Mixed: the ranks are in different places.
             ChangedWeights: some rank has changed weights, and the ranks took different paths.
         """
         for target in self.run_out():
@@ -160,6 +174,7 @@ class Paths:
             found = yield Exchange(self.own, changed)
         self.check(found)
         self.end(combined, [one.path for one in found])
+        return self.places(combined)
 
     # the common path ----------------------------------------------------------------------
 
@@ -261,9 +276,15 @@ class Paths:
         if forwards or backwards:
             self.met = True
             return min(forwards) if forwards else max(backwards)
-        if all(combined[self.targets : self.targets + len(Place)]):
-            raise Mixed
+        places = self.places(combined)
+        if len(places - {Place.NO_DATA}) > 1:
+            raise Mixed(places)
         return None
+
+    def places(self, combined: Sequence[int]) -> Places:
+        """The places of all ranks that want no call."""
+        flags = combined[self.targets : self.targets + len(Place)]
+        return Places(place for place, flag in zip(Place, flags, strict=True) if flag)
 
     # the end of a step --------------------------------------------------------------------
 

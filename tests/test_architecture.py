@@ -131,8 +131,11 @@ ORDER: dict[str, tuple[str, ...]] = {
         "torch_policies",
     ),
     "uneven": (
+        "empty_backward",
         "meet",
+        "uneven_join",
         "uneven_engine",
+        "data_left",
         "gather_order",
         "weight_changes",
     ),
@@ -278,6 +281,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 STATE_MACHINE_USERS = {
     "uneven.uneven_engine",
     "uneven.gather_order",
+    "uneven.uneven_join",
     "runtime.registry",
     "runtime.stale_params",
     "reduction.reducer",

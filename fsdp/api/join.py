@@ -20,7 +20,10 @@ from fsdp.config import MeshKind
 from fsdp.errors import InputsExhausted, ShardingError, name_ranks
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.hook_actions import PassWatcher
+from fsdp.runtime.hooks import EngineHooks
 from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
+from fsdp.uneven.uneven_engine import UnevenEngine
+from fsdp.uneven.uneven_join import UnevenJoin
 
 
 class _Operation(IntEnum):
@@ -70,6 +73,29 @@ class Joined(PassWatcher):
         self._kwargs: dict[str, Any] = {}
         self._outputs: list[Tensor] = []
         self._finished = False
+        self._uneven = UnevenJoin(engine, *rules) if isinstance(engine, UnevenEngine) else None
+
+    @contextmanager
+    def connected(self, hooks: EngineHooks) -> Iterator[None]:
+        """Inside, the engine calls this object."""
+        if self._uneven is not None:
+            with self._uneven.connected():
+                yield
+            return
+        handle = hooks.on_call(self._store_inputs)
+        self._engine.set_watcher(self)
+        try:
+            yield
+        finally:
+            self._engine.set_watcher(None)
+            handle.remove()
+
+    def serve(self) -> None:
+        """Do what the other ranks do, until no rank has data left."""
+        if self._uneven is None:
+            self._serve_shards()
+        else:
+            self._uneven.serve(self._step)
 
     def step(self) -> None:
         """Take the step given to `join` on every rank, finished ranks included.
@@ -81,13 +107,16 @@ class Joined(PassWatcher):
             raise ShardingError(
                 "joined.step() takes the step that was given to fsdp.join; give it, or step the optimizer yourself."
             )
-        self._announce(_Operation.STEPS)
+        if self._uneven is None:
+            self._announce(_Operation.STEPS)
+        else:
+            self._uneven.announce_step()
         self._step()
 
     @property
     def buffer_source(self) -> int:
         """The first rank that had data left at the last announcement: its buffers and final weights are those of all."""
-        return self._source
+        return self._source if self._uneven is None else self._uneven.source
 
     def _announce(self, operation: _Operation | None) -> _Operation | None:
         """Announce the next operation of this rank, or None if it has finished; return that of the ranks with data, if any.
@@ -236,7 +265,8 @@ def join(
 
     Every rank must call the forward of `model` (not of a unit in it), the backward and `joined.step` in the same order. One
     backward goes through all forwards since the last one, and every output of `model` that requires a gradient must lead to the
-    loss. Gradients that a rank keeps under `no_sync` when it leaves are dropped.
+    loss. With `uneven_paths=True` only backwards and steps must be the same: a rank that has no data left runs nothing, and
+    needs no batch. Gradients that a rank keeps under `no_sync` when it leaves are dropped.
 
     Raises:
         ShardingError: `model` is not one root, has a static graph, is inside another join, has a communication hook or broadcast
@@ -245,16 +275,16 @@ def join(
     """
     rules = JoinRules(divides_by_all_ranks, stops_at_first)
     root = _root_to_join(model, step, rules)
+    if root.unit.config.uneven_paths and inputs is not None:
+        raise ShardingError("join: with uneven_paths=True a rank without a batch computes nothing, so leave inputs out.")
     engine = root.engine
     joined = Joined(model, engine, step, inputs, rules)
     with ExitStack() as stack:
         stepped = stack.enter_context(SteppedOptimizers(model)) if step is None else None
-        stack.callback(root.hooks.on_call(joined._store_inputs).remove)
         stack.callback(engine.reducer.set_averaging_ranks, engine.comms.size)
-        stack.callback(engine.set_watcher, None)
-        engine.set_watcher(joined)
+        stack.enter_context(joined.connected(root.hooks))
         yield joined
-        joined._serve_shards()
+        joined.serve()
         if stepped is not None:
             take_over(joined.buffer_source, model, stepped.all_found(), engine.comms.world_comm)
         elif root.unit.config.broadcast_buffers:
@@ -270,9 +300,7 @@ def _root_to_join(model: nn.Module, step: object, rules: JoinRules) -> UnitRef:
     engine = engines[0]
     if not callable(step) and (step is not None or root.unit.config.mesh_kind is not MeshKind.REPLICATE):
         raise ShardingError(f"join takes a function that steps, such as optimizer.step, not {step!r}.")
-    if root.unit.config.uneven_paths:
-        raise ShardingError("join: with uneven_paths=True a finished rank cannot compute beside others; use one of both.")
-    if engine.watcher is not None:
+    if engine.watcher is not None or (isinstance(engine, UnevenEngine) and engine.is_joined):
         raise ShardingError("join: this model is inside another join already.")
     if engine.reducer.hook is not None and not rules.divides_by_all_ranks:
         raise ShardingError("join: the communication hook of this model averages over all ranks, also those that have finished.")

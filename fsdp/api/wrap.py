@@ -102,8 +102,8 @@ class FullyShardedDataParallel(nn.Module):
             Default None: between rows, Shard(0). Shards along another dimension are not contiguous.
         uneven_paths: True lets ranks go different ways: leave units out, repeat them, take them in another order, evaluate on
             some ranks only. Gradients are averages over all ranks, in which a rank without a gradient counts as zero. Reductions
-            begin when all ranks are at the end of the backward, and unsharded gradients are in memory until then. Refused:
-            `broadcast_buffers`, `find_unused_parameters`, `static_graph`, `fsdp.join`. Default False: ranks that call different
+            begin when all ranks are at the end of the backward, and unsharded gradients are in memory until then. It includes
+            `find_unused_parameters`. Refused: `broadcast_buffers`, `static_graph`. Default False: ranks that call different
             collectives are named. The value of the outermost unit counts.
         offload_policy: keeps shards, gradients and optimizer state in host memory: a `fsdp.OffloadPolicy`, FSDP2's
             `CPUOffloadPolicy`, or FSDP1's `CPUOffload`. Each gather copies this rank's shard to the device first, and the

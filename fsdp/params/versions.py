@@ -39,7 +39,10 @@ class Versions:
     def now(self) -> int:
         """Grows with every in-place change of a shard, but for those that a recompute repeats."""
         with quick_attributes():
-            return sum([sum(map(_VERSION, flat.sharded_params)) for flat in self._flats]) - self._repeated
+            return self._count()
+
+    def _count(self) -> int:
+        return sum([sum(map(_VERSION, flat.sharded_params)) for flat in self._flats]) - self._repeated
 
     @property
     def changed_since_made(self) -> bool:
@@ -100,6 +103,12 @@ class Versions:
             return torch.zeros(0, dtype=torch.int64)
         with torch.no_grad():
             return torch.stack([flat.sum_of_bits() for flat in self._flats])
+
+
+def all_now(asked: Sequence[Versions]) -> list[int]:
+    """`Versions.now` of each, for less than one call each."""
+    with quick_attributes():
+        return [versions._count() for versions in asked]
 
 
 def any_changed(asked: Sequence[Versions], world_comm: Communicator) -> bool:

@@ -62,7 +62,7 @@ class Reducer:
             bucket_kinds(len(self.buckets), self.early, units[0].config),
             len(units),
         )
-        self._meeting: Callable[[Combine], None] | None = None
+        self._meeting: Callable[[Combine], bool] | None = None
         self.stats = ReducerStats()
         self.ignores_local_grads = False
         """True if the gradients of this rank are dropped, except those it accumulated earlier (`join`)."""
@@ -92,10 +92,11 @@ class Reducer:
         """From now on, drop the gradients of this rank, or do not."""
         self.ignores_local_grads = ignores
 
-    def set_meeting(self, meeting: Callable[[Combine], None]) -> None:
+    def set_meeting(self, meeting: Callable[[Combine], bool]) -> None:
         """From now on, call `meeting` at the end of a backward that synchronises. It waits until all ranks are there.
 
-        It is given a function that sends along which gradients this rank has.
+        It is given a function that sends along which gradients this rank has. It returns whether it has called that: a rank
+        that has no data left has met the others before.
         """
         self._meeting = meeting
 
@@ -329,8 +330,8 @@ class Reducer:
         launched = [BucketAction.COUNT_REMAINDER in self._queue.on(n, BucketEvent.TAKE_STOCK) for n in numbers]
         if self._meeting is None:
             self._used_params.exchange(launched)
-        else:
-            self._meeting(partial(self._used_params.combine, launched=launched))
+        elif not self._meeting(partial(self._used_params.combine, launched=launched)):
+            self._used_params.take_combined(launched)
 
     def _launch_remainders(self) -> None:
         """Reduce gradients that arrived after their bucket was launched, in the agreed order.

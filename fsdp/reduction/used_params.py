@@ -128,6 +128,8 @@ class UsedParams:
         self._exchange: _Exchange | None = None
         self._step_flags: tuple[Sequence[int], Sequence[int]] | None = None
         """The flags of steps that were read: of this rank, of any rank."""
+        self._combined: Tensor | None = None
+        """What `combine` found last, on a rank that was not at the end of a backward."""
         self._static_used: list[bool] | None = None
         """With a static graph: the parameters that the first backward used on any rank."""
         self._static_remainders: list[bool] = []
@@ -157,9 +159,7 @@ class UsedParams:
         Raises:
             ShardingError: the graph was declared static and has changed.
         """
-        not_launched = [bucket.collect_used(one) for bucket, one in zip(self._buckets, launched, strict=True)]
-        self.has_grad = [True in one for one in not_launched]
-        self.has_remainder = list(map(and_, self.has_grad, launched))
+        not_launched = self._collect(launched)
         if self._static_used is not None:
             self._check_static()
             self._used, self._remainders = self._static_used, self._static_remainders
@@ -200,8 +200,22 @@ class UsedParams:
                 work = self._world_comm.all_reduce(flags, "max", "which gradients came")
             work.wait()
             self._streams.await_reductions()
+            self._combined = flags
         combined: list[int] = flags[self._offsets[-1] + self._steps.count :].tolist()
         return combined
+
+    def take_combined(self, launched: Sequence[bool]) -> None:
+        """Use what `combine` found last, in place of an exchange: this rank has no data, and met the others there."""
+        assert self._combined is not None
+        self._collect(launched)
+        self._read(self._combined, self._steps.take())
+
+    def _collect(self, launched: Sequence[bool]) -> list[list[bool]]:
+        """Record which parameters had a gradient on this rank; return, for each bucket, those that were not launched."""
+        not_launched = [bucket.collect_used(one) for bucket, one in zip(self._buckets, launched, strict=True)]
+        self.has_grad = [True in one for one in not_launched]
+        self.has_remainder = list(map(and_, self.has_grad, launched))
+        return not_launched
 
     def _all_used_message(self, steps: tuple[int, ...]) -> Tensor:
         message = self._all_used.get(steps)
@@ -236,15 +250,19 @@ class UsedParams:
             return
         exchange.work.wait()
         self._streams.await_reductions()
-        if exchange.steps and self._device.type == "cpu":
+        self._read(exchange.flags, exchange.steps, read or not exchange.all_local_used or self._static)
+        if self._static:
+            self._static_used, self._static_remainders = self._used, self._remainders
+
+    def _read(self, flags: Tensor, steps: Sequence[int], needs_used: bool = True) -> None:
+        """Read what all ranks have sent. `steps`: the flags of this rank's own steps. `needs_used`: also which gradients came."""
+        if steps and self._device.type == "cpu":
             end = self._offsets[-1] + self._steps.count
-            self._step_flags = exchange.steps[: self._steps.count], exchange.flags[self._offsets[-1] : end].tolist()
-        if read or not exchange.all_local_used or self._static:
-            flags = exchange.flags[: self._offsets[-1]].tolist()
-            self._used = [flag > 0 for flag in flags]
-            self._remainders = [flag > 1 for flag in flags]
-            if self._static:
-                self._static_used, self._static_remainders = self._used, self._remainders
+            self._step_flags = steps[: self._steps.count], flags[self._offsets[-1] : end].tolist()
+        if needs_used:
+            values = flags[: self._offsets[-1]].tolist()
+            self._used = [value > 0 for value in values]
+            self._remainders = [value > 1 for value in values]
 
     def end(self) -> None:
         """After `wait_all`, when all reductions are complete: compare which ranks have changed their weights.

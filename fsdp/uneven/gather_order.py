@@ -20,7 +20,7 @@ from fsdp.errors import ShardingError, WorldError, name_ranks
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.uneven.weight_changes import WeightChanges
-from state_machine.paths import Call, ChangedWeights, Gather, Meet, Mixed, Paths, Phase, Place, Tasks
+from state_machine.paths import Call, ChangedWeights, Gather, Meet, Mixed, Paths, Phase, Place, Places, Tasks
 
 Combine = Callable[[Sequence[int]], Sequence[int]]
 """Combines a message of each rank by the maximum."""
@@ -103,24 +103,27 @@ class GatherOrder:
             for target in self._paths.forward_ends():
                 self._gather(target)
 
-    def finish(self, place: Place, combine: Combine | None = None) -> None:
-        """End the step together with all ranks. `combine` sends more with the message.
+    def finish(self, place: Place, combine: Combine | None = None) -> Places:
+        """End the step together with all ranks; return where they are. `combine` sends more with the message.
 
         Raises:
-            WorldError: some ranks end a backward, and others have called `fsdp.meet`.
+            WorldError: the ranks are in different places, such as the end of a backward and `fsdp.meet`.
             ShardingError: weights have changed between two gathers of a step in which ranks took different paths.
         """
         try:
-            self._execute(self._paths.finish(place, self._changes.units()), combine or self._combine)
+            places = self._execute(self._paths.finish(place, self._changes.units()), combine or self._combine)
         except ChangedWeights as found:
             raise ShardingError(self._describe(found.changed)) from None
-        except Mixed:
+        except Mixed as found:
+            function = "joined.step()" if Place.STEP in found.places else "fsdp.meet"
+            others = "are at a backward's end" if Place.END_OF_BACKWARD in found.places else "have called fsdp.meet"
             raise WorldError(
-                "some ranks have called fsdp.meet, and others are at the end of a backward and would wait for ever; call "
-                "fsdp.meet on every rank, after the same number of backwards."
+                f"some ranks have called {function}, and others {others} and would wait for ever; call {function} on every rank, "
+                "after the same number of backwards."
             ) from None
         self._changes.end_step()
         self.drain()
+        return places
 
     def drain(self) -> None:
         """Wait for the passive gather in flight, and release its memory. Idempotent."""
@@ -133,13 +136,13 @@ class GatherOrder:
         finally:
             self._tracker.add("scratch", -sum(map(size_of, received)))
 
-    def _execute(self, tasks: Tasks, combine: Combine) -> None:
+    def _execute(self, tasks: Tasks, combine: Combine) -> Places:
         result: object = None
         while True:
             try:
                 task = tasks.send(result)
-            except StopIteration:
-                return
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
             result = None
             if isinstance(task, Gather):
                 self._gather(task.target)

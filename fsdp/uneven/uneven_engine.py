@@ -7,6 +7,7 @@ ranks at the begin of a pass, which some ranks may leave out.
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -15,13 +16,15 @@ from fsdp.debug.error_notes import add_note
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
+from fsdp.params.external_use import GatherParam
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.prefetch import PassSchedules, PrefetchSchedule
+from fsdp.uneven.data_left import OnDataLeft, count_data_left
 from fsdp.uneven.gather_order import Combine, GatherOrder
 from state_machine import Action, BackwardEvent, Event
-from state_machine.paths import Phase, Place
+from state_machine.paths import Phase, Place, Places
 
 
 class UnevenEngine(Engine):
@@ -41,6 +44,10 @@ class UnevenEngine(Engine):
         self._order = GatherOrder(units, comms, streams, tracker, self.reducer.combine)
         self.schedules = CommonSchedules(self, self._order, units[0].config.prefetch)
         self._schedule = self.schedules.forward
+        self._on_data_left: OnDataLeft | None = None
+        """Set inside `fsdp.join`."""
+        self._has_met = False
+        """Whether the ranks have met before the backward that runs, which is that of a rank that has no data left."""
         self._action_handlers[Action.REDUCE_GRADS] = self._keep_until_the_end
         self.reducer.set_meeting(self._end_backward)
         for unit in units:
@@ -51,14 +58,42 @@ class UnevenEngine(Engine):
         """The part of a step that runs."""
         return Phase.BACKWARD if self.root.in_backward else self._pass_phase
 
-    def meet(self) -> None:
-        """Take part in what other ranks gather, until all ranks have called this. Between two steps."""
+    @property
+    def is_joined(self) -> bool:
+        """Whether this rank is inside `fsdp.join`."""
+        return self._on_data_left is not None
+
+    def set_on_data_left(self, on_data_left: OnDataLeft | None) -> None:
+        """From now on, call this where a backward ends in which some ranks have no data left, before anything is reduced."""
+        self._on_data_left = on_data_left
+
+    def meet(self, place: Place = Place.MEETING) -> Places:
+        """Take part in what other ranks gather, until all ranks are between two steps; return where they are.
+
+        `NO_DATA`: until they end anything. If that is a backward, this rank ends it with them, with zeros for its gradients.
+        """
         try:
-            self._order.finish(Place.MEETING)
+            places = self._order.finish(place)
+            if Place.END_OF_BACKWARD in places:
+                self._count_data_left(places, has_data=False)
         except BaseException as failure:
             add_note(failure, self.snapshot, 0, ours=True)
             self.abandon_step(failure, 0)
             raise
+        if Place.END_OF_BACKWARD in places:
+            self._has_met = True
+            try:
+                self.empty_backward()
+            finally:
+                self._has_met = False
+        return places
+
+    def empty_backward(self) -> None:
+        """Run a backward that reduces, and reaches no unit."""
+        with torch.enable_grad():
+            start = torch.zeros((), requires_grad=True)
+            loss = GatherParam.apply(start, start.detach, partial(self.on_event, 0, Event.EXTERNAL_GRAD))  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def post_forward(self, index: int, event: Event) -> None:
         super().post_forward(index, event)
@@ -101,8 +136,18 @@ class UnevenEngine(Engine):
     def _keep_until_the_end(self, index: int) -> None:
         """The gradients of a unit are complete on this rank. On another one they may come later, or not at all."""
 
-    def _end_backward(self, combine: Combine) -> None:
-        self._order.finish(Place.END_OF_BACKWARD, combine)
+    def _end_backward(self, combine: Combine) -> bool:
+        if self._has_met:
+            return False
+        self._count_data_left(self._order.finish(Place.END_OF_BACKWARD, combine), has_data=True)
+        return True
+
+    def _count_data_left(self, places: Places, has_data: bool) -> None:
+        if Place.NO_DATA not in places:
+            return
+        left = count_data_left(self.units, self.comms.world_comm, has_data, self.is_joined)
+        assert self._on_data_left is not None, "a rank outside of fsdp.join was refused"
+        self._on_data_left(left)
 
     def _reset_step(self) -> None:
         super()._reset_step()

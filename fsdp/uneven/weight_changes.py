@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp.params.unit import Unit
+from fsdp.params.versions import all_now
 
 
 class WeightChanges:
@@ -19,6 +20,7 @@ class WeightChanges:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = tuple(units)
+        self._versions = [unit.versions for unit in units]
         self._before: list[int] | None = None
         """The version counter of each unit at the first gather of this step; None before it."""
         self._fused: set[int] = set()
@@ -29,22 +31,22 @@ class WeightChanges:
     def begin_gather(self) -> None:
         """A gather is about to be launched."""
         if self._before is None:
-            self._before = self._now()
+            self._before = all_now(self._versions)
 
     def units(self) -> Sequence[int]:
         """The units whose weights have changed since the first gather of this step."""
         if self._before is None:
             return ()
-        moved = (index for index, (old, new) in enumerate(zip(self._before, self._now(), strict=True)) if old != new)
+        now = all_now(self._versions)
+        if now == self._before and not self._fused:
+            return ()
+        moved = (index for index, (old, new) in enumerate(zip(self._before, now, strict=True)) if old != new)
         return sorted({*self._fused, *moved})
 
     def end_step(self) -> None:
         """The step is over, or abandoned."""
         self._before = None
         self._fused.clear()
-
-    def _now(self) -> list[int]:
-        return [unit.versions.now() for unit in self._units]
 
     def _on_step(self, optimizer: Optimizer) -> None:
         if self._before is None:

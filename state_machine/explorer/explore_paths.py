@@ -31,6 +31,7 @@ from state_machine.paths import (
     Paths,
     Phase,
     Place,
+    Places,
     Tasks,
 )
 
@@ -90,7 +91,7 @@ MakePaths = Callable[[int], Paths]
 class Rank:
     """One rank: its actions as far as they are known."""
 
-    def __init__(self, program: Program, make: MakePaths) -> None:
+    def __init__(self, program: Program, serves: bool, make: MakePaths) -> None:
         self.actions: list[Action] = []
         self.launches: list[Launch] = []
         self.launched = [0]
@@ -101,6 +102,8 @@ class Rank:
         self._weights = 0
         """How often this rank has changed its weights."""
         self._mixed = False
+        self._serves = serves
+        """Whether this rank serves the others when it has no data left."""
         self._results: dict[int, object] = {}
         self._paths = make(UNITS)
         self._run = self._steps(program)
@@ -129,14 +132,14 @@ class Rank:
         yield self.launches[-1]
         return len(self.launches) - 1
 
-    def _do(self, tasks: Tasks) -> Generator[Action, None, None]:
+    def _do(self, tasks: Tasks) -> Generator[Action, None, Places]:
         result: object = None
         passive: int | None = None
         while True:
             try:
                 task = tasks.send(result)
-            except StopIteration:
-                return
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
             result = None
             if isinstance(task, Gather):
                 if passive is not None:
@@ -192,6 +195,12 @@ class Rank:
             yield Ended(paths.common, tuple(paths.idle), self._meetings, gathers, path, bool(changed), self._mixed, refused)
             if refused:
                 return
+        places = Places([Place.END_OF_BACKWARD])
+        while self._serves and places - {Place.NO_DATA}:
+            self._meetings, first = 0, len(self.launches)
+            places = yield from self._do(paths.finish(Place.NO_DATA))
+            gathers = sum(one.kind == "gather" for one in self.launches[first:])
+            yield Ended(paths.common, tuple(paths.idle), self._meetings, gathers, (), False, False, False)
 
     def _compute(self, number: int, target: int) -> Generator[Action, None, None]:
         yield Wait(number)
@@ -205,16 +214,20 @@ class Rank:
 def _gathers(targets: Sequence[int]) -> Tasks:
     for target in targets:
         yield Gather(target)
+    return Places()
 
 
 @collector_off()
 def explore_paths(programs: Sequence[Program], make: MakePaths = Paths) -> int:
     """Run the programs in every interleaving; return the number of joint states.
 
+    If some have fewer steps than others, every rank that has come to its end serves the others.
+
     Raises:
         Broken: a rule is broken.
     """
-    ranks = [Rank(program, make) for program in programs]
+    serves = len(set(map(len, programs))) > 1
+    ranks = [Rank(program, serves, make) for program in programs]
     start = (0,) * len(ranks)
     seen, frontier = {start}, [start]
     complete, alike = False, 0

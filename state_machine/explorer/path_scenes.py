@@ -44,6 +44,10 @@ def scenes(ranks: int) -> Iterator[tuple[Program, ...]]:
     # once the paths are known, ranks may call a collective of the user's own between forward and backward
     late = ((F0, END_OF_FORWARD, USER, B0), (F0, F1, END_OF_FORWARD, USER, B1, B0))
     yield tuple((_without(USER, path), path, path) for path in (late * ranks)[:ranks])
+    # a rank has no data left and serves the others, or never had any
+    for left in itertools.product((CHOICES[0], CHOICES[1], CHOICES[4]), repeat=2):
+        for first in ((), (CHOICES[0],), (CHOICES[1],)):
+            yield tuple((*first, *left) if rank % 2 else first for rank in range(ranks))
     # what is not wanted any more is dropped
     yield tuple((CHOICES[0], *(CHOICES[1],) * (PATIENCE + 2)) for _ in range(ranks))
 

@@ -51,7 +51,8 @@ def trained(rank: int, counts: tuple[int, ...], micro: int = 1, **options: Any) 
         optimizer.step()
         optimizer.zero_grad()
 
-    with fsdp.join(model, step, inputs=(batch(0, 0),)) as joined:
+    inputs = None if options.get("uneven_paths") else (batch(0, 0),)
+    with fsdp.join(model, step, inputs) as joined:
         for number in range(0, counts[rank], micro):
             with fsdp.no_sync(model):
                 for m in range(micro - 1):

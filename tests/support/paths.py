@@ -29,14 +29,14 @@ class Pass(NamedTuple):
 
     hops: tuple[Hop, ...]
     kind: str = "train"
-    """ "train", "accumulate" (under no_sync) or "evaluate"."""
+    """ "train", "accumulate" (under no_sync), "evaluate" or "empty" (a backward without a batch)."""
 
 
 class Step(NamedTuple):
     """What all ranks do until the optimizer steps."""
 
     passes: tuple[tuple[Pass, ...], ...]
-    """For each rank. The last one trains."""
+    """For each rank. The last one trains, or is empty."""
     clips: bool = False
     keeps_zeros: bool = False
     """Whether gradients are set to zero after the step, and not to None."""
@@ -91,7 +91,7 @@ def draw_program(seed: int, ranks: int, steps: int = 4) -> list[Step]:
 
 
 def draw_passes(draw: random.Random, habit: str) -> tuple[Pass, ...]:
-    kinds = ["train"]
+    kinds = ["train" if draw.random() < 0.85 else "empty"]
     while draw.random() < (0.1 if habit == "dropping" else 0.35):
         kinds.insert(0, draw.choice(["accumulate", "evaluate"]))
     return tuple(Pass(draw_hops(draw, habit), kind) for kind in kinds)
@@ -157,6 +157,10 @@ def take(model: nn.Module, one: Pass, x: Tensor, is_sharded: bool, divisor: int 
     if one.kind == "evaluate":
         with torch.no_grad():
             return float(model(x, one.hops).square().mean())
+    if one.kind == "empty":
+        if is_sharded:
+            fsdp.empty_backward(model)
+        return 0.0
     with fsdp.no_sync(model) if is_sharded and one.kind == "accumulate" else nullcontext():
         loss = model(x, one.hops).square().mean()
         (loss / divisor).backward()
@@ -205,7 +209,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"sharding_strategy": "NO_SHARD"},
     {"reshard_after_forward": True, "prefetch": 2, "reduction": ReductionPolicy(bucket_cap_mb=0.0001)},
     {"reduction": ReductionPolicy(deterministic=True, streams=2), "plain_shards": False},
-    {"reduction": ReductionPolicy(at_end=True), "prefetch": 0},
+    {"reduction": ReductionPolicy(at_end=True, find_unused_parameters=True), "prefetch": 0},
 ]
 
 
