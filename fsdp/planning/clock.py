@@ -1,8 +1,9 @@
 """The time that a rehearsal takes: one sequence of computing, and two wires on which collectives follow each other.
 
-One wire connects the ranks of a host, the other one connects hosts. A collective begins when it is launched and its wire is free. Computing goes on meanwhile, and stands still in a wait. This is
-how streams order a step on a device, where the host is faster than the device. With an offload policy there is one more sequence
-of copies in each direction: a gather begins when its shard was copied, and a pass ends when all of its copies have.
+One wire connects the ranks of a host, the other one connects hosts. A collective begins when it is launched and its wire is
+free. Computing goes on meanwhile, and stands still in a wait. This is how streams order a step on a device, where the host is
+faster than the device. With an offload policy there is one more sequence of copies in each direction: a gather begins when its
+shard was copied, and a pass ends when all of its copies have.
 """
 
 from collections import defaultdict

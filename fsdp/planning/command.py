@@ -49,7 +49,7 @@ def add_plan(commands: Any) -> None:
         "--units",
         nargs="+",
         metavar="CLASSES",
-        help='choices of units: names of classes, as in Block or Block,Embedding, or auto (default: auto, and other sizes where '
+        help="choices of units: names of classes, as in Block or Block,Embedding, or auto (default: auto, and other sizes where "
         "these may be better)",
     )
     parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES], help="default: %(default)s")

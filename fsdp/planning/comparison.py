@@ -165,7 +165,8 @@ def _recommendation(plan: Plan) -> Iterator[str]:
         return
     yield f"Recommended: {best.choice.title}: {1e3 * best.rehearsal.seconds:.1f} ms a step, estimated."
     if best.choice.unit_names:
-        yield f"Its {len(best.choice.unit_names)} inner units have names: give fully_shard the options of plan.best.choice.options."
+        count = len(best.choice.unit_names)
+        yield f"Its {count} inner units are chosen by name: give `fully_shard` the options in `plan.best.choice.options`."
     if best.rehearsal.host_held:
         kinds = ", ".join(f"{kind} {size(held)}" for kind, held in best.rehearsal.host_held.items())
         yield f"Each rank needs {size(best.rehearsal.host_peak)} of host memory: {kinds}."

@@ -159,8 +159,8 @@ def test_larger_units_are_compared_where_latencies_are_most_of_a_step() -> None:
     found = compared(1e-2, checkpointing=[False])
     assert [one.choice.title for one in found.candidates] == ["FULL_SHARD, one unit", "FULL_SHARD"]
     assert "FULL_SHARD, one unit" in str(found) and found.candidates[0].rehearsal is not None
-    # one gather and one reduction
-    assert found.candidates[0].rehearsal.seconds == pytest.approx(2e-2, rel=0.1)
+    # one gather, one reduction, and one exchange of which gradients came
+    assert found.candidates[0].rehearsal.seconds == pytest.approx(3e-2, rel=0.1)
     # one unit cannot be checkpointed
     assert [one.choice.title for one in compared(1e-2, checkpointing=[True]).candidates] == ["FULL_SHARD, checkpointed"]
 
@@ -180,27 +180,27 @@ def test_larger_units_that_do_not_hold_the_whole_model_are_compared_too() -> Non
 
 def test_smaller_units_are_compared_where_those_of_auto_do_not_fit() -> None:
     def blocks() -> nn.Module:
-        return nn.Sequential(*(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(16))) for _ in range(8)))
+        return nn.Sequential(*(nn.Sequential(*(nn.Linear(192, 192, bias=False) for _ in range(8))) for _ in range(8)))
 
     def planned(**changed: Any) -> fsdp.Plan:
         options: dict[str, Any] = {"strategies": ["FULL_SHARD"], "checkpointing": [False], "offload": [False], **changed}
-        return plan(model=blocks, inputs=lambda: torch.zeros(1, 128), world_size=2, **options)
+        return plan(model=blocks, inputs=lambda: torch.zeros(1, 192), world_size=2, optimizer=None, **options)
 
     (auto,) = planned().candidates
     assert auto.rehearsal is not None and auto.rehearsal.units == 9
     found = planned(memory=auto.rehearsal.peak - 2**20)
     best = found.best
     assert best is not None and best.choice.title == "FULL_SHARD, units of at most 1/32"
-    assert best.rehearsal is not None and best.rehearsal.units == 129
-    assert "Its 128 inner units have names" in str(found)
+    assert best.rehearsal is not None and best.rehearsal.units == 65
+    assert "Its 64 inner units are chosen by name" in str(found)
     listed = json.loads(found.to_json())["candidates"][0]["unit_names"]
-    assert len(listed) == 128 and listed[0] == "0.0"
+    assert len(listed) == 64 and listed[0] == "0.0"
     # smaller units would not help against what is not in units
     assert len(planned(memory=2**20).candidates) == 1
 
     def train(rank: int) -> int:
         model = fsdp.fully_shard(blocks(), **best.choice.options)
-        model(torch.ones(1, 128)).sum().backward()
+        model(torch.ones(1, 192)).sum().backward()
         return fsdp.memory_bytes(model, peak=True)
 
     assert fsdp.simulate(2, train)[0] < auto.rehearsal.engine_peak
