@@ -104,7 +104,7 @@ def plan(
         choices = make_choices(strategies, policies, checkpointing, offloads, world_size, per_host, own)
         return [_candidate(job, choice) for choice in choices]
 
-    policies = dict(units or {AUTO: AUTO})
+    policies: dict[str, WrapPolicy | None] = {**(units or {AUTO: AUTO})}
     for policy in policies.values():
         if isinstance(policy, UnitsOfClasses):
             policy.check(template)
