@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ TITLES: Mapping[str, str] = {
     "fairscale": "fairscale",
     "ours": "ours",
     "ours_no_shard": "ours, NO_SHARD",
+    "ours_auto": 'ours, units "auto"',
+    "ours_sharing": "ours, shared collectives",
     "ours_hybrid": "ours, HYBRID_SHARD",
     "fsdp2_hsdp": "FSDP2, HSDP",
     "ours_over_nccl": "ours, the backend reduces",
@@ -205,7 +207,7 @@ class Fairscale(Bare):
 class Ours(Bare):
     """Imported where it is used: the peers can be measured without it. Works on the device where the module is."""
 
-    def __init__(self, name: str, options: str, units: bool = True, **given: Any) -> None:
+    def __init__(self, name: str, options: str, units: Literal["by hand", "auto", "one"] = "by hand", **given: Any) -> None:
         super().__init__(name, f"{options}; bf16: MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)")
         self.units = units
         self.given = given
@@ -221,7 +223,8 @@ class Ours(Bare):
         import fsdp
 
         precision = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else None
-        options = {**self.given, **options, "auto_wrap_policy": {unit} if self.units else None}
+        policy = {"by hand": {unit}, "auto": "auto", "one": None}[self.units]
+        options = {**self.given, **options, "auto_wrap_policy": policy}
         return fsdp.FullyShardedDataParallel(module, mp_policy=precision, **options)
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
@@ -229,6 +232,15 @@ class Ours(Bare):
 
     def clip(self, model: Any) -> Tensor:
         return model.clip_grad_norm_(1.0)  # type: ignore[no-any-return]
+
+
+class Sharing(Ours):
+    """Small units share collectives."""
+
+    def wrap(self, module: nn.Module, unit: Unit, half: bool = False, **options: Any) -> nn.Module:
+        import fsdp
+
+        return super().wrap(module, unit, half, reduction=fsdp.ReductionPolicy(coalesce_cap_mb=1), **options)
 
 
 def contenders(device: str = "cpu") -> dict[str, Bare]:
@@ -244,9 +256,11 @@ def contenders(device: str = "cpu") -> dict[str, Bare]:
         Ours(
             "ours_no_shard",
             'FullyShardedDataParallel(module, sharding_strategy="NO_SHARD"): nothing is gathered, so units would only cost',
-            units=False,
+            units="one",
             sharding_strategy="NO_SHARD",
         ),
+        Ours("ours_auto", 'FullyShardedDataParallel(module, auto_wrap_policy="auto")', units="auto"),
+        Sharing("ours_sharing", "as ours, reduction=ReductionPolicy(coalesce_cap_mb=1)"),
     )
     return {one.name: one for one in everybody}
 

@@ -124,8 +124,9 @@ class ReductionPolicy:
     """The most MiB of a collective that small units share. 0: each has its own.
 
     With 1, units that follow each other share one all-gather and one reduction of up to 1 MiB. Models of many tiny units need
-    it. Gathers are shared from the second step on, when the order of the units is known. `bucket_cap_mb`, if given, counts for
-    reductions. Units whose shards are in host memory share no gather. With `uneven_paths` units share neither."""
+    it. Gathers are shared from the second step on, when all ranks have completed one and know the order of the units. A job that
+    only evaluates shares none. `bucket_cap_mb`, if given, counts for reductions. Units whose shards are in host memory share no
+    gather. With `uneven_paths` units share neither."""
     triggers: tuple[str, ...] = ()
     """Names of parameters that end a bucket, as in `module.named_parameters()` of the wrapped module.
 

@@ -1,9 +1,9 @@
 """Chooses units for `auto_wrap_policy="auto"`: neither a hundred tiny ones nor one huge one.
 
-Rule 1: a module of at most `1 / PARTS` of the parameters is one unit with everything below it. In a model of many equal blocks
+Rule 1: a module of at most `1 / parts` of the parameters is one unit with everything below it. In a model of many equal blocks
         that is each block.
 Rule 2: a larger module is divided between its children, and keeps what is left.
-Rule 3: a module of less than `LEAST_BYTES`, or of less than `1 / MOST_UNITS` of the parameters, is no unit: it belongs to the
+Rule 3: a module of less than `least_bytes`, or of less than `1 / MOST_UNITS` of the parameters, is no unit: it belongs to the
         module around it. A smaller gather takes about as long as its latency, which no other unit can hide.
 Rule 4: modules of torch that use the weights of inner modules without calling these are not divided.
 """
@@ -21,13 +21,16 @@ LEAST_BYTES: Final = 2**20
 _UNDIVIDED: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
 
 
-def auto_units(root: nn.Module, ignored: Collection[int]) -> set[int]:
-    """Return the ids of the modules below `root` that become units. `ignored`: ids of modules that are left alone."""
+def auto_units(root: nn.Module, ignored: Collection[int], parts: int = PARTS, least_bytes: int = LEAST_BYTES) -> set[int]:
+    """Return the ids of the modules below `root` that become units. `ignored`: ids of modules that are left alone.
+
+    `parts`: a unit is at most one of so many parts of the parameters. `fsdp.plan` compares several sizes.
+    """
     sizes = _sizes(root, ignored)
     total = sizes[id(root)]
-    least = max(LEAST_BYTES, total // MOST_UNITS)
+    least = max(least_bytes, total // MOST_UNITS)
     chosen: set[int] = set()
-    _divide(root, sizes, least, total // PARTS, chosen)
+    _divide(root, sizes, least, total // parts, chosen)
     return chosen
 
 

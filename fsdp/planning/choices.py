@@ -10,10 +10,10 @@ from torch import nn
 from fsdp.build.auto_units import auto_units
 from fsdp.config import OffloadPolicy, find_strategy
 from fsdp.errors import ShardingError
+from fsdp.planning.units import AUTO, ONE, NamedUnits
 
 STRATEGIES: Final = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
 """Those that are compared if nobody asks for others. SHARD_GRADIENTS and SHARD_OPTIMIZER communicate as SHARD_GRAD_OP does."""
-AUTO: Final = "auto"
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Choice:
     """(replicas, shards) for HYBRID_SHARD."""
     units: str
     """A name for the choice of units."""
-    is_only_units: bool
-    """Whether no other choice of units is compared."""
+    says_units: bool
+    """Whether the title says the choice of units."""
     checkpointing: bool
     """Whether the activations of every inner unit are recomputed in the backward."""
     offload: bool
@@ -38,10 +38,16 @@ class Choice:
     def title(self) -> str:
         """The choice in a few words."""
         mesh = "" if self.mesh is None else f" {self.mesh[0]} x {self.mesh[1]}"
-        units = "" if self.is_only_units else f", units {self.units}"
+        units = f", {ONE if self.units == ONE else f'units {self.units}'}" if self.says_units else ""
         return (
             f"{self.strategy}{mesh}{units}{', checkpointed' if self.checkpointing else ''}{', offloaded' if self.offload else ''}"
         )
+
+    @property
+    def unit_names(self) -> list[str]:
+        """The names of the inner units, if they were chosen by name."""
+        policy = self.options.get("auto_wrap_policy")
+        return sorted(policy.names) if isinstance(policy, NamedUnits) else []
 
     def checkpointed(self) -> Callable[[nn.Module], list[nn.Module]] | None:
         """Of a model, the modules whose activations are recomputed. None: there are none."""
@@ -82,6 +88,7 @@ def make_choices(
                 continue
             mesh = (world_size // per_host, per_host)
         for name, policy in units.items():
+            says_units = len(units) > 1 or policy is None or isinstance(policy, NamedUnits)
             for recomputes, offloads in product(checkpointing, offload):
                 if recomputes and policy is None:
                     continue  # the whole model as one unit is not recomputed
@@ -91,7 +98,7 @@ def make_choices(
                 if offloads:
                     own["offload_policy"] = own.get("offload_policy") or OffloadPolicy()
                 has_policy = own.get("offload_policy") is not None
-                found.append(Choice(strategy, mesh, name, len(units) == 1, recomputes, has_policy, own))
+                found.append(Choice(strategy, mesh, name, says_units, recomputes, has_policy, own))
     if not found:
         raise ShardingError(
             f"plan: no choice is left for {world_size} ranks, {per_host} on a host; HYBRID_SHARD needs several full hosts, and "

@@ -1,12 +1,12 @@
-"""The time that a rehearsal takes: one sequence of computing, and one wire on which collectives follow each other.
+"""The time that a rehearsal takes: one sequence of computing, and two wires on which collectives follow each other.
 
-A collective begins when it is launched and the wire is free. Computing goes on meanwhile, and stands still in a wait. This is
-how streams order a step on a device, where the host is faster than the device. With an offload policy there is one more sequence
-of copies in each direction: a gather begins when its shard was copied, and a pass ends when all of its copies have.
+One wire connects the ranks of a host, the other one connects hosts. A collective begins when it is launched and its wire is
+free. Computing goes on meanwhile, and stands still in a wait. This is how streams order a step on a device, where the host is
+faster than the device. With an offload policy there is one more sequence of copies in each direction: a gather begins when its
+shard was copied, and a pass ends when all of its copies have.
 """
 
 from collections import defaultdict
-from math import ceil, log2
 from typing import Final
 
 from fsdp.planning.hardware import Cluster, Device
@@ -23,10 +23,12 @@ class Clock:
         """When the computing so far ends."""
         self.computing = 0.0
         """Seconds of computing."""
+        self.latency = 0.0
+        """Seconds that all collectives would take if they sent nothing."""
         self.exposed: defaultdict[str, float] = defaultdict(float)
         """Seconds of waiting, by unit."""
-        self._free = 0.0
-        """When the wire is free."""
+        self._free: defaultdict[bool, float] = defaultdict(float)
+        """When the wire inside the host (True) and the one between hosts (False) are free."""
         self._uploaded = self._downloaded = 0.0
         """When the last copies from and to the memory of the host end."""
 
@@ -61,16 +63,18 @@ class Clock:
 
     def launch_gather(self, ranks: tuple[int, ...], received: float) -> float:
         """Launch a gather of what was uploaded so far; return when it ends."""
-        self._free = max(self._free, self._uploaded)
-        return self.launch(ranks, received)
+        return self.launch(ranks, received, after=self._uploaded)
 
-    def launch(self, ranks: tuple[int, ...], received: float) -> float:
-        """Launch a collective among these ranks; return when it ends. `received`: bytes that reach this rank."""
-        link = self._cluster.link_of(ranks)
-        # ranks exchange in log2(W) rounds at least; torch's backends do for small messages
-        seconds = link.latency * max(1, ceil(log2(len(ranks)))) + received / link.bandwidth
-        self._free = max(self._free, self.now) + seconds
-        return self._free
+    def launch(self, ranks: tuple[int, ...], received: float, after: float = 0.0) -> float:
+        """Launch a collective among these ranks, in ascending order; return when it ends.
+
+        `received`: bytes that reach this rank. It begins after the moment `after`.
+        """
+        latency, inside = self._cluster.latency_of(ranks), self._cluster.is_inside(ranks)
+        self.latency += latency
+        seconds = latency + received / self._cluster.link_of(ranks).bandwidth
+        self._free[inside] = max(self._free[inside], self.now, after) + seconds
+        return self._free[inside]
 
     def wait(self, end: float, label: str) -> None:
         """Stand still until then."""

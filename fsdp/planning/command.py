@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from fsdp.planning.hardware import DEVICES, NETWORKS
 from fsdp.planning.page import write_plan
 from fsdp.planning.plan import OPTIMIZERS, plan
 from fsdp.planning.shapes import SHAPES, Decoder, make_tokens
+from fsdp.planning.units import AUTO, UnitsOfClasses
 
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -44,6 +45,13 @@ def add_plan(commands: Any) -> None:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 and reduce in float32")
     parser.add_argument("--offload", action="store_true", help="compare with an offload policy too, also where others fit")
     parser.add_argument("--max-ranks", type=int, help="find the smallest number of ranks that fits, up to this one")
+    parser.add_argument(
+        "--units",
+        nargs="+",
+        metavar="CLASSES",
+        help="choices of units: names of classes, as in Block or Block,Embedding, or auto (default: auto, and other sizes where "
+        "these may be better)",
+    )
     parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES], help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="write the numbers too")
     parser.add_argument("--html", type=Path, help="write a page too, which needs no network")
@@ -66,6 +74,7 @@ def run_plan(given: argparse.Namespace) -> int:
         per_host=given.per_host,
         memory=None if given.memory is None else bytes_of(given.memory),
         strategies=given.strategies,
+        units=None if given.units is None else {name: _units(name) for name in given.units},
         mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if given.bf16 else None,
         micro_batches=given.micro_batches,
         offload=[False, True] if given.offload else None,
@@ -91,6 +100,11 @@ def bytes_of(text: str) -> int:
     if match is None:
         raise ShardingError(f"plan: --memory is {text!r}; give a number of bytes, as in 80GiB.")
     return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+
+
+def _units(text: str) -> UnitsOfClasses | Literal["auto"]:
+    """What chooses the units that a text names."""
+    return "auto" if text == AUTO else UnitsOfClasses(frozenset(text.split(",")))
 
 
 def _target(given: argparse.Namespace) -> tuple[Callable[[], nn.Module], Callable[[], Any] | None]:

@@ -44,7 +44,7 @@ class RehearsedRank(SimulatedRank):
 
     def comm(self, name: str, ranks: Sequence[int] | None = None) -> Any:
         """The communicator of that name."""
-        members = tuple(range(self.size) if ranks is None else ranks)
+        members = tuple(range(self.size) if ranks is None else sorted(ranks))
         return self._opened.setdefault(f"{name} {members}", RehearsedCommunicator(self, members))
 
     def copy_to_host(self, kind: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from fsdp.planning.choices import Choice
 from fsdp.planning.hardware import Cluster
-from fsdp.planning.rehearsal import ACTIVATIONS, Rehearsal
+from fsdp.planning.rehearsal import ACTIVATIONS, BUCKETS, UNSHARDED, Rehearsal
 from fsdp.reporting.formats import size, table
 
 HEADER: Final = ("choice", "fits", "peak", "engine", "activations", "optimizer", "collectives", "received", "step", "exposed")
@@ -87,6 +87,7 @@ class Plan:
             "strategy": choice.strategy,
             "mesh": choice.mesh,
             "units": choice.units,
+            "unit_names": choice.unit_names,
             "checkpointing": choice.checkpointing,
             "offload": choice.offload,
         }
@@ -163,6 +164,9 @@ def _recommendation(plan: Plan) -> Iterator[str]:
         yield from _nothing_fits(plan)
         return
     yield f"Recommended: {best.choice.title}: {1e3 * best.rehearsal.seconds:.1f} ms a step, estimated."
+    if best.choice.unit_names:
+        count = len(best.choice.unit_names)
+        yield f"Its {count} inner units are chosen by name: give `fully_shard` the options in `plan.best.choice.options`."
     if best.rehearsal.host_held:
         kinds = ", ".join(f"{kind} {size(held)}" for kind, held in best.rehearsal.host_held.items())
         yield f"Each rank needs {size(best.rehearsal.host_peak)} of host memory: {kinds}."
@@ -189,7 +193,7 @@ def _nothing_fits(plan: Plan) -> Iterator[str]:
         "activations": "a smaller micro-batch or a shorter sequence, or checkpointing of smaller modules",
         "optimizer state": "more ranks, an offload policy, or an optimizer with less state",
         "shards": "more ranks, an offload policy, or a dtype of less bytes",
-        "unsharded parameters": "smaller units",
-        "buckets": "smaller units, or a smaller bucket_cap_mb",
+        UNSHARDED: "smaller units",
+        BUCKETS: "smaller units, or a smaller bucket_cap_mb",
     }
     yield f"Most of it are {kind}, {size(held)}: what helps is {remedies.get(kind, 'more ranks')}."

@@ -5,6 +5,7 @@ The numbers are those of data sheets, which no program reaches. `EFFICIENCY` is 
 """
 
 from dataclasses import dataclass
+from math import ceil, log2
 from typing import Final
 
 import torch
@@ -99,10 +100,17 @@ class Cluster:
     per_host: int
     """Ranks on one host. Ranks of a host have consecutive numbers."""
 
+    def is_inside(self, ranks: tuple[int, ...]) -> bool:
+        """Whether all these ranks, in ascending order, are on one host."""
+        return ranks[0] // self.per_host == ranks[-1] // self.per_host
+
+    def latency_of(self, ranks: tuple[int, ...]) -> float:
+        """Seconds of a small collective among these ranks: they exchange in log2(W) rounds at least, as torch's backends do."""
+        return self.link_of(ranks).latency * max(1, ceil(log2(len(ranks))))
+
     def link_of(self, ranks: tuple[int, ...]) -> Link:
-        """The slowest link among these ranks."""
-        inside = min(ranks) // self.per_host == max(ranks) // self.per_host
-        return self.device.link if inside else self.between
+        """What these ranks, in ascending order, exchange by."""
+        return self.device.link if self.is_inside(ranks) else self.between
 
 
 def find_device(name: str) -> Device:

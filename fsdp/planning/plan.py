@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from fsdp.build.plan import WrapPolicy
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError
-from fsdp.planning.choices import AUTO, STRATEGIES, Choice, make_choices
+from fsdp.planning.choices import STRATEGIES, Choice, make_choices
 from fsdp.planning.comparison import Candidate, Fewest, Plan
 from fsdp.planning.hardware import Cluster, Device, Link, find_device, find_network
 from fsdp.planning.rehearsal import Batch, Job, rehearse
+from fsdp.planning.units import AUTO, UnitsOfClasses, other_sizes
 
 OPTIMIZERS: Final[dict[str, Callable[..., torch.optim.Optimizer]]] = {
     "adamw": torch.optim.AdamW,
@@ -65,7 +66,8 @@ def plan(
         per_host: ranks on one host.
         memory: bytes of a rank that may be used. Default None: all of the device's.
         strategies: the sharding strategies to compare.
-        units: the choices of units to compare, by name: what `auto_wrap_policy` takes. Default None: "auto".
+        units: the choices of units to compare, by name: what `auto_wrap_policy` takes. Default None: "auto", and units of other
+            sizes where these may be faster, or may fit.
         checkpointing: whether to compare with and without the recomputing of inner units' activations.
         offload: whether to compare with and without an `OffloadPolicy`. Default None: with one only if nothing fits without.
         max_ranks: find also the smallest number of ranks that fits, up to this one: powers of two inside a host, then full hosts.
@@ -98,14 +100,23 @@ def plan(
     own = {**(options or {}), **({} if mp_policy is None else {"mp_policy": mp_policy})}
     limit = found.memory if memory is None else memory
 
-    def compare(offloads: Sequence[bool]) -> list[Candidate]:
-        policies = units or {AUTO: AUTO}
+    def compare(policies: Mapping[str, WrapPolicy | None], offloads: Sequence[bool]) -> list[Candidate]:
         choices = make_choices(strategies, policies, checkpointing, offloads, world_size, per_host, own)
         return [_candidate(job, choice) for choice in choices]
 
-    candidates = compare(offload or [False])
+    policies: dict[str, WrapPolicy | None] = {**(units or {AUTO: AUTO})}
+    for policy in policies.values():
+        if isinstance(policy, UnitsOfClasses):
+            policy.check(template)
+    candidates = compare(policies, offload or [False])
+    if units is None:
+        rehearsed = [one.rehearsal for one in candidates if one.rehearsal is not None]
+        others = other_sizes(template, rehearsed, limit, False in checkpointing)
+        if others:
+            candidates += compare(others, offload or [False])
+            policies |= others
     if offload is None and found.name != "cpu" and not any(_fits(one, limit) for one in candidates):
-        candidates += compare([True])
+        candidates += compare(policies, [True])
     if all(one.rehearsal is None for one in candidates):
         raise ShardingError(f"plan: every choice is refused; the first one because: {candidates[0].refusal}")
 

@@ -42,15 +42,17 @@ OPTIMIZER_STATE: Final = "optimizer state"
 OPTIMIZER: Final = "what the optimizer computes with"
 GRADIENTS: Final = "gradients"
 ACTIVATIONS: Final = "activations"
+UNSHARDED: Final = "unsharded parameters"
+BUCKETS: Final = "buckets"
 AT_REST: Final = "buffers and parameters that are not sharded"
 KINDS: Final = {
     "shards": "shards",
-    "whole": "unsharded parameters",
-    "bucket": "buckets",
-    "scratch": "buckets",
+    "whole": UNSHARDED,
+    "bucket": BUCKETS,
+    "scratch": BUCKETS,
     "reduced": "reduced gradients",
     "kept": "gradients kept under no_sync",
-    "lent": "unsharded parameters",
+    "lent": UNSHARDED,
 }
 """For each kind of the engine's memory tracker, its name in a plan."""
 
@@ -102,6 +104,8 @@ class Rehearsal:
     """Seconds of it, estimated."""
     exposed: Mapping[str, float]
     """Seconds of waiting for collectives, by unit, and for copies from and to the host, estimated."""
+    latency: float
+    """Seconds that the collectives would take if they sent nothing."""
     host_peak: int = 0
     """Bytes of host memory with an offload policy: the most that were held at once."""
     host_held: Mapping[str, int] = field(default_factory=dict)
@@ -143,7 +147,7 @@ def rehearse(
             played.copy_to_host(last_of_reductions(played.launched))
         played.launched.clear()
         clock.exposed.clear()
-        began, computed = clock.now, clock.computing
+        began, computed, latency = clock.now, clock.computing, clock.latency
         with memory:
             _step(job, model, optimizer, memory)
         return Rehearsal(
@@ -156,6 +160,7 @@ def rehearse(
             seconds=clock.now - began,
             computing=clock.computing - computed,
             exposed=dict(clock.exposed),
+            latency=clock.latency - latency,
             host_peak=memory.host_peak,
             host_held=dict(memory.host_at_peak),
         )

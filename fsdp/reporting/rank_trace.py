@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from fsdp.errors import ShardingError, name_ranks
 from fsdp.file_errors import file_errors
+from fsdp.reporting.fields import check_events, check_infos
 
 VERSION: Final = 1
 _MARK: Final = "fsdp"
@@ -109,17 +110,19 @@ def _read(path: Path) -> Iterable[RankTrace]:
     info = content.get(_MARK) if isinstance(content, dict) else None
     if not isinstance(info, dict) or not isinstance(content.get("traceEvents"), list):
         raise ShardingError(f"{path}: a JSON file, but no trace of fsdp. {_SAVE}")
+    if info.get("version") != VERSION:
+        raise ShardingError(
+            f"{path}: a trace of version {info.get('version')!r}, and this fsdp reads {VERSION}; read it with the fsdp that "
+            "wrote it."
+        )
     parts = info.get("ranks", [info])
+    try:
+        check_infos(parts)
+        check_events(content["traceEvents"])
+    except ShardingError as reason:
+        raise ShardingError(f"{path}: {reason}; the file was changed. {_SAVE}") from None
     for part in parts:
-        if part.get("version") != VERSION:
-            raise ShardingError(
-                f"{path}: a trace of version {part.get('version')!r}, and this fsdp reads {VERSION}; read it with the fsdp that "
-                "wrote it."
-            )
-        try:
-            yield trace_of(part, [one for one in content["traceEvents"] if one["pid"] == part["rank"]])
-        except (KeyError, TypeError) as reason:
-            raise ShardingError(f"{path}: an event without its fields ({reason!r}); the file was changed. {_SAVE}") from None
+        yield trace_of(part, [one for one in content["traceEvents"] if one["pid"] == part["rank"]])
 
 
 def _list(numbers: Iterable[int]) -> str:

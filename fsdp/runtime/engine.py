@@ -253,6 +253,7 @@ class Engine:
             self._execute(instructions)
             self._streams.await_copies()
             self.stats.end_backward(reduces)
+            self.schedules.on_backward_ended(all_ranks=reduces and event is BackwardEvent.CALLBACK_RUNS)
             if reduces or not self.units[0].config.uneven_paths:  # others are not those of all ranks
                 self.comms.completed()
             self.reducer.run_hooks(self.note)

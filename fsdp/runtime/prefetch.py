@@ -2,6 +2,11 @@
 
 The first pass records the order in which units were gathered. Later passes prefetch in that order. A pass that deviates is
 recorded anew and not prefetched any further, so ranks that deviate alike launch the same gathers.
+
+[Note: when units share gathers]
+Without sharing, a record changes when a gather is launched, and never which gathers are. So each rank may learn and forget it by
+itself. Where small units share gathers, a record says which collectives there are. A rank that fails alone must not part from
+the others then: records change only at the end of a step that all ranks have completed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,23 +48,23 @@ class PrefetchSchedule:
         self._given[unit] = tuple(ahead)
 
     def begin(self) -> Sequence[int]:
-        """Start a pass. The pass before becomes the record. Return the units that will be needed first."""
-        if self._current and not self._followed_to_the_end():
-            what = "order changed" if self._record else "schedule learned"
-            self._record = tuple(self._current)
-            self._groups = tuple(self._make_groups())
-            LOG.info(
-                "%s: %s: %s", self._name, what, [self._units[unit] for unit in self._record] if self._units else self._record
-            )
-        self._current = []
-        self._followed = True
+        """Start a pass. The pass before becomes the record, unless units share gathers. Return the units needed first."""
+        if not self._cap:
+            self._learn()
+        self._begin_anew()
         return self._ahead(0, self.depth)
 
+    def on_step_completed(self) -> None:
+        """All ranks have completed a step: where units share gathers, its pass becomes the record."""
+        if self._cap:
+            self._learn()
+            self._begin_anew()
+
     def forget(self) -> None:
-        """Drop the record. Ranks abandon a step in different places, so all record again."""
-        self._record, self._groups = (), ()
-        self._current = []
-        self._followed = True
+        """Forget the pass that runs, and the record unless units share gathers. Ranks abandon a step in different places."""
+        if not self._cap:
+            self._record, self._groups = (), ()
+        self._begin_anew()
 
     def gathered_with(self, unit: int) -> Sequence[int]:
         """Return `unit`, which is needed now, and the units that share its gather; nothing if it has one of its own."""
@@ -78,6 +83,20 @@ class PrefetchSchedule:
         if not self._followed or not self._groups[position]:
             return ()
         return self._ahead(position + len(self._groups[position]), self.depth)
+
+    def _learn(self) -> None:
+        """Make the pass before the record."""
+        if self._current and not self._followed_to_the_end():
+            what = "order changed" if self._record else "schedule learned"
+            self._record = tuple(self._current)
+            self._groups = tuple(self._make_groups())
+            LOG.info(
+                "%s: %s: %s", self._name, what, [self._units[unit] for unit in self._record] if self._units else self._record
+            )
+
+    def _begin_anew(self) -> None:
+        self._current = []
+        self._followed = True
 
     def _ahead(self, place: int, count: int) -> Sequence[int]:
         """The units of `count` groups, of which the first begins at `place` of the record."""
@@ -119,7 +138,13 @@ class PassSchedules:
         self.forward = PrefetchSchedule(depth, f"forward of {units[0]!r}", units, sizes, cap)
         self.backward = PrefetchSchedule(depth, f"backward of {units[0]!r}", units, sizes, cap)
 
+    def on_backward_ended(self, all_ranks: bool) -> None:
+        """A backward has succeeded. `all_ranks`: on all of them, and no forward runs."""
+        if all_ranks:
+            self.forward.on_step_completed()
+            self.backward.on_step_completed()
+
     def forget(self) -> None:
-        """Drop the records of both."""
+        """Forget the passes that run, and the records of both, unless units share gathers."""
         self.forward.forget()
         self.backward.forget()

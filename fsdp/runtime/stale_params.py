@@ -22,6 +22,11 @@ class StaleParams:
         self._world_comm = world_comm
         self._compares = not units[0].config.uneven_paths
         """Whether all ranks begin a forward at the same time, so that they can compare."""
+        self._drops_early = units[0].config.coalesce_bytes > 0
+        """Whether a forward of the root drops all stale copies when it begins, and not each where it would be used.
+
+        Units share gathers then. Which units a gather fills must not depend on what a rank kept of a pass that it alone gave up.
+        """
 
     def begin_pass(self, records_graph: bool) -> Iterable[int]:
         """Begin a forward of the root. Yield the units whose copies must be dropped.
@@ -37,13 +42,14 @@ class StaleParams:
                 compared.append(index)
             if CopyAction.DROP_COPY in actions:
                 yield index
-        if not compared:
-            return
-        changed = not self._compares or any_changed([self._units[index].versions for index in compared], self._world_comm)
-        answer = CopyEvent.WEIGHTS_CHANGED if changed else CopyEvent.WEIGHTS_SAME
-        for index in compared:
-            if CopyAction.DROP_COPY in self._root.copies[index].on(answer):
-                yield index
+        if compared:
+            changed = not self._compares or any_changed([self._units[index].versions for index in compared], self._world_comm)
+            answer = CopyEvent.WEIGHTS_CHANGED if changed else CopyEvent.WEIGHTS_SAME
+            for index in compared:
+                if CopyAction.DROP_COPY in self._root.copies[index].on(answer):
+                    yield index
+        if self._drops_early:
+            yield from filter(self.must_drop, range(len(self._units)))
 
     def show_to_gathers(self, is_forward: bool) -> None:
         """A pass begins: let its gathers see all that was written to the shards so far."""

@@ -12,9 +12,9 @@ from torch import nn
 import fsdp
 from fsdp.__main__ import main
 from fsdp.build.auto_units import auto_units
-from fsdp.planning.clock import COPIES
+from fsdp.planning.clock import COPIES, Clock
 from fsdp.planning.command import bytes_of
-from fsdp.planning.hardware import DEVICES, NETWORKS, Device, Link
+from fsdp.planning.hardware import DEVICES, NETWORKS, Cluster, Device, Link
 from fsdp.planning.rehearsal import Rehearsal
 from tests.planning.models import MODELS, Block, Language, tokens
 
@@ -132,6 +132,80 @@ def test_a_slower_link_between_hosts_makes_the_hybrid_strategy_the_faster_one() 
     assert slow["HYBRID_SHARD"] < slow["FULL_SHARD"]
 
 
+def test_links_inside_a_host_and_between_hosts_carry_at_the_same_time() -> None:
+    clock = Clock(Cluster(FAST, Link(1e9, 0.0), per_host=2))
+    ends = [clock.launch(ranks, 1e9) for ranks in ((0, 1), (0, 2), (0, 1), (0, 2, 4))]
+    inside, between = FAST.link.latency, 0.0
+    assert ends == pytest.approx([1 + inside, 1 + between, 2 + 2 * inside, 2 + between])
+    assert clock.latency == pytest.approx(2 * inside)
+
+
+# choices of units that nobody named ---------------------------------------------------------
+
+
+def wide() -> nn.Module:
+    """Eight layers of which "auto" makes units."""
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+
+
+def compared(latency: float, **changed: Any) -> fsdp.Plan:
+    options: dict[str, Any] = {"strategies": ["FULL_SHARD"], "optimizer": None, "offload": [False], **changed}
+    device = replace(FAST, link=Link(1e11, latency))
+    return plan(model=wide, inputs=lambda: torch.zeros(2, 512), world_size=2, device=device, **options)
+
+
+def test_larger_units_are_compared_where_latencies_are_most_of_a_step() -> None:
+    assert [one.choice.title for one in compared(0.0, checkpointing=[False]).candidates] == ["FULL_SHARD"]
+    found = compared(1e-2, checkpointing=[False])
+    assert [one.choice.title for one in found.candidates] == ["FULL_SHARD, one unit", "FULL_SHARD"]
+    assert "FULL_SHARD, one unit" in str(found) and found.candidates[0].rehearsal is not None
+    # one gather, one reduction, and one exchange of which gradients came
+    assert found.candidates[0].rehearsal.seconds == pytest.approx(3e-2, rel=0.1)
+    # one unit cannot be checkpointed
+    assert [one.choice.title for one in compared(1e-2, checkpointing=[True]).candidates] == ["FULL_SHARD, checkpointed"]
+
+
+def test_larger_units_that_do_not_hold_the_whole_model_are_compared_too() -> None:
+    pairs: dict[str, Any] = {"model": lambda: nn.Sequential(*(nn.Sequential(*wide()[:2]) for _ in range(6)))}
+    device = replace(FAST, link=Link(1e11, 1e-2))
+    found = plan(
+        **pairs, inputs=lambda: torch.zeros(2, 512), world_size=2, device=device, strategies=["FULL_SHARD"], checkpointing=[False]
+    )
+    assert {one.choice.units: one.rehearsal.units for one in found.candidates if one.rehearsal} == {
+        "auto": 13,
+        "of at most 1/3": 7,
+        "one unit": 1,
+    }
+
+
+def test_smaller_units_are_compared_where_those_of_auto_do_not_fit() -> None:
+    def blocks() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(*(nn.Linear(192, 192, bias=False) for _ in range(8))) for _ in range(8)))
+
+    def planned(**changed: Any) -> fsdp.Plan:
+        options: dict[str, Any] = {"strategies": ["FULL_SHARD"], "checkpointing": [False], "offload": [False], **changed}
+        return plan(model=blocks, inputs=lambda: torch.zeros(1, 192), world_size=2, optimizer=None, **options)
+
+    (auto,) = planned().candidates
+    assert auto.rehearsal is not None and auto.rehearsal.units == 9
+    found = planned(memory=auto.rehearsal.peak - 2**20)
+    best = found.best
+    assert best is not None and best.choice.title == "FULL_SHARD, units of at most 1/32"
+    assert best.rehearsal is not None and best.rehearsal.units == 65
+    assert "Its 64 inner units are chosen by name" in str(found)
+    listed = json.loads(found.to_json())["candidates"][0]["unit_names"]
+    assert len(listed) == 64 and listed[0] == "0.0"
+    # smaller units would not help against what is not in units
+    assert len(planned(memory=2**20).candidates) == 1
+
+    def train(rank: int) -> int:
+        model = fsdp.fully_shard(blocks(), **best.choice.options)
+        model(torch.ones(1, 192)).sum().backward()
+        return fsdp.memory_bytes(model, peak=True)
+
+    assert fsdp.simulate(2, train)[0] < auto.rehearsal.engine_peak
+
+
 def test_a_model_is_planned_for_without_being_changed() -> None:
     model = GPT.build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -209,7 +283,8 @@ def test_the_command_writes_a_table_json_and_a_page(
     assert "162,220,800 parameters on 4 ranks, 2 on a host; h100, 80.00 GiB for each rank" in printed
     content = json.loads((tmp_path / "plan.json").read_text())
     assert content["recommended"] == "FULL_SHARD"
-    assert [one["fits"] for one in content["candidates"]] == [True, True]
+    assert {one["title"] for one in content["candidates"]} >= {"FULL_SHARD", "FULL_SHARD, checkpointed"}
+    assert all(one["fits"] for one in content["candidates"])
     page = (tmp_path / "plan.html").read_text()
     assert "/* plotly.js */" in page and "http://" not in page and "https://" not in page
     assert "Peak memory of a rank by kind" in page
@@ -223,6 +298,16 @@ def test_a_function_of_ones_own_is_a_target(capsys: pytest.CaptureFixture[str]) 
     assert main(target) == 1
     assert "says nothing about its inputs; give --inputs package.module:function" in capsys.readouterr().err
     assert main([*target, "--inputs", "tests.planning.models:tokens"]) == 0
+
+
+def test_units_of_ones_own_are_compared_beside_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "tests.planning.test_plan:small", "--inputs", "tests.planning.models:tokens", "--world-size", "2"]
+    command += ["--strategies", "FULL_SHARD", "--units"]
+    assert main([*command, "Block", "Block,Embedding", "auto"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"FULL_SHARD, units {name} " in printed for name in ("Block", "Block,Embedding", "auto"))
+    assert main([*command, "Blok"]) == 1
+    assert "no module of a class 'Blok'; its classes are Block, Embedding, GELU" in capsys.readouterr().err
 
 
 def small() -> nn.Module:

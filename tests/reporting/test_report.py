@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ BROKEN: dict[str, tuple[Callable[[Path], list[Path]], str]] = {
     "another version": (lambda folder: written(folder, _changed(version=9)), r"a trace of version 9, and this fsdp reads 1"),
     "no fields": (
         lambda folder: written(folder, {**made_up(), "traceEvents": [{"pid": 0, "cat": "step"}]}),
-        r"without its fields",
+        r"event 0 has no field 'ph'; the file was changed",
     ),
     "twice": (lambda folder: written(folder, made_up(), made_up()), r"rank 0 is in another file too"),
     "two jobs": (lambda folder: written(folder, made_up(0, 2), made_up(1, 4)), r"of jobs with 2 and 4 ranks"),
@@ -135,6 +136,35 @@ def test_a_file_that_cannot_be_reported_gets_a_sentence(
     assert main(["trace", "report", *map(str, make(tmp_path))]) == 1
     told = capsys.readouterr().err
     assert re.search(text, told) and told.startswith("fsdp: ") and told.count("\n") == 1
+
+
+def _places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        yield (*above, name)
+        yield from _places(inner, (*above, name))
+
+
+@pytest.mark.parametrize("wrong", [..., "x", float("nan")], ids=str)
+def test_a_file_with_any_field_changed_is_reported_or_gets_a_sentence(
+    wrong: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = 0
+    for number, place in enumerate(_places(made_up(0, 2))):
+        document = made_up(0, 2)
+        *above, last = place
+        inside = reduce(lambda part, name: part[name], above, document)
+        if wrong is ...:
+            del inside[last]
+        else:
+            inside[last] = wrong
+        paths = written(tmp_path, document, made_up(1, 2))
+        command = ["report", "--allow-missing"] if number % 2 else ["merge", "--out", str(tmp_path / "all.json")]
+        if main(["trace", *command, *map(str, paths)]):
+            told = capsys.readouterr().err
+            assert told.startswith("fsdp: ") and told.count("\n") == 1, place
+            refused += 1
+    assert refused > 20
 
 
 def test_some_ranks_are_enough_if_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

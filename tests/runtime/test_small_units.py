@@ -164,6 +164,7 @@ def run(schedule: PrefetchSchedule, *units: int) -> list[tuple[tuple[int, ...], 
 def test_a_schedule_gathers_groups_ahead() -> None:
     schedule = PrefetchSchedule(1, sizes=[4, 4, 4, 20, 4], cap=10)
     run(schedule, 0, 1, 2, 3, 4)
+    schedule.on_step_completed()
     assert run(schedule, 0, 1, 2, 3, 4) == [((0, 1), (2,)), ((), ()), ((), (3,)), ((), (4,)), ((), ())]
     assert schedule.begin() == (0, 1)
 
@@ -171,10 +172,58 @@ def test_a_schedule_gathers_groups_ahead() -> None:
 def test_a_unit_is_in_a_group_once() -> None:
     schedule = PrefetchSchedule(1, sizes=[1, 1], cap=10)
     run(schedule, 0, 1, 0, 1)
+    schedule.on_step_completed()
     assert run(schedule, 0, 1, 0, 1) == [((0, 1), (0, 1)), ((), ()), ((0, 1), ()), ((), ())]
 
 
 def test_a_pass_that_leaves_the_record_shares_no_further() -> None:
     schedule = PrefetchSchedule(1, sizes=[1, 1, 1], cap=2)
     run(schedule, 0, 1, 2)
+    schedule.on_step_completed()
     assert run(schedule, 1, 0, 2) == [((), ()), ((), ()), ((), ())]
+
+
+def test_a_record_of_shared_gathers_changes_only_when_all_ranks_have_completed_a_step() -> None:
+    schedule = PrefetchSchedule(1, sizes=[1, 1, 1], cap=3)
+    assert [run(schedule, 0, 1, 2)] * 2 == [[((), ())] * 3, run(schedule, 0, 1, 2)], "no step was completed"
+    schedule.on_step_completed()
+    shared = [((0, 1, 2), ()), ((), ()), ((), ())]
+    assert run(schedule, 0, 1, 2) == shared
+    schedule.forget()
+    assert run(schedule, 0, 1, 2) == shared
+    assert run(schedule, 2, 1, 0) == [((), ())] * 3
+    assert run(schedule, 0, 1, 2) == shared
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_rank_that_fails_alone_gathers_what_the_others_gather(steps: int) -> None:
+    def fn(rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(
+            Net(BLOCKS, WIDTH),
+            auto_wrap_policy={Block},
+            sharding_strategy="SHARD_GRAD_OP",
+            reduction=fsdp.ReductionPolicy(coalesce_cap_mb=1),
+        )
+        for _ in range(steps):
+            loss_of(model(X)).backward()
+            model.zero_grad()
+        with fsdp.no_sync(model):
+            loss = loss_of(model(X))
+            if rank == 0:  # the other one gives this micro-batch up, and nothing of it is communicated
+                loss.backward()
+                model.zero_grad()
+        for number in range(3):
+            loss_of(model(X + number)).backward()
+        assert is_at_rest(model)
+        return [fsdp.to_local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+
+    def alone(rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(Net(BLOCKS, WIDTH), auto_wrap_policy={Block}, sharding_strategy="SHARD_GRAD_OP")
+        for number in range(3):
+            loss_of(model(X + number)).backward()
+        return [fsdp.to_local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+
+    for one, other in zip(fsdp.simulate(2, fn), fsdp.simulate(2, alone), strict=True):
+        assert len(one) == len(other) > 0 and all(map(torch.equal, one, other))
