@@ -20,6 +20,7 @@ from fsdp.fairscale_api.flatten import OWN_NAME
 from fsdp.fairscale_api.groups import ProcessGroupName, get_process_group_cached, is_process_group
 from fsdp.fairscale_api.shared_params import SharedParam
 from fsdp.params.module_tree import IGNORED
+from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import unit_ref_of
 
 WRAPPED_NAME = "_fsdp_wrapped_module."
@@ -81,8 +82,7 @@ def move_units(instance: Any, fn: Conversion) -> None:
         if changes(unit := ref.engine.units[index], fn) and not changes(unit, partial(_without_move, fn))
     ]
     if moved:
-        convert(ref.engine, fn, moved)
-        drop_state_hooks(instances_in(instance))
+        drop_state_hooks(convert(ref.engine, fn, moved))
 
 
 def _without_move(fn: Conversion, tensor: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def shard(instance: Any) -> None:
         ),
     )
     refuse_other_engines(instance, type(instance.module.module).__name__)
-    drop_state_hooks((instance, *inner))
+    drop_state_hooks(instance._unit_ref.engine)
 
 
 def cast_buffers(instance: Any, dtype: torch.dtype | None = None) -> None:
@@ -176,10 +176,10 @@ def take_shared(module: nn.Module, dtype: torch.dtype) -> list[SharedParam]:
     return list(found.values())
 
 
-def drop_state_hooks(instances: Sequence[Any]) -> None:
+def drop_state_hooks(engine: Engine) -> None:
     """Remove the engine's hooks on state dicts, which have fairscale's formats."""
-    for one in instances:
-        found = unit_ref_of(one.module)
+    for unit in engine.units:
+        found = unit_ref_of(unit.module)
         for handle in () if found is None else found.state_dict_handles:
             handle.remove()
 

@@ -13,7 +13,13 @@ from fsdp.errors import ShardingError
 from fsdp.fully_shard_api import residence
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.torch_fsdp_api.flat_param import FlatParamHandle, FlatParamView, convert_units
-from fsdp.torch_fsdp_api.torch_names import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
+from fsdp.torch_fsdp_api.torch_names import (
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 
 
 class InstanceState(nn.Module):
@@ -21,6 +27,7 @@ class InstanceState(nn.Module):
 
     _unit_module: nn.Module
     """The module that is the unit."""
+    cpu_offload: CPUOffload
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +63,7 @@ class InstanceState(nn.Module):
             if changed:
                 convert_units(ref.engine, fn, changed)
         applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.params:
+        if self.params and not self.cpu_offload.offload_params:
             self.set_compute_device(self.params[0].device)
         return applied
 

@@ -131,9 +131,9 @@ def test_checks_of_code_that_was_imported_before_hold_for_our_instances(
 def test_a_context_takes_out_what_it_has_put_in(library: ModuleType) -> None:
     with fsdp.compat.install("a_door") as outer:
         with fsdp.compat.install("a_door") as inner:
-            assert outer.doors == ("a_door",) and inner.doors == ()
+            assert outer.doors == fsdp.compat.installed() == ("a_door",) and inner.doors == ()
         assert library.Wrapper is OURS.Wrapper
-    assert library.Wrapper is THEIRS.Wrapper
+    assert library.Wrapper is THEIRS.Wrapper and fsdp.compat.installed() == ()
     with fsdp.compat.install("a_door"):
         fsdp.compat.uninstall()
     assert library.Wrapper is THEIRS.Wrapper

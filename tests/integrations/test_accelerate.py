@@ -38,11 +38,9 @@ def rows() -> Any:
 
 
 def plugin_of(version: int, **options: Any) -> FullyShardedDataParallelPlugin:
-    if version == 1:
-        options = {"use_orig_params": True, **options}
-    return FullyShardedDataParallelPlugin(
-        fsdp_version=version, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[LAYER], **options
-    )
+    by_layer = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": [LAYER]}
+    original = {"use_orig_params": True} if version == 1 else {}
+    return FullyShardedDataParallelPlugin(fsdp_version=version, **{**by_layer, **original, **options})
 
 
 def accelerated(

@@ -43,10 +43,10 @@ def of_fairscale(module: Any, **options: Any) -> Any:
     return fairscale.FullyShardedDataParallel(module, **options)
 
 
-def step(model: Any, optimizer: torch.optim.Optimizer, rank: int, device: str, number: int) -> None:
+def step(model: Any, optimizer: torch.optim.Optimizer, rank: int, device: str, number: int, batches_on: str = "") -> None:
     with model.no_sync():
-        loss_of(model(batch(rank, number, device))).backward()
-    loss_of(model(batch(rank, number + 1, device))).backward()
+        loss_of(model(batch(rank, number, batches_on or device))).backward()
+    loss_of(model(batch(rank, number + 1, batches_on or device))).backward()
     model.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -72,12 +72,13 @@ def fsdp1_program(rank: int, device: str, strategy: ShardingStrategy) -> dict[st
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         weights, state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
     step(model, optimizer, rank, device, 2)
-    other = fsdp1(net().to(device), device != "cpu", sharding_strategy=strategy)
+    other = fsdp1(net().to(device), device != "cpu", sharding_strategy=strategy).float()
+    assert other.compute_device == torch.device(device)
     optimizer = torch.optim.AdamW(other.parameters(), lr=0.01, foreach=True)
     with FSDP.state_dict_type(other, StateDictType.FULL_STATE_DICT):
         other.load_state_dict(weights)
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, optimizer, state))
-    step(other, optimizer, rank, device, 2)
+    step(other, optimizer, rank, device, 2, batches_on="cpu")
     with FSDP.summon_full_params(other), torch.no_grad():
         found |= on_host({f"summoned {name}": p for name, p in other.named_parameters()})
     for name, one in (("first", model), ("second", other)):
@@ -122,6 +123,8 @@ def fairscale_program(rank: int, device: str, flat: bool, way: str) -> dict[str,
         return made.to(device)
 
     model = make()
+    if way == "moved":
+        model.blocks[0].cpu().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
     step(model, optimizer, rank, device, 0)
     assert is_on_host(model, optimizer) is (way == "offloaded" or device == "cpu")
