@@ -1,4 +1,4 @@
-"""The fields that a trace file must have: a file that was changed by hand or by another program gets a sentence, not a traceback."""
+"""The fields that a trace file must have: a file that another program has changed gets a sentence, not a traceback."""
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
