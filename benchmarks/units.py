@@ -5,8 +5,8 @@
 
 Estimated: a plan compares choices for each model of workloads.py and two of the built-in shapes, each on a cluster of GPUs and on
 processors. It says how far `auto_wrap_policy="auto"`, and the units that `fsdp.plan` recommends by itself, are from the best
-choice by hand, without a limit of the memory and, under FULL_SHARD, with limits at which one of the choices by hand fits with 5 %
-to spare. A rehearsal gives the same numbers on every machine.
+choice by hand, each with the faster of two strategies, without a limit of the memory and with limits at which one of the choices
+by hand fits with 5 % to spare. A rehearsal gives the same numbers on every machine.
 
 Measured: steps over gloo as in step.py, in turns: DDP, ours with units by hand, with "auto", and with units by hand that share
 collectives (`ReductionPolicy(coalesce_cap_mb=1)`).
@@ -70,13 +70,13 @@ def cases() -> dict[str, Case]:
 
 
 def estimate(name: str, case: Case, cluster: str) -> Iterator[dict[str, Any]]:
-    """For each limit of the memory: seconds of the best choice by hand, with "auto", and with the units that a plan chooses."""
+    """For each limit of the memory: seconds of the best choice by hand, with "auto", and of what a plan chooses by itself."""
 
-    def rehearsed(strategy: str, memory: int | None, units: Any) -> list[Any]:
+    def rehearsed(memory: int | None, units: Any) -> list[Any]:
         found = fsdp.plan(
             case.build,
             inputs=case.inputs,
-            strategies=[strategy],
+            strategies=STRATEGIES,
             checkpointing=[False],
             offload=[False],
             units=units,
@@ -85,21 +85,20 @@ def estimate(name: str, case: Case, cluster: str) -> Iterator[dict[str, Any]]:
         )
         return [one for one in found.candidates if one.rehearsal is not None]
 
-    for strategy in STRATEGIES:
-        hand = [one.rehearsal for one in rehearsed(strategy, None, case.by_hand())]
-        for limit in (None, *sorted({int(SPARE * one.peak) for one in hand} if strategy == "FULL_SHARD" else ())):
-            fits = [one.seconds for one in hand if limit is None or one.peak <= limit]
-            chosen = [one for one in rehearsed(strategy, limit, None) if limit is None or one.rehearsal.peak <= limit]
-            auto = [one.rehearsal.seconds for one in chosen if one.choice.units == "auto"]
-            yield {
-                "model": name,
-                "cluster": cluster,
-                "strategy": strategy,
-                "memory": limit,
-                "by_hand": min(fits),
-                "auto": auto[0] if auto else None,
-                "plan": min((one.rehearsal.seconds for one in chosen), default=None),
-            }
+    def fastest(found: list[Any], limit: int | None) -> float | None:
+        return min((one.rehearsal.seconds for one in found if limit is None or one.rehearsal.peak <= limit), default=None)
+
+    hand = rehearsed(None, case.by_hand())
+    for limit in (None, *sorted({int(SPARE * one.rehearsal.peak) for one in hand})[::2]):
+        chosen = rehearsed(limit, None)
+        yield {
+            "model": name,
+            "cluster": cluster,
+            "memory": limit,
+            "by_hand": fastest(hand, limit),
+            "auto": fastest([one for one in chosen if one.choice.units == "auto"], limit),
+            "plan": fastest(chosen, limit),
+        }
 
 
 def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
@@ -118,7 +117,7 @@ def judge_estimates(lines: Sequence[dict[str, Any]]) -> list[Bar]:
         # where nothing fits, no time is short enough
         ratios = [(one[name] or math.inf) / one["by_hand"] for one in kept]
         at = max(range(len(kept)), key=ratios.__getitem__)
-        return Bar(f"units: {title}, estimated", 1.05, ratios[at], f"{kept[at]['model']}, {kept[at]['strategy']}")
+        return Bar(f"units: {title}, estimated", 1.05, ratios[at], kept[at]["model"])
 
     bars = []
     for cluster in CLUSTERS:
@@ -150,13 +149,12 @@ def show(lines: Sequence[dict[str, Any]]) -> None:
         [
             one["model"],
             one["cluster"],
-            one["strategy"],
             "" if one["memory"] is None else f"{one['memory'] / 2**20:.1f}",
             *(milliseconds(one[name]) for name in ("by_hand", "auto", "plan")),
         ]
         for one in lines
     ]
-    print(markdown(["model", "cluster", "strategy", "memory, MiB", "by hand, ms", '"auto"', "plan"], rows))
+    print(markdown(["model", "cluster", "memory, MiB", "by hand, ms", '"auto"', "plan"], rows))
 
 
 def main() -> None:

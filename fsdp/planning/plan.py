@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from fsdp.build.plan import WrapPolicy
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError
-from fsdp.planning.choices import STRATEGIES, Choice, make_choices
+from fsdp.planning.choices import AUTO, STRATEGIES, Choice, UnitsOfClasses, make_choices, other_sizes
 from fsdp.planning.comparison import Candidate, Fewest, Plan
 from fsdp.planning.hardware import Cluster, Device, Link, find_device, find_network
 from fsdp.planning.rehearsal import Batch, Job, rehearse
-from fsdp.planning.units import AUTO, UnitsOfClasses, other_sizes
 
 OPTIMIZERS: Final[dict[str, Callable[..., torch.optim.Optimizer]]] = {
     "adamw": torch.optim.AdamW,

@@ -1,17 +1,42 @@
-"""Reads and checks the trace files of ranks."""
+"""Reads and checks the trace files of ranks.
+
+A file that was changed, by hand or by another program, gets a sentence and not a traceback.
+"""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from fsdp.errors import ShardingError, name_ranks
 from fsdp.file_errors import file_errors
-from fsdp.reporting.fields import check_events, check_infos
 
 VERSION: Final = 1
 _MARK: Final = "fsdp"
 _SAVE: Final = "Save traces with `trace.save` of `fsdp.trace`."
+_NUMBER: Final = (int, float)
+_INFO: Final = {
+    "rank": int,
+    "world_size": int,
+    "host": str,
+    "began_at": _NUMBER,
+    "unit_bytes": list,
+    "options": dict,
+}
+_OPTIONS: Final = {"prefetch": int, "reshard": str, "ranks": str, "device": str}
+_EVENT: Final = {"ph": str, "pid": int, "tid": int, "name": str}
+_TIMED: Final = {"ts": _NUMBER, "args": dict}
+_SLICE: Final = {"dur": _NUMBER}
+_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "step": {"step": int, "abandoned": bool},
+    "compute": {"unit": str, "kind": str},
+    "engine": {"unit": str, "phase": str},
+    "collective": {"unit": str, "collective": str, "comm": str, "ranks": int, "number": int, "received": int},
+}
+"""By category of an event, the arguments that it must have."""
+_TOGETHER: Final = (("wait_began", "waited"), ("end_after", "end_before"))
+"""Arguments of collectives that are numbers, each with the other one of its pair or not at all."""
 
 
 class Slice(NamedTuple):
@@ -117,8 +142,8 @@ def _read(path: Path) -> Iterable[RankTrace]:
         )
     parts = info.get("ranks", [info])
     try:
-        check_infos(parts)
-        check_events(content["traceEvents"])
+        _check_infos(parts)
+        _check_events(content["traceEvents"])
     except ShardingError as reason:
         raise ShardingError(f"{path}: {reason}; the file was changed. {_SAVE}") from None
     for part in parts:
@@ -127,3 +152,59 @@ def _read(path: Path) -> Iterable[RankTrace]:
 
 def _list(numbers: Iterable[int]) -> str:
     return " and ".join(map(str, sorted(numbers)))
+
+
+def _check_infos(infos: Any) -> None:
+    """Check what a file says of its ranks.
+
+    Raises:
+        ShardingError: a field is missing, or is of another kind.
+    """
+    if not isinstance(infos, list):
+        raise ShardingError("'ranks' is no list")
+    for info in infos:
+        _check("the part 'fsdp'", info, _INFO)
+        _check("the part 'options'", info["options"], _OPTIONS)
+        if not 0 <= info["rank"] < info["world_size"]:
+            raise ShardingError(f"the part 'fsdp' is of rank {info['rank']} of {info['world_size']}")
+        if not all(_is(size, int) for size in info["unit_bytes"]):
+            raise ShardingError("the part 'fsdp' has something else than numbers in 'unit_bytes'")
+
+
+def _check_events(events: Sequence[Any]) -> None:
+    """Check the events of a file.
+
+    Raises:
+        ShardingError: a field of one is missing, or is of another kind.
+    """
+    for place, event in enumerate(events):
+        where = f"event {place}"
+        _check(where, event, _EVENT)
+        if event["ph"] == "M":
+            continue
+        _check(where, event, _TIMED if event["ph"] != "X" else {**_TIMED, **_SLICE})
+        args, category = event["args"], event.get("cat")
+        _check(f"{where}, args", args, _ARGS.get(str(category), {}))
+        if category == "step" and args.get("backward_began", "") is not None:
+            _check(f"{where}, args", args, {"backward_began": _NUMBER})
+        elif category == "memory":
+            _check(f"{where}, args", args, dict.fromkeys(args, int))
+        elif category == "collective":
+            pairs = [pair for pair in _TOGETHER if args.keys() & {*pair}]
+            _check(f"{where}, args", args, {name: _NUMBER for pair in pairs for name in pair})
+
+
+def _check(where: str, found: Any, fields: Mapping[str, Any]) -> None:
+    if not isinstance(found, dict):
+        raise ShardingError(f"{where} is no object")
+    for name, kind in fields.items():
+        if name not in found:
+            raise ShardingError(f"{where} has no field {name!r}")
+        if not _is(found[name], kind):
+            raise ShardingError(f"{where} has {found[name]!r} in its field {name!r}")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if isinstance(value, bool) and kind is not bool:
+        return False
+    return isinstance(value, kind) and not (isinstance(value, float) and not isfinite(value))

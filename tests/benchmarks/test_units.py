@@ -16,7 +16,7 @@ ALL = list(units.cases())
 @pytest.mark.parametrize("name", ALL if EVERYTHING else ["mlp"])
 def test_a_plan_chooses_units_that_are_nearly_the_best(name: str, cluster: str) -> None:
     lines = list(units.estimate(name, units.cases()[name], cluster))
-    assert {one["strategy"] for one in lines} == {*units.STRATEGIES} and any(one["memory"] for one in lines)
+    assert lines[0]["memory"] is None and len(lines) > 3
     for one in lines:
         assert one["plan"] is not None, f"nothing fits {one}"
         assert one["plan"] <= LIMIT * one["by_hand"], one
@@ -30,7 +30,7 @@ def test_auto_is_nearly_the_best_on_processors(name: str) -> None:
 
 def test_the_worst_case_is_judged_and_what_does_not_fit_is_not_good_enough() -> None:
     def line(memory: int | None, by_hand: float, auto: float | None, plan: float | None) -> list[dict[str, Any]]:
-        same = {"model": "M", "strategy": "S", "memory": memory, "by_hand": by_hand, "auto": auto, "plan": plan}
+        same = {"model": "M", "memory": memory, "by_hand": by_hand, "auto": auto, "plan": plan}
         return [{**same, "cluster": cluster} for cluster in units.CLUSTERS]
 
     lines = [*line(None, 1.0, 1.1, 1.0), *line(None, 2.0, 2.0, 2.08), *line(7, 1.0, None, 1.01), *line(5, 1.0, None, None)]
