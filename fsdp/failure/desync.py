@@ -390,7 +390,7 @@ class WatchedWork:
             raise
 
     def _wait_until_over(self, seconds: float = 2.0) -> None:
-        """Disconnect and wait `seconds` at most for the end of the collective: the caller releases the memory that it writes to."""
+        """Disconnect and wait up to `seconds` for the end of the collective: the caller releases the memory that it writes to."""
         self._detector.disconnect()
         begin = time.monotonic()
         while not self._work.is_completed() and time.monotonic() - begin < seconds:
