@@ -40,8 +40,6 @@ from fsdp.failure.pending_call import (
 
 STALL_SECONDS: Final = 2.0
 """Seconds that a rank waits before it looks for the reason."""
-OVER_SECONDS: Final = 2.0
-"""Seconds that a rank waits at most for the end of a collective whose connections it has closed."""
 TIME_OUT: Final = 1800.0
 """Seconds that a rank waits for the others to make a call, unless the group has another time-out. This is torch's."""
 RECENT: Final = 8
@@ -391,11 +389,11 @@ class WatchedWork:
             self._wait_until_over()
             raise
 
-    def _wait_until_over(self) -> None:
-        """Disconnect and wait for the end of the collective: the caller releases the memory that it writes to."""
+    def _wait_until_over(self, seconds: float = 2.0) -> None:
+        """Disconnect and wait up to `seconds` for the end of the collective: the caller releases the memory that it writes to."""
         self._detector.disconnect()
         begin = time.monotonic()
-        while not self._work.is_completed() and time.monotonic() - begin < OVER_SECONDS:
+        while not self._work.is_completed() and time.monotonic() - begin < seconds:
             time.sleep(0.01)
 
 
