@@ -95,7 +95,7 @@ def test_the_plugin_trains_as_one_process_does(version: int, accumulates: int) -
 OPTIONS: dict[str, dict[str, Any]] = {
     "kept after the forward": {"reshard_after_forward": False},
     "activation checkpointing": {"activation_checkpointing": True},
-    "by size": {"auto_wrap_policy": "size_based_wrap", "min_num_params": 5000},
+    "no layers by themselves": {"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": None},
 }
 
 
