@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_pages import DOCS, blocks_of
-from tests.support.processes import environment
+from tests.support.processes import ROOT, environment
 
 BEFORE, AFTER = "fairscale_before.py", "fairscale_after.py"
 
@@ -42,5 +42,5 @@ def test_one_import_changes() -> None:
 @pytest.mark.gloo
 def test_losses_are_the_same_before_and_after(tmp_path: Path) -> None:
     pytest.importorskip("fairscale")
-    before = losses_of(tmp_path, BEFORE, "-m", "tests.support.fairscale_on_host")
+    before = losses_of(tmp_path, BEFORE, str(ROOT / "tests" / "support" / "fairscale_on_host.py"))
     assert len(before) == 6 and losses_of(tmp_path, AFTER) == pytest.approx(before, abs=2e-5)

@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import fsdp
 from fsdp.integrations.accelerate import PATCHES, install
 from tests.integrations.forked import KILLED, alone, largest_difference, run, script_of_page
+from tests.integrations.launched import engine_of
 
 BATCH, ROWS = 8, 32
 SAME = 1e-5
@@ -73,11 +74,15 @@ def accelerated(
     if save is not None:
         accelerator.save_state(save)
     weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-    kind = f"{type(model).forward.__module__} {type(model).__name__} {accelerator.distributed_type}"
-    return {"kind": kind, "losses": losses, "norm": float(norm), "weights": weights}
+    return {
+        "kind": f"{engine_of(model)} {accelerator.distributed_type}",
+        "losses": losses,
+        "norm": float(norm),
+        "weights": weights,
+    }
 
 
-ENGINE_OF = {1: "fsdp.torch_fsdp_api.wrapper FullyShardedDataParallel", 2: "FSDPLlamaForCausalLM"}
+ENGINES = {1: "fsdp.torch_fsdp_api", 2: "fsdp.fully_shard_api"}
 
 
 @pytest.mark.parametrize("version", DOORS)
@@ -85,7 +90,7 @@ ENGINE_OF = {1: "fsdp.torch_fsdp_api.wrapper FullyShardedDataParallel", 2: "FSDP
 def test_the_plugin_trains_as_one_process_does(version: int, accumulates: int) -> None:
     expected = alone(lambda rank: accelerated(1, accumulates=accumulates))
     first, second = run(2, lambda rank: accelerated(2, version, accumulates=accumulates))
-    assert ENGINE_OF[version] in first["kind"] and first["kind"].endswith("FSDP")
+    assert first["kind"] == f"{ENGINES[version]} DistributedType.FSDP"
     assert first["losses"] == pytest.approx(expected["losses"], abs=SAME)
     assert first["norm"] == second["norm"] == pytest.approx(expected["norm"], abs=SAME)
     assert largest_difference(first["weights"], expected["weights"]) < WEIGHTS
@@ -95,7 +100,7 @@ def test_the_plugin_trains_as_one_process_does(version: int, accumulates: int) -
 OPTIONS: dict[str, dict[str, Any]] = {
     "kept after the forward": {"reshard_after_forward": False},
     "activation checkpointing": {"activation_checkpointing": True},
-    "by size": {"auto_wrap_policy": "size_based_wrap", "min_num_params": 5000},
+    "no layers by themselves": {"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": None},
 }
 
 
@@ -179,7 +184,7 @@ def test_a_job_of_accelerate_launch_is_killed_and_resumes_as_one_process_goes_on
     resumed = launched(version, str(tmp_path), "resumes")
     assert resumed.returncode == 0, resumed.stderr
     assert losses_in(resumed) == pytest.approx(expected[2:], abs=SAME)
-    assert f"{ENGINE_OF[version].split()[-1]} DistributedType.FSDP" in resumed.stdout
+    assert f"{ENGINES[version]} DistributedType.FSDP" in resumed.stdout
 
 
 class Dies(TrainerCallback):

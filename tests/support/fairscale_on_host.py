@@ -1,4 +1,4 @@
-"""Runs a script of fairscale on a machine without CUDA: `python -m tests.support.fairscale_on_host SCRIPT`.
+"""Runs a script of fairscale on a machine without CUDA: `python tests/support/fairscale_on_host.py SCRIPT`.
 
 fairscale's own FullyShardedDataParallel runs unmodified. It wants streams of CUDA, which order nothing on the host, and reduces
 matrices, of which gloo takes vectors alone.
