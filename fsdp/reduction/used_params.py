@@ -210,7 +210,7 @@ class UsedParams:
         self._collect(launched)
         self._read(self._combined, self._steps.take())
 
-    def _collect(self, launched: Sequence[bool]) -> list[Sequence[bool]]:
+    def _collect(self, launched: Sequence[bool]) -> Sequence[Sequence[bool]]:
         """Record which parameters had a gradient on this rank; return, for each bucket, those that were not launched."""
         not_launched = [bucket.collect_used(one) for bucket, one in zip(self._buckets, launched, strict=True)]
         self.has_grad = [True in one for one in not_launched]

@@ -21,6 +21,7 @@ from state_machine.paths import (
     Paths,
     Phase,
     Place,
+    Places,
     Tasks,
 )
 from tests.support.everything import EVERYTHING
@@ -248,6 +249,24 @@ class LooksAtItsOwnChanges(Paths):
         super().check([one for one in found if one.path == self.own])
 
 
+class DoesNotMixWithRanksWithoutData(Paths):
+    def choose(self, combined: Sequence[int]) -> int | None:
+        chosen = super().choose(combined)
+        if chosen is None and len(self.places(combined)) > 1:
+            raise Mixed(self.places(combined))
+        return chosen
+
+
+class LeavesWhileOthersTrain(Paths):
+    def places(self, combined: Sequence[int]) -> Places:
+        return super().places(combined) - {Place.END_OF_BACKWARD}
+
+
+class NeverLeaves(Paths):
+    def places(self, combined: Sequence[int]) -> Places:
+        return super().places(combined) | {Place.END_OF_BACKWARD}
+
+
 def mutants() -> Iterator[type[Paths]]:
     yield from (one for one in Paths.__subclasses__() if one.__module__ == __name__)
 
@@ -263,6 +282,8 @@ FIRST: Sequence[tuple[Sequence[Path], ...]] = (
     # evaluations with a step without one between them
     (((N0, *FULL), FULL, (N0, *FULL), FULL),) * 2,
     ((FULL, (F0, B0), FULL), (FULL, FULL, FULL)),
+    # a rank has no data left
+    ((FULL, FULL), (FULL,)),
     # weights change in the middle of a step, and all ranks take one path, or one leaves out a unit
     (((F0, CHANGE, F1, B1, B0),),) * 2,
     ((FULL, (F0, CHANGE, F1, B1, B0)), (FULL, (CHANGE, F1, B1))),
@@ -301,24 +322,24 @@ def run(paths: Paths, tasks: Tasks, *results: object) -> list[object]:
 def test_a_rank_that_waits_between_steps_while_another_ends_a_backward_is_refused() -> None:
     paths = Paths(2)
     with pytest.raises(Mixed):
-        run(paths, paths.finish(Place.MEETING), [0, 0, 1, 1, 0])
+        run(paths, paths.finish(Place.MEETING), [0, 0, 1, 1, 0, 0, 0])
 
 
 def test_a_common_path_that_would_be_too_long_is_not_learned() -> None:
     paths = Paths(1)
     long = (F0,) * (LONGEST + 1)
     for _ in long[:2]:
-        run(paths, paths.want(F0), [1, 0, 0, 0])
+        run(paths, paths.want(F0), [1, *([0] * 5)])
         paths.wanted(F0)
-    run(paths, paths.finish(Place.END_OF_BACKWARD), [0, 1, 0, 0], [Exchange(long, ()), Exchange((), ())])
+    run(paths, paths.finish(Place.END_OF_BACKWARD), [0, 1, *([0] * 4)], [Exchange(long, ()), Exchange((), ())])
     assert paths.common == ()
 
 
 def test_an_abandoned_step_is_forgotten_with_all_that_was_learned() -> None:
     paths = Paths(2)
-    run(paths, paths.want(F0), [1, 0, 0, 0, 0])
+    run(paths, paths.want(F0), [1, *([0] * 6)])
     paths.wanted(F0)
-    run(paths, paths.finish(Place.END_OF_BACKWARD), [0, 0, 1, 0, 0], [Exchange((F0,), ())])
+    run(paths, paths.finish(Place.END_OF_BACKWARD), [0, 0, 1, *([0] * 4)], [Exchange((F0,), ())])
     assert paths.common == (F0,) and paths.idle == [0]
     run(paths, paths.want(F0))
     paths.wanted(F0)

@@ -13,6 +13,7 @@ from torch import nn
 
 import fsdp
 from tests.support.paths import Branching, Hop, batch, draw_program, sharded
+from tests.uneven.joins import weights_after
 
 LIMIT = 90
 SEEDS = range(4)
@@ -39,7 +40,9 @@ def of_one_group(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {f"program {seed}": sharded(rank, draw_program(seed, size)) for seed in SEEDS}
     found["replicas"] = sharded(rank, draw_program(0, size), sharding_strategy="NO_SHARD")
     found["failure"] = failing(rank)
-    found["skipping"] = skipping(rank)
+    found["joined"] = weights_after(rank, 1, size, False, "before")
+    found["stepping"] = stepping(rank)
+    found["skipping"] = skipping(rank)  # the ranks cannot communicate after it
     return found
 
 
@@ -82,6 +85,22 @@ def skipping(rank: int) -> str:
     except fsdp.WorldError as failure:
         time.sleep(0.5)
         return str(failure)
+    return ""
+
+
+def stepping(rank: int) -> str:
+    """Rank 1 evaluates before its optimizer steps, and the others do not."""
+    model = model_of(uneven_paths=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch(0, 0, rank), [Hop(0)]).sum().backward()
+    if rank == 1:
+        with torch.no_grad():
+            model(batch(0, 1, rank), [Hop(0)])
+    optimizer.step()
+    try:
+        fsdp.empty_backward(model)
+    except fsdp.ShardingError as error:
+        return str(error)
     return ""
 
 

@@ -6,10 +6,12 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.everything import EVERYTHING
 from tests.support.paths import assert_alike, draw_program, plain
 from tests.support.processes import results_of
+from tests.uneven.joins import weights_after
 from tests.uneven.programs import SEEDS
 
 pytestmark = pytest.mark.gloo
@@ -43,3 +45,17 @@ def test_a_rank_that_fails_where_others_do_not_go_is_named_and_all_go_on(size: i
 def test_without_the_option_the_error_names_it(size: int) -> None:
     for found in results(size):
         assert "The ranks disagree" in found["skipping"] and "uneven_paths=True" in found["skipping"], found["skipping"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_without_data_need_no_batch(size: int) -> None:
+    wanted, _ = weights_after(None, 1, size, False, "before")
+    for weights, _ in (found["joined"] for found in results(size)):
+        for name, value in wanted.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_that_changes_weights_in_the_middle_of_a_step_is_named(size: int) -> None:
+    for found in results(size):
+        assert "unit 'layers.0' were changed on rank 1 in the middle of a step" in found["stepping"], found["stepping"]

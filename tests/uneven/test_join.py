@@ -1,6 +1,5 @@
 """Ranks of one model go different ways, and some have no data left: `fsdp.join` and `fsdp.empty_backward`."""
 
-import random
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 import fsdp
 from tests.api.test_join import COUNTS, STRATEGIES, alone, trained, unsharded
 from tests.support.models import assert_close
-from tests.support.paths import Branching, Hop, batch
+from tests.support.paths import Branching, batch
+from tests.uneven.joins import weights_after
 from tests.uneven.test_uneven_paths import ALL, make
 
 EVERY_COUNT = [COUNTS, (0, 2, 2, 3), (1, 0, 0, 0), (2, 2, 2, 2)]
@@ -32,49 +32,8 @@ def test_accumulation_under_no_sync_too() -> None:
     assert_close(unsharded(found, UNEVEN), alone(counts, micro=2))
 
 
-def paths_of(seed: int, ranks: int) -> list[list[tuple[Hop, ...]]]:
-    """For each rank, its batches: the layers that each one goes through."""
-    draw = random.Random(seed)
-    return [
-        [tuple(Hop(layer) for layer in range(4) if draw.random() < 0.6) for _ in range(draw.randrange(5))] for _ in range(ranks)
-    ]
-
-
-def weights_after(rank: int | None, seed: int, ranks: int, divides_by_all: bool, zeroes: str) -> tuple[dict[str, Tensor], int]:
-    """Train on one rank inside a join, or (None) on all of them in a single process; and how many forwards it ran."""
-    torch.manual_seed(0)
-    model: nn.Module = Branching() if rank is None else make(**UNEVEN)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    paths, forwards = paths_of(seed, ranks), 0
-    if rank is None:
-        for number in range(max(map(len, paths))):
-            left = [one for one in range(ranks) if len(paths[one]) > number]
-            for one in left:
-                loss = model(batch(number, 0, one), paths[one][number]).square().mean()
-                (loss / (ranks if divides_by_all else len(left))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return dict(model.state_dict()), 0
-    with fsdp.join(model, optimizer.step, divides_by_all_ranks=divides_by_all) as joined:
-        for number, hops in enumerate(paths[rank]):
-            if zeroes == "before":
-                optimizer.zero_grad()
-            if number % 2:
-                with torch.no_grad():
-                    model(batch(number, 1, rank), hops[:1])
-            model(batch(number, 0, rank), hops).square().mean().backward()
-            joined.step()
-            if zeroes == "after":
-                optimizer.zero_grad()
-            if number % 3 == rank:
-                with torch.no_grad():
-                    model(batch(number, 1, rank), ALL)
-            forwards += 1
-    return {name: value.clone() for name, value in fsdp.full_state_dict(model, rank0_only=False).items()}, forwards
-
-
 @pytest.mark.parametrize("seed", range(6))
-def test_ranks_without_data_follow_ranks_that_go_different_ways(seed: int) -> None:
+def test_ranks_without_data_need_no_batch_whatever_paths_others_take(seed: int) -> None:
     """Some evaluate between two batches, or have no batch at all."""
     divides_by_all, zeroes = seed % 2 == 0, "before" if seed % 3 else "after"
     wanted, _ = weights_after(None, seed, 4, divides_by_all, zeroes)
