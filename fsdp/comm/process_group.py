@@ -245,19 +245,20 @@ class DeviceCommunicator(CarriesHostTensors, ProcessGroupCommunicator):
 class GlooCommunicator(ProcessGroupCommunicator):
     """A communicator whose collectives on the host are gloo's, each replaced by a cheaper one of gloo where there is one.
 
-    Two ranks exchange one chunk for another. More ranks of one host gather large chunks by broadcasts. Over the links between
-    hosts, broadcasts send a chunk once for every rank at the worst, and gloo's own all-gather sends it once for every host.
+    Two ranks exchange one chunk for another. More ranks of one host gather large chunks by broadcasts. Between hosts, a broadcast
+    sends a chunk over the same link several times. gloo's own all-gather is a ring, which sends it over each link at most once
+    where the ranks of a host follow each other, as torchrun numbers them.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str, peers: PeerMonitor) -> None:
         super().__init__(group, name, peers)
-        self._broadcasts = peers.count_hosts() == 1
+        self._on_one_host = peers.count_hosts() == 1
 
     def _all_gather_on_host(self, unsharded: Tensor, label: str, own: Tensor) -> Work:
         if self._size == 2:
             return self._launch("all_gather", label, unsharded, partial(self._swap, own, self._of_peer(unsharded)))
         chunk = own.numel()
-        if chunk >= _LARGE and self._broadcasts:
+        if chunk >= _LARGE and self._on_one_host:
             chunks = torch.split(unsharded, chunk)
             return self._launch("all_gather", label, unsharded, lambda group: WorkBatch(_broadcasts(group, chunks)))
         return self._launch("all_gather", label, unsharded, lambda group: group._allgather_base(unsharded, own, _GATHER))

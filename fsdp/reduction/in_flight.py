@@ -144,8 +144,10 @@ class ReductionQueue:
         """Launch where the chunk is the whole bucket: the buffer that is filled is the output, and becomes `.grad`."""
         name, size = buckets[0].name, sum(bucket.flat.layout.shard_numel for bucket in buckets)
         predivisor, divisor = self._divisors(buckets[0].buffer, size)
+        if self._leaving is not None:
+            self._streams.await_reductions()
+            self._let_go()
         # memory is reused on the host alone: the allocator of a device does so itself
-        self._let_go()
         like, reuses = buckets[0].buffer, len(buckets) == 1 and self._streams.on_host
         output = buckets[0].spare.take(size, like) if reuses else like.new_empty(size)
         for bucket, chunk in zip(buckets, _split(output, buckets), strict=True):
@@ -161,9 +163,8 @@ class ReductionQueue:
             self._streams.await_reductions()
 
     def _let_go(self) -> None:
-        """Let the compute stream wait for the last copy of its memory to the host, and release that memory. Idempotent."""
+        """The compute stream waits for the copy of its memory to the host: release that memory. Idempotent."""
         if self._leaving is not None:
-            self._streams.await_reductions()
             self._tracker.add("reduced", -size_of(self._leaving))
             self._leaving = None
 
@@ -218,8 +219,8 @@ class ReductionQueue:
                 held.append(reduction.output)  # the reduction stream still reads memory of the compute stream
             del self._all_reduces[0]
             self._tracker.add("scratch", -reduction.scratch)
-        self._let_go()
         self._streams.await_reductions()
+        self._let_go()
         self._streams.await_copies()
 
     def drain(self, others: Sequence[Work]) -> None:
@@ -236,8 +237,8 @@ class ReductionQueue:
                     (work.begun if isinstance(work, TwoPhaseWork) else work).wait()
             except BaseException as failure:  # the others are in flight all the same
                 failures.append(failure)
-        self._let_go()
         self._streams.await_reductions()
+        self._let_go()
         self._tracker.add("scratch", -sum(one.scratch for one in reductions))
         for reduction in reduce_scatters:
             self._release(reduction.buckets, reduction.joined)

@@ -226,7 +226,7 @@ def test_a_root_without_parameters_and_units_with_and_without_the_policy_are_cli
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
-def test_a_late_gradient_is_added_to_one_that_is_still_on_its_way_to_the_host(strategy: str) -> None:
+def test_a_remainder_is_added_when_the_first_chunk_is_on_the_host(strategy: str) -> None:
     """Each reduction has a stream of its own. Of replicas, the late one is launched before the first is copied to the host."""
     size, own = STRATEGIES[strategy]
 
