@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fsdp
 from tests.api.test_join import COUNTS, STRATEGIES, alone, trained, unsharded
 from tests.support.models import assert_close
-from tests.support.paths import Branching, batch
+from tests.support.paths import Branching, Hop, batch
 from tests.uneven.joins import weights_after
 from tests.uneven.test_uneven_paths import ALL, make
 
