@@ -73,6 +73,7 @@ class UnevenEngine(Engine):
         `NO_DATA`: until they end anything. If that is a backward, this rank ends it with them, with zeros for its gradients.
         """
         self._forget_if_abandoned()
+        self._streams.pass_begins()  # an optimizer may have stepped since the last pass
         try:
             places = self._order.finish(place)
             if Place.END_OF_BACKWARD in places:
@@ -140,6 +141,8 @@ class UnevenEngine(Engine):
         super()._all_gather(index)
 
     def _before_copy(self, flat: FlatBuffer, dtype: torch.dtype) -> None:
+        if self.root.at_rest:
+            self._streams.pass_begins()
         self._order.before_copy(flat, dtype, self.phase)
 
     def _keep_until_the_end(self, index: int) -> None:
