@@ -72,6 +72,8 @@ class UnevenEngine(Engine):
 
         `NO_DATA`: until they end anything. If that is a backward, this rank ends it with them, with zeros for its gradients.
         """
+        self._forget_if_abandoned()
+        self._streams.pass_begins()  # an optimizer may have stepped since the last pass
         try:
             places = self._order.finish(place)
             if Place.END_OF_BACKWARD in places:
@@ -81,19 +83,27 @@ class UnevenEngine(Engine):
             self.abandon_step(failure, 0)
             raise
         if Place.END_OF_BACKWARD in places:
-            self._has_met = True
+            synchronises, self._has_met = self.synchronises, True
+            self.set_synchronises(True)  # as it does on the other ranks
             try:
                 self.empty_backward()
             finally:
                 self._has_met = False
+                self.set_synchronises(synchronises)
         return places
 
     def empty_backward(self) -> None:
-        """Run a backward that reduces, and reaches no unit."""
+        """Run a backward that reaches no unit."""
+        self._forget_if_abandoned()
         with torch.enable_grad():
             start = torch.zeros((), requires_grad=True)
             loss = GatherParam.apply(start, start.detach, partial(self.on_event, 0, Event.EXTERNAL_GRAD))  # type: ignore[no-untyped-call]
         loss.backward()
+
+    def _forget_if_abandoned(self) -> None:
+        """What a forward would begin with: another model on the same communicators may have abandoned a step."""
+        if self.pending_backward.was_abandoned():
+            self.schedules.forget()
 
     def post_forward(self, index: int, event: Event) -> None:
         super().post_forward(index, event)
@@ -131,6 +141,8 @@ class UnevenEngine(Engine):
         super()._all_gather(index)
 
     def _before_copy(self, flat: FlatBuffer, dtype: torch.dtype) -> None:
+        if self.root.at_rest:
+            self._streams.pass_begins()
         self._order.before_copy(flat, dtype, self.phase)
 
     def _keep_until_the_end(self, index: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fsdp
 from tests.api.test_join import COUNTS, STRATEGIES, alone, trained, unsharded
 from tests.support.models import assert_close
-from tests.support.paths import Branching, batch
+from tests.support.paths import Branching, Hop, batch
 from tests.uneven.joins import weights_after
 from tests.uneven.test_uneven_paths import ALL, make
 
@@ -121,6 +121,31 @@ def test_a_step_on_some_ranks_and_a_backward_on_others_do_not_go_together() -> N
     for words, other in cases:
         for text in errors(3, partial(run, other=other)):
             assert f"some ranks have called joined.step(), and others {words} and would wait for ever" in text
+
+
+def test_a_rank_that_fails_is_named_to_ranks_without_data_and_the_model_trains_on() -> None:
+    def run(rank: int) -> tuple[str, float]:
+        model, said = make(**UNEVEN), ""
+        try:
+            with fsdp.join(model, lambda: None):
+                for number in range(2 * rank):
+                    hops = [Hop(7)] if number else ALL  # there is no such layer
+                    model(batch(number, 0, rank), hops).sum().backward()
+        except (IndexError, fsdp.PeerFailed) as failure:
+            said = f"{type(failure).__name__}: {failure}".partition(" in ")[0]
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(batch(0, 0, rank), ALL[rank:]).sum().backward()
+        return said, float(fsdp.clip_grad_norm_(model, 1.0))
+
+    first, second = fsdp.simulate(2, run)
+    assert first[0].startswith("PeerFailed: Rank 1 has abandoned the step") and second[0].startswith("IndexError")
+    torch.manual_seed(0)
+    plain = Branching()
+    for rank in range(2):
+        (plain(batch(0, 0, rank), ALL[rank:]).sum() / 2).backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+    assert abs(first[1] - norm) < 1e-4 * norm and first[1] == second[1]
 
 
 def test_ranks_meet_inside_a_join() -> None:
