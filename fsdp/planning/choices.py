@@ -4,7 +4,7 @@ If nobody names units, a plan compares several sizes:
 
 Rule 1: the units of `auto_wrap_policy="auto"` are compared first.
 Rule 2: larger units are compared where they could be faster. What they save at most is the latencies of collectives.
-Rule 3: smaller units are compared where a faster choice does not fit, and the engine holds as much as is missing.
+Rule 3: smaller units are compared where a faster choice does not fit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -171,7 +171,7 @@ def other_sizes(model: nn.Module, found: Sequence[Rehearsal], memory: int, may_b
         add(LARGER)
         if may_be_one and names_of(model):
             chosen[ONE] = None
-    if any(one.seconds < enough and one.peak - memory <= one.engine_peak for one in found if one.peak > memory):
+    if any(one.seconds < enough for one in found if one.peak > memory):
         add(SMALLER, least_bytes=0)
     return chosen
 

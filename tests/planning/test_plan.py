@@ -195,8 +195,6 @@ def test_smaller_units_are_compared_where_those_of_auto_do_not_fit() -> None:
     assert "Its 64 inner units are chosen by name" in str(found)
     listed = json.loads(found.to_json())["candidates"][0]["unit_names"]
     assert len(listed) == 64 and listed[0] == "0.0"
-    # smaller units would not help against what is not in units
-    assert len(planned(memory=2**20).candidates) == 1
 
     def train(rank: int) -> int:
         model = fsdp.fully_shard(blocks(), **best.choice.options)
