@@ -14,9 +14,9 @@ They are twice as many bytes as go to the host, because each shard is copied for
 step on the host is left out.
 
 `ideal` is max(computing, transfers). A forward computes for half the time of a backward, and copies as much to the device. So
-between loads of 0.67 and 1.33 the forward waits for copies and the backward for computing, and no engine reaches the ideal that
-does not copy for the backward while the forward runs, into more memory. `by_pass` is the sum of the ideals of the two passes. The
-first copy of a pass has nothing to hide behind, and neither has the last gradient.
+between loads of 0.67 and 1.33 the forward waits for copies and the backward for computing, one after the other. No engine that
+copies each shard twice reaches the ideal. `by_pass` is the sum of the ideals of the two passes. The first copy of a pass has
+nothing to hide behind, and neither has the last gradient.
 """
 
 import argparse

@@ -294,8 +294,9 @@ def _offload(report: Report) -> list[str]:
         "queues that keep a clock: copies between host and device go one after another on a wire each way, a block's forward "
         f"takes 1 and its backward 2, and hosts and collectives cost nothing. {of['blocks']} blocks, "
         f"`prefetch={of['prefetch']}`. Load is how long the copies to the device take, in terms of computing. The ideal is "
-        "max(computing, transfers); around load 1 no engine reaches it that does not copy for the backward while the forward "
-        "runs, so the last column has the sum of the ideals of both passes:",
+        "max(computing, transfers). Around load 1 the forward waits for copies and the backward for computing, one after the "
+        "other, so no engine that copies each shard twice reaches it. The last column has the sum of the ideals of both "
+        "passes:",
         markdown(["ranks", "load", "step", "ideal", "step / ideal", "step / ideals of the passes"], rows),
     ]
 
