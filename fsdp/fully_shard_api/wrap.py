@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +14,6 @@ from fsdp.build.builder import stay_on_meta
 from fsdp.comm import simulated
 from fsdp.errors import ShardingAssertion, ShardingError
 from fsdp.fully_shard_api.module import FSDPModule, become_fsdp_module
-
-_HOST: Final = ("cpu", "meta")
 
 
 def fully_shard(
@@ -45,10 +43,8 @@ def fully_shard(
     ndim = 1 if mesh is None else 2 if isinstance(mesh, tuple) else mesh.ndim
     if ndim > 2:
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh!r}.")
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        _check_on_host(modules, mesh)
-    else:
-        _move(modules, mesh, ignored_params or ())
+    offloads = isinstance(offload_policy, CPUOffloadPolicy) and _computes_on_device(modules, mesh)
+    _move(modules, mesh, ignored_params or ())
     dtensors = simulated.current_rank() is None
     if not dtensors:
         _check_rows(modules, shard_placement_fn, ignored_params or ())
@@ -63,6 +59,7 @@ def fully_shard(
             param_init_fn=stay_on_meta,
             dtensors=dtensors,
             shard_placement_fn=shard_placement_fn if dtensors else None,
+            offload_policy=offload_policy if offloads else None,
         )
     except ShardingError as refusal:
         _say_as_torch(modules, refusal)
@@ -114,18 +111,22 @@ def _check_rows(modules: Sequence[nn.Module], function: Any, ignored: Any) -> No
                 )
 
 
-def _check_on_host(modules: Sequence[nn.Module], mesh: Any) -> None:
-    """Raises:
-    ShardingError: a device computes, and offloading is asked for.
+def _computes_on_device(modules: Sequence[nn.Module], mesh: Any) -> bool:
+    """Whether a device will compute, so that `CPUOffloadPolicy` has an effect.
+
+    Raises:
+        ShardingError: a device will compute with a parameter that has no memory yet.
     """
-    on_device = [f"{name!r} on {p.device}" for one in modules for name, p in one.named_parameters() if p.device.type not in _HOST]
-    on_device += [f"a mesh of {mesh.device_type} devices"] if getattr(mesh, "device_type", "cpu") not in _HOST else []
-    if on_device:
+    parameters = [(name, parameter) for module in modules for name, parameter in module.named_parameters()]
+    without_memory = [name for name, parameter in parameters if parameter.is_meta]
+    accelerator = torch.accelerator.current_accelerator()
+    kind = getattr(mesh, "device_type", "cpu" if accelerator is None or not without_memory else accelerator.type)
+    if without_memory and kind != "cpu":
         raise ShardingError(
-            f"CPUOffloadPolicy with {on_device[0]}: DTensors in host memory are not supported; leave it out, or wrap by "
-            "fsdp.fully_shard with offload_policy=fsdp.OffloadPolicy(), whose shards are no DTensors. On the host it changes "
-            "nothing."
+            f"CPUOffloadPolicy with {without_memory[0]!r} on the meta device: give the module memory and values on the {kind} "
+            "device first, because the device of the parameters computes."
         )
+    return kind != "cpu" or any(not parameter.is_cpu and not parameter.is_meta for _, parameter in parameters)
 
 
 def _move(modules: Sequence[nn.Module], mesh: Any, ignored: Any) -> None:

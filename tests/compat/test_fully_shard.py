@@ -357,8 +357,8 @@ REFUSALS: dict[str, Callable[[Any], object]] = {
     "does not support containers that do not implement forward": lambda model: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
     "can only be applied to a module once. fully_shard: FSDPNet is wrapped already": lambda model: fully_shard(model),
     "expects a 1D or 2D DeviceMesh but got": lambda model: fully_shard(nn.Linear(2, 2), mesh=_mesh_of_three()),
-    "CPUOffloadPolicy with a mesh of cuda devices: DTensors in host memory": lambda model: fully_shard(
-        nn.Linear(2, 2), mesh=SimpleNamespace(ndim=1, device_type="cuda"), offload_policy=api.CPUOffloadPolicy()
+    "CPUOffloadPolicy with 'weight' on the meta device: give the module memory and values on the cuda": lambda model: fully_shard(
+        nn.Linear(2, 2, device="meta"), mesh=SimpleNamespace(ndim=1, device_type="cuda"), offload_policy=api.CPUOffloadPolicy()
     ),
     "set_requires_gradient_sync: the units of a root": lambda model: model.blocks[0].set_requires_gradient_sync(False),
     "set_requires_all_reduce: the units of a root": lambda model: model.set_requires_all_reduce(False, recurse=False),

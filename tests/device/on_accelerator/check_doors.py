@@ -1,4 +1,4 @@
-"""The doors of FSDP1 and fairscale on the accelerator train as on the host: with CPU offload, and moved after wrapping."""
+"""The doors of FSDP1, FSDP2 and fairscale on the accelerator train as on the host: with CPU offload, and moved after wrapping."""
 
 from typing import Any, Final
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp
-from fsdp.compat import fairscale, torch_fsdp
+from fsdp.compat import fairscale, fully_shard, torch_fsdp
 from fsdp.compat.torch_fsdp import CPUOffload, ShardingStrategy, StateDictType
 from fsdp.fairscale_api import sharding as fairscale_sharding
 from fsdp.torch_fsdp_api import sharding
@@ -148,3 +148,33 @@ def test_fairscale_trains_as_on_the_host(flat: bool, way: str) -> None:
     wanted = fsdp.simulate(2, lambda rank: fairscale_program(rank, "cpu", flat, way))
     found = run(2, lambda rank: fairscale_program(rank, f"{NAME}:{rank}", flat, way), Scheduler.RANDOM, 1)
     assert first_difference(found, wanted) is None
+
+
+def fsdp2_program(rank: int, device: str) -> dict[str, Tensor]:
+    model: Any = net().to(device)
+    policy = fully_shard.CPUOffloadPolicy()
+    for block in model.blocks:
+        fully_shard.fully_shard(block, offload_policy=policy)
+    fully_shard.fully_shard(model, offload_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    for number in range(3):
+        loss_of(model(batch(rank, number, device))).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert is_on_host(model, optimizer)
+    return on_host(fsdp.full_state_dict(model, rank0_only=False))
+
+
+def test_fsdp2_with_cpu_offload_trains_as_on_the_host() -> None:
+    wanted = fsdp.simulate(2, lambda rank: fsdp2_program(rank, "cpu"))
+    found = run(2, lambda rank: fsdp2_program(rank, f"{NAME}:{rank}"), Scheduler.RANDOM, 1)
+    assert first_difference(found, wanted) is None
+
+
+def test_fsdp2_refuses_to_offload_a_module_without_memory() -> None:
+    def program(rank: int) -> None:
+        with pytest.raises(fsdp.ShardingError, match="CPUOffloadPolicy with 'weight' on the meta device"):
+            fully_shard.fully_shard(nn.Linear(2, 2, device="meta"), offload_policy=fully_shard.CPUOffloadPolicy())
+
+    run(2, program, Scheduler.EAGER, 0)
