@@ -64,6 +64,8 @@ SKIPPED: Final = {
     *("fbgemm_linear_quantize_weight", "fbgemm_pack_gemm_matrix_fp16", "to_dlpack"),
 }
 """What does not compute, or asks for the memory or the local shape of the part."""
+WITHOUT_ELEMENTS: Final = {("torch.vander", "the first dimension")}
+"""Calls that make an empty tensor from the size of the part, and call no operator: docs/reference/limits.md."""
 
 
 def functions() -> dict[str, Callable[..., Any]]:
@@ -177,6 +179,8 @@ def silently_wrong(shape: tuple[int, ...], names: Container[str] | None = None) 
         if names is not None and name not in names:
             continue
         for what, given in WITH.items():
+            if (name, what) in WITHOUT_ELEMENTS:
+                continue
             how, result, after = outcome(function, shard, given)
             everywhere = shard.shard_info.comm.gather_objects((name, how), "outcome")
             assert all(other == name for other, _ in everywhere)
