@@ -151,7 +151,7 @@ class Reducer:
         """For each early bucket, how many gradients it waits for. Below 1: none."""
         self._flushed = 0
         """The number of flushed units."""
-        self._settled = False
+        self._settled = self._owes_grad_hooks = False
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # a rank that left a unit out may not know what was accumulated: ranks that go different ways ask about every bucket
         self._trained = tuple(self._meeting is not None or bucket.is_trained for bucket in self.buckets)
@@ -221,9 +221,11 @@ class Reducer:
             self._launch_remainders()
 
     def commit(self, index: int) -> None:
-        """Put the reduced gradients of a unit into `.grad` of its sharded parameters, or add them."""
-        if not self._settled:
-            self._settle()
+        """Put the reduced gradients of a unit into `.grad` of its sharded parameters, or add them. Run hooks before the first."""
+        if self._owes_grad_hooks:
+            self._owes_grad_hooks = False
+            for number, bucket in enumerate(self.buckets):
+                bucket.run_grad_hooks(self._used_params.used(number))
         for number in self.of_unit[index]:
             if BucketAction.PUT in self._queue.on(number, BucketEvent.COMMIT):
                 self._hooked += [(index, parameter) for parameter in self.buckets[number].put(self._used_params.used(number))]
@@ -350,9 +352,14 @@ class Reducer:
                     self._wait_next()
                 self._launch((number,), remainder=True)
 
-    def _settle(self) -> None:
-        """Wait for all reductions and for the exchange of used parameters. After this nothing can fail."""
-        self._settled = True
+    def settle(self) -> bool:
+        """Before the first commit: wait for all reductions and the exchange of used parameters. Return whether this call did.
+
+        After this only hooks of the user can fail.
+        """
+        if self._settled:
+            return False
+        self._settled = self._owes_grad_hooks = True
         while self._reductions.oldest:
             self._wait_next()
         began = perf_counter()
@@ -363,6 +370,5 @@ class Reducer:
         self._queue.check(BucketEvent.COMMIT)  # all buckets or none
         if self._order.learn(self._comms.world_comm, self._device):
             self._make_groups()
-        for number, bucket in enumerate(self.buckets):
-            bucket.run_grad_hooks(self._used_params.used(number))
         self.stats.end()
+        return True

@@ -253,7 +253,6 @@ class Engine:
             self._execute(instructions)
             self._streams.await_copies()
             self.stats.end_backward(reduces)
-            self.schedules.on_backward_ended(all_ranks=reduces and event is BackwardEvent.CALLBACK_RUNS)
             if reduces or not self.units[0].config.uneven_paths:  # others are not those of all ranks
                 self.comms.completed()
             self.reducer.run_hooks(self.note)
@@ -322,8 +321,7 @@ class Engine:
         self._gathers.prefetch(self._schedule.gathered_with(index), self._prefetch)
         done = self.request(index, Request.UNSHARD)
         if done:
-            # this has no effect outside a backward: the next one begins anew
-            self.reducer.gathered(index)
+            self.reducer.gathered(index)  # without effect outside a backward: the next one begins anew
         if Effect.WAIT_ALL_GATHER in done:
             self._gathers.prefetch(self._schedule.needed(index), self._prefetch)
 
@@ -343,6 +341,8 @@ class Engine:
         self._gathers.gather(index)
 
     def _commit(self, index: int) -> None:
+        if self.reducer.settle():
+            self.schedules.on_step_completed(in_forward=bool(self._forward_stack))
         self.reducer.commit(index)
         self._stale_params.on_commit(index)
 

@@ -6,7 +6,8 @@ recorded anew and not prefetched any further, so ranks that deviate alike launch
 [Note: when units share gathers]
 Without sharing, a record changes when a gather is launched, and never which gathers are. So each rank may learn and forget it by
 itself. Where small units share gathers, a record says which collectives there are. A rank that fails alone must not part from
-the others then: records change only at the end of a step that all ranks have completed.
+the others then: records change only when all gradients of a step are reduced. After that only hooks of the user can fail, and a
+rank where one fails has the record of the others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -138,9 +139,9 @@ class PassSchedules:
         self.forward = PrefetchSchedule(depth, f"forward of {units[0]!r}", units, sizes, cap)
         self.backward = PrefetchSchedule(depth, f"backward of {units[0]!r}", units, sizes, cap)
 
-    def on_backward_ended(self, all_ranks: bool) -> None:
-        """A backward has succeeded. `all_ranks`: on all of them, and no forward runs."""
-        if all_ranks:
+    def on_step_completed(self, in_forward: bool) -> None:
+        """All ranks have reduced all gradients of a backward. A backward `in_forward` is not the end of a step."""
+        if not in_forward:
             self.forward.on_step_completed()
             self.backward.on_step_completed()
 
