@@ -48,11 +48,12 @@ def open_store(size: int) -> dist.Store:
     """Where the ranks of this start find each other.
 
     After a restart torchrun's own store (2.13) still holds the addresses of those that died; so each start has names of its own.
+    Without it each start has a store of its own, and a host that joined later has counted fewer starts.
     """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, size, is_master=not shared and rank_before_joining() == 0)
-    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store) if shared else store
 
 
 def rank_before_joining() -> int:
