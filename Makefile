@@ -57,6 +57,7 @@ bench: $(VENV)/.made-for-tests
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/tracing.py
+	$(BIN)/python benchmarks/uneven.py
 	! command -v ip tc unshare nsenter || $(BIN)/python benchmarks/hosts.py
 	$(BIN)/python benchmarks/where.py
 	$(BIN)/python benchmarks/advice.py
