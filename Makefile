@@ -62,6 +62,7 @@ bench: $(VENV)/.made-for-tests
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/tracing.py
+	$(BIN)/python benchmarks/uneven.py
 	! command -v ip tc unshare nsenter || $(BIN)/python benchmarks/hosts.py
 	! command -v g++ || $(BIN)/python benchmarks/offload.py
 	$(BIN)/python benchmarks/where.py

@@ -6,9 +6,11 @@
 One perceptron trains without the option and with it, in the same processes, taking turns. With the option rank 1 uses all units,
 or leaves some out, which rank 0 uses. Before that, all ways have been learned. A step is forward and backward; it begins at a
 barrier, and the slowest rank counts. *Added host time* is the processor's, of the slowest rank, for each call of a unit: one in
-the forward, and one in the backward.
+the forward, and one in the backward. Differences are those of steps that followed each other, because other work on the machine
+changes more slowly than that; beside their median stands the difference of the least times.
 """
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -83,16 +85,21 @@ def times(rank: int, sizes: Sizes) -> dict[str, list[tuple[float, float]]]:
 def judge(found: dict[str, list[tuple[float, float]]], sizes: Sizes) -> tuple[list[dict[str, Any]], list[Bar]]:
     wall = {name: Sample.of([1000 * one for one, _ in steps]) for name, steps in found.items()}
     host = {name: Sample.of([1000 * one for _, one in steps]) for name, steps in found.items()}
-    alike = wall["all alike"]
-    calls = 2 * sizes.units
-    added = 1000 * (host["all alike"] - host["without the option"]).median / calls
     rows = [{"kind": name, "wall_ms": asdict(wall[name]), "host_ms": asdict(host[name])} for name in found]
-    bars = [Bar("uneven: added host µs a call, all alike", 2.0, added)]
-    bars += [
-        Bar("uneven: ms more than computing the units", 1.0, sample.median - alike.median, name)
-        for name, sample in wall.items()
-        if "skips" in name
-    ]
+
+    def more(name: str, than: str, which: int) -> tuple[float, float]:
+        """The median of the differences of steps that followed each other, and the difference of the least ones, in ms."""
+        pairs = zip(found[name], found[than], strict=True)
+        samples = host if which else wall
+        return 1000 * statistics.median(one[which] - other[which] for one, other in pairs), (samples[name] - samples[than]).least
+
+    calls = 2 * sizes.units
+    added, least = (1000 * one / calls for one in more("all alike", "without the option", 1))
+    bars = [Bar("uneven: added host µs a call, all alike", 2.0, added, of_minima=least)]
+    for name in found:
+        if "skips" in name:
+            median, least = more(name, "all alike", 0)
+            bars.append(Bar("uneven: ms more than computing the units", 1.0, median, name, least))
     return rows, bars
 
 

@@ -2,7 +2,8 @@
 
 A rank that has finished still serves its shards. The ranks with data announce each forward, backward and step, and the finished
 rank does the same with its last batch. Its gradients do not count. If no step is given, every rank steps by itself, and finished
-ranks take over weights and optimizer state from a rank that was left (join_result.py).
+ranks take over weights and optimizer state from a rank that was left (join_result.py). With `uneven_paths=True` a finished rank
+computes nothing (uneven/uneven_join.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -258,7 +259,7 @@ def join(
             that needs no change. At the end all ranks take over weights, buffers and the state of the optimizers from a rank
             that was left last.
         inputs: the arguments of a forward, for a rank that may have no batch at all. Default None: such a rank gets those of
-            another rank, which must be picklable.
+            another rank, which must be picklable. Refused with `uneven_paths=True`, where it needs none.
         divides_by_all_ranks: True divides gradients by the number of all ranks, finished ones included, so that every sample
             has the same weight. Default False: by the number of ranks that have data left.
         stops_at_first: True lets all ranks raise when one of them has no further batch. Default False.

@@ -123,6 +123,8 @@ class GatherOrder:
             ) from None
         self._changes.end_step()
         self.drain()
+        for copied in self._streams.gathered():
+            copied.wait()  # passive gathers have read the shards, which may change from now on
         return places
 
     def drain(self) -> None:

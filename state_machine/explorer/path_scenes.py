@@ -29,7 +29,7 @@ CHOICES: Final[tuple[Path, ...]] = (
 )
 """The paths that a rank may take in a step: all units, one unit left out, another order, one repeated, an evaluation, nothing."""
 CHANGES: Final[tuple[Path, ...]] = (CHOICES[0], CHOICES[1], CHOICES[4], CHOICES[5])
-"""The paths of ranks that change their weights somewhere in a step."""
+"""The paths of ranks that change their weights somewhere in a step, or run out of data."""
 
 
 def scenes(ranks: int) -> Iterator[tuple[Program, ...]]:
@@ -45,8 +45,8 @@ def scenes(ranks: int) -> Iterator[tuple[Program, ...]]:
     late = ((F0, END_OF_FORWARD, USER, B0), (F0, F1, END_OF_FORWARD, USER, B1, B0))
     yield tuple((_without(USER, path), path, path) for path in (late * ranks)[:ranks])
     # a rank has no data left and serves the others, or never had any
-    for left in itertools.product((CHOICES[0], CHOICES[1], CHOICES[4]), repeat=2):
-        for first in ((), (CHOICES[0],), (CHOICES[1],)):
+    for left in itertools.product(CHANGES[:3], repeat=2):
+        for first in ((), (CHANGES[0],), (CHANGES[1],)):
             yield tuple((*first, *left) if rank % 2 else first for rank in range(ranks))
     # what is not wanted any more is dropped
     yield tuple((CHOICES[0], *(CHOICES[1],) * (PATIENCE + 2)) for _ in range(ranks))

@@ -359,6 +359,7 @@ def test_what_comes_next_ends_with_its_phase() -> None:
 
 
 def test_the_command_explores_all_scenes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("state_machine.explorer.path_scenes.CHOICES", ((F0,), ()))
+    for name in ("CHOICES", "CHANGES"):
+        monkeypatch.setattr(f"state_machine.explorer.path_scenes.{name}", ((F0,), ()))
     assert main(["paths"]) == 0
     assert "2 ranks" in capsys.readouterr().out

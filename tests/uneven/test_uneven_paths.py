@@ -218,6 +218,25 @@ def test_a_parameter_may_be_read_outside_its_unit_on_one_rank() -> None:
         torch.testing.assert_close(found, wanted)
 
 
+def test_a_penalty_on_one_rank_reads_full_parameters_of_units_that_it_leaves_out() -> None:
+    def run(rank: int | None) -> dict[str, Tensor | None]:
+        torch.manual_seed(0)
+        model = Branching() if rank is None else make(uneven_paths=True)
+        for one in range(2) if rank is None else [rank]:
+            loss = model(batch(0, 0, one), ALL[: 1 + one]).square().mean()
+            if one == 1:
+                with nullcontext() if rank is None else fsdp.full_parameters(model):
+                    loss = loss + sum(p.pow(2).sum() for p in model.parameters())
+            (loss / (2 if rank is None else 1)).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return gradients if rank is None else {name: fsdp.full_tensor(one) for name, one in gradients.items()}  # type: ignore[arg-type, misc]
+
+    wanted = run(None)
+    for found in fsdp.simulate(2, run):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value)
+
+
 def test_a_backward_and_a_meeting_do_not_go_together() -> None:
     def run(rank: int) -> str:
         model = make(uneven_paths=True)
