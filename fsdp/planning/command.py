@@ -131,7 +131,7 @@ def _of_transformers(path: Path) -> Callable[[], nn.Module]:
 
     def build() -> nn.Module:
         model: nn.Module = AutoModelForCausalLM.from_config(config)
-        model.forward = partial(_answering, model.forward)
+        model.__dict__["forward"] = partial(_answering, model.forward)
         return model
 
     try:
