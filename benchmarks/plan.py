@@ -7,7 +7,8 @@ The model and the wire are those of overlap.py: one process plays rank 0 of W, a
 takes latency + received bytes / bandwidth. `fsdp.measure_links` measures the wire through the process group; nothing else tells
 the plan what the wire does. No product of matrices says how long sleeping takes. So the operator that sleeps states its
 operations, and the device's throughput is measured with the plain model: it is what makes its step take as long as it did.
-The plan compares strategies at each load; then steps are measured. A plan leaves out the host time of the engine.
+The plan compares strategies, with and without prefetching, at each load; then steps are measured. A plan leaves out the host time
+of the engine.
 """
 
 import gc
@@ -29,8 +30,14 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.planning.shapes import SHAPES, Decoder, make_tokens
 
-LOADS = (0.25, 0.5, 1.0, 2.0, 4.0)
-STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
+LOADS = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)
+CASES: dict[str, dict[str, Any]] = {
+    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
+    "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "FULL_SHARD": {"sharding_strategy": "FULL_SHARD"},
+    "FULL_SHARD, nothing ahead": {"sharding_strategy": "FULL_SHARD", "prefetch": 0},
+}
+"""What is compared, by name: options of `fsdp.fully_shard`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +65,32 @@ def throughput(settings: Settings, plain: Sequence[float]) -> float:
 
 
 def estimated(settings: Settings, flops: float) -> dict[str, float]:
-    """By strategy, the seconds of a step, with the wire as it is measured now."""
+    """By case, the seconds of a step, with the wire as it is measured now."""
     found = fsdp.measure_links()
     found["device"] = replace(found["device"], flops=flops, half_flops=flops)
-    plan = fsdp.plan(
-        settings.make,
-        settings.world,
-        inputs=lambda: torch.ones(1, settings.width),
-        loss=lambda output: output,
-        optimizer=None,
-        strategies=STRATEGIES,
-        units={"blocks": {Block}},
-        checkpointing=[False],
-        **found,
-    )
-    return {one.choice.strategy: one.rehearsal.seconds for one in plan.candidates if one.rehearsal is not None}
+
+    def seconds(sharding_strategy: str, **options: Any) -> float:
+        plan = fsdp.plan(
+            settings.make,
+            settings.world,
+            inputs=lambda: torch.ones(1, settings.width),
+            loss=lambda output: output,
+            optimizer=None,
+            strategies=[sharding_strategy],
+            units={"blocks": {Block}},
+            checkpointing=[False],
+            options=options,
+            **found,
+        )
+        (rehearsal,) = (one.rehearsal for one in plan.candidates)
+        assert rehearsal is not None
+        return rehearsal.seconds
+
+    return {name: seconds(**options) for name, options in CASES.items()}
 
 
 def measure(settings: Settings) -> tuple[list[float], list[dict[str, Any]]]:
-    """Steps of the plain model; and one line for each load and strategy: estimated, and every single step."""
+    """Steps of the plain model; and one line for each load and case: estimated, and every single step."""
     be_steady()
     link = Link(1e12, 0.0)
     lines = []
@@ -84,9 +98,7 @@ def measure(settings: Settings) -> tuple[list[float], list[dict[str, Any]]]:
         x = torch.ones(1, settings.width)
         bare = settings.make()
         plain = [step(bare, x, link) for _ in range(settings.repeats)]
-        models = {
-            name: fsdp.fully_shard(settings.make(), auto_wrap_policy={Block}, sharding_strategy=name) for name in STRATEGIES
-        }
+        models = {name: fsdp.fully_shard(settings.make(), auto_wrap_policy={Block}, **options) for name, options in CASES.items()}
         for model in models.values():
             for _ in range(3):
                 step(model, x, link)  # lazy initialisation, orders that are learned
@@ -94,11 +106,11 @@ def measure(settings: Settings) -> tuple[list[float], list[dict[str, Any]]]:
             link.bandwidth, link.latency = settings.bandwidth(load), settings.latency_microseconds / 1e6
             link.reset()
             expected = estimated(settings, throughput(settings, plain))
-            steps: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+            steps: dict[str, list[float]] = {name: [] for name in CASES}
             for _ in range(settings.repeats):
                 for name, model in models.items():
                     steps[name].append(step(model, x, link))
-            lines += [{"load": load, "strategy": n, "estimated": expected[n], "steps": steps[n]} for n in STRATEGIES]
+            lines += [{"load": load, "case": n, "estimated": expected[n], "steps": steps[n]} for n in CASES]
         models.clear()
         gc.collect()
     return plain, lines
@@ -135,7 +147,7 @@ def judge(lines: Sequence[dict[str, Any]], processor: float) -> list[Bar]:
         (one["estimated"] < other["estimated"]) != (median(one["steps"]) < median(other["steps"])) for one, other in pairs
     )
     bars = [
-        Bar("plan: error of an estimated step", 0.15, error, f"{worst['strategy']}, load {worst['load']:g}"),
+        Bar("plan: error of an estimated step", 0.15, error, f"{worst['case']}, load {worst['load']:g}"),
         Bar("plan: processor seconds, 8B at 1,024 ranks", 10.0, processor, "8 choices"),
     ]
     if pairs:
@@ -150,13 +162,13 @@ def show(lines: Sequence[dict[str, Any]]) -> None:
         rows.append(
             [
                 f"{one['load']:g}",
-                one["strategy"],
+                one["case"],
                 f"{1e3 * one['estimated']:.1f}",
                 f"{1e3 * measured:.1f}",
                 f"{one['estimated'] / measured - 1:+.1%}",
             ]
         )
-    print(markdown(["load", "strategy", "estimated, ms", "measured, ms", "error"], rows))
+    print(markdown(["load", "case", "estimated, ms", "measured, ms", "error"], rows))
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ FLAGS: Final = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--hide-scrollbars",
 )
 WIDTHS: Final = {"desk": 1280, "phone": 390}
 
@@ -56,9 +57,10 @@ def make_report(folder: Path) -> Path:
 
 
 def make_plan(folder: Path) -> Path:
-    """The plan of a small decoder."""
+    """The plan of a decoder, with a limit that some choices exceed."""
     path = folder / "plan.html"
-    if command(["plan", "decoder-125m", "--world-size", "16", "--length", "256", "--html", str(path)]):
+    given = ["decoder-125m", "--world-size", "16", "--length", "1024", "--memory", "2GiB"]
+    if command(["plan", *given, "--html", str(path)]):
         raise SystemExit("the plan was not written")
     return path
 
@@ -134,6 +136,17 @@ def until(condition: Callable[[], Any], complaint: str) -> Any:
     return found
 
 
+def take_screenshot(driver: Any, page: Path, where: Path) -> None:
+    """A picture of the whole page at the width of a desk."""
+    driver.set_window_size(WIDTHS["desk"], 900)
+    driver.get(page.as_uri())
+    until(lambda: driver.find_elements(By.CSS_SELECTOR, "#memory .main-svg"), "the page is not drawn")
+    height = driver.execute_script("return document.documentElement.scrollHeight")
+    driver.set_window_size(WIDTHS["desk"], height + 150)  # with the frame of the window
+    time.sleep(1)  # plots are drawn anew for the new size
+    driver.save_screenshot(str(where))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=[*KINDS], action="append", help="the page to open (default: each)")
@@ -153,10 +166,7 @@ def main() -> None:
                     print(f"{title}, {name}, {width} pixels: fine")
                 print(json.dumps({"plots": KINDS[title].plots, "bytes": page.stat().st_size}))
             if given.screenshot is not None:
-                driver.set_window_size(1100, 1750)
-                driver.get(page.as_uri())
-                until(lambda: driver.find_elements(By.CSS_SELECTOR, "#memory .main-svg"), "the page is not drawn")
-                driver.save_screenshot(str(given.screenshot))
+                take_screenshot(driver, page, given.screenshot)
         finally:
             driver.quit()
 

@@ -97,7 +97,7 @@ class Choice:
 
     def _inner_units(self, model: nn.Module) -> list[nn.Module]:
         policy = self.options.get("auto_wrap_policy")
-        if policy == AUTO:
+        if policy == AUTO or isinstance(policy, NamedUnits):  # units of another size change nothing of what is recomputed
             chosen = auto_units(model, ())
             return [module for module in model.modules() if id(module) in chosen and next(module.children(), None) is not None]
         if isinstance(policy, set | frozenset | tuple | list):

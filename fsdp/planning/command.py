@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError, require_package
@@ -118,14 +119,52 @@ def _target(given: argparse.Namespace) -> tuple[Callable[[], nn.Module], Callabl
 
 def _of_transformers(path: Path) -> Callable[[], nn.Module]:
     with file_errors(f"plan: {path}", path):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        content = json.loads(text)
+    except ValueError as reason:
+        raise ShardingError(f"plan: {path}: not JSON ({reason}); give a config.json of transformers.") from None
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise ShardingError(f"plan: {path} has no 'model_type'; give a config.json of transformers.")
     require_package("plan", "transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if "model_type" not in content:
-        raise ShardingError(f"plan: {path} has no 'model_type'; give a config.json of transformers.")
-    config = AutoConfig.for_model(content.pop("model_type"), **{**content, "use_cache": False})
-    return lambda: AutoModelForCausalLM.from_config(config)
+    def build() -> nn.Module:
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        model.__dict__["forward"] = partial(_answering, model.forward)
+        return model
+
+    try:
+        config = AutoConfig.for_model(content.pop("model_type"), **{**content, "use_cache": False})
+        with torch.device("meta"):
+            build()
+    except Exception as reason:
+        raise ShardingError(
+            f"plan: {path}: transformers makes no language model of it ({type(reason).__name__}: {_first_line(reason)})."
+        ) from reason
+    return build
+
+
+class _AllHold(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers yes where a model reads whether something holds for a whole tensor.
+
+    Models of transformers ask whether the rows of a batch are single sequences without padding. Those of a plan are.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype is torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def _answering(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a model of transformers, which gets its answers."""
+    with _AllHold():  # type: ignore[no-untyped-call]
+        return forward(*args, **kwargs)
+
+
+def _first_line(reason: BaseException) -> str:
+    return str(reason).partition("\n")[0][:200]
 
 
 def _import(name: str) -> Callable[[], Any]:

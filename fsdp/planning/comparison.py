@@ -173,7 +173,7 @@ def _recommendation(plan: Plan) -> Iterator[str]:
     fitting = [one for one in plan.candidates if plan.fits(one)]
     if len(fitting) > 1 and fitting[1].rehearsal is not None:
         excess = fitting[1].rehearsal.seconds / best.rehearsal.seconds - 1
-        yield f"Second: {fitting[1].choice.title}, {excess:.1%} slower."
+        yield f"Second: {fitting[1].choice.title}, {f'{excess:.1%} slower' if excess >= 0.0005 else 'as fast'}."
     faster = [
         one for one in plan.candidates if one.rehearsal and not plan.fits(one) and one.rehearsal.seconds < best.rehearsal.seconds
     ]

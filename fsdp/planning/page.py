@@ -11,6 +11,8 @@ from fsdp.reporting.html import bullets, document, html_table, plot_layout, plot
 
 _COLOURS: Final = ("#3366aa", "#e0a030", "#228866", "#885599", "#cc4433", "#777777", "#223344", "#b8b8b8")
 _GIB: Final = 2**30
+_FARTHEST: Final = 2.0
+"""The limit of the memory / the longest bar, up to which the limit is drawn."""
 
 
 def write_plan(path: Path, plan: Plan) -> None:
@@ -90,7 +92,9 @@ def _memory(plan: Plan, shown: list[Candidate]) -> dict[str, Any]:
     ]
     limit = plan.memory / _GIB
     line = {"type": "line", "x0": limit, "x1": limit, "y0": 0, "y1": 1, "yref": "paper", "line": {"dash": "dash"}}
-    return {"data": data, "layout": _bars(len(shown), "GiB", shapes=[line])}
+    longest = max(one.rehearsal.peak for one in shown if one.rehearsal)
+    # a limit far away would leave the bars too short to read
+    return {"data": data, "layout": _bars(len(shown), "GiB", shapes=[line] if plan.memory <= _FARTHEST * longest else [])}
 
 
 def _time(shown: list[Candidate]) -> dict[str, Any]:
@@ -117,4 +121,4 @@ def _time(shown: list[Candidate]) -> dict[str, Any]:
 
 def _bars(rows: int, x: str, **more: Any) -> dict[str, Any]:
     axis = {"autorange": "reversed", "automargin": True}
-    return plot_layout(190 + 34 * rows, x, barmode="stack", yaxis=axis, narrowLeft=150, **more)
+    return plot_layout(190 + 42 * rows, x, barmode="stack", yaxis=axis, narrowLeft=150, **more)

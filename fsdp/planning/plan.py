@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp.build.plan import WrapPolicy
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError
-from fsdp.planning.choices import AUTO, STRATEGIES, Choice, UnitsOfClasses, make_choices, other_sizes
+from fsdp.planning.choices import AUTO, STRATEGIES, Choice, NamedUnits, UnitsOfClasses, make_choices, other_sizes
 from fsdp.planning.comparison import Candidate, Fewest, Plan
 from fsdp.planning.hardware import Cluster, Device, Link, find_device, find_network
 from fsdp.planning.rehearsal import Batch, Job, rehearse
@@ -108,14 +108,14 @@ def plan(
         if isinstance(policy, UnitsOfClasses):
             policy.check(template)
     candidates = compare(policies, offload or [False])
+    others: dict[str, NamedUnits | None] = {}
     if units is None:
         rehearsed = [one.rehearsal for one in candidates if one.rehearsal is not None]
         others = other_sizes(template, rehearsed, limit, False in checkpointing)
-        if others:
-            candidates += compare(others, offload or [False])
-            policies |= others
+        candidates += compare(others, offload or [False]) if others else []
     if offload is None and found.name != "cpu" and not any(_fits(one, limit) for one in candidates):
         candidates += compare(policies, [True])
+        candidates += compare(others, [True]) if others else []
     if all(one.rehearsal is None for one in candidates):
         raise ShardingError(f"plan: every choice is refused; the first one because: {candidates[0].refusal}")
 

@@ -75,7 +75,7 @@ def document(plotly: str, title: str, body: Sequence[str], plots: Mapping[str, A
 
 def section(name: str, title: str, text: str, table: str, zooms: bool) -> str:
     """A section with the plot `name`. `table`: its numbers. `zooms`: it has buttons for a keyboard."""
-    labels = {"in": "Zoom in", "out": "Zoom out", "left": "Earlier", "right": "Later", "all": "All"}
+    labels = {"in": "Zoom in", "out": "Zoom out", "left": "Left", "right": "Right", "all": "All"}
     buttons = "".join(
         f"<button type='button' data-plot='{name}' data-zoom='{how}' aria-controls='{name}'>{label}</button>"
         for how, label in (labels.items() if zooms else ())

@@ -4,10 +4,10 @@ The first pass records the order in which units were gathered. Later passes pref
 recorded anew and not prefetched any further, so ranks that deviate alike launch the same gathers.
 
 [Note: when units share gathers]
-Without sharing, a record changes when a gather is launched, and never which gathers are. So each rank may learn and forget it by
-itself. Where small units share gathers, a record says which collectives there are. A rank that fails alone must not part from
-the others then: records change only when all gradients of a step are reduced. After that only hooks of the user can fail, and a
-rank where one fails has the record of the others.
+Without sharing, a record decides when a gather is launched, and never which gathers there are. So each rank may learn and
+forget it by itself. Where small units share gathers, a record decides which collectives there are, and all ranks must have the
+same one, also after one of them has failed alone. So a record changes only when all ranks have reduced the gradients of a step.
+After that only hooks of the user can fail.
 """
 
 from collections.abc import Iterator, Sequence

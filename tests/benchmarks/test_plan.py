@@ -15,14 +15,14 @@ def test_it_writes_an_estimate_beside_every_step(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(plan, "processor_time", lambda: 1.0)
     plan.main()
     report = result_file.read(out)
-    assert [line["strategy"] for line in report["lines"]] == [*plan.STRATEGIES]
+    assert [line["case"] for line in report["lines"]] == [*plan.CASES]
     # a step computes for 24 ms, which the estimate has from the plain model alone
     assert all(0.02 < line["estimated"] < 1.0 and len(line["steps"]) == 2 for line in report["lines"])
 
 
 def test_the_order_of_strategies_is_judged_where_they_differ() -> None:
-    def line(strategy: str, estimated: float, measured: float) -> dict[str, object]:
-        return {"load": 1.0, "strategy": strategy, "estimated": estimated, "steps": [measured]}
+    def line(case: str, estimated: float, measured: float) -> dict[str, object]:
+        return {"load": 1.0, "case": case, "estimated": estimated, "steps": [measured]}
 
     lines = [line("A", 1.0, 1.0), line("B", 1.3, 1.05), line("C", 1.1, 1.5)]
     bars = {bar.measure: bar.value for bar in plan.judge(lines, 1.0)}

@@ -165,7 +165,7 @@ def test_larger_units_are_compared_where_latencies_are_most_of_a_step() -> None:
     assert [one.choice.title for one in compared(1e-2, checkpointing=[True]).candidates] == ["FULL_SHARD, checkpointed"]
 
 
-def test_larger_units_that_do_not_hold_the_whole_model_are_compared_too() -> None:
+def test_larger_units_below_the_size_of_the_model_are_compared_too() -> None:
     pairs: dict[str, Any] = {"model": lambda: nn.Sequential(*(nn.Sequential(*wide()[:2]) for _ in range(6)))}
     device = replace(FAST, link=Link(1e11, 1e-2))
     found = plan(
