@@ -5,8 +5,8 @@ recorded anew and not prefetched any further, so ranks that deviate alike launch
 
 [Note: when units share gathers]
 Without sharing, a record decides when a gather is launched, and never which gathers there are. So each rank may learn and forget
-it by itself. Where small units share gathers, a record decides which collectives there are. All ranks must have the same one, also
-after one of them has failed alone. So a record changes only at the end of a step that all ranks have completed.
+it by itself. Where small units share gathers, a record decides which collectives there are. All ranks must have the same one,
+also after one of them has failed alone. So a record changes only at the end of a step that all ranks have completed.
 """
 
 from collections.abc import Iterator, Sequence
