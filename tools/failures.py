@@ -118,13 +118,14 @@ def _comm_hook(model: nn.Module, fault: Fault) -> None:
 def _root_callback(model: nn.Module, fault: Fault) -> None:
     """In what runs once when a backward is over."""
     reducer = unit_ref_of(model).engine.reducer  # type: ignore[union-attr]
-    commit = reducer._settle
+    settle = reducer.settle
 
-    def settle() -> None:
-        commit()
-        fault.fire()
+    def settle_and_fail() -> bool:
+        if first := settle():
+            fault.fire()
+        return first
 
-    reducer._settle = settle
+    reducer.settle = settle_and_fail
 
 
 def _parameter_hook(model: nn.Module, fault: Fault) -> None:

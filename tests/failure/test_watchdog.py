@@ -290,7 +290,7 @@ def test_what_was_said_of_a_step_is_not_compared_with_the_next_one(monkeypatch: 
 def test_a_rank_that_waits_for_one_that_ended_is_freed_and_notified(killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, ending = ranks_that_launched(*STEADY)
     if killed:
-        monkeypatch.setattr(waiting.lines, "_dead", lambda: {1})
+        monkeypatch.setattr(waiting.lines._neighbours, "dead", lambda: {1})
     else:
         ending.lines.on_exit()
     waiting.launch("b")
@@ -308,7 +308,7 @@ def test_who_is_done_may_end() -> None:
 def test_who_has_destroyed_the_group_may_end_unheard(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = ranks_that_launched("a", "b")
     other.lines.close()
-    monkeypatch.setattr(one.lines, "_dead", lambda: {1})
+    monkeypatch.setattr(one.lines._neighbours, "dead", lambda: {1})
     has_time([one])
 
 
