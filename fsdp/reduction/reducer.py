@@ -122,6 +122,11 @@ class Reducer:
             bucket.drop_zeroed()
         return bool(self._accumulating())
 
+    @property
+    def has_shard_grads(self) -> bool:
+        """Whether any sharded parameter has a `.grad` that shows more than what was accumulated under `no_sync`."""
+        return any(bucket.shard_grads() for bucket in self.buckets)
+
     def forget_kept(self) -> None:
         """Drop all gradients accumulated under `no_sync`."""
         for bucket in self.buckets:

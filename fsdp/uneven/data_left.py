@@ -7,7 +7,7 @@ import torch
 
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError, name_ranks
-from fsdp.params.unit import Unit
+from fsdp.reduction.reducer import Reducer
 
 
 class DataLeft(NamedTuple):
@@ -23,7 +23,7 @@ OnDataLeft = Callable[[DataLeft], None]
 _HAS, _CLEARED, _JOINS = 1, 2, 4
 
 
-def count_data_left(units: Sequence[Unit], comm: Communicator, has_data: bool, joins: bool) -> DataLeft:
+def count_data_left(reducer: Reducer, comm: Communicator, has_data: bool, joins: bool, device: torch.device) -> DataLeft:
     """Exchange which ranks have data left. `joins`: this rank is inside `fsdp.join`.
 
     Traffic: an all-reduce of one byte a rank, in a backward that some rank ends without data.
@@ -31,8 +31,9 @@ def count_data_left(units: Sequence[Unit], comm: Communicator, has_data: bool, j
     Raises:
         ShardingError: a rank is not inside `fsdp.join`.
     """
-    cleared = all([parameter.grad is None for unit in units for parameter in unit.sharded_params])
-    message = torch.zeros(comm.size, dtype=torch.uint8, device=units[0].device)
+    # what was accumulated under `no_sync` is part of this step, and not left from the last one
+    cleared = not reducer.has_shard_grads
+    message = torch.zeros(comm.size, dtype=torch.uint8, device=device)
     message[comm.rank] = _HAS * has_data + _CLEARED * cleared + _JOINS * joins
     comm.all_reduce(message, "max", "who has data left").wait()
     found = message.tolist()
