@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter
 
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp.comm.context import CommContext
 from fsdp.device.storage import MemoryTracker
@@ -123,9 +123,9 @@ class Reducer:
         return bool(self._accumulating())
 
     @property
-    def has_shard_grads(self) -> bool:
-        """Whether any sharded parameter has a `.grad` that shows more than what was accumulated under `no_sync`."""
-        return any(bucket.shard_grads() for bucket in self.buckets)
+    def shard_grads(self) -> list[Tensor]:
+        """`.grad` of all sharded parameters, without those that only show what was accumulated under `no_sync`."""
+        return [gradient for bucket in self.buckets for gradient in bucket.shard_grads()]
 
     def forget_kept(self) -> None:
         """Drop all gradients accumulated under `no_sync`."""

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError, name_ranks
-from fsdp.reduction.reducer import Reducer
 
 
 class DataLeft(NamedTuple):
@@ -23,18 +23,20 @@ OnDataLeft = Callable[[DataLeft], None]
 _HAS, _CLEARED, _JOINS = 1, 2, 4
 
 
-def count_data_left(reducer: Reducer, comm: Communicator, has_data: bool, joins: bool, device: torch.device) -> DataLeft:
+def count_data_left(
+    gradients: Sequence[Tensor], comm: Communicator, has_data: bool, joins: bool, device: torch.device
+) -> DataLeft:
     """Exchange which ranks have data left. `joins`: this rank is inside `fsdp.join`.
+
+    `gradients`: those of this rank's shards, as earlier steps left them.
 
     Traffic: an all-reduce of one byte a rank, in a backward that some rank ends without data.
 
     Raises:
         ShardingError: a rank is not inside `fsdp.join`.
     """
-    # what was accumulated under `no_sync` is part of this step, and not left from the last one
-    cleared = not reducer.has_shard_grads
     message = torch.zeros(comm.size, dtype=torch.uint8, device=device)
-    message[comm.rank] = _HAS * has_data + _CLEARED * cleared + _JOINS * joins
+    message[comm.rank] = _HAS * has_data + _CLEARED * (not gradients) + _JOINS * joins
     comm.all_reduce(message, "max", "who has data left").wait()
     found = message.tolist()
     outside = [rank for rank, flags in enumerate(found) if not flags & _JOINS]

@@ -147,6 +147,7 @@ class UnevenEngine(Engine):
     def _before_copy(self, flat: FlatBuffer, dtype: torch.dtype) -> None:
         if self.root.at_rest:
             self._streams.pass_begins()
+            self._order.note_changes()
         self._order.before_copy(flat, dtype, self.phase)
 
     def _keep_until_the_end(self, index: int) -> None:
@@ -161,7 +162,7 @@ class UnevenEngine(Engine):
     def _count_data_left(self, places: Places, has_data: bool) -> None:
         if Place.NO_DATA not in places:
             return
-        left = count_data_left(self.reducer, self.comms.world_comm, has_data, self.is_joined, self.units[0].device)
+        left = count_data_left(self.reducer.shard_grads, self.comms.world_comm, has_data, self.is_joined, self.units[0].device)
         assert self._on_data_left is not None, "a rank outside of fsdp.join was refused"
         self._on_data_left(left)
 
@@ -196,7 +197,7 @@ class CommonSchedule(PrefetchSchedule):
         raise ShardingError("uneven_paths: the order of gathers is common to all ranks, so what is prefetched cannot be given.")
 
     def begin(self) -> Sequence[int]:
-        self._order.pass_begins()
+        self._order.pass_begins(self._engine.phase)
         if self._engine.has_met:
             return ()  # the ranks are at the end of this backward already
         return self._order.ahead(self._engine.phase, self.depth)
