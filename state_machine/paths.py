@@ -174,7 +174,7 @@ class Paths:
             yield Gather(chosen)
         found: Sequence[Exchange] = ()
         if self.met or self.some_rank_changed(combined):
-            found = yield Exchange(self.own, {target: () for target in held} | self._changes)
+            found = yield Exchange(self.own, {**dict.fromkeys(held, ()), **self._changes})
         self.check(found)
         self.end(combined, [one.path for one in found])
         return self.places(combined)

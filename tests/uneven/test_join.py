@@ -61,6 +61,29 @@ def test_gradients_are_zeroed_outside_the_step_beside_accumulated_ones(
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, UNEVEN], ids=["even", "uneven"])
+def test_gradients_zeroed_in_place_are_refused_outside_the_step(options: dict[str, Any]) -> None:
+    def run(rank: int, inside: bool) -> None:
+        model = make(**options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def step() -> None:
+            optimizer.step()
+            if inside:
+                optimizer.zero_grad(set_to_none=False)
+
+        with fsdp.join(model, step) as joined:
+            for number in range(1 + 2 * rank):
+                if not inside:
+                    optimizer.zero_grad(set_to_none=False)
+                model(batch(number, 0, rank), EVEN).square().mean().backward()
+                joined.step()
+
+    assert errors(2, partial(run, inside=True)) == ["", ""]
+    for text in errors(2, partial(run, inside=False)):
+        assert "gradients are zeros on the ranks that have data left, and not on rank 0" in text
+
+
 def test_backwards_of_their_own_through_one_forward_are_served() -> None:
     """Each of them is a step of its own, so that the common path of one begins in a backward."""
 
@@ -198,6 +221,21 @@ def test_a_rank_that_fails_is_named_to_ranks_without_data_and_the_model_trains_o
         (plain(batch(0, 0, rank), ALL[rank:]).sum() / 2).backward()
     norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
     assert abs(first[1] - norm) < 1e-4 * norm and first[1] == second[1]
+
+
+def test_a_rank_without_data_is_not_named_where_others_step_differently() -> None:
+    def run(rank: int) -> None:
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(nn.Linear(8, 8), **UNEVEN)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fsdp.join(model, lambda: None):
+            for number in range(3 if rank else 1):
+                model(torch.ones(2, 8)).sum().backward()
+                if rank == 1 and number == 1:
+                    optimizer.step()
+
+    for text in errors(3, run):
+        assert "was changed on rank 1 since the last backward, and nothing was changed on rank 2:" in text
 
 
 def test_ranks_meet_inside_a_join() -> None:
