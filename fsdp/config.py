@@ -285,7 +285,11 @@ def make_config(
     reduction = ReductionPolicy() if reduction is None else reduction
     if not isinstance(reduction, ReductionPolicy):
         raise ShardingError(f"reduction must be a fsdp.ReductionPolicy, not {reduction!r}.")
-    if uneven_paths and not reduction.static_graph:
+    if not isinstance(uneven_paths, bool):
+        raise ShardingError(f"uneven_paths must be True or False, not {uneven_paths!r}.")
+    if uneven_paths and reduction.static_graph:
+        raise ShardingError("uneven_paths and reduction.static_graph contradict each other; give one of them.")
+    if uneven_paths:
         reduction = replace(reduction, find_unused_parameters=False)  # which it includes, under every strategy
     if reduction.find_unused_parameters and mesh_kind is not MeshKind.REPLICATE:
         raise ShardingError(
@@ -304,14 +308,10 @@ def make_config(
         raise ShardingError("dtensors and plain_shards contradict each other; give one of them.")
     if dtensors and mesh_kind is MeshKind.REPLICATE:
         raise ShardingError(f"dtensors: {sharding_strategy!r} cuts no parameter; leave dtensors out.")
-    if not isinstance(uneven_paths, bool):
-        raise ShardingError(f"uneven_paths must be True or False, not {uneven_paths!r}.")
     if offload is not None and uneven_paths:
         raise ShardingError("offload_policy and uneven_paths cannot be combined yet; give one of them.")
     if uneven_paths and broadcast_buffers:
         raise ShardingError("uneven_paths and broadcast_buffers contradict each other: a rank may leave a forward out.")
-    if uneven_paths and reduction.static_graph:
-        raise ShardingError("uneven_paths and reduction.static_graph contradict each other; give one of them.")
     return Config(
         reshard_policy,
         mesh_kind,

@@ -9,12 +9,13 @@ Rule 4: in a meeting every rank says which call it wants, or that it is at the e
 Rule 5: the common path of the next step contains the path of every rank in this one. A call of it that no rank has wanted in
         PATIENCE steps is dropped.
 Rule 6: a rank that gathers passively does so at a moment of its own. So weights change before the first gather of a step. If a
-        rank has changed some later, and the paths of the ranks differ, the end of the step is an error.
+        rank has changed some later, all ranks must have taken one path and changed weights at the same places in it. Otherwise
+        the end of the step is an error.
 
 So a rank whose path lies in the common path meets nobody before the end of its step.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from difflib import SequenceMatcher
 from enum import auto
 from typing import Any, Final, NamedTuple
@@ -79,8 +80,8 @@ class Exchange(NamedTuple):
     """Exchange the paths of all ranks, and send those of all, by rank."""
 
     path: Path
-    changed: Sequence[int]
-    """The targets whose weights this rank has changed since its first gather of the step."""
+    changes: Mapping[int, Sequence[int]]
+    """For each target of which this rank holds weights: after how many calls of its path it noticed that they had changed."""
 
 
 Places = frozenset[Place]
@@ -101,7 +102,7 @@ class Mixed(Exception):
 
 
 class ChangedWeights(Exception):
-    """Weights have changed between two gathers of a step in which ranks took different paths.
+    """Weights have changed between two gathers of a step, and ranks took different paths or changed them at different places.
 
     A rank may have given its old shard where another one gave its new one.
     """
@@ -131,6 +132,8 @@ class Paths:
         self._evaluated = False
         """Whether some rank has evaluated in the last step, outside the common path."""
         self._own: list[Call] = []
+        self._changes: dict[int, list[int]] = {}
+        """The targets whose weights this rank has changed since its first gather of the step. See `Exchange`."""
         self._used: set[int] = set()
         """The positions of the common path that this rank wanted."""
         self._launched: dict[int, int] = {}
@@ -156,22 +159,22 @@ class Paths:
                 yield Gather(chosen)
         return Places()
 
-    def finish(self, place: Place, changed: Sequence[int] = ()) -> Tasks:
+    def finish(self, place: Place, held: Collection[int] = ()) -> Tasks:
         """This rank wants no call before the end of the step. When the tasks are done, the step is over on all ranks.
 
-        `changed`: the targets whose weights this rank has changed since its first gather of the step.
+        `held`: the targets of which this rank holds weights that an optimizer may change.
 
         Raises:
             Mixed: the ranks are in different places.
-            ChangedWeights: some rank has changed weights, and the ranks took different paths.
+            ChangedWeights: some rank has changed weights, and the ranks took different paths or changed them at different places.
         """
         for target in self.run_out():
             yield Gather(target)
-        while (chosen := self.choose(combined := (yield Meet(self.wait(place, bool(changed)))))) is not None:
+        while (chosen := self.choose(combined := (yield Meet(self.wait(place, bool(self._changes)))))) is not None:
             yield Gather(chosen)
         found: Sequence[Exchange] = ()
         if self.met or self.some_rank_changed(combined):
-            found = yield Exchange(self.own, changed)
+            found = yield Exchange(self.own, {**dict.fromkeys(held, ()), **self._changes})
         self.check(found)
         self.end(combined, [one.path for one in found])
         return self.places(combined)
@@ -208,6 +211,11 @@ class Paths:
         self._own.append(call)
         if call.target in self._launched:
             self._used.add(self._launched.pop(call.target))
+
+    def weights_changed(self, targets: Collection[int]) -> None:
+        """This rank notices that it has changed weights, after the first gather of the step."""
+        for target in targets:
+            self._changes.setdefault(target, []).append(len(self._own))
 
     def forward_ends(self) -> Sequence[int]:
         """A forward of the root is over. Return the targets that other ranks may still gather in theirs."""
@@ -294,8 +302,13 @@ class Paths:
         Raises:
             ChangedWeights: it can.
         """
-        if any(one.changed for one in found) and len({one.path for one in found}) > 1:
-            raise ChangedWeights([one.changed for one in found])
+        changed = [[target for target, places in one.changes.items() if places] for one in found]
+        one_path = len({one.path for one in found}) < 2
+        for target in {target for targets in changed for target in targets}:
+            # a rank that holds nothing of a target gives nothing to its gathers
+            places = {tuple(one.changes[target]) for one in found if target in one.changes}
+            if not one_path or len(places) > 1:
+                raise ChangedWeights(changed)
 
     @property
     def own(self) -> Path:
@@ -332,7 +345,7 @@ class Paths:
 
     def _begin(self) -> None:
         self.position, self.met = 0, False
-        self._own, self._used, self._launched = [], set(), {}
+        self._own, self._changes, self._used, self._launched = [], {}, set(), {}
 
     def _passive(self, start: int, end: int) -> Sequence[int]:
         return [call.target for call in self.common[start:end] if call.target >= 0]

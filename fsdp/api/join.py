@@ -23,6 +23,7 @@ from fsdp.runtime.engine import Engine
 from fsdp.runtime.hook_actions import PassWatcher
 from fsdp.runtime.hooks import EngineHooks
 from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
+from fsdp.uneven.data_left import ShardGrads, refuse_zeroed, shard_grads_of
 from fsdp.uneven.uneven_engine import UnevenEngine
 from fsdp.uneven.uneven_join import UnevenJoin
 
@@ -37,12 +38,10 @@ class _Operation(IntEnum):
     STEPS = 4
 
 
-_CLEARED = len(_Operation)
-"""The place in the message of the number of ranks without gradients. If it is all of them, they have set gradients to None."""
-_LACKING = _CLEARED + 1
+_LACKING = len(_Operation)
 """The place in the message of the number of finished ranks that have never had a batch."""
 _RANKS = _LACKING + 1
-"""The place in the message of rank 0, behind which the other ranks follow: 1 for a rank that has data left."""
+"""The place in the message of rank 0, behind which the other ranks follow: twice its `ShardGrads`, and 1 if it has data left."""
 
 
 class JoinRules(NamedTuple):
@@ -128,18 +127,21 @@ class Joined(PassWatcher):
         comm = self._engine.comms.world_comm
         message = torch.zeros(_RANKS + comm.size, dtype=torch.int64, device=self._engine.units[0].device)
         shards = [parameter for unit in self._engine.units for parameter in unit.sharded_params]
+        gradients = [parameter.grad for parameter in shards if parameter.grad is not None]
+        message[_RANKS + comm.rank] = 2 * shard_grads_of(gradients) + (operation is not None)
         if operation is None:
             message[_LACKING] = self._args is None
         else:
-            message[operation] = message[_RANKS + comm.rank] = 1
-            message[_CLEARED] = all(parameter.grad is None for parameter in shards)
+            message[operation] = 1
         comm.all_reduce(message, "sum", "who has data left").wait()
-        *counts, cleared, lacking = message[:_RANKS].tolist()
-        has_data = message[_RANKS:].tolist()
+        *counts, lacking = message[:_RANKS].tolist()
+        of_ranks = message[_RANKS:].tolist()
+        has_data = [bool(one % 2) for one in of_ranks]
+        grads = [ShardGrads(one // 2) for one in of_ranks]
         left = sum(has_data)
         if not left:
             return None
-        self._source = has_data.index(1)
+        self._source = has_data.index(True)
         if left < comm.size and self._rules.stops_at_first:
             finished = [rank for rank, has in enumerate(has_data) if not has]
             stop = InputsExhausted(f"inside join, {name_ranks(finished)} had no further batch while others had; all ranks stop")
@@ -151,10 +153,12 @@ class Joined(PassWatcher):
         if counts.count(0) != len(counts) - 1:
             counted = ", ".join(f"{count} {of.name.lower()}" for of, count in zip(_Operation, counts, strict=True) if count)
             raise ShardingError(f"inside fsdp.join, of {left} ranks that have data left {counted} at the same time.")
-        if self._finished and cleared == left:
+        found = _Operation(counts.index(left))
+        if found in (_Operation.REDUCES, _Operation.KEEPS):
+            refuse_zeroed(grads, has_data)
+        if self._finished and all(one is ShardGrads.NONE for one, has in zip(grads, has_data, strict=True) if has):
             for parameter in shards:
                 parameter.grad = None
-        found = _Operation(counts.index(left))
         if lacking and found in (_Operation.TRAINS, _Operation.EVALUATES):
             given = InputsOfOthers(self._args, self._kwargs).exchange(comm, self._source, self._engine.units[0].device)
             if self._args is None and given is not None:
@@ -255,9 +259,9 @@ def join(
         model: a root.
         step: a function that updates the weights between two batches, clipping included. All ranks call it, finished ranks too,
             so it must be the same on all. Put collectives of your own into it. If the other ranks set gradients to None, they
-            are set to None on finished ranks too. Default None, under "NO_SHARD" alone: each rank steps by itself, in a loop
-            that needs no change. At the end all ranks take over weights, buffers and the state of the optimizers from a rank
-            that was left last.
+            are set to None on finished ranks too; put zeroing in place (`set_to_none=False`) into this function. Default None,
+            under "NO_SHARD" alone: each rank steps by itself, in a loop that needs no change. At the end all ranks take over
+            weights, buffers and the state of the optimizers from a rank that was left last.
         inputs: the arguments of a forward, for a rank that may have no batch at all. Default None: such a rank gets those of
             another rank, which must be picklable. Refused with `uneven_paths=True`, where it needs none.
         divides_by_all_ranks: True divides gradients by the number of all ranks, finished ones included, so that every sample
@@ -271,7 +275,7 @@ def join(
 
     Raises:
         ShardingError: `model` is not one root, has a static graph, is inside another join, has a communication hook or broadcast
-            buffers with which the options do not fit; or ranks with data do different things.
+            buffers with which the options do not fit; or ranks with data do different things, or zero gradients in place.
         InputsExhausted: `stops_at_first`, and a rank has finished before the others.
     """
     rules = JoinRules(divides_by_all_ranks, stops_at_first)

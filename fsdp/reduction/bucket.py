@@ -151,6 +151,11 @@ class Bucket:
             if accumulated is not None and accumulated.owns_shard_grad:
                 self.flat.sharded_params[i].grad = None
 
+    def shard_grads(self) -> list[Tensor]:
+        """`.grad` of the sharded parameters, without those that only show what was accumulated under `no_sync`."""
+        shown = {i for i, one in self.accumulated.items() if one.owns_shard_grad}
+        return [p.grad for i, p in enumerate(self.flat.sharded_params) if p.grad is not None and i not in shown]
+
     def _accumulate(self, i: int, gradient: Tensor) -> None:
         gradient = self._to_accumulate(i, gradient)
         accumulated = self.accumulated.get(i)

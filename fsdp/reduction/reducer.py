@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter
 
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp.comm.context import CommContext
 from fsdp.device.storage import MemoryTracker
@@ -121,6 +121,11 @@ class Reducer:
         for bucket in self._accumulating():
             bucket.drop_zeroed()
         return bool(self._accumulating())
+
+    @property
+    def shard_grads(self) -> list[Tensor]:
+        """`.grad` of all sharded parameters, without those that only show what was accumulated under `no_sync`."""
+        return [gradient for bucket in self.buckets for gradient in bucket.shard_grads()]
 
     def forget_kept(self) -> None:
         """Drop all gradients accumulated under `no_sync`."""

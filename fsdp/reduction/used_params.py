@@ -208,7 +208,8 @@ class UsedParams:
         """Use what `combine` found last, in place of an exchange: this rank has no data, and met the others there."""
         assert self._combined is not None
         self._collect(launched)
-        self._read(self._combined, self._steps.take())
+        self._steps.take()  # what the next backward compares with
+        self._read(self._combined, (0,) * self._steps.count)  # it was silent, so it is none of the ranks that have not stepped
 
     def _collect(self, launched: Sequence[bool]) -> Sequence[Sequence[bool]]:
         """Record which parameters had a gradient on this rank; return, for each bucket, those that were not launched."""

@@ -93,9 +93,17 @@ class GatherOrder:
         # a copy is gathered where it is used
         return list(takewhile(self._units.__gt__, self._paths.ahead(phase, depth)))
 
-    def pass_begins(self) -> None:
+    def pass_begins(self, phase: Phase) -> None:
         """A forward or a backward begins. What was gathered ahead and not used is released."""
         self._paths.forget_launched()
+        # between a forward and its backward weights cannot change: the backward would be refused
+        if phase is not Phase.BACKWARD:
+            self.note_changes()
+
+    def note_changes(self) -> None:
+        """Between two passes: note the place if weights have changed since the first gather of the step."""
+        if changed := self._changes.take():
+            self._paths.weights_changed(changed)
 
     def forward_ends(self) -> None:
         """A forward of the root is over: take part in the rest of those of other ranks, as far as it is known."""
@@ -108,10 +116,12 @@ class GatherOrder:
 
         Raises:
             WorldError: the ranks are in different places, such as the end of a backward and `fsdp.meet`.
-            ShardingError: weights have changed between two gathers of a step in which ranks took different paths.
+            ShardingError: weights have changed between two gathers of a step, and ranks took different paths or changed them at
+                different places.
         """
+        self.note_changes()
         try:
-            places = self._execute(self._paths.finish(place, self._changes.units()), combine or self._combine)
+            places = self._execute(self._paths.finish(place, self._changes.held), combine or self._combine)
         except ChangedWeights as found:
             raise ShardingError(self._describe(found.changed)) from None
         except Mixed as found:
@@ -159,8 +169,9 @@ class GatherOrder:
         ranks = name_ranks([rank for rank, units in enumerate(changed) if unit in units])
         return (
             f"the weights of unit {self._targets[unit].unit.name!r} were changed on {ranks} in the middle of a step, after a "
-            "gather, and the ranks take different paths. So a rank may have computed with new weights of some ranks and old ones "
-            "of others. Change weights right after a backward that reduces gradients, or right after fsdp.meet on every rank."
+            "gather, and the ranks take different paths or change weights at different places. So a rank may have computed with "
+            "new weights of some ranks and old ones of others. Change weights right after a backward that reduces gradients, or "
+            "right after fsdp.meet on every rank."
         )
 
     def _gather(self, number: int) -> None:

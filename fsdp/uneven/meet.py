@@ -17,7 +17,8 @@ def meet(model: nn.Module) -> None:
 
     Raises:
         ShardingError: `model` contains no unit or is only a part of a root; it was made without `uneven_paths=True`; or a forward
-            or backward runs; or weights were changed between two gathers of a step in which ranks took different paths.
+            or backward runs; or weights were changed between two gathers of a step, and ranks took different paths or changed
+            them at different places.
         WorldError: other ranks are at the end of a backward.
         PeerFailed: a rank has ended, or has abandoned the step.
     """

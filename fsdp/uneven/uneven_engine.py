@@ -47,7 +47,6 @@ class UnevenEngine(Engine):
         self._on_data_left: OnDataLeft | None = None
         """Set inside `fsdp.join`."""
         self._has_met = False
-        """Whether the ranks have met before the backward that runs, which is that of a rank that has no data left."""
         self._action_handlers[Action.REDUCE_GRADS] = self._keep_until_the_end
         self.reducer.set_meeting(self._end_backward)
         for unit in units:
@@ -57,6 +56,11 @@ class UnevenEngine(Engine):
     def phase(self) -> Phase:
         """The part of a step that runs."""
         return Phase.BACKWARD if self.root.in_backward else self._pass_phase
+
+    @property
+    def has_met(self) -> bool:
+        """Whether the ranks have met before the backward that runs, which is that of a rank that has no data left."""
+        return self._has_met
 
     @property
     def is_joined(self) -> bool:
@@ -143,6 +147,7 @@ class UnevenEngine(Engine):
     def _before_copy(self, flat: FlatBuffer, dtype: torch.dtype) -> None:
         if self.root.at_rest:
             self._streams.pass_begins()
+            self._order.note_changes()
         self._order.before_copy(flat, dtype, self.phase)
 
     def _keep_until_the_end(self, index: int) -> None:
@@ -157,7 +162,7 @@ class UnevenEngine(Engine):
     def _count_data_left(self, places: Places, has_data: bool) -> None:
         if Place.NO_DATA not in places:
             return
-        left = count_data_left(self.units, self.comms.world_comm, has_data, self.is_joined)
+        left = count_data_left(self.reducer.shard_grads, self.comms.world_comm, has_data, self.is_joined, self.units[0].device)
         assert self._on_data_left is not None, "a rank outside of fsdp.join was refused"
         self._on_data_left(left)
 
@@ -192,7 +197,9 @@ class CommonSchedule(PrefetchSchedule):
         raise ShardingError("uneven_paths: the order of gathers is common to all ranks, so what is prefetched cannot be given.")
 
     def begin(self) -> Sequence[int]:
-        self._order.pass_begins()
+        self._order.pass_begins(self._engine.phase)
+        if self._engine.has_met:
+            return ()  # the ranks are at the end of this backward already
         return self._order.ahead(self._engine.phase, self.depth)
 
     def forget(self) -> None:

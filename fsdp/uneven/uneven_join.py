@@ -1,7 +1,9 @@
 """`fsdp.join` for ranks that go different ways (`uneven_paths`): a rank that has no data left needs no batch.
 
-It takes part in the gathers of the others, ends their backwards with zeros, and takes their steps. `joined.step` costs one small
-collective more than outside a join, and so does each backward that such a rank ends with the others.
+It takes part in the gathers of the others, ends their backwards with zeros, and takes their steps. A backward that such a rank
+ends with the others costs one small collective more. `joined.step` ends a step of all ranks, as `fsdp.meet` does: a small
+collective, and before it what the next backward is expected to gather, in which every rank takes part passively. A rank without
+data does not know whether a backward or `joined.step` comes next, so it is in these gathers already.
 """
 
 from collections.abc import Callable, Iterator

@@ -7,7 +7,8 @@ collectives alone. So a joint state is how far each rank has come, and every suc
 The rules: ranks launch the same collective under one number; every rank comes to the end of its program; a rank computes only
 with what it has gathered; all ranks know the same common path after a step; ranks whose paths lie in the common path meet
 once in a step, at its end; and a step is an error on all ranks if one of them has computed with new weights of some ranks and old
-ones of others, and never an error if weights change before the first gather alone, or all ranks take one path.
+ones of others, and never an error if weights change before the first gather alone, or all ranks take one path and change weights
+at the same places in it.
 """
 
 import itertools
@@ -76,6 +77,8 @@ class Ended(NamedTuple):
     """The number of meetings, and of exchanges of paths."""
     gathers: int
     own: Path
+    program: Path
+    """What the rank was to do in the step: its path, and where it changes weights."""
     changed: bool
     """Whether this rank has changed weights after its first gather."""
     mixed: bool
@@ -163,11 +166,13 @@ class Rank:
         paths = self._paths
         for own in program:
             self._meetings, first, gathered, self._mixed = 0, len(self.launches), dict[int, int](), False
-            changed: Sequence[int] = ()
+            changed = False
             for call in own:
                 if call == CHANGE:
                     self._weights += 1
-                    changed = range(UNITS) if len(self.launches) > first else ()
+                    if len(self.launches) > first:
+                        changed = True
+                        paths.weights_changed(range(UNITS))
                     continue
                 if call == USER:
                     self.user += 1
@@ -188,11 +193,11 @@ class Rank:
                         gathered[target] = yield from self._gather(target)
             path, refused = paths.own, False
             try:
-                yield from self._do(paths.finish(Place.END_OF_BACKWARD, changed))
+                yield from self._do(paths.finish(Place.END_OF_BACKWARD, range(UNITS)))
             except ChangedWeights:
                 refused = True
             gathers = sum(one.kind == "gather" for one in self.launches[first:])
-            yield Ended(paths.common, tuple(paths.idle), self._meetings, gathers, path, bool(changed), self._mixed, refused)
+            yield Ended(paths.common, tuple(paths.idle), self._meetings, gathers, path, own, changed, self._mixed, refused)
             if refused:
                 return
         places = Places([Place.END_OF_BACKWARD])
@@ -200,7 +205,7 @@ class Rank:
             self._meetings, first = 0, len(self.launches)
             places = yield from self._do(paths.finish(Place.NO_DATA))
             gathers = sum(one.kind == "gather" for one in self.launches[first:])
-            yield Ended(paths.common, tuple(paths.idle), self._meetings, gathers, (), False, False, False)
+            yield Ended(paths.common, tuple(paths.idle), self._meetings, gathers, (), (), False, False, False)
 
     def _compute(self, number: int, target: int) -> Generator[Action, None, None]:
         yield Wait(number)
@@ -334,8 +339,8 @@ def _check_weights(number: int, ended: Sequence[Ended]) -> None:
         raise Broken(f"the end of step {number} is an error on some ranks only")
     if any(one.mixed for one in ended) and not refused:
         raise Broken(f"in step {number} a rank computes with old weights of some ranks and new ones of others")
-    if refused and (len({one.own for one in ended}) == 1 or not any(one.changed for one in ended)):
-        raise Broken(f"step {number} is an error, though all ranks took one path, or weights changed before it alone")
+    if refused and (len({one.program for one in ended}) == 1 or not any(one.changed for one in ended)):
+        raise Broken(f"step {number} is an error, though all ranks did the same, or weights changed before it alone")
 
 
 def _same_for(steps: Sequence[Sequence[Ended]], number: int, count: int) -> bool:

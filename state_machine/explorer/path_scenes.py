@@ -53,11 +53,10 @@ def scenes(ranks: int) -> Iterator[tuple[Program, ...]]:
 
 
 def changing_scenes(ranks: int) -> Iterator[tuple[Program, ...]]:
-    """Programs in which weights change, at every place in a step. If all ranks take one path, they change at the same place."""
+    """Programs in which weights change, at every place in a step: on ranks that take one path at the same place, or not."""
     places = [[(*path[:at], CHANGE, *path[at:]) for at in range(len(path) + 1)] for path in CHANGES]
     for one, other in itertools.product(places, repeat=2):
-        pairs = zip(one, other, strict=True) if one is other else itertools.product(one, other)
-        for pair in pairs:
+        for pair in itertools.product(one, other):
             paths = (pair * ranks)[:ranks]
             yield tuple((path, path) for path in paths)
             yield tuple((_without(CHANGE, path), path) for path in paths)

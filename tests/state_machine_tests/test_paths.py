@@ -1,6 +1,6 @@
 """Ranks that go different ways launch the same collectives in every interleaving, and every changed rule is noticed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import pytest
 
@@ -89,10 +89,10 @@ class GathersItsOwn(Paths):
 
 
 class LeavesEarly(Paths):
-    def finish(self, place: Place, changed: Sequence[int] = ()) -> Tasks:
+    def finish(self, place: Place, held: Collection[int] = ()) -> Tasks:
         for target in self.run_out():
             yield Gather(target)
-        combined = yield Meet(self.wait(place, bool(changed)))
+        combined = yield Meet(self.wait(place, bool(self._changes)))
         self.choose(combined)
         self.end(combined, ())
 
@@ -234,14 +234,33 @@ class AcceptsEveryChange(Paths):
 
 class RefusesEveryChange(Paths):
     def check(self, found: Sequence[Exchange]) -> None:
-        if any(one.changed for one in found):
-            raise ChangedWeights([one.changed for one in found])
+        if any(any(one.changes.values()) for one in found):
+            raise ChangedWeights([])
 
 
 class RefusesDifferentPaths(Paths):
     def check(self, found: Sequence[Exchange]) -> None:
         if len({one.path for one in found}) > 1:
-            raise ChangedWeights([one.changed for one in found])
+            raise ChangedWeights([])
+
+
+class LooksAtPathsAlone(Paths):
+    def check(self, found: Sequence[Exchange]) -> None:
+        changed = [{target: places for target, places in one.changes.items() if places} for one in found]
+        super().check(
+            [one._replace(changes={target: [0] for target in targets}) for one, targets in zip(found, changed, strict=True)]
+        )
+
+
+class LooksAtTheNumberOfChanges(Paths):
+    def check(self, found: Sequence[Exchange]) -> None:
+        changes = [{target: [0] * len(places) for target, places in one.changes.items()} for one in found]
+        super().check([one._replace(changes=of_rank) for one, of_rank in zip(found, changes, strict=True)])
+
+
+class LooksAtRanksThatChangedAlone(Paths):
+    def finish(self, place: Place, held: Collection[int] = ()) -> Tasks:
+        return super().finish(place)
 
 
 class LooksAtItsOwnChanges(Paths):
@@ -286,6 +305,11 @@ FIRST: Sequence[tuple[Sequence[Path], ...]] = (
     ((FULL, FULL), (FULL,)),
     # weights change in the middle of a step, and all ranks take one path, or one leaves out a unit
     (((F0, CHANGE, F1, B1, B0),),) * 2,
+    # they take one path, and change weights at different places, or one of them changes none
+    (((F0, CHANGE, F1, B1, B0),), ((F0, F1, CHANGE, B1, B0),)),
+    (((F0, CHANGE, F1, B1, B0),), ((F0, F1, B1, B0),)),
+    # they take one path, but have not done so before
+    (((F0, CHANGE, B0), (F0, F1, CHANGE, B1, B0)), ((F0, CHANGE, B0), (F0, F1, CHANGE, B1, B0))),
     ((FULL, (F0, CHANGE, F1, B1, B0)), (FULL, (CHANGE, F1, B1))),
     ((FULL, (CHANGE, F0, F1, B1, B0)), (FULL, (CHANGE, F1, B1))),
 )
@@ -331,7 +355,7 @@ def test_a_common_path_that_would_be_too_long_is_not_learned() -> None:
     for _ in long[:2]:
         run(paths, paths.want(F0), [1, *([0] * 5)])
         paths.wanted(F0)
-    run(paths, paths.finish(Place.END_OF_BACKWARD), [0, 1, *([0] * 4)], [Exchange(long, ()), Exchange((), ())])
+    run(paths, paths.finish(Place.END_OF_BACKWARD), [0, 1, *([0] * 4)], [Exchange(long, {}), Exchange((), {})])
     assert paths.common == ()
 
 
@@ -339,7 +363,7 @@ def test_an_abandoned_step_is_forgotten_with_all_that_was_learned() -> None:
     paths = Paths(2)
     run(paths, paths.want(F0), [1, *([0] * 6)])
     paths.wanted(F0)
-    run(paths, paths.finish(Place.END_OF_BACKWARD), [0, 0, 1, *([0] * 4)], [Exchange((F0,), ())])
+    run(paths, paths.finish(Place.END_OF_BACKWARD), [0, 0, 1, *([0] * 4)], [Exchange((F0,), {})])
     assert paths.common == (F0,) and paths.idle == [0]
     run(paths, paths.want(F0))
     paths.wanted(F0)

@@ -1,5 +1,6 @@
 """Ranks of one model go different ways, and some have no data left: `fsdp.join` and `fsdp.empty_backward`."""
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.api.test_join import COUNTS, STRATEGIES, alone, trained, unsharded
 from tests.support.models import assert_close
 from tests.support.paths import Branching, Hop, batch
 from tests.uneven.joins import weights_after
-from tests.uneven.test_uneven_paths import ALL, make
+from tests.uneven.test_uneven_paths import ALL, EVEN, make
 
 EVERY_COUNT = [COUNTS, (0, 2, 2, 3), (1, 0, 0, 0), (2, 2, 2, 2)]
 UNEVEN: dict[str, Any] = {"uneven_paths": True}
@@ -30,6 +31,80 @@ def test_accumulation_under_no_sync_too() -> None:
     counts = (6, 2, 4, 2)
     found = fsdp.simulate(4, lambda rank: trained(rank, counts, micro=2, **UNEVEN))
     assert_close(unsharded(found, UNEVEN), alone(counts, micro=2))
+
+
+@pytest.mark.parametrize("options", [{}, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("zeroes", ["before", "after"])
+def test_gradients_are_zeroed_outside_the_step_beside_accumulated_ones(
+    zeroes: str, strategy: str, options: dict[str, Any]
+) -> None:
+    def train(rank: int | None) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model: nn.Module = Branching() if rank is None else make(sharding_strategy=strategy, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        with contextlib.nullcontext(optimizer) if rank is None else fsdp.join(model, optimizer.step) as joined:
+            for number in range(4 if rank is None else 2 + 2 * rank):
+                if zeroes == "before":
+                    optimizer.zero_grad()
+                with contextlib.nullcontext() if rank is None else fsdp.no_sync(model):
+                    model(batch(number, 0, 0), EVEN).square().mean().backward()
+                model(batch(number, 1, 0), EVEN).square().mean().backward()
+                joined.step()
+                if zeroes == "after":
+                    optimizer.zero_grad()
+        return dict(model.state_dict()) if rank is None else fsdp.full_state_dict(model, rank0_only=False)
+
+    wanted = train(None)
+    for found in fsdp.simulate(2, train):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, UNEVEN], ids=["even", "uneven"])
+def test_gradients_zeroed_in_place_are_refused_outside_the_step(options: dict[str, Any]) -> None:
+    def run(rank: int, inside: bool) -> None:
+        model = make(**options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def step() -> None:
+            optimizer.step()
+            if inside:
+                optimizer.zero_grad(set_to_none=False)
+
+        with fsdp.join(model, step) as joined:
+            for number in range(1 + 2 * rank):
+                if not inside:
+                    optimizer.zero_grad(set_to_none=False)
+                model(batch(number, 0, rank), EVEN).square().mean().backward()
+                joined.step()
+
+    assert errors(2, partial(run, inside=True)) == ["", ""]
+    for text in errors(2, partial(run, inside=False)):
+        assert "gradients are zeros on the ranks that have data left, and not on rank 0" in text
+
+
+def test_backwards_of_their_own_through_one_forward_are_served() -> None:
+    """Each of them is a step of its own, so that the common path of one begins in a backward."""
+
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x) * self.scale  # type: ignore[no-any-return]
+
+    def run(rank: int) -> None:
+        model = fsdp.fully_shard(Outside(), auto_wrap_policy={nn.Linear}, **UNEVEN)
+        with fsdp.join(model, lambda: None):
+            for _ in range(1 + rank):
+                loss = model(torch.ones(2, 8)).square().sum()
+                for _ in range(10):
+                    loss.backward(retain_graph=True)
+
+    fsdp.simulate(2, run)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -146,6 +221,21 @@ def test_a_rank_that_fails_is_named_to_ranks_without_data_and_the_model_trains_o
         (plain(batch(0, 0, rank), ALL[rank:]).sum() / 2).backward()
     norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
     assert abs(first[1] - norm) < 1e-4 * norm and first[1] == second[1]
+
+
+def test_a_rank_without_data_is_not_named_where_others_step_differently() -> None:
+    def run(rank: int) -> None:
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(nn.Linear(8, 8), **UNEVEN)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fsdp.join(model, lambda: None):
+            for number in range(3 if rank else 1):
+                model(torch.ones(2, 8)).sum().backward()
+                if rank == 1 and number == 1:
+                    optimizer.step()
+
+    for text in errors(3, run):
+        assert "was changed on rank 1 since the last backward, and nothing was changed on rank 2:" in text
 
 
 def test_ranks_meet_inside_a_join() -> None:

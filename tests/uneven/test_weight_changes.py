@@ -109,6 +109,43 @@ def test_ranks_that_take_one_path_may_change_weights_anywhere() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("steps_first", [1, 2])
+def test_ranks_that_take_one_path_and_step_at_different_places_get_an_error(steps_first: int, fused: bool) -> None:
+    """Both evaluate twice. Rank 0 steps before the first or the second evaluation, and rank 1 after both."""
+
+    def run(rank: int) -> None:
+        model = make(uneven_paths=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        model(batch(0, 0, rank), ALL).sum().backward()
+        for number in range(3):
+            if rank == 0 and number == steps_first:
+                optimizer.step()
+            evaluate(model, number)
+        if rank == 1:
+            optimizer.step()
+        fsdp.meet(model)
+
+    first, second = refusals(run)
+    assert first == second and "or change weights at different places" in first
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_ranks_that_hold_no_element_step_with_the_others(empty: bool) -> None:
+    def run(rank: int) -> None:
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(nn.Linear(1, 1, bias=not empty), uneven_paths=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.ones(1, 1)).sum().backward()
+        for _ in range(3):
+            with torch.no_grad():
+                model(torch.ones(1, 1))
+            optimizer.step()
+        fsdp.meet(model)
+
+    assert refusals(run, 3) == [""] * 3
+
+
 def test_training_goes_on_after_the_error() -> None:
     def run(rank: int) -> list[str]:
         model, said = make(uneven_paths=True), []
