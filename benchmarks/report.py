@@ -36,6 +36,8 @@ TITLES = {
     "accelerator": "On the pretend accelerator",
     "offload": "Shards in host memory",
 }
+BARS_ALONE = ("plan", "tracing", "units", "uneven")
+"""Benchmarks of which the page shows the bars and nothing else."""
 PICTURES = {"step": ("step_sharded", "step_replicated"), "instructions": (), "hosts": (), "accelerator": (), "offload": ()}
 """The figures of a benchmark, where it has another number of them than the one of its name."""
 IN_README = (
@@ -48,7 +50,7 @@ IN_README = (
 
 def load(folder: Path = result_file.RESULTS) -> dict[str, Report]:
     """By benchmark, in the order of the page; who has not been run is not there."""
-    paths = {name: folder / f"{name}.json" for name in TITLES}
+    paths = {name: folder / f"{name}.json" for name in (*TITLES, *BARS_ALONE)}
     return {name: result_file.read(path) for name, path in paths.items() if path.exists()}
 
 
