@@ -4,6 +4,7 @@ python -m tools.soak --seconds 1800 --programs 20000     both at the same time; 
 python -m tools.soak programs --seed 1234                begins with the batch of that seed; `--seconds 0` ends after it
 python -m tools.soak paths --seed 1234                   programs of ranks that go different ways (`uneven_paths`)
 python -m tools.soak uneven --seed 1234                  the programs of random trees, of which each rank takes its own calls
+python -m tools.soak accelerator --seed 1234             programs on the pretend accelerator, with the bits of the host
 python -m tools.soak faults --seed 7 --first 1234        begins with fault 1234 of that run
 python -m tools.soak RANK FOLDER SECONDS SEED FIRST      is one of the four processes
 
@@ -47,6 +48,8 @@ SLACK: Final = 16 * 2**20
 """Bytes that a process may grow by after that. A small model and its engine hold 0.4 MiB: 40 of them are noticed."""
 STORED: Final = 24 * 2**10
 """And for each fault: the addresses of new connections stay in the store, and a FileStore is held by every process."""
+LATE_CLEAN_UP: Final = 10.0
+"""Seconds in which a thread of autograd for a device drops a backward that has failed."""
 SPOKEN: Final = 60.0
 """Seconds between two lines of what was done."""
 
@@ -147,13 +150,25 @@ def faults_of_rank(rank: int, folder: Path, seconds: float, seed: int, first: in
     dist.destroy_process_group()
 
 
-def programs(seconds: float, count: int, seed: int, uneven: bool = False) -> None:
-    """Random programs on random trees, against plain torch, until the time is over and there were `count` of them.
+def on_accelerator(seconds: float, count: int, seed: int) -> None:
+    """The same programs on the pretend accelerator, against the same engine on the host."""
+    from tests.support.accelerator.device import load
+    from tests.support.accelerator.random_programs import check
 
-    `uneven`: each rank takes its own calls (`uneven_paths`).
-    """
+    torch.set_num_threads(1)
+    load()
+    programs(seconds, count, seed, check)
+
+
+def of_plain_torch(seconds: float, count: int, seed: int, uneven: bool = False) -> None:
+    """Random programs on random trees, against plain torch. `uneven`: each rank takes its own calls (`uneven_paths`)."""
     from tests.runtime.test_property_training import check
 
+    programs(seconds, count, seed, check, uneven)
+
+
+def programs(seconds: float, count: int, seed: int, check: Callable[..., None], uneven: bool = False) -> None:
+    """Draw programs and check them until the time is over and there were `count` of them."""
     done, batch, begin, spoken, warm = 0, seed, time.monotonic(), time.monotonic(), held_now()
     while batch == seed or time.monotonic() - begin < seconds or done < count:
         faulthandler.dump_traceback_later(4 * HANGS, exit=True)
@@ -226,6 +241,10 @@ def batch_of(check: Callable[..., None], number: int, own_calls: bool) -> int:
 
     some()
     gc.collect()
+    end = time.monotonic() + LATE_CLEAN_UP
+    while dump._snapshots and time.monotonic() < end:
+        time.sleep(0.01)
+        gc.collect()
     assert not dump._snapshots, f"{len(dump._snapshots)} engines are left of {done} programs"
     return done
 
@@ -251,7 +270,9 @@ def end_of(ranks: "list[subprocess.Popen[bytes]]") -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("both", "faults", "programs", "paths", "uneven"), default="both")
+    parser.add_argument(
+        "what", nargs="?", choices=("both", "faults", "programs", "paths", "uneven", "accelerator"), default="both"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="go on for so long")
     parser.add_argument("--programs", type=int, default=0, help="and until there were so many programs")
     parser.add_argument("--seed", type=int, default=1, help="of the faults, and of the first batch of programs")
@@ -261,13 +282,16 @@ def main() -> None:
         paths(asked.seconds, asked.programs, asked.seed)
         return
     if asked.what == "uneven":
-        programs(asked.seconds, asked.programs, asked.seed, uneven=True)
+        of_plain_torch(asked.seconds, asked.programs, asked.seed, uneven=True)
+        return
+    if asked.what == "accelerator":
+        on_accelerator(asked.seconds, asked.programs, asked.seed)
         return
     with tempfile.TemporaryDirectory() as folder:
         ranks = start_faults(asked.seconds, asked.seed, asked.first, folder) if asked.what != "programs" else []
         try:
             if asked.what != "faults":
-                programs(asked.seconds, asked.programs, asked.seed)
+                of_plain_torch(asked.seconds, asked.programs, asked.seed)
             if ranks:
                 end_of(ranks)
         finally:

@@ -263,7 +263,7 @@ def _abort(reference: "weakref.ref[dist.ProcessGroup]") -> None:
 
 def _carries_on_device(group: dist.ProcessGroup) -> bool:
     """Whether the group's collectives on CUDA can be aborted, as NCCL's can."""
-    if not torch.accelerator.is_available() or not any(device.type == "cuda" for device in group._device_types):
+    if not torch.accelerator.is_available() or not any(device.type == _CUDA.type for device in group._device_types):
         return False
     return isinstance(group._get_backend(_CUDA), getattr(dist, "ProcessGroupNCCL", ()))
 

@@ -299,6 +299,8 @@ class ReductionQueue:
             dtype = reduction.buckets[0].flat.shard.dtype
             if reduced.dtype != dtype:
                 reduced = self._replace(reduced, reduced.to(dtype))
+            if any(bucket.reduced is not None for bucket in reduction.buckets):
+                self._streams.await_reductions()  # a remainder is added to the first chunk, which is another lane's
             if reduction.buckets[0].flat.is_offloaded:
                 reduced = self._move_to_host(reduced, reduction.buckets)
             for bucket, chunk in zip(reduction.buckets, _split(reduced, reduction.buckets), strict=True):
@@ -307,8 +309,7 @@ class ReductionQueue:
     def _move_to_host(self, reduced: Tensor, buckets: Sequence[Bucket]) -> Tensor:
         """Copy reduced chunks to host memory. They are there when `Streams.await_copies` has returned."""
         if any(bucket.reduced is not None for bucket in buckets):
-            self._streams.await_copies()  # a remainder is added to the first chunk, which must be there
-            moved = reduced.cpu()
+            moved = reduced.cpu()  # it is added on the host to the first chunk, whose copy is over before this one
         else:
             moved = copy_to_host(reduced, buckets[0].flat.pins)
             self._streams.copied()

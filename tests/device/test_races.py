@@ -236,6 +236,49 @@ def edited(**options: Any) -> None:
             twice(batch(step))
 
 
+def fold(model: nn.Module, y: Tensor) -> None:
+    """Let a value of a forward without a backward reach the weights, so that a wrong one is seen in them."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            fsdp.to_local(parameter).add_(y.float().mean().to(parameter.device), alpha=0.01)
+
+
+def evaluated(**options: Any) -> None:
+    """Weights are changed right after an evaluation, whose kernels may not have run."""
+    model = net(**options)
+    with torch.no_grad():
+        for step in range(2):
+            y = model(batch(step))
+            for parameter in model.parameters():
+                fsdp.to_local(parameter).mul_(0.75)
+            fold(model, y)
+
+
+def kept(**options: Any) -> None:
+    """Under no_sync, gradients are read and weights changed right after the backward."""
+    model = net(**options)
+    for step in range(2):
+        with fsdp.no_sync(model):
+            loss_of(model(batch(step))).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                local = fsdp.to_local(parameter).mul_(0.75)
+                if parameter.grad is not None:
+                    local.add_(fsdp.to_local(parameter.grad).sum().to(local.device), alpha=0.01)
+    train(model)
+
+
+def late(**options: Any) -> None:
+    """A gradient that comes after its bucket was launched, by way of another stream than the bucket's."""
+    model = net(reduction=fsdp.ReductionPolicy(bucket_cap_mb=0.0002, streams=2), **options)
+    optimizer = sgd(model)
+    for step in range(3):
+        decay = sum(fsdp.full_tensor(parameter).square().mean() for parameter in model.parameters())
+        (loss_of(model(batch(step))) + 0.1 * decay).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def edited_between(**options: Any) -> None:
     """A forward that edits the shards of a unit between two calls of it, and before the first call of another one.
 
@@ -258,7 +301,7 @@ def edited_between(**options: Any) -> None:
     model = fsdp.fully_shard(Outer(), auto_wrap_policy={Block}, reduction=ALONE, **options)
     with torch.no_grad():
         for step in range(2):
-            model(batch(step))
+            fold(model, model(batch(step)))
 
 
 def grouped(**options: Any) -> None:
@@ -334,6 +377,9 @@ STORIES: Final[dict[str, Callable[..., None]]] = {
     "parameters pointed elsewhere": pointed,
     "weights edited in a forward": edited,
     "weights edited between calls": edited_between,
+    "weights changed after an evaluation": evaluated,
+    "weights changed under no_sync": kept,
+    "late gradients": late,
     "a step inside a forward": nested,
     "units that share gathers": grouped,
     "sparse gradients": sparse,
@@ -425,6 +471,7 @@ def test_a_race_is_found_when_any_wait_is_left_out() -> None:
     runs += [
         (training, "FULL_SHARD", {"broadcast_buffers": True, "sync_module_states": True}),
         (accumulation, "SHARD_GRADIENTS", {}),
+        (late, "NO_SHARD", {}),
         (reading, "FULL_SHARD", {}),
         (failing, "FULL_SHARD", {}),
         # nothing comes after the rows on the stream of reductions that would wait for them as well

@@ -119,7 +119,7 @@ def data(number: int, rank: int) -> Tensor:
 
 def loss_of(output: Any, use: str) -> Tensor:
     main, aux = split(output)
-    weights = torch.linspace(0.5, 1.5, main.numel()).view(main.shape)
+    weights = torch.linspace(0.5, 1.5, main.numel(), device=main.device).view(main.shape)
     if use == "aux" and aux is not None:
         return (aux * weights).sum()
     loss = (main * main * weights).mean()

@@ -212,7 +212,7 @@ def _branch(m: Any, x: Tensor, how: How) -> Tensor:
 
 
 def _look_up(m: Any, x: Tensor, how: How) -> Tensor:
-    return F.embedding(torch.arange(x.shape[0]) * 3 % 7, m.table)
+    return F.embedding(torch.arange(x.shape[0], device=x.device) * 3 % 7, m.table)
 
 
 KINDS: dict[str, Kind] = {

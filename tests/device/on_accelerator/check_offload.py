@@ -17,10 +17,10 @@ from fsdp.build.convert import change_precision, convert
 from fsdp.comm.simulated import current_rank
 from fsdp.runtime.registry import engines_in
 from tests.device.on_accelerator.check_training import batch, cases, schedules
-from tests.device.test_races import BLOCKS, STORIES, STRATEGIES
+from tests.device.test_races import BLOCKS, STRATEGIES
 from tests.reduction.test_used_params import InnerLinear, ThreeCalls
 from tests.support.accelerator.device import NAME, Scheduler, host_waits, load
-from tests.support.accelerator.stories import first_difference, on_accelerator, on_host
+from tests.support.accelerator.stories import STORIES, first_difference, on_accelerator, on_host
 from tests.support.accelerator.world import run
 from tests.support.models import Block, Net, loss_of
 
@@ -29,7 +29,13 @@ torch.set_num_threads(1)
 OFFLOAD: Final = fsdp.OffloadPolicy()
 
 
-@pytest.mark.parametrize(("story", "strategy"), cases("NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP"))
+UPLOADS_LATE: Final = "weights edited between calls"
+"""A story that is wrong under this policy, see docs/reference/limits.md: the first call's upload may read what comes after it."""
+
+
+@pytest.mark.parametrize(
+    ("story", "strategy"), [case for case in cases("NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP") if case[0] != UPLOADS_LATE]
+)
 def test_a_story_has_the_bits_of_the_host(story: str, strategy: str) -> None:
     size, options = STRATEGIES[strategy]
     wanted = on_host(STORIES[story], size, **options)

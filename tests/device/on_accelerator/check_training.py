@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.runtime.engine import Engine
-from tests.device.test_races import BLOCKS, OPTIONS, STORIES, STRATEGIES
+from tests.device.test_races import BLOCKS, OPTIONS, STRATEGIES
 from tests.support.accelerator.device import NAME, Scheduler, failing_allocation, host_waits, load
-from tests.support.accelerator.stories import first_difference, on_accelerator, on_host
+from tests.support.accelerator.stories import STORIES, first_difference, on_accelerator, on_host
 from tests.support.accelerator.world import run
 from tests.support.everything import EVERYTHING
 from tests.support.models import Block, Net, loss_of

@@ -5,6 +5,7 @@
 
 #include "collectives.h"
 #include "operators.h"
+#include "processes.h"
 
 namespace accelerator {
 
@@ -209,4 +210,11 @@ EXPORT void pa_launch(int64_t key, int members, int member, int kind, int source
   launch(key, members, Part{member, static_cast<char*>(input), static_cast<char*>(output), count}, static_cast<Kind>(kind), source,
          static_cast<at::ScalarType>(dtype), scheduler().stream(device, stream));
 }
+EXPORT void pa_launch_between_processes(int64_t key, const char* place, int members, int member, int kind, int source, int dtype,
+                                        int device, int64_t stream, void* input, void* output, int64_t count) {
+  launch_between_processes(key, place, members, Part{member, static_cast<char*>(input), static_cast<char*>(output), count},
+                           static_cast<Kind>(kind), source, static_cast<at::ScalarType>(dtype), scheduler().stream(device, stream));
+}
+EXPORT int pa_in_flight(int64_t key) { return scheduler().in_flight(key); }
+EXPORT void pa_pump() { scheduler().pump(); }
 EXPORT void pa_abort(int64_t key) { scheduler().abort(key); }

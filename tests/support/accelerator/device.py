@@ -44,6 +44,8 @@ def load() -> Any:
     lib.pa_configure.argtypes = [ctypes.c_int, ctypes.c_uint64]
     lib.pa_limit.argtypes = lib.pa_fail_at.argtypes = [ctypes.c_int, number]
     lib.pa_abort.argtypes = [number]
+    lib.pa_in_flight.argtypes = [number]
+    lib.pa_launch_between_processes.argtypes = [number, ctypes.c_char_p, *[ctypes.c_int] * 6, number, pointer, pointer, number]
     lib.pa_launch.argtypes = [number, *[ctypes.c_int] * 6, number, pointer, pointer, number]
     lib.pa_start()
     torch.utils.rename_privateuse1_backend(NAME)

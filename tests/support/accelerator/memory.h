@@ -57,6 +57,7 @@ class Allocator {
     auto found = free.lower_bound(size);
     Block* block;
     if (found != free.end() && found->first <= 2 * size) {
+      found = std::prev(free.upper_bound(found->first));  // the one that was released last
       block = found->second;
       free.erase(found);
     } else {
@@ -86,14 +87,17 @@ class Allocator {
     memory.pending.emplace_back(block, std::move(ends));
   }
 
-  // Nothing is queued any longer: what was released is overwritten now.
+  // Nothing is queued any longer, and a next run has streams of its own: what was released to those of this one is freed.
   void settle() {
     std::lock_guard<std::recursive_mutex> held(scheduler().lock);
     for (auto& [device, memory] : memories_) {
       notice(memory);
-      for (auto& [stream, blocks] : memory.unpoisoned)
-        for (auto* block : std::exchange(blocks, {}))
-          std::memset(block->data, 0xFF, block->size);
+      memory.unpoisoned.clear();
+      for (auto& [stream, blocks] : std::exchange(memory.free, {}))
+        for (auto& [size, block] : blocks) {
+          std::free(block->data);
+          delete block;
+        }
     }
   }
 

@@ -3,6 +3,7 @@
 python -m tests.support.accelerator.notice FILE: the weights of the host are read from FILE, or written to it by the first run.
 """
 
+import faulthandler
 import sys
 import time
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any, Final
 import torch
 
 import fsdp
-from tests.device.test_races import HALF, STORIES, STRATEGIES
+from tests.device.test_races import HALF, STRATEGIES
 from tests.support.accelerator.device import Scheduler, load
-from tests.support.accelerator.stories import Weights, first_difference, on_accelerator, on_host
+from tests.support.accelerator.stories import STORIES, Weights, first_difference, on_accelerator, on_host
 
 RUNS: Final[list[tuple[str, str, dict[str, Any]]]] = [
     *(("training", strategy, {}) for strategy in ("FULL_SHARD", "one rank", "HYBRID_SHARD", "SHARD_GRAD_OP", "NO_SHARD")),
@@ -30,14 +31,21 @@ RUNS: Final[list[tuple[str, str, dict[str, Any]]]] = [
     *(("a failing backward with a hook", strategy, {}) for strategy in ("FULL_SHARD", "one rank", "NO_SHARD")),
     *(("a failing backward", strategy, {}) for strategy in ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD")),
     ("weights read and loaded", "FULL_SHARD", {}),
+    ("a scaler that skips a step", "FULL_SHARD", {}),
+    *(("late gradients", strategy, {}) for strategy in ("NO_SHARD", "HYBRID_SHARD")),
     ("accumulation", "SHARD_GRADIENTS", {}),
     ("checkpointing", "FULL_SHARD", {}),
     *(
         (story, strategy, {"offload_policy": fsdp.OffloadPolicy()})
-        for story in ("training", "accumulation", "a step inside a forward", "weights edited between calls", "a failing backward")
+        for story in (
+            *("training", "accumulation", "a step inside a forward", "weights changed after an evaluation"),
+            *("weights changed under no_sync", "a failing backward", "late gradients"),
+        )
         for strategy in ("FULL_SHARD", "NO_SHARD")
     ),
 ]
+LIMIT: Final = 180
+"""Seconds for one run of one story, on a machine that does other work too. Ranks that wait for ever end the process with 1."""
 SCHEDULES: Final = [(Scheduler.EAGER, 0), *((Scheduler.STARVE, n) for n in range(6)), (Scheduler.RANDOM, 1), (Scheduler.LAZY, 0)]
 
 
@@ -56,6 +64,7 @@ def main(path: Path) -> str | None:
             size, options = STRATEGIES[strategy]
             for scheduler, seed in schedules:
                 where = f"{story}, {strategy}, {sorted(more)}, {scheduler.name} {seed}"
+                faulthandler.dump_traceback_later(LIMIT, exit=True)
                 try:
                     difference = first_difference(
                         on_accelerator(STORIES[story], size, scheduler, seed, **options, **more), weights

@@ -15,6 +15,7 @@
 #include <unordered_map>
 
 #include "device.h"
+#include "shapes.h"
 
 namespace accelerator {
 
@@ -144,7 +145,7 @@ class Call {
   c10::Device device_{TYPE, current_device};
   Stack metas_;   // the arguments of the meta kernel
   Stack shapes_;  // its results
-  bool inferred_ = false;
+  bool resizes_ = false;
 
   IValue& argument(size_t i) { return (*stack_)[first_ + i]; }
 
@@ -226,6 +227,12 @@ class Call {
       shapes_ = run_on_stand_ins(on_host(views));
       return true;
     }
+    CallKey key(op_.operator_name());
+    bool has_key = true;
+    for (size_t i = 0; has_key && i < schema_.arguments().size(); ++i)
+      has_key = key.add(argument(i));
+    if (has_key && known_shapes().find(key.text(), shapes_))
+      return true;
     std::unordered_map<c10::TensorImpl*, at::Tensor> made;
     for (size_t i = 0; i < schema_.arguments().size(); ++i) {
       const IValue& value = argument(i);
@@ -251,8 +258,19 @@ class Call {
     } catch (const c10::NotImplementedError&) {
       return false;
     }
-    inferred_ = true;
+    for (size_t i = 0; i < schema_.arguments().size(); ++i)
+      resizes_ = resizes_ || is_resized(i);
+    if (has_key && !resizes_)
+      known_shapes().keep(key.text(), shapes_);
     return true;
+  }
+
+  // Whether the meta kernel gave another size to what is written.
+  bool is_resized(size_t i) {
+    if (!writes(i) || !argument(i).isTensor() || !argument(i).toTensor().defined())
+      return false;
+    const auto& meta = metas_[i].toTensor();
+    return meta.sizes() != argument(i).toTensor().sizes() || meta.strides() != argument(i).toTensor().strides();
   }
 
   // The arguments as the host's kernel takes them.
@@ -333,7 +351,7 @@ class Call {
   }
 
   void run_later() {
-    if (inferred_)
+    if (resizes_)
       resize_outputs();
     HostViews views;
     Stack host = on_host(views);
@@ -406,12 +424,10 @@ class Call {
   // Kernels may resize what they are given as out=.
   void resize_outputs() {
     for (size_t i = 0; i < schema_.arguments().size(); ++i) {
-      if (!writes(i) || !argument(i).isTensor() || !argument(i).toTensor().defined())
+      if (!is_resized(i))
         continue;
       auto tensor = argument(i).toTensor();
       const auto& meta = metas_[i].toTensor();
-      if (meta.sizes() == tensor.sizes() && meta.strides() == tensor.strides())
-        continue;
       tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides(), tensor.storage_offset());
       grow(tensor);
     }

@@ -29,6 +29,7 @@ struct Rendezvous {
   bool over = false;
   bool aborted = false;
   std::function<void()> move;
+  std::function<bool()> ready;  // if the other members are in other processes: whether they have all come
   std::vector<std::pair<Stream*, uint64_t>> places;  // of each member that has launched it: stream and position
 };
 
@@ -47,6 +48,7 @@ struct Stream {
   uint64_t enqueued = 0;
   uint64_t done = 0;
   bool being_advanced = false;
+  bool listed = false;  // in the scheduler's list of streams that have had work in this run
 };
 
 // A position in a stream, taken by `record`.
@@ -82,8 +84,8 @@ class Scheduler {
       found = std::make_unique<Stream>();
       found->id = id;
       found->device = device;
-      order_.push_back(found.get());
     }
+    list(found.get());
     return found.get();
   }
 
@@ -182,12 +184,30 @@ class Scheduler {
           work.rendezvous->over = work.rendezvous->aborted = true;
   }
 
+  // Whether a collective has been launched and is not over.
+  bool in_flight(int64_t key) {
+    std::lock_guard<std::recursive_mutex> held(lock);
+    for (auto* stream : order_)
+      for (auto& work : stream->queue)
+        if (work.rendezvous && work.rendezvous->key == key && !work.rendezvous->over)
+          return true;
+    return false;
+  }
+
+  // Every queue advances by one piece of work, as a device does while no host looks.
+  void pump() {
+    std::lock_guard<std::recursive_mutex> held(lock);
+    sweep(false);
+  }
+
   void reset() {
     std::lock_guard<std::recursive_mutex> held(lock);
     for (auto* stream : order_) {
       stream->queue.clear();
       stream->done = stream->enqueued;
+      stream->listed = false;
     }
+    order_.clear();
     error_.clear();
   }
 
@@ -202,7 +222,7 @@ class Scheduler {
 
  private:
   std::map<std::pair<int, int64_t>, std::unique_ptr<Stream>> streams_;
-  std::vector<Stream*> order_;
+  std::vector<Stream*> order_;  // those of this run
   std::map<int, int64_t> last_id_;
   std::map<int, int64_t> first_id_;  // of each device, the last stream made before `configure`
   std::mt19937_64 random_;
@@ -210,7 +230,14 @@ class Scheduler {
   int64_t starved_ = 0;
   std::string error_;
 
+  void list(Stream* stream) {
+    if (!stream->listed)
+      order_.push_back(stream);
+    stream->listed = true;
+  }
+
   void push(Stream* stream, Work work) {
+    list(stream);
     stream->queue.push_back(std::move(work));
     ++stream->enqueued;
     switch (mode_) {
@@ -245,7 +272,6 @@ class Scheduler {
 
   void some(uint64_t count) {
     for (uint64_t i = 0; i < count; ++i) {
-      // streams of earlier runs are empty, and have no part in the choice
       std::vector<Stream*> waiting;
       for (auto* stream : order_)
         if (!stream->queue.empty() && !stream->being_advanced)
@@ -269,10 +295,11 @@ class Scheduler {
       if (!work.arrived) {
         work.arrived = moved = true;
         attempt(work.run);
-        if (++rendezvous->arrived == rendezvous->members && !rendezvous->over) {
-          attempt(rendezvous->move);
-          rendezvous->over = true;
-        }
+        ++rendezvous->arrived;
+      }
+      if (!rendezvous->over && rendezvous->arrived == rendezvous->members && (!rendezvous->ready || rendezvous->ready())) {
+        attempt(rendezvous->move);
+        rendezvous->over = moved = true;
       }
       if (!rendezvous->over)
         return moved;
@@ -327,7 +354,7 @@ class Scheduler {
         auto rendezvous = work.rendezvous;
         step(stream);
         if (!rendezvous->over) {
-          if (static_cast<int>(rendezvous->places.size()) < rendezvous->members) {
+          if (rendezvous->ready || static_cast<int>(rendezvous->places.size()) < rendezvous->members) {
             key = rendezvous->key;
             return false;
           }

@@ -1,19 +1,38 @@
 """The training stories of tests/device/test_races.py on the pretend accelerator, beside the same ones on the host."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 import fsdp
 from fsdp.comm.simulated import current_rank
+from tests.device import test_races as races
 from tests.support.accelerator.device import NAME, Scheduler
 from tests.support.accelerator.world import run
+from tests.support.models import loss_of
 
 Weights = list[dict[str, Tensor]]
 """The full weights of each rank after a story, on the host."""
 Story = Callable[..., None]
+
+
+def scaled(**options: Any) -> None:
+    """A scaler that skips the second step, because one rank has an infinite gradient."""
+    model, rank = races.net(**options), current_rank()
+    assert rank is not None
+    optimizer, scaler = races.sgd(model), fsdp.ShardedGradScaler(model, init_scale=8.0)
+    for step in range(3):
+        factor = float("inf") if step == 1 and rank.rank == rank.size - 1 else 1.0
+        scaler.scale(loss_of(model(races.batch(step))) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+STORIES: Final = {**races.STORIES, "a scaler that skips a step": scaled}
+"""By name."""
 
 
 def on_host(story: Story, size: int, seed: int = 0, **options: Any) -> Weights:
