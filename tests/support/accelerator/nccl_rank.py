@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -98,7 +99,10 @@ def _failure(train: Callable[[int], None]) -> dict[str, Any]:
 
 
 def a_peer_that_raises(rank: int, device: str) -> dict[str, Any]:
-    """Rank 1 fails in the middle of its fourth backward. The others have launched more than it, and their hosts wait for that."""
+    """Rank 1 fails in the middle of its fourth backward, and begins another step.
+
+    The others have launched more than it, and their hosts wait for that.
+    """
     model, optimizer = made(device)
 
     def train(number: int) -> None:
@@ -112,6 +116,8 @@ def a_peer_that_raises(rank: int, device: str) -> dict[str, Any]:
     try:
         return _failure(train)
     except Broken:
+        with suppress(fsdp.WorldError, RuntimeError):  # rank 0 holds the store, and may have ended
+            step(model, optimizer, batch(rank, 4, device))
         return {}
 
 
