@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
 
 import fsdp
 from tests.support.accelerator.device import NAME, Scheduler, host_waits
@@ -136,8 +137,9 @@ def a_peer_that_is_killed(rank: int, device: str) -> dict[str, Any]:
 def an_abort(rank: int, device: str) -> dict[str, Any]:
     """A host that waits for a collective which its peer does not launch is freed by another thread, and later launches raise."""
     group: Any = dist.group.WORLD
+    store = c10d._get_default_store()
     if rank == 1:
-        time.sleep(1.5)
+        store.set("started", "")  # rank 0 holds the store, and must not end before this
         return {}
     total = torch.ones(4, device=device)
     work = group.allreduce([total])
@@ -151,6 +153,7 @@ def an_abort(rank: int, device: str) -> dict[str, Any]:
         group.allreduce([total])
     except RuntimeError as failure:
         refused = str(failure)
+    store.wait(["started"])
     return {"seconds": after, "refused": refused, "values": total.tolist()}
 
 
