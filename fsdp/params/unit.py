@@ -1,7 +1,6 @@
 """One unit: gathers its unsharded parameters, lets its modules show them, and frees them.
 
-Rule 1: the sharded parameters are the user's Parameter objects, the unsharded ones are made by the unit.
-        Both live as long as the unit.
+Rule 1: the sharded parameters are the user's Parameter objects, the unsharded ones are made by the unit. Both live as long as it.
 Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE_SHARDED. At any other time
         they show shards, so that nothing reads freed memory.
 """
@@ -172,7 +171,8 @@ class Unit:
         Raises:
             ShardingError: the unsharded parameters have another dtype than the shards.
         """
-        return sum([flat.write_back_inplace(self.name, saved) for flat in self.flats])
+        self.versions.write_back(changes := sum([flat.write_back_inplace(self.name, saved) for flat in self.flats]))
+        return changes
 
     def write_back_inplace_of_recompute(self) -> None:
         """Copy in-place updates of a recompute into the shards. They repeat those of the forward, so the backward stays valid."""

@@ -18,12 +18,14 @@ _VERSION: Final = attrgetter("_version")
 class Versions:
     """The clocks of the shards of one unit."""
 
-    __slots__ = ("_at_forward", "_at_gather", "_at_pass", "_flats", "_repeated", "_sums", "_when_made")
+    __slots__ = ("_at_forward", "_at_gather", "_at_pass", "_flats", "_repeated", "_sums", "_when_made", "_written_back")
 
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
         self._flats = tuple(flats)
         self._repeated = 0
         """How many changes were made by recomputes, which repeat those of a forward."""
+        self._written_back = 0
+        """How many changes were made by this library, which copied in-place updates of a forward to the shards."""
         self._at_forward = 0
         self._at_gather = 0
         self._at_pass = 0
@@ -52,6 +54,15 @@ class Versions:
     def repeat(self, changes: int) -> None:
         """So many of the last changes were made a second time, and are no reason to refuse a backward."""
         self._repeated += changes
+
+    def write_back(self, changes: int) -> None:
+        """So many of the last changes were made by this library."""
+        self._written_back += changes
+
+    @property
+    def of_others(self) -> int:
+        """Grows with every in-place change of a shard, but for those that this library makes."""
+        return self.now() + self._repeated - self._written_back
 
     def invalidate(self) -> None:
         """The shards are gone: whatever computed with them before must not go on."""

@@ -217,7 +217,7 @@ class Engine:
                 self.request(other, Request.PASS_FAILS if event is Event.FORWARD_FAILED else Request.PASS_ENDS)
             if not torch.is_grad_enabled():
                 self.root.evaluation_ends()
-            self._streams.await_copies()
+            self._stale_params.await_copies()
             if event is Event.FORWARD_FAILED:
                 self.notify_peers(self.units[self._failed].name, sys.exc_info()[1])
 
@@ -251,7 +251,7 @@ class Engine:
             self._execute_all(instructions)
         else:
             self._execute(instructions)
-            self._streams.await_copies()
+            self._stale_params.await_copies()
             self.stats.end_backward(reduces)
             if reduces or not self.units[0].config.uneven_paths:  # others are not those of all ranks
                 self.comms.completed()

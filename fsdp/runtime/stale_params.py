@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from fsdp.comm.communicator import Communicator
 from fsdp.device.streams import Streams
+from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 from fsdp.params.versions import any_changed
 from state_machine import CopyAction, CopyEvent, Root
@@ -27,6 +28,10 @@ class StaleParams:
 
         Units share gathers then. Which units a gather fills must not depend on what a rank kept of a pass that it alone gave up.
         """
+        self._queued: dict[int, int] = {}
+        """For each unit in host memory whose copy to the device may be queued: what `Versions.of_others` was before."""
+        self._changed: str | None = None
+        """The name of a unit whose weights changed while such a copy may have been queued; None if there is none."""
 
     def begin_pass(self, records_graph: bool) -> Iterable[int]:
         """Begin a forward of the root. Yield the units whose copies must be dropped.
@@ -34,6 +39,7 @@ class StaleParams:
         Traffic: one byte over all ranks, if a copy is in memory since the last pass. Ranks that may go different ways take any
         such copy for stale.
         """
+        self._refuse_changed()
         event = CopyEvent.PASS_BEGINS if records_graph else CopyEvent.EVALUATION_BEGINS
         compared = []
         for index, copy in enumerate(self._root.copies):
@@ -53,6 +59,8 @@ class StaleParams:
 
     def show_to_gathers(self, is_forward: bool) -> None:
         """A pass begins: let its gathers see all that was written to the shards so far."""
+        self._refuse_changed()
+        self._queued.clear()
         self._streams.pass_begins()
         if is_forward and not self._streams.on_host:
             for unit in self._units:
@@ -65,6 +73,10 @@ class StaleParams:
 
     def prepare_gather(self, index: int) -> None:
         """Check the shards of a unit before its all-gather, and record their version counters."""
+        if self._units[index].is_offloaded:
+            self._compare_queued(index)
+            self._refuse_changed()
+            self._queued[index] = self._units[index].versions.of_others
         actions = self._root.before_gather(index)
         versions = self._units[index].versions
         if CopyAction.CHECK in actions:
@@ -77,6 +89,29 @@ class StaleParams:
             self._streams.pass_begins()
         if CopyAction.SUM in actions:
             versions.remember_sums()
+
+    def await_copies(self) -> None:
+        """A pass ends: wait for the copies from and to the host. Weights that changed meanwhile are an error of the next pass."""
+        self._streams.await_copies()
+        for index in self._queued:
+            self._compare_queued(index)
+        self._queued.clear()
+
+    def _compare_queued(self, index: int) -> None:
+        """Record whether the weights of a unit have changed since the copy of them to the device was queued."""
+        unit = self._units[index]
+        if self._queued.get(index, unit.versions.of_others) != unit.versions.of_others:
+            self._changed = unit.name
+
+    def _refuse_changed(self) -> None:
+        """Raise ShardingError if a copy to the device may have read weights that were changed after it was queued."""
+        name, self._changed = self._changed, None
+        if name is not None:
+            raise ShardingError(
+                f"unit {name!r}: weights in host memory (offload_policy) were changed inside a forward or backward, while a copy "
+                "of them to the device may have been queued. So that pass may have computed with the new weights too early. "
+                "Change weights between passes."
+            )
 
     def on_commit(self, index: int) -> None:
         """The shards of a unit have got gradients: an optimizer may step."""
