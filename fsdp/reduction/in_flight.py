@@ -62,7 +62,7 @@ class ReductionQueue:
         """Reductions over the ranks that share the shards."""
         self._all_reduces: list[Reduction] = []
         """Reductions over the ranks that hold the same shards. Their outputs are kept until the commit in any case."""
-        self._leaving: Tensor | None = None
+        self._copied_output: Tensor | None = None
         """Memory of the compute stream that a copy to the host still reads. The next launch lets that stream wait for the copy,
         which runs meanwhile."""
         self._launched = 0
@@ -144,9 +144,9 @@ class ReductionQueue:
         """Launch where the chunk is the whole bucket: the buffer that is filled is the output, and becomes `.grad`."""
         name, size = buckets[0].name, sum(bucket.flat.layout.shard_numel for bucket in buckets)
         predivisor, divisor = self._divisors(buckets[0].buffer, size)
-        if self._leaving is not None:
+        if self._copied_output is not None:
             self._streams.await_reductions()
-            self._let_go()
+            self._release_copied_output()
         # memory is reused on the host alone: the allocator of a device does so itself
         like, reuses = buckets[0].buffer, len(buckets) == 1 and self._streams.on_host
         output = buckets[0].spare.take(size, like) if reuses else like.new_empty(size)
@@ -157,16 +157,16 @@ class ReductionQueue:
         self._tracker.add("reduced", size_of(output))
         # the output was allocated on the compute stream, and may be released already
         if buckets[0].flat.is_offloaded and self._comms.lanes[lane].replicate.size == 1:
-            self._leaving = output
+            self._copied_output = output
             self._tracker.add("reduced", size_of(output))
         else:
             self._streams.await_reductions()
 
-    def _let_go(self) -> None:
+    def _release_copied_output(self) -> None:
         """The compute stream waits for the copy of its memory to the host: release that memory. Idempotent."""
-        if self._leaving is not None:
-            self._tracker.add("reduced", -size_of(self._leaving))
-            self._leaving = None
+        if self._copied_output is not None:
+            self._tracker.add("reduced", -size_of(self._copied_output))
+            self._copied_output = None
 
     def _launch_sparse(self, bucket: SparseBucket, lane: int, remainder: bool) -> None:
         predivisor, divisor = self._divisors(bucket.buffer, 0)
@@ -220,7 +220,7 @@ class ReductionQueue:
             del self._all_reduces[0]
             self._tracker.add("scratch", -reduction.scratch)
         self._streams.await_reductions()
-        self._let_go()
+        self._release_copied_output()
         self._streams.await_copies()
 
     def drain(self, others: Sequence[Work]) -> None:
@@ -238,7 +238,7 @@ class ReductionQueue:
             except BaseException as failure:  # the others are in flight all the same
                 failures.append(failure)
         self._streams.await_reductions()
-        self._let_go()
+        self._release_copied_output()
         self._tracker.add("scratch", -sum(one.scratch for one in reductions))
         for reduction in reduce_scatters:
             self._release(reduction.buckets, reduction.joined)
