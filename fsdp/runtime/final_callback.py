@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from fsdp.autograd.frames import in_autograd_grad, in_split_backward
+from fsdp.autograd.frames import in_autograd_grad, in_backward, in_split_backward
 from fsdp.comm.context import CommContext
 from fsdp.errors import PeerFailed, ShardingError
 from state_machine import BackwardEvent, Root
 
-UNWINDING: Final = 0.5
-"""Seconds that a thread of autograd may take to drop the graph task of a backward that has failed."""
+UNWINDING: Final = 5.0
+"""Seconds that a thread of autograd may take to drop the graph task of a backward that has failed, and its graph."""
 
 
 class BackwardEnd:
@@ -108,9 +108,10 @@ class PendingBackward:
     def await_end(self) -> None:
         """Wait until autograd's thread has dropped the last backward, if that has failed. Otherwise it is over already.
 
-        That thread cleans up after the failure, and this one must not begin a forward in the middle of it.
+        That thread cleans up after the failure and notifies the other ranks. In the middle of it this thread must not begin a
+        forward, read parameters or launch a collective.
         """
-        if self._on_host or self._end.is_over:
+        if self._on_host or self._end.is_over or in_backward():
             return  # on the host the thread of the user drops it
         limit = time.monotonic() + UNWINDING
         while not self._end.is_over and time.monotonic() < limit:

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp.errors import ShardingError
 from fsdp.params.param_info import kept_accumulator
 from fsdp.params.unit import Unit
+from fsdp.runtime.final_callback import UNWINDING
 
 Owner = TypeVar("Owner")
 
@@ -49,10 +50,6 @@ def trainable(parameter: Tensor) -> Iterator[None]:
     parameter.requires_grad_(True)
     yield
     parameter.requires_grad_(not frozen)
-
-
-UNWINDING: Final = 0.5
-"""Seconds that a thread of autograd may take to drop the graph of a backward that has failed."""
 
 
 class AccumulateGradChecks:

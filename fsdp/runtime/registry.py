@@ -66,7 +66,7 @@ def collective_call(function: F) -> F:
 
 
 def units_in(model: nn.Module, function_name: str) -> list[UnitRef]:
-    """The units in `model`, in the order of the modules. Cleans up after a forward that failed where no hook saw it.
+    """The units in `model`, in the order of the modules. First, a pass that has failed is cleaned up.
 
     Raises:
         ShardingError: there is none; or a module uses a parameter of a unit that is not in `model`.
@@ -82,6 +82,7 @@ def units_in(model: nn.Module, function_name: str) -> list[UnitRef]:
             raise ShardingError(
                 f"{function_name}: the model is in host memory since fsdp.offload; call fsdp.onload(model) first."
             )
+        engine.pending_backward.await_end()
         engine.clean_up_dead_forward()
         refuse_borrowing(engine)
     return refs
@@ -159,6 +160,7 @@ def refuse_unless_resting(function_name: str, engine: Engine) -> None:
     """Raises:
     ShardingError: a forward, a backward or a summon is going on.
     """
+    engine.pending_backward.await_end()
     if not engine.root.at_rest:
         engine.refuse_two_threads()
         raise refusal(f"{function_name}: call it outside any forward, backward and summon_full_params.", engine)

@@ -70,6 +70,7 @@ class StateHooks(RefuseCopy):
     def _check_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self._summoned:
             return
+        self._engine.pending_backward.await_end()
         refuse_borrowing(self._engine)
         if self._shows_full_params or not self._unit.has_opaque_shards:
             self._unit.check_shards()
@@ -126,6 +127,7 @@ class StateHooks(RefuseCopy):
     def _check_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         if self._summoned:
             return
+        self._engine.pending_backward.await_end()
         refuse_borrowing(self._engine)
         operation = self._operation
         if metadata.get("assign_to_params_buffers", False):

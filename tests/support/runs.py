@@ -4,10 +4,8 @@ Every rank runs the same statements on its own data. Plain replicas run each on 
 ranks, and are compared after every statement.
 """
 
-import time
 from collections import Counter
 from contextlib import nullcontext
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -37,9 +35,6 @@ from tests.support.programs import (
 )
 from tests.support.summands import Summands
 from tests.support.trees import Broken, TreeSpec
-
-CLEAN_UP: Final = 10.0
-"""Seconds."""
 
 
 class ShardedRun:
@@ -151,9 +146,8 @@ class ShardedRun:
 
     def await_clean_up(self) -> None:
         """On a device a thread of autograd drops a failed backward, when the error has reached the program already."""
-        end = time.monotonic() + CLEAN_UP
-        while self.on_device and not all(engine.root.at_rest for engine in self.engines) and time.monotonic() < end:
-            time.sleep(0.001)
+        for engine in self.engines:
+            engine.pending_backward.await_end()
 
     def check_untouched(self, before: dict[str, Tensor | None]) -> None:
         for name, parameter in self.model.named_parameters():

@@ -1,8 +1,4 @@
-"""Random programs on the pretend accelerator have the bits of the host. In `make test-all` only. See tools/soak.py.
-
-Known: with other processes on the cores, one run in four stops at a program in which a forward fails ("waits for a collective
-that no peer will launch"), and the same program passes when it is repeated. Why is not known: docs/development/soak.md.
-"""
+"""Random programs on the pretend accelerator have the bits of the host: a few by default. See tools/soak.py."""
 
 import pytest
 import torch
@@ -14,12 +10,11 @@ from tools import soak
 
 load()
 torch.set_num_threads(1)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(not EVERYTHING, reason="a program in which a forward fails may stop, see above"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_programs_have_the_bits_of_the_host(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(6 if EVERYTHING else 1))
+def test_random_programs_have_the_bits_of_the_host(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not EVERYTHING:
+        monkeypatch.setattr(soak, "BATCH", 8)
     assert soak.batch_of(check, seed, own_calls=False) == soak.BATCH

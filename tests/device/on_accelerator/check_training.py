@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
@@ -147,15 +148,40 @@ def _break(gradient: Tensor) -> None:
     raise Broken
 
 
+def _clip(model: nn.Module) -> None:
+    fsdp.clip_grad_norm_(model, 1.0)
+
+
+def _summon(model: nn.Module) -> None:
+    with fsdp.summon_full_params(model):
+        assert all(p.untyped_storage().nbytes() for p in model.parameters())
+
+
+def _save_and_load(model: nn.Module) -> None:
+    model.load_state_dict(model.state_dict())
+
+
+def _save_in_full(model: nn.Module) -> None:
+    fsdp.load_full_state_dict(model, fsdp.full_state_dict(model, rank0_only=False))
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_a_forward_does_not_begin_while_autograd_cleans_up_after_a_backward(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("follows", [None, _clip, _summon, _save_and_load, _save_in_full])
+def test_nothing_begins_while_autograd_cleans_up_after_a_backward(
+    follows: Callable[[nn.Module], None] | None, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Autograd's thread for a device drops a failed backward when the program goes on already. The clean-up is slow here."""
-    notify, begun = Engine.notify_peers, [threading.Event(), threading.Event()]
+    clean_up, notify, begun = Engine.on_backward_failed, Engine.notify_peers, [threading.Event(), threading.Event()]
+
+    def clean_up_late(engine: Engine) -> None:
+        if isinstance(threading.current_thread(), threading._DummyThread):
+            begun[engine.comms.world_comm.rank].set()
+            time.sleep(0.05)
+        clean_up(engine)
 
     def notify_late(engine: Engine, *args: Any) -> None:
         if isinstance(threading.current_thread(), threading._DummyThread):
-            begun[engine.comms.world_comm.rank].set()
-            time.sleep(0.1)
+            time.sleep(0.05)
         notify(engine, *args)
 
     def weights(rank: int, device: str, fails: bool) -> dict[str, Tensor]:
@@ -167,6 +193,8 @@ def test_a_forward_does_not_begin_while_autograd_cleans_up_after_a_backward(seed
                 with pytest.raises(Broken):
                     loss_of(model(x)).backward()
                 begun[rank].wait(0.2)  # until the thread is in the middle of it, if it does it
+                if follows is not None:
+                    follows(model)
                 x = batch(rank, step, device).requires_grad_()
             loss_of(model(x)).backward()
             optimizer.step()
@@ -175,6 +203,7 @@ def test_a_forward_does_not_begin_while_autograd_cleans_up_after_a_backward(seed
         return {name: value.cpu() for name, value in found.items()}
 
     wanted = fsdp.simulate(2, lambda rank: weights(rank, "cpu", False))
+    monkeypatch.setattr(Engine, "on_backward_failed", clean_up_late)
     monkeypatch.setattr(Engine, "notify_peers", notify_late)
     found = run(2, lambda rank: weights(rank, f"{NAME}:{rank}", True), Scheduler.RANDOM, seed)
     assert first_difference(found, wanted) is None
