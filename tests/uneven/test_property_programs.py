@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.runtime.test_property_training import check
+from tests.support.against_plain import check
 from tests.support.everything import EVERYTHING
 from tests.support.programs import Program
 from tests.support.strategies import uneven
