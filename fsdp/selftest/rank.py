@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from fsdp.selftest.checks import CHECKS, Place
+from fsdp.selftest.checks import CHECKS
+from fsdp.selftest.training import Place
 
 TIME_OUT: Final = timedelta(seconds=40)
 """How long a rank waits for its peers."""

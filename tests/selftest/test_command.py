@@ -10,7 +10,8 @@ import torch
 import fsdp
 from fsdp.__main__ import main
 from fsdp.selftest import command
-from fsdp.selftest.checks import CHECKS, Place, _require_close, _require_equal
+from fsdp.selftest.checks import CHECKS
+from fsdp.selftest.training import Place, require_close, require_equal
 from tests.support.processes import environment
 
 
@@ -52,13 +53,13 @@ def test_an_impossible_number_of_ranks_is_refused() -> None:
 def test_a_wrong_weight_is_no_equal_one() -> None:
     one = {"a": torch.ones(3), "b": torch.zeros(2)}
     with pytest.raises(AssertionError, match=r"off by 0\.5"):
-        _require_close({"a": torch.tensor([1.0, 1.5, 1.0])}, {"a": torch.ones(3)}, 0.1)
+        require_close({"a": torch.tensor([1.0, 1.5, 1.0])}, {"a": torch.ones(3)}, 0.1)
     with pytest.raises(AssertionError, match="off by nan"):
-        _require_close({"a": torch.full((3,), torch.nan)}, {"a": torch.ones(3)}, 0.1)
+        require_close({"a": torch.full((3,), torch.nan)}, {"a": torch.ones(3)}, 0.1)
     with pytest.raises(AssertionError, match="other names"):
-        _require_close({"a": torch.ones(3)}, one, 0.1)
+        require_close({"a": torch.ones(3)}, one, 0.1)
     with pytest.raises(AssertionError, match="bits of 'b' differ"):
-        _require_equal({**one, "b": torch.ones(2)}, one)
+        require_equal({**one, "b": torch.ones(2)}, one)
 
 
 @pytest.mark.parametrize(
