@@ -23,7 +23,7 @@ FSDP = ROOT / "fsdp"
 # imports point down: from a package to the packages below it, and inside a package to the files after it
 ORDER: dict[str, tuple[str, ...]] = {
     "__main__": (),
-    "selftest": ("command", "rank", "checks", "training"),
+    "selftest": ("command", "rank", "checks", "failures", "training"),
     "__init__": (),
     "planning": (
         "command",

@@ -10,11 +10,16 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp
+from fsdp.selftest.failures import on_all_ranks, on_one_rank, out_of_memory
 from fsdp.selftest.training import (
+    DETERMINISTIC,
     STEPS,
     WITHIN,
+    Call,
     Place,
     batch,
     loss_of,
@@ -40,14 +45,64 @@ def _strategy(name: str) -> Callable[[Place], str]:
     return check
 
 
+def _shared_collectives(place: Place) -> str:
+    """Small units share gathers and reductions, which run on two streams."""
+    policy = fsdp.ReductionPolicy(coalesce_cap_mb=1, streams=2)
+    return require_close(trained_weights(place, reduction=policy), plain_weights(place), WITHIN)
+
+
+def _offloaded(place: Place) -> str:
+    """Shards, gradients and optimizer state in host memory."""
+    found = trained_weights(place, offload_policy=fsdp.OffloadPolicy(), **DETERMINISTIC)
+    return require_close(found, trained_weights(place, **DETERMINISTIC), WITHIN)
+
+
+def _activation_checkpointing(place: Place) -> str:
+    """Both kinds of checkpoints, with the bits of no checkpoint."""
+    wanted, said = trained_weights(place, **DETERMINISTIC), ""
+    for use_reentrant in (True, False):
+
+        def call(number: int, layer: nn.Module, x: Tensor, use_reentrant: bool = use_reentrant) -> Tensor:
+            result: Tensor = checkpoint(layer, x, use_reentrant=use_reentrant) if number else layer(x)
+            return result
+
+        model, optimizer = sharded_model(place, **DETERMINISTIC)
+        train(place, model, optimizer, call=call)
+        said = require_equal(weights_of(model), wanted)
+    return said
+
+
+def _different_paths(place: Place) -> str:
+    """Each rank leaves out another block in each step. A rank without a gradient gives zeros."""
+    plain = make_model(place.device)
+    model, optimizer = sharded_model(place, uneven_paths=True)
+    its_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        loss_of(model(batch(place.rank, step, place.device), _without_one(place.rank, step))).backward()  # type: ignore[no-untyped-call]
+        fsdp.meet(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank in range(place.size):
+            loss = loss_of(plain(batch(rank, step, place.device), _without_one(rank, step)))
+            (loss / place.size).backward()  # type: ignore[no-untyped-call]
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+    return require_close(weights_of(model), plain.state_dict(), WITHIN)
+
+
+def _without_one(rank: int, step: int) -> Call:
+    """Calls all layers but one block."""
+    left_out = 1 + (rank + step) % 4
+    return lambda number, layer, x: x if number == left_out else layer(x)
+
+
 def _mixed_precision(place: Place) -> str:
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return require_close(trained_weights(place, mp_policy=policy), plain_weights(place), 5e-2)
 
 
 def _deterministic(place: Place) -> str:
-    options = {"reduction": fsdp.ReductionPolicy(deterministic=True)}
-    return require_equal(trained_weights(place, **options), trained_weights(place, **options))
+    return require_equal(trained_weights(place, **DETERMINISTIC), trained_weights(place, **DETERMINISTIC))
 
 
 @contextmanager
@@ -57,14 +112,14 @@ def _delays(seed: int) -> Any:
     try:
         yield
     finally:
-        os.environ.pop("FSDP_DELAYS")
+        os.environ.pop("FSDP_DELAYS", None)  # ranks of one process share it
         if before is not None:
             os.environ["FSDP_DELAYS"] = before
 
 
 def _delayed(place: Place) -> str:
     """Streams are stalled at random on CUDA; elsewhere the host sleeps."""
-    options = {"reduction": fsdp.ReductionPolicy(deterministic=True), "prefetch": 2}
+    options = {**DETERMINISTIC, "prefetch": 2}
     wanted = trained_weights(place, **options)
     for seed in (1, 2):
         with _delays(seed):
@@ -74,8 +129,7 @@ def _delayed(place: Place) -> str:
 
 def _accumulation(place: Place) -> str:
     """Gradients of two backwards under `no_sync` and one that synchronises."""
-    options = {"reduction": fsdp.ReductionPolicy(deterministic=True)}
-    model, optimizer = sharded_model(place, **options)
+    model, optimizer = sharded_model(place, **DETERMINISTIC)
     other = make_model(place.device)
     for step in range(3):
         if step < 2:
@@ -108,13 +162,12 @@ def _memory(place: Place) -> str:
 
 def _checkpoint(place: Place) -> str:
     """A checkpoint in the middle of training, loaded into a new model: the bits of training that went on."""
-    options = {"reduction": fsdp.ReductionPolicy(deterministic=True)}
     folder = place.folder / "checkpoint"
-    model, optimizer = sharded_model(place, **options)
+    model, optimizer = sharded_model(place, **DETERMINISTIC)
     train(place, model, optimizer, range(2))
     fsdp.save(folder, model, optimizer)
     train(place, model, optimizer, range(2, STEPS))
-    again, its_optimizer = sharded_model(place, **options)
+    again, its_optimizer = sharded_model(place, **DETERMINISTIC)
     fsdp.load(folder, again, its_optimizer)
     train(place, again, its_optimizer, range(2, STEPS))
     return require_equal(weights_of(again), weights_of(model))
@@ -151,8 +204,18 @@ CHECKS: Final[dict[str, Callable[[Place], str | None]]] = {
     "accumulation under no_sync": _accumulation,
     "the same bits twice": _deterministic,
     "the same bits under random delays": _delayed,
+    "small units share collectives": _shared_collectives,
+    "activation checkpointing, both kinds": _activation_checkpointing,
+    "ranks go different ways": _different_paths,
+    "shards in host memory": _offloaded,
     "memory between steps": _memory,
     "a checkpoint goes on": _checkpoint,
     "host waits in a step": _host_waits,
+    "a step that runs out of memory": out_of_memory,
+    "a step that fails on all ranks": on_all_ranks,
+    "a step that fails on one rank": on_one_rank,
 }
-"""Each check by its name in the report. It returns what it found; None: it cannot be made on this device."""
+"""Each check by its name in the report. It returns what it found; None: it cannot be made on this device.
+
+The failure of one rank comes last: on a device no step can follow it.
+"""

@@ -1,6 +1,6 @@
 """What the checks of `python -m fsdp selftest` share: a small model with and without shards, batches, comparisons of weights."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -13,6 +13,8 @@ STEPS: Final = 4
 WIDTH: Final = 64
 WITHIN: Final = 2e-5
 """How far a weight may be off, in units of the largest value of its tensor: some roundings of fp32."""
+DETERMINISTIC: Final[dict[str, Any]] = {"reduction": fsdp.ReductionPolicy(deterministic=True)}
+"""Options with which equal batches give equal bits."""
 State = Mapping[str, Any]
 """Full weights by name."""
 
@@ -43,9 +45,22 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
-def make_model(device: torch.device) -> nn.Sequential:
+class Layers(nn.Sequential):
+    """The model: a layer, the blocks, and a layer."""
+
+    def forward(self, x: Tensor, call: "Call | None" = None) -> Tensor:
+        """Call each layer, or let `call` do that: it gets the number of the layer, the layer, and its input."""
+        for number, layer in enumerate(self):
+            x = layer(x) if call is None else call(number, layer, x)
+        return x
+
+
+Call = Callable[[int, nn.Module, Tensor], Tensor]
+
+
+def make_model(device: torch.device) -> Layers:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, 8)).to(device)
+    return Layers(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, 8)).to(device)
 
 
 def batch(rank: int, step: int, device: torch.device) -> Tensor:
@@ -74,9 +89,11 @@ def sharded_model(place: Place, **options: Any) -> tuple[nn.Module, torch.optim.
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train(place: Place, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(STEPS)) -> None:
+def train(
+    place: Place, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(STEPS), call: Call | None = None
+) -> None:
     for step in steps:
-        loss_of(model(batch(place.rank, step, place.device))).backward()  # type: ignore[no-untyped-call]
+        loss_of(model(batch(place.rank, step, place.device), call)).backward()  # type: ignore[no-untyped-call]
         fsdp.clip_grad_norm_(model, 0.5)
         optimizer.step()
         optimizer.zero_grad()

@@ -71,6 +71,12 @@ def test_a_host_that_waits_for_a_peer_in_vain_gets_peer_failed(story: str, reaso
     assert "What was in flight on the device of rank 0 has been aborted" in found["again"], "a later step must not run"
 
 
+def test_selftest_finds_that_the_others_raise_when_a_rank_fails(tmp_path: Path) -> None:
+    codes, found, printed = ranks_of("selftest", tmp_path)
+    assert codes == [0, 0], printed
+    assert found[0].startswith("PeerFailed on the other ranks after") and found[1] == "raised on this rank"
+
+
 def test_an_abort_frees_a_host_that_waits_and_later_launches_raise(tmp_path: Path) -> None:
     codes, (found, _), printed = ranks_of("an abort", tmp_path)
     assert codes == [0, 0], printed

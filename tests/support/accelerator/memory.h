@@ -40,7 +40,7 @@ class Allocator {
  public:
   Memory& memory(int device) { return memories_[device]; }
 
-  // The block, or null if the limit or the allocation that has to fail is reached.
+  // The block, or null if the limit or the allocation that has to fail is reached, or the host has no such memory.
   // `again`: the second attempt, after all streams have been waited for.
   Block* allocate(int device, Stream* stream, size_t wanted, bool again) {
     std::lock_guard<std::recursive_mutex> held(scheduler().lock);
@@ -61,8 +61,11 @@ class Allocator {
       block = found->second;
       free.erase(found);
     } else {
-      block = new Block{static_cast<char*>(std::aligned_alloc(512, size)), size, device, stream, {}};
-      std::memset(block->data, 0xFF, size);
+      auto* data = static_cast<char*>(std::aligned_alloc(512, size));
+      if (data == nullptr)
+        return nullptr;
+      std::memset(data, 0xFF, size);
+      block = new Block{data, size, device, stream, {}};
     }
     block->counted = static_cast<int64_t>(size);
     memory.bytes += block->counted;

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
 import fsdp
+from fsdp.selftest.failures import on_one_rank
+from fsdp.selftest.training import Place
 from tests.support.accelerator.device import NAME, Scheduler, host_waits
 from tests.support.accelerator.pretend_nccl import start
 from tests.support.models import Block, Net, loss_of
@@ -165,11 +167,21 @@ def a_mismatch(rank: int, device: str) -> None:
     print(total.tolist(), flush=True)  # never
 
 
+def selftest(rank: int, device: str) -> str | None:
+    """The check of `python -m fsdp selftest` in which one rank fails."""
+    said = on_one_rank(Place(rank, 2, torch.device(device), Path()))
+    store = c10d._get_default_store()
+    store.set(f"selftest of {rank}", "")
+    store.wait(["selftest of 0", "selftest of 1"])  # rank 0 holds the store, and rank 1 must be heard until then
+    return said
+
+
 STORIES: Final[dict[str, tuple[Callable[[int, str], Any], float]]] = {
     "trained": (trained, 60.0),
     "waits": (waits, 60.0),
     "a peer that raises": (a_peer_that_raises, 60.0),
     "a peer that is killed": (a_peer_that_is_killed, 60.0),
+    "selftest": (selftest, 60.0),
     "an abort": (an_abort, 60.0),
     "a mismatch": (a_mismatch, 3.0),
 }
