@@ -8,7 +8,7 @@ import torch
 
 from tests.patterns.every import PATTERNS
 from tests.support.accelerator.device import Scheduler, load
-from tests.support.accelerator.patterns import NOT_HERE, WITHIN_ROUNDING, difference
+from tests.support.accelerator.patterns import NOT_HERE, OPTIONS, WITHIN_ROUNDING, difference
 from tests.support.everything import EVERYTHING
 
 load()
@@ -30,17 +30,23 @@ def schedules(name: str) -> list[tuple[Scheduler, int]]:
     return SCHEDULES if EVERYTHING else [SCHEDULES[crc32(name.encode()) // SHARE % len(SCHEDULES)]]
 
 
+def options(name: str) -> list[str]:
+    """The options of a pattern, in the same way."""
+    return list(OPTIONS) if EVERYTHING else [list(OPTIONS)[crc32(name.encode()) // SHARE % len(OPTIONS)]]
+
+
 CASES: Final = [
-    (name, scheduler, seed)
+    (name, scheduler, seed, option)
     for name in NAMES
     for scheduler, seed in schedules(name)
+    for option in options(name)
     if EVERYTHING or name in FOUND_RACES or crc32(name.encode()) % SHARE == 0
 ]
 
 
-@pytest.mark.parametrize(("name", "scheduler", "seed"), CASES, ids=str)
-def test_a_pattern_has_the_bits_of_the_host(name: str, scheduler: Scheduler, seed: int) -> None:
-    assert difference(name, scheduler, seed) is None
+@pytest.mark.parametrize(("name", "scheduler", "seed", "option"), CASES, ids=str)
+def test_a_pattern_has_the_bits_of_the_host(name: str, scheduler: Scheduler, seed: int, option: str) -> None:
+    assert difference(name, scheduler, seed, option) is None
 
 
 def test_the_exceptions_are_patterns() -> None:

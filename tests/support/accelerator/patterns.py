@@ -30,11 +30,19 @@ WITHIN_ROUNDING: Final = {
 """Patterns whose results differ from the host's in the last bits, and why. They are compared as every run of a pattern is."""
 
 
+OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "default": {},
+    "shared collectives": {"reduction": fsdp.ReductionPolicy(coalesce_cap_mb=1)},
+    "uneven paths": {"uneven_paths": True},
+}
+"""Options of `fully_shard` under which patterns run."""
+
+
 class _DeviceRun(UnitRef):
     """One simulated rank on its pretend device."""
 
-    def __init__(self, of: Pattern, rank: int, size: int) -> None:
-        super().__init__(of, rank, size, {})
+    def __init__(self, of: Pattern, rank: int, size: int, options: dict[str, Any]) -> None:
+        super().__init__(of, rank, size, options)
         self._device = torch.device(NAME, rank)
 
     def shard(self, module: nn.Module, policy: Any = None, **options: Any) -> Any:
@@ -49,21 +57,21 @@ class _DeviceRun(UnitRef):
         return super().tokens(number, *shape, vocabulary=vocabulary).to(self._device)
 
 
-def difference(name: str, scheduler: Scheduler, seed: int) -> str | None:
+def difference(name: str, scheduler: Scheduler, seed: int, options: str = "default") -> str | None:
     """Run a pattern on two ranks, on the host and on the accelerator. Return the first value whose bits differ, if any does."""
-    of = PATTERNS[name]
-    wanted = [_on_host(one) for one in fsdp.simulate(2, lambda rank: perform(of, rank, 2))]
-    found = run(2, lambda rank: _perform(of, rank), scheduler, seed)
+    of, chosen = PATTERNS[name], OPTIONS[options]
+    wanted = [_on_host(one) for one in fsdp.simulate(2, lambda rank: perform(of, rank, 2, **chosen))]
+    found = run(2, lambda rank: _perform(of, rank, chosen), scheduler, seed)
     if name in WITHIN_ROUNDING:
         compare(of, found)
         return None
     return _first_difference(found, wanted)
 
 
-def _perform(of: Pattern, rank: int) -> Outcome:
+def _perform(of: Pattern, rank: int, options: dict[str, Any]) -> Outcome:
     with torch.device(NAME, rank):
         torch.manual_seed(0)
-        device_run = _DeviceRun(of, rank, 2)
+        device_run = _DeviceRun(of, rank, 2, options)
         for said in of.program(device_run):
             if said is not AVERAGE_ONLY:
                 device_run.snapshot()
