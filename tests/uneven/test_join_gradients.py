@@ -1,0 +1,112 @@
+"""Ranks with data left set some gradients to None outside the step of `fsdp.join`: ranks without data drop the same ones."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from tests.support.paths import Branching, batch
+from tests.uneven.test_uneven_paths import EVEN, log, make
+
+JOINS = pytest.mark.parametrize("options", [{}, {"uneven_paths": True}], ids=["even", "uneven"])
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)},
+    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
+}
+EVERY = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+COUNTS = (2, 6, 4, 6)
+
+
+def trained(rank: int | None, where: str, accumulates: bool = False, **options: Any) -> dict[str, Tensor]:
+    """Train with two optimizers: the second one steps after every third batch. Outside the step, gradients are set to None.
+
+    `where`: "zero_grad" of each optimizer after its step; "before the step" those of one parameter too, in every second batch.
+    """
+    torch.manual_seed(0)
+    model: nn.Module = Branching() if rank is None else make(**options)
+    head, others = [*model.head.parameters()], [*model.layers.parameters()]  # type: ignore[union-attr, operator]
+    first = torch.optim.SGD(head, lr=0.05, momentum=0.9)
+    second = torch.optim.SGD(others, lr=0.05, momentum=0.9)
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        first.step()
+        if steps % 3 == 0:
+            second.step()
+
+    with contextlib.nullcontext() if rank is None else fsdp.join(model, step) as joined:
+        for number in range(max(COUNTS) if rank is None else COUNTS[rank]):
+            for one in [rank] if rank is not None else [r for r, count in enumerate(COUNTS) if count > number]:
+                divisor = 1 if rank is not None else sum(count > number for count in COUNTS)
+                if accumulates:
+                    with contextlib.nullcontext() if rank is None else fsdp.no_sync(model):
+                        (model(batch(number, 1, one), EVEN).square().mean() / divisor).backward()
+                (model(batch(number, 0, one), EVEN).square().mean() / divisor).backward()
+            if where == "before the step" and number % 2:
+                head[0].grad = None
+            step() if rank is None else joined.step()
+            first.zero_grad()
+            if number % 3 == 2:
+                second.zero_grad()
+    return dict(model.state_dict()) if rank is None else fsdp.full_state_dict(model, rank0_only=False)
+
+
+@JOINS
+@EVERY
+@pytest.mark.parametrize("where", ["zero_grad", "before the step"])
+def test_gradients_of_some_parameters_may_be_set_to_none_outside_the_step(
+    where: str, strategy: dict[str, Any], options: dict[str, Any]
+) -> None:
+    wanted = trained(None, where)
+    for found in fsdp.simulate(len(COUNTS), lambda rank: trained(rank, where, **strategy, **options)):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@JOINS
+def test_beside_gradients_that_are_accumulated_under_no_sync(options: dict[str, Any]) -> None:
+    wanted = trained(None, "zero_grad", accumulates=True)
+    for found in fsdp.simulate(len(COUNTS), lambda rank: trained(rank, "zero_grad", accumulates=True, **options)):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+@JOINS
+def test_gradients_zeroed_in_place_do_not_hide_that_all_ranks_stop(options: dict[str, Any]) -> None:
+    def run(rank: int) -> None:
+        model = make(**options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with fsdp.join(model, optimizer.step, stops_at_first=True) as joined:
+            for number in range(1 + rank):
+                optimizer.zero_grad(set_to_none=False)
+                model(batch(number, 0, rank), EVEN).square().mean().backward()
+                joined.step()
+
+    with pytest.raises(fsdp.InputsExhausted, match="rank 0 had no further batch"):
+        fsdp.simulate(2, run)
+
+
+@JOINS
+def test_a_message_has_one_byte_a_rank_and_one_a_parameter(options: dict[str, Any]) -> None:
+    """The even join sends one with each operation; the uneven one where a rank without data ends a backward or a step."""
+
+    def run(rank: int) -> tuple[int, list[list[int]]]:
+        model, found = make(**options), []
+        with fsdp.join(model, lambda: None) as joined:
+            for number in range(2 + rank):
+                before = len(log())
+                model(batch(number, 0, rank), EVEN).square().mean().backward()
+                joined.step()
+                found.append([call.received for call in log()[before:] if call.label == "who has data left"])
+        return len([*model.parameters()]), found
+
+    _, (params, found) = fsdp.simulate(2, run)
+    size = 2 + params  # what an all-reduce of two ranks receives
+    assert found == ([[], [], [size] * 2] if options else [[size] * 3] * 3)
