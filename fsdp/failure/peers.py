@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, WorldError
 from fsdp.failure.connections import Connections
-from fsdp.failure.desync import TIME_OUT, DesyncDetector, Store
+from fsdp.failure.desync import ABSENT, TIME_OUT, DesyncDetector, Store
 from fsdp.failure.environment import seconds
 from fsdp.failure.liveness import Neighbours
 from fsdp.failure.pending_call import OPENS, RESTART_CALL, PendingCall
@@ -377,6 +377,8 @@ def abandoned_by(
 ) -> PeerFailed:
     if reason.startswith(_GONE):  # another rank has found that
         return PeerFailed(f"rank {rank} {reason}. {RESTART}", rank, unit, reason)
+    if reason.startswith(ABSENT):  # the same, but the rank may still come
+        return PeerFailed(f"rank {rank} {reason}.{remedy}", rank, unit, reason)
     where = "" if unit is None else f", in unit {unit!r},"
     return PeerFailed(f"rank {rank} has abandoned the step{where} with {reason}.{remedy}", rank, unit, reason)
 
