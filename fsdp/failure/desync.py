@@ -40,8 +40,6 @@ from fsdp.failure.pending_call import (
 
 STALL_SECONDS: Final = 2.0
 """Seconds that a rank waits before it looks for the reason."""
-ABSENT: Final = "has not called"
-"""How the reason begins that a rank gives for one that has not made a call within the time-out."""
 TIME_OUT: Final = 1800.0
 """Seconds that a rank waits for the others to make a call, unless the group has another time-out. This is torch's."""
 RECENT: Final = 8
@@ -326,7 +324,7 @@ class CallSequence:
         if wait is None or len(wait.absent) != count:
             return silent
         if timed_out:
-            reason = f"{ABSENT} {wait.pending.where} within {self._detector.time_out:g} s, the time-out of its group"
+            reason = f"has not called {wait.pending.where} within {self._detector.time_out:g} s, the time-out of its group"
             raise PeerFailed(f"{name_ranks(wait.absent)} {reason}. {EVERY_RANK} {FEWER_BATCHES}", wait.absent[0], None, reason)
         if not silent and wait.rank == min(set(names) - set(wait.absent)):
             wait.tell()
