@@ -44,10 +44,10 @@ def join(
     Args:
         model: a root.
         step: a function that updates the weights between two batches, clipping included. All ranks call it, finished ranks too,
-            so it must be the same on all. Put collectives of your own into it. If the other ranks set gradients to None, they
-            are set to None on finished ranks too; put zeroing in place (`set_to_none=False`) into this function. Default None,
-            under "NO_SHARD" alone: each rank steps by itself, in a loop that needs no change. At the end all ranks take over
-            weights, buffers and the state of the optimizers from a rank that was left last.
+            so it must be the same on all. Put collectives of your own into it, and every change of gradients but setting them
+            to None: finished ranks follow that, each parameter by itself. Default None, under "NO_SHARD" alone: each rank steps
+            by itself, in a loop that needs no change. At the end all ranks take over weights, gradients, buffers and the state
+            of the optimizers from a rank that was left last.
         inputs: the arguments of a forward, for a rank that may have no batch at all. Default None: such a rank gets those of
             another rank, which must be picklable. Refused with `uneven_paths=True`, where it needs none.
         divides_by_all_ranks: True divides gradients by the number of all ranks, finished ones included, so that every sample
@@ -61,7 +61,8 @@ def join(
 
     Raises:
         ShardingError: `model` is not one root, has a static graph, is inside another join, has a communication hook or broadcast
-            buffers with which the options do not fit; or ranks with data do different things, or zero gradients in place.
+            buffers with which the options do not fit; or ranks with data do different things, or change gradients outside
+            `step` while others have finished.
         InputsExhausted: `stops_at_first`, and a rank has finished before the others.
     """
     rules = JoinRules(divides_by_all_ranks, stops_at_first)
@@ -95,7 +96,7 @@ def _root_to_join(model: nn.Module, step: object, rules: JoinRules) -> UnitRef:
     engine = engines[0]
     if not callable(step) and (step is not None or root.unit.config.mesh_kind is not MeshKind.REPLICATE):
         raise ShardingError(f"join takes a function that steps, such as optimizer.step, not {step!r}.")
-    if engine.watcher is not None or (isinstance(engine, UnevenEngine) and engine.is_joined):
+    if engine.watcher is not None:
         raise ShardingError("join: this model is inside another join already.")
     if engine.reducer.hook is not None and not rules.divides_by_all_ranks:
         raise ShardingError("join: the communication hook of this model averages over all ranks, also those that have finished.")

@@ -1,4 +1,4 @@
-"""What ranks get from each other at the end of a join without a step: weights, buffers and the state of the optimizers."""
+"""What ranks get from each other at the end of a join without a step: weights, gradients, buffers, state of optimizers."""
 
 import gc
 from types import TracebackType
@@ -43,7 +43,7 @@ class SteppedOptimizers:
 
 
 def take_over(source: int, model: nn.Module, optimizers: list[Optimizer], comm: Communicator) -> None:
-    """Make weights, buffers and the state of `optimizers` those of rank `source` on every rank. Every rank holds full parameters.
+    """Make weights, gradients, buffers and the state of `optimizers` those of rank `source`. Every rank holds full parameters.
 
     Traffic: a broadcast for each tensor.
 
@@ -55,10 +55,24 @@ def take_over(source: int, model: nn.Module, optimizers: list[Optimizer], comm: 
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.copy_(_broadcast(tensor.detach(), source, comm))
+        _take_grads([*model.parameters()], source, comm)
         for optimizer, (_, states) in zip(optimizers, described[source], strict=False):
             params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for parameter, state in zip(params, states, strict=True):
                 _take_state(optimizer.state, parameter, state, source, comm)
+
+
+def _take_grads(params: list[nn.Parameter], source: int, comm: Communicator) -> None:
+    """Sparse gradients are pickled: each rank may have other rows."""
+    mine = [None if p.grad is None else p.grad.cpu() if p.grad.is_sparse else True for p in params]
+    for parameter, given in zip(params, comm.gather_objects(mine, "gradients")[source], strict=True):
+        if given is None:
+            parameter.grad = None
+        elif isinstance(given, Tensor):
+            parameter.grad = given.to(parameter.device)
+        else:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None or parameter.grad.is_sparse else parameter.grad
+            parameter.grad = _broadcast(gradient, source, comm)
 
 
 def _describe(optimizer: Optimizer) -> tuple[list[str], list[dict[str, Any]]]:

@@ -132,7 +132,7 @@ class Engine:
         self.synchronises = synchronises
 
     def set_watcher(self, watcher: PassWatcher | None) -> None:
-        """From now on, call `watcher` before each forward of the root and before each backward. None: call nothing."""
+        """From now on, call `watcher` before each forward of the root, and before and after each backward. None: call nothing."""
         self.watcher = watcher
 
     # events -------------------------------------------------------------------------------
@@ -256,6 +256,8 @@ class Engine:
             if reduces or not self.units[0].config.uneven_paths:  # others are not those of all ranks
                 self.comms.completed()
             self.reducer.run_hooks(self.note)
+            if self.watcher is not None:
+                self.watcher.after_backward()
         return True
 
     def abandon_step(self, failure: BaseException | None = None, index: int | None = None) -> None:

@@ -1,12 +1,14 @@
 """Which ranks have data left, where some have none (`fsdp.join`): the message of both joins.
 
-[Note: gradients that are set to None]
-Outside the step of a join only ranks with data set gradients to None. So the message says of each sharded parameter whether a
-rank with data has a gradient. A rank without data drops its own gradients of the other parameters. `.grad` exists on all ranks
-alike, also where a rank holds no element of a parameter.
+[Note: gradients of ranks without data]
+A rank without data takes part in backwards and steps, so its gradients follow those of the others. It does not see what the
+others do with theirs outside the function that steps. So the message says of each sharded parameter whether a rank with data has
+a gradient, and a rank without data drops those that the others have set to None. `.grad` exists on all ranks alike, also where a
+rank holds no element of a parameter. Other changes cannot be repeated, and are refused.
 """
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError, name_ranks
-from fsdp.shards.shard_tensor import plain
+from fsdp.shards.shard_tensor import plain, quick_attributes
 
 
 class ShardGrads(IntEnum):
@@ -35,68 +37,127 @@ class ShardGrads(IntEnum):
         return ShardGrads.VALUES if any(bool(one.any()) for one in values if one.numel()) else ShardGrads.ZEROS
 
 
+class RankState(NamedTuple):
+    """What a rank says of itself."""
+
+    has_data: bool
+    is_joined: bool
+    """Whether it is inside `fsdp.join`."""
+    changed_grads: bool
+    """Whether its gradients were changed outside a backward and the function that steps, other than set to None."""
+    shard_grads: ShardGrads
+    operation: int
+    """A number below 8 for what it does next, if ranks announce that."""
+
+    def as_byte(self) -> int:
+        flags = _HAS * self.has_data + _JOINED * self.is_joined + _CHANGED * self.changed_grads
+        return flags + _GRADS * self.shard_grads + _OPERATION * self.operation
+
+    @staticmethod
+    def from_byte(byte: int) -> "RankState":
+        grads, operation = ShardGrads(byte % _OPERATION // _GRADS), byte // _OPERATION
+        return RankState(bool(byte & _HAS), bool(byte & _JOINED), bool(byte & _CHANGED), grads, operation)
+
+
+_HAS, _JOINED, _CHANGED, _GRADS, _OPERATION = 1, 2, 4, 8, 32
+"""The parts of the byte of a rank, by their lowest bit. `_GRADS` has two bits, `_OPERATION` three."""
+
+
 class DataLeft(NamedTuple):
-    """What all ranks have said of themselves."""
+    """What all ranks have said."""
 
-    ranks: Sequence[int]
-    """Those that have data left."""
-    joined: Sequence[bool]
-    """For each rank, whether it is inside `fsdp.join`."""
-    shard_grads: Sequence[ShardGrads]
+    states: Sequence[RankState]
     """For each rank."""
-    notes: Sequence[int]
-    """For each rank, the number that it sent along."""
     has_grad: Sequence[bool]
-    """For each sharded parameter, whether a rank with data left has a gradient. See [Note: gradients that are set to None]."""
+    """For each sharded parameter, whether a rank with data left has a gradient."""
 
-    def refuse_zeroed(self) -> None:
-        """In a backward: refuse gradients that were zeroed in place before, which a rank without data cannot know.
+    @property
+    def ranks(self) -> list[int]:
+        """Those that have data left."""
+        return [rank for rank, state in enumerate(self.states) if state.has_data]
 
-        Zeros may be the gradients themselves, so they cannot be taken over.
+    @property
+    def finished(self) -> list[int]:
+        """Those that have none."""
+        return [rank for rank, state in enumerate(self.states) if not state.has_data]
+
+    def refuse_changes(self, in_backward: bool) -> None:
+        """Refuse changes of gradients outside the step that a rank without data cannot know.
+
+        A change through `.data` is not noticed by itself. If all gradients are zeros before a backward, it was one.
 
         Raises:
-            ShardingError: they are zeros on the ranks that have data left, and not on the others.
+            ShardingError: there are such changes, and ranks without data.
         """
-        keeping = [rank for rank, one in enumerate(self.shard_grads) if one is ShardGrads.VALUES]
-        if keeping and max(self.shard_grads[rank] for rank in self.ranks) is ShardGrads.ZEROS:
+        changed = [rank for rank in self.ranks if self.states[rank].changed_grads]
+        if self.finished and changed:
+            raise ShardingError(
+                f"inside fsdp.join, gradients were changed outside the function that steps on {name_ranks(changed)}, and so "
+                f"not on {name_ranks(self.finished)}, where no data is left: change them in that function, or set them to None."
+            )
+        keeping = [rank for rank, state in enumerate(self.states) if state.shard_grads is ShardGrads.VALUES]
+        of_data = max(self.states[rank].shard_grads for rank in self.ranks)
+        if in_backward and keeping and of_data is ShardGrads.ZEROS:
             raise ShardingError(
                 f"inside fsdp.join, gradients are zeros on the ranks that have data left, and not on {name_ranks(keeping)}, "
                 "which cannot know of it: call zero_grad() without set_to_none=False, or zero them in the function that steps."
             )
 
 
-OnDataLeft = Callable[[DataLeft, bool], None]
-"""Called with what all ranks have said, and whether they are in a backward."""
-_HAS, _JOINS, _GRADS, _NOTE = 1, 2, 4, 16
-"""The parts of the byte of a rank, by their lowest bit. `_GRADS` has two bits, `_NOTE` four."""
+class InsideJoin(ABC):
+    """What an engine asks of the join that it is inside."""
+
+    @property
+    @abstractmethod
+    def changed_grads(self) -> bool:
+        """See `RankState`."""
+
+    @abstractmethod
+    def on_data_left(self, left: DataLeft, in_backward: bool) -> None:
+        """The ranks have exchanged which of them have data left. Nothing is reduced yet, and no step taken."""
+
+
+class GradVersions:
+    """The gradients of the shards of a rank as they were when they were last remembered."""
+
+    def __init__(self, gradients: Sequence[Tensor | None]) -> None:
+        self.remember(gradients)
+
+    def remember(self, gradients: Sequence[Tensor | None]) -> None:
+        """Compare with these gradients from now on."""
+        self._known = _versions_of(gradients)
+
+    def have_changed(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether any of these gradients has changed, but for those that are None."""
+        now = _versions_of(gradients)
+        return any(one is not None and one != before for one, before in zip(now, self._known, strict=True))
+
+
+def _versions_of(gradients: Sequence[Tensor | None]) -> list[tuple[int, int] | None]:
+    with quick_attributes():
+        return [None if one is None else (id(one), one._version) for one in gradients]
 
 
 def exchange_data_left(
     gradients: Sequence[Tensor | None],
     comm: Communicator,
-    has_data: bool,
     device: torch.device,
-    joins: bool = True,
-    note: int = 0,
+    *,
+    has_data: bool,
+    join: InsideJoin | None,
+    operation: int = 0,
 ) -> DataLeft:
-    """Exchange which ranks have data left, and which gradients they have.
+    """Exchange what the ranks say of themselves, and which gradients they have.
 
-    `gradients`: those of this rank's shards, as earlier steps left them. `joins`: this rank is inside `fsdp.join`. `note`: a
-    number below 16 that is sent along.
+    `gradients`: those of this rank's shards, as earlier steps left them. `join`: the one that this rank is inside.
 
     Traffic: an all-reduce of one byte a rank and one byte a sharded parameter.
     """
+    changed = has_data and join is not None and join.changed_grads
     message = [0] * comm.size
-    message[comm.rank] = _HAS * has_data + _JOINS * joins + _GRADS * ShardGrads.of(gradients) + _NOTE * note
+    message[comm.rank] = RankState(has_data, join is not None, changed, ShardGrads.of(gradients), operation).as_byte()
     message += [int(has_data and one is not None) for one in gradients]
     combined = torch.tensor(message, dtype=torch.uint8, device=device)
     comm.all_reduce(combined, "max", "who has data left").wait()
     values = combined.tolist()
-    flags = values[: comm.size]
-    return DataLeft(
-        [rank for rank, one in enumerate(flags) if one & _HAS],
-        [bool(one & _JOINS) for one in flags],
-        [ShardGrads(one % _NOTE // _GRADS) for one in flags],
-        [one // _NOTE for one in flags],
-        [value > 0 for value in values[comm.size :]],
-    )
+    return DataLeft([*map(RankState.from_byte, values[: comm.size])], [value > 0 for value in values[comm.size :]])

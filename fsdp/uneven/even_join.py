@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from fsdp.autograd.pytree import tensors_in
 from fsdp.errors import InputsExhausted, ShardingError
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.hook_actions import PassWatcher
 from fsdp.runtime.hooks import EngineHooks
 from fsdp.uneven.data_left import exchange_data_left
 from fsdp.uneven.inputs_of_others import InputsOfOthers
@@ -37,7 +36,7 @@ _FORWARDS = _Operation.TRAINS, _Operation.EVALUATES
 _BACKWARDS = _Operation.REDUCES, _Operation.KEEPS
 
 
-class EvenJoin(Joined, PassWatcher):
+class EvenJoin(Joined):
     """The ranks of one root inside a join, of which the finished ones do what the others announce."""
 
     def __init__(
@@ -86,10 +85,6 @@ class EvenJoin(Joined, PassWatcher):
 
     # what a rank with data announces ------------------------------------------------------
 
-    @property
-    def buffer_source(self) -> int:
-        return self.source
-
     def before_forward(self, records_graph: bool) -> None:
         self._announce_own(_Operation.TRAINS if records_graph else _Operation.EVALUATES)
 
@@ -107,28 +102,28 @@ class EvenJoin(Joined, PassWatcher):
         """Announce the next operation of this rank, or None if it has finished; return that of the ranks with data, if any.
 
         Raises:
-            ShardingError: the ranks with data do different things.
+            ShardingError: the ranks with data do different things, or have changed gradients outside the step.
             InputsExhausted: a rank has finished, and all ranks stop then.
         """
         comm, device = self._engine.comms.world_comm, self._engine.units[0].device
-        # a finished rank says whether it lacks inputs
-        note = int(operation if operation is not None else self._args is None)
-        left = exchange_data_left(self._engine.reducer.shard_grads, comm, operation is not None, device, note=note)
+        # instead of an operation, a finished rank says whether it lacks inputs
+        number = int(self._args is None if operation is None else operation)
+        gradients, has_data = self._engine.reducer.shard_grads, operation is not None
+        left = exchange_data_left(gradients, comm, device, has_data=has_data, join=self, operation=number)
         if not left.ranks:
             return None
-        counts = Counter(left.notes[rank] for rank in left.ranks)
+        counts = Counter(left.states[rank].operation for rank in left.ranks)
         if len(counts) > 1:
             counted = ", ".join(f"{counts[one]} {one.name.lower()}" for one in _Operation if counts[one])
             raise ShardingError(f"inside fsdp.join, of {len(left.ranks)} ranks that have data left {counted} at the same time.")
-        found = _Operation(left.notes[left.ranks[0]])
+        (found,) = map(_Operation, counts)
         try:
-            self._on_data_left(left, found in _BACKWARDS)
+            self.on_data_left(left, found in _BACKWARDS)
         except InputsExhausted as stop:
             if self._finished:
                 self._engine.abandon_step(stop)  # the others do so in the forward that they have begun
             raise
-        lacking = any(note for rank, note in enumerate(left.notes) if rank not in left.ranks)
-        if lacking and found in _FORWARDS:
+        if found in _FORWARDS and any(left.states[rank].operation for rank in left.finished):
             given = InputsOfOthers(self._args, self._kwargs).exchange(comm, self.source, device)
             if self._args is None and given is not None:
                 self._args, self._kwargs = given

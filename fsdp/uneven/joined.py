@@ -3,14 +3,15 @@
 `EvenJoin`: a rank without data runs its last batch beside the others. `UnevenJoin`: it needs no batch (`uneven_paths=True`).
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from fsdp.errors import InputsExhausted, ShardingError, name_ranks
 from fsdp.runtime.engine import Engine
-from fsdp.uneven.data_left import DataLeft
+from fsdp.runtime.hook_actions import PassWatcher
+from fsdp.uneven.data_left import DataLeft, GradVersions, InsideJoin
 
 
 class JoinRules(NamedTuple):
@@ -22,7 +23,7 @@ class JoinRules(NamedTuple):
     """Whether all ranks raise when one of them has finished."""
 
 
-class Joined(ABC):
+class Joined(PassWatcher, InsideJoin):
     """The object that `fsdp.join` yields. Its `step` is taken by all ranks together."""
 
     def __init__(self, engine: Engine, step: Callable[[], object] | None, rules: JoinRules) -> None:
@@ -30,17 +31,30 @@ class Joined(ABC):
         self._step = step
         self._rules = rules
         self._source = 0
+        self._grads = GradVersions(engine.reducer.shard_grads)
+        """The gradients after the last backward or step."""
 
     @property
     def source(self) -> int:
-        """The first rank that had data left when the ranks exchanged it last. Its buffers and final weights are those of all."""
+        """The first rank that had data left when the ranks exchanged it last. Its final weights are those of all."""
         return self._source
+
+    @property
+    def buffer_source(self) -> int:
+        return self._source
+
+    @property
+    def changed_grads(self) -> bool:
+        return self._grads.have_changed(self._engine.reducer.shard_grads)
+
+    def after_backward(self) -> None:
+        self._grads.remember(self._engine.reducer.shard_grads)
 
     def step(self) -> None:
         """Take the step given to `join` on every rank, finished ranks included.
 
         Raises:
-            ShardingError: the ranks with data do different things, or no step was given.
+            ShardingError: the ranks with data do different things or have changed gradients, or no step was given.
         """
         if self._step is None:
             raise ShardingError(
@@ -48,6 +62,7 @@ class Joined(ABC):
             )
         self._announce_step()
         self._step()
+        self._grads.remember(self._engine.reducer.shard_grads)
 
     @abstractmethod
     def connected(self) -> AbstractContextManager[None]:
@@ -66,21 +81,21 @@ class Joined(ABC):
         assert self._step is not None, "the other ranks were given one too"
         self._step()
 
-    def _on_data_left(self, left: DataLeft, in_backward: bool) -> None:
+    def on_data_left(self, left: DataLeft, in_backward: bool) -> None:
         """Apply the rules, and on a finished rank drop the gradients that the ranks with data do not have.
 
         Raises:
             InputsExhausted: a rank has finished, and all ranks stop then.
-            ShardingError: `in_backward`, and gradients were zeroed in place.
+            ShardingError: a rank has finished, and others changed gradients outside the step.
         """
-        size = self._engine.comms.size
-        if self._rules.stops_at_first and len(left.ranks) < size:
-            finished = [rank for rank in range(size) if rank not in left.ranks]
-            raise InputsExhausted(f"inside join, {name_ranks(finished)} had no further batch while others had; all ranks stop")
-        if in_backward:
-            left.refuse_zeroed()
+        if left.finished and self._rules.stops_at_first:
+            raise InputsExhausted(
+                f"inside join, {name_ranks(left.finished)} had no further batch while others had; all ranks stop"
+            )
+        if self._step is not None:  # otherwise each rank steps by itself, and the others take over its gradients
+            left.refuse_changes(in_backward)
         self._source = left.ranks[0]
         if not self._rules.divides_by_all_ranks:
             self._engine.reducer.set_averaging_ranks(len(left.ranks))
-        if self._engine.comms.world_comm.rank not in left.ranks:
+        if self._engine.comms.world_comm.rank in left.finished:
             self._engine.reducer.drop_shard_grads(left.has_grad)

@@ -23,11 +23,19 @@ class UnevenJoin(Joined):
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        self._uneven_engine.set_on_data_left(self._on_data_left)
+        self._engine.set_watcher(self)
+        self._uneven_engine.set_join(self)
         try:
             yield
         finally:
-            self._uneven_engine.set_on_data_left(None)
+            self._uneven_engine.set_join(None)
+            self._engine.set_watcher(None)
+
+    def before_forward(self, records_graph: bool) -> None:
+        """Nothing is announced: other ranks may run no forward."""
+
+    def before_backward(self, reduces: bool) -> None:
+        """Nothing is announced: all ranks meet at its end."""
 
     def serve(self) -> None:
         # gradients accumulated under `no_sync`, whose backward will not follow

@@ -1,6 +1,7 @@
-"""Ranks with data left set some gradients to None outside the step of `fsdp.join`: ranks without data drop the same ones."""
+"""Ranks with data left change gradients outside the step of `fsdp.join`. Ranks without data drop what was set to None."""
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,8 +79,120 @@ def test_beside_gradients_that_are_accumulated_under_no_sync(options: dict[str, 
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
+def changing(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str) -> None:
+    gradient = model.head.weight.grad  # type: ignore[union-attr]
+    if kind == "zeros":
+        optimizer.zero_grad(set_to_none=False)
+    elif isinstance(gradient, Tensor):
+        if kind == "zeros of one parameter":
+            gradient.zero_()
+        elif kind == "scaled":
+            gradient.mul_(0.5)
+        else:
+            model.head.weight.grad = gradient * 0.5  # type: ignore[union-attr]
+
+
 @JOINS
-def test_gradients_zeroed_in_place_do_not_hide_that_all_ranks_stop(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("place", ["before the step", "after the step"])
+@pytest.mark.parametrize("kind", ["zeros", "zeros of one parameter", "scaled", "another tensor"])
+def test_other_changes_outside_the_step_are_refused_where_a_rank_has_no_data_left(
+    kind: str, place: str, strategy: str, options: dict[str, Any]
+) -> None:
+    """They are allowed inside it, and as long as all ranks have data."""
+
+    def run(rank: int, inside: bool, counts: tuple[int, int]) -> str:
+        model = make(sharding_strategy=strategy, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        change = partial(changing, model, optimizer, kind)
+
+        def step() -> None:
+            if inside and place == "before the step":
+                change()
+            optimizer.step()
+            if inside and place == "after the step":
+                change()
+
+        try:
+            with fsdp.join(model, step) as joined:
+                for number in range(counts[rank]):
+                    model(batch(number, 0, rank), EVEN).square().mean().backward()
+                    if not inside and place == "before the step":
+                        change()
+                    joined.step()
+                    if not inside and place == "after the step":
+                        change()
+        except fsdp.ShardingError as error:
+            return str(error)
+        return ""
+
+    assert fsdp.simulate(2, partial(run, inside=True, counts=(1, 3))) == ["", ""]
+    assert fsdp.simulate(2, partial(run, inside=False, counts=(2, 2))) == ["", ""]
+    for text in fsdp.simulate(2, partial(run, inside=False, counts=(1, 3))):
+        assert text.startswith(
+            "inside fsdp.join, gradients were changed outside the function that steps on rank 1, and so not on rank 0, where no "
+            "data is left"
+        )
+
+
+@JOINS
+def test_gradients_that_are_all_zeroed_without_a_trace_are_refused_too(options: dict[str, Any]) -> None:
+    """Torch counts no change through `.data`."""
+
+    def run(rank: int) -> str:
+        model = make(**options)
+        try:
+            with fsdp.join(model, lambda: None) as joined:
+                for number in range(1 + 2 * rank):
+                    model(batch(number, 0, rank), EVEN).square().mean().backward()
+                    joined.step()
+                    for parameter in model.parameters():
+                        if parameter.grad is not None:
+                            parameter.grad.data.zero_()
+        except fsdp.ShardingError as error:
+            return str(error)
+        return ""
+
+    for text in fsdp.simulate(2, run):
+        assert "gradients are zeros on the ranks that have data left, and not on rank 0" in text
+
+
+@JOINS
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_without_a_step_all_ranks_take_over_gradients_too(sparse: bool, options: dict[str, Any]) -> None:
+    """Each rank clips its own, and zeroes those of one parameter in place."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.out, self.unused = nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 1), nn.Linear(2, 2)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.out(self.embedding(words))  # type: ignore[no-any-return]
+
+    def run(rank: int) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(Words(), sharding_strategy="NO_SHARD", plain_shards=True, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with fsdp.join(model):
+            for number in range(1 + rank):
+                if number:
+                    model.out.weight.grad.zero_()  # type: ignore[union-attr]
+                model(torch.tensor([number, 2 * rank + 5])).sum().backward()
+                nn.utils.clip_grad_norm_(model.out.parameters(), 0.1)  # type: ignore[union-attr]
+                optimizer.step()
+        return [None if p.grad is None else p.grad.to_dense().clone() for p in model.parameters()]
+
+    first, second = fsdp.simulate(2, run)
+    assert sum(one is None for one in second) == 2
+    for mine, other in zip(first, second, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None and other is not None:
+            assert torch.equal(mine, other) and bool(other.any())
+
+
+@JOINS
+def test_changes_do_not_hide_that_all_ranks_stop(options: dict[str, Any]) -> None:
     def run(rank: int) -> None:
         model = make(**options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
