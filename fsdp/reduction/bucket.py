@@ -157,6 +157,12 @@ class Bucket:
         with quick_attributes():
             return [None if i in shown else p.grad for i, p in enumerate(self.flat.sharded_params)]
 
+    def can_have_shard_grads(self) -> list[bool]:
+        """For each sharded parameter, whether it ever has a `.grad`: a plain shard without elements has none."""
+        flat = self.flat
+        empty = {i for i, _, _ in flat.empty_shards}
+        return [part.numel > 0 or i in empty or flat.is_replicated for i, part in enumerate(flat.parts)]
+
     def drop_shard_grads(self, kept: Sequence[bool]) -> None:
         """Set `.grad` of the other sharded parameters to None."""
         for param, keeps in zip(self.flat.sharded_params, kept, strict=True):

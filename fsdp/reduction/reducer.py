@@ -128,6 +128,11 @@ class Reducer:
         """`.grad` of each sharded parameter; None if it only shows what was accumulated under `no_sync`."""
         return [gradient for bucket in self.buckets for gradient in bucket.shard_grads()]
 
+    @property
+    def can_have_shard_grads(self) -> list[bool]:
+        """For each sharded parameter, whether it ever has a `.grad` on this rank."""
+        return [flag for bucket in self.buckets for flag in bucket.can_have_shard_grads()]
+
     def drop_shard_grads(self, kept: Sequence[bool]) -> None:
         """Set `.grad` of the other sharded parameters to None. `kept` is in the order of `shard_grads`."""
         flags = iter(kept)

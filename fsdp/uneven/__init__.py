@@ -2,6 +2,6 @@
 
 Start with uneven_engine.py: ranks gather in one common order, some of them passively; the protocol is `state_machine/paths.py`.
 Start with joined.py for what a rank does that has no data left.
-May use: runtime, shards, params, comm, device, debug, errors, autograd (pytree). Only this package reads the common path.
+May use: runtime, reduction, shards, params, comm, device, debug, errors, autograd. Only this package reads the common path.
 Must not: choose a collective by what this rank alone knows.
 """

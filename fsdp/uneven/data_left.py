@@ -3,8 +3,9 @@
 [Note: gradients of ranks without data]
 A rank without data takes part in backwards and steps, so its gradients follow those of the others. It does not see what the
 others do with theirs outside the function that steps. So the message says of each sharded parameter whether a rank with data has
-a gradient, and a rank without data drops those that the others have set to None. `.grad` exists on all ranks alike, also where a
-rank holds no element of a parameter. Other changes cannot be repeated, and are refused.
+a gradient, and a rank without data drops those that the others have set to None. Other changes cannot be repeated, and are
+refused. `.grad` exists on all ranks alike, also where a rank holds no element of a parameter, except of a plain shard. If no rank
+with data can have a gradient of a parameter, it is dropped if all others are.
 """
 
 from abc import ABC, abstractmethod
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError, name_ranks
+from fsdp.reduction.reducer import Reducer
 from fsdp.shards.shard_tensor import plain, quick_attributes
 
 
@@ -68,8 +70,8 @@ class DataLeft(NamedTuple):
 
     states: Sequence[RankState]
     """For each rank."""
-    has_grad: Sequence[bool]
-    """For each sharded parameter, whether a rank with data left has a gradient."""
+    keeps_grad: Sequence[bool]
+    """For each sharded parameter, whether ranks without data keep their gradient. See the note above."""
 
     @property
     def ranks(self) -> list[int]:
@@ -138,8 +140,12 @@ def _versions_of(gradients: Sequence[Tensor | None]) -> list[tuple[int, int] | N
         return [None if one is None else (id(one), one._version) for one in gradients]
 
 
+_UNKNOWN, _NONE, _SOME = 0, 1, 2
+"""The byte of a parameter: of the ranks with data, none can have a gradient; none has one; some rank has one."""
+
+
 def exchange_data_left(
-    gradients: Sequence[Tensor | None],
+    reducer: Reducer,
     comm: Communicator,
     device: torch.device,
     *,
@@ -149,15 +155,23 @@ def exchange_data_left(
 ) -> DataLeft:
     """Exchange what the ranks say of themselves, and which gradients they have.
 
-    `gradients`: those of this rank's shards, as earlier steps left them. `join`: the one that this rank is inside.
+    `join`: the one that this rank is inside.
 
     Traffic: an all-reduce of one byte a rank and one byte a sharded parameter.
     """
-    changed = has_data and join is not None and join.changed_grads
+    gradients, changed = reducer.shard_grads, has_data and join is not None and join.changed_grads
     message = [0] * comm.size
     message[comm.rank] = RankState(has_data, join is not None, changed, ShardGrads.of(gradients), operation).as_byte()
-    message += [int(has_data and one is not None) for one in gradients]
+    if has_data:
+        message += [
+            _UNKNOWN if not can else _NONE if one is None else _SOME
+            for can, one in zip(reducer.can_have_shard_grads, gradients, strict=True)
+        ]
+    else:
+        message += [_UNKNOWN] * len(gradients)
     combined = torch.tensor(message, dtype=torch.uint8, device=device)
     comm.all_reduce(combined, "max", "who has data left").wait()
     values = combined.tolist()
-    return DataLeft([*map(RankState.from_byte, values[: comm.size])], [value > 0 for value in values[comm.size :]])
+    states, found = [*map(RankState.from_byte, values[: comm.size])], values[comm.size :]
+    unknown_are_kept = _SOME in found
+    return DataLeft(states, [unknown_are_kept if one == _UNKNOWN else one == _SOME for one in found])

@@ -108,8 +108,8 @@ class EvenJoin(Joined):
         comm, device = self._engine.comms.world_comm, self._engine.units[0].device
         # instead of an operation, a finished rank says whether it lacks inputs
         number = int(self._args is None if operation is None else operation)
-        gradients, has_data = self._engine.reducer.shard_grads, operation is not None
-        left = exchange_data_left(gradients, comm, device, has_data=has_data, join=self, operation=number)
+        has_data = operation is not None
+        left = exchange_data_left(self._engine.reducer, comm, device, has_data=has_data, join=self, operation=number)
         if not left.ranks:
             return None
         counts = Counter(left.states[rank].operation for rank in left.ranks)

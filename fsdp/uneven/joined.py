@@ -98,4 +98,4 @@ class Joined(PassWatcher, InsideJoin):
         if not self._rules.divides_by_all_ranks:
             self._engine.reducer.set_averaging_ranks(len(left.ranks))
         if self._engine.comms.world_comm.rank in left.finished:
-            self._engine.reducer.drop_shard_grads(left.has_grad)
+            self._engine.reducer.drop_shard_grads(left.keeps_grad)

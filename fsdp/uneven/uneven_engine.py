@@ -162,7 +162,7 @@ class UnevenEngine(Engine):
         if Place.NO_DATA not in places or not places & {Place.END_OF_BACKWARD, Place.STEP}:
             return
         join, world_comm, device = self._join, self.comms.world_comm, self.units[0].device
-        left = exchange_data_left(self.reducer.shard_grads, world_comm, device, has_data=has_data, join=join)
+        left = exchange_data_left(self.reducer, world_comm, device, has_data=has_data, join=join)
         if outside := [rank for rank, other in enumerate(left.states) if not other.is_joined]:
             raise ShardingError(
                 f"a rank has no data left and waits at the end of fsdp.join, and {name_ranks(outside)} ended a backward outside "

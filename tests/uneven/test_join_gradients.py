@@ -79,6 +79,39 @@ def test_beside_gradients_that_are_accumulated_under_no_sync(options: dict[str, 
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
+@JOINS
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_a_plain_shard_without_elements_says_nothing(zeroes: bool, options: dict[str, Any]) -> None:
+    """Rank 0, which finishes first, alone holds the bias of this unit. It keeps or drops what the others keep or drop."""
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias, self.weight = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).sum() + self.bias
+
+    def run(rank: int | None) -> Tensor:
+        model: nn.Module = Small()
+        if rank is not None:
+            fsdp.fully_shard(model, plain_shards=True, **options)
+            assert (model.bias.numel() == 0) == bool(rank)  # type: ignore[union-attr, operator]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with contextlib.nullcontext() if rank is None else fsdp.join(model, optimizer.step) as joined:
+            for _ in range(3 if rank is None else 1 + 2 * rank):
+                model(torch.ones(7)).sum().backward()
+                optimizer.step() if rank is None else joined.step()
+                if zeroes:
+                    optimizer.zero_grad()
+        state = dict(model.state_dict()) if rank is None else fsdp.full_state_dict(model, rank0_only=False)
+        return torch.cat([state["bias"], state["weight"]])
+
+    wanted = run(None)
+    for found in fsdp.simulate(2, run):
+        torch.testing.assert_close(found, wanted)
+
+
 def changing(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str) -> None:
     gradient = model.head.weight.grad  # type: ignore[union-attr]
     if kind == "zeros":
