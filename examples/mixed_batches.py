@@ -82,8 +82,10 @@ class VisionLanguage(nn.Module):
 
 
 class Result(NamedTuple):
-    """What was learned, the same on every rank."""
+    """What was learned, the same on every rank but for `image_steps`."""
 
+    image_steps: int
+    """The number of steps in which this rank had images, and ran the image tower."""
     text_loss_before: float
     text_loss: float
     named_rightly: float
@@ -99,8 +101,10 @@ def train(rank: int, device: torch.device | str = "cpu") -> Result:
     corpus = read_corpus().to(device)
     before, _ = measure(model, corpus, device)
     chance = torch.Generator().manual_seed(1 + rank)  # each rank has its own data, and its own choice of images
+    image_steps = 0
     for _ in range(STEPS):
         if torch.rand((), generator=chance) < IMAGE_SHARE:
+            image_steps += 1
             loss = image_loss(model, *draw_images(BATCH, chance, device))
         else:
             loss = text_loss(model, draw_text(corpus, BATCH, chance))
@@ -108,7 +112,7 @@ def train(rank: int, device: torch.device | str = "cpu") -> Result:
         loss.backward()
         fsdp.clip_grad_norm_(model, MAX_NORM)
         optimizer.step()
-    return Result(before, *measure(model, corpus, device))
+    return Result(image_steps, before, *measure(model, corpus, device))
 
 
 def text_loss(model: nn.Module, text: Tensor) -> Tensor:
@@ -160,8 +164,9 @@ def main() -> None:
     world = join_world()
     result = train(world.rank, world.device)
     world.say(
-        f"on {world.description}: the loss on text fell from {result.text_loss_before:.2f} to {result.text_loss:.2f}, and "
-        f"{result.named_rightly:.0%} of the images are named rightly"
+        f"on {world.description}: rank 0 had images in {result.image_steps} of {STEPS} steps, and text alone in the others; the "
+        f"loss on text fell from {result.text_loss_before:.2f} to {result.text_loss:.2f}, and {result.named_rightly:.0%} of the "
+        "images are named rightly"
     )
     dist.destroy_process_group()
 

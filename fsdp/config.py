@@ -288,7 +288,7 @@ def make_config(
     if not isinstance(uneven_paths, bool):
         raise ShardingError(f"uneven_paths must be True or False, not {uneven_paths!r}.")
     if uneven_paths and reduction.static_graph:
-        raise ShardingError("uneven_paths and reduction.static_graph contradict each other; give one of them.")
+        raise ShardingError("uneven_paths and reduction.static_graph contradict each other: paths may change; give one of them.")
     if uneven_paths:
         reduction = replace(reduction, find_unused_parameters=False)  # which it includes, under every strategy
     if reduction.find_unused_parameters and mesh_kind is not MeshKind.REPLICATE:
@@ -309,9 +309,15 @@ def make_config(
     if dtensors and mesh_kind is MeshKind.REPLICATE:
         raise ShardingError(f"dtensors: {sharding_strategy!r} cuts no parameter; leave dtensors out.")
     if offload is not None and uneven_paths:
-        raise ShardingError("offload_policy and uneven_paths cannot be combined yet; give one of them.")
+        raise ShardingError(
+            "offload_policy and uneven_paths cannot be combined: a rank takes part in gathers of others at any time, and their "
+            "shards must be in device memory then; give one of them."
+        )
     if uneven_paths and broadcast_buffers:
-        raise ShardingError("uneven_paths and broadcast_buffers contradict each other: a rank may leave a forward out.")
+        raise ShardingError(
+            "uneven_paths and broadcast_buffers contradict each other: a rank may leave a forward out. Broadcast the buffers "
+            "yourself, after a backward or after fsdp.meet on every rank."
+        )
     return Config(
         reshard_policy,
         mesh_kind,

@@ -133,7 +133,10 @@ ORDER: dict[str, tuple[str, ...]] = {
     "uneven": (
         "empty_backward",
         "meet",
+        "even_join",
+        "inputs_of_others",
         "uneven_join",
+        "joined",
         "uneven_engine",
         "data_left",
         "gather_order",

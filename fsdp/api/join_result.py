@@ -1,7 +1,6 @@
-"""What ranks inside a join get from each other: the inputs of a forward, and at the end weights and optimizer state."""
+"""What ranks get from each other at the end of a join without a step: weights, gradients, buffers, state of optimizers."""
 
 import gc
-import pickle
 from types import TracebackType
 from typing import Any
 
@@ -9,33 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_map
 
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError, name_ranks
-
-
-class InputsOfOthers:
-    """The inputs of this rank's last forward, for a rank that has never had a batch."""
-
-    def __init__(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any]) -> None:
-        self._inputs = None if args is None else (args, kwargs)
-
-    def exchange(self, comm: Communicator, source: int, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the inputs of `source`, on `device`; None if they cannot be pickled. Every rank calls it."""
-        mine = self._pickled() if comm.rank == source else None
-        pickled = comm.gather_objects(mine, "inputs for ranks without a batch")[source]
-        if pickled is None:
-            return None
-        on_device = tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, pickle.loads(pickled))
-        return on_device[0], on_device[1]
-
-    def _pickled(self) -> bytes | None:
-        on_host = tree_map(lambda one: one.detach().cpu() if isinstance(one, Tensor) else one, self._inputs)
-        try:
-            return pickle.dumps(on_host)
-        except (pickle.PicklingError, AttributeError, TypeError):  # what pickle raises for a lambda, a local class, a lock
-            return None
 
 
 class SteppedOptimizers:
@@ -68,7 +43,7 @@ class SteppedOptimizers:
 
 
 def take_over(source: int, model: nn.Module, optimizers: list[Optimizer], comm: Communicator) -> None:
-    """Make weights, buffers and the state of `optimizers` those of rank `source` on every rank. Every rank holds full parameters.
+    """Make weights, gradients, buffers and the state of `optimizers` those of rank `source`. Every rank holds full parameters.
 
     Traffic: a broadcast for each tensor.
 
@@ -80,10 +55,24 @@ def take_over(source: int, model: nn.Module, optimizers: list[Optimizer], comm: 
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.copy_(_broadcast(tensor.detach(), source, comm))
+        _take_grads([*model.parameters()], source, comm)
         for optimizer, (_, states) in zip(optimizers, described[source], strict=False):
             params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for parameter, state in zip(params, states, strict=True):
                 _take_state(optimizer.state, parameter, state, source, comm)
+
+
+def _take_grads(params: list[nn.Parameter], source: int, comm: Communicator) -> None:
+    """Sparse gradients are pickled: each rank may have other rows."""
+    mine = [None if p.grad is None else p.grad.cpu() if p.grad.is_sparse else True for p in params]
+    for parameter, given in zip(params, comm.gather_objects(mine, "gradients")[source], strict=True):
+        if given is None:
+            parameter.grad = None
+        elif isinstance(given, Tensor):
+            parameter.grad = given.to(parameter.device)
+        else:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None or parameter.grad.is_sparse else parameter.grad
+            parameter.grad = _broadcast(gradient, source, comm)
 
 
 def _describe(optimizer: Optimizer) -> tuple[list[str], list[dict[str, Any]]]:

@@ -103,8 +103,8 @@ class FullyShardedDataParallel(nn.Module):
         uneven_paths: True lets ranks go different ways: leave units out, repeat them, take them in another order, evaluate on
             some ranks only. Gradients are averages over all ranks, in which a rank without a gradient counts as zero. Reductions
             begin when all ranks are at the end of the backward, and unsharded gradients are in memory until then. It includes
-            `find_unused_parameters`. Refused: `broadcast_buffers`, `static_graph`. Default False: ranks that call different
-            collectives are named. The value of the outermost unit counts.
+            `find_unused_parameters`. Refused: `broadcast_buffers`, `static_graph`, `offload_policy`. Default False: ranks that
+            call different collectives are named. The value of the outermost unit counts.
         offload_policy: keeps shards, gradients and optimizer state in host memory: a `fsdp.OffloadPolicy`, FSDP2's
             `CPUOffloadPolicy`, or FSDP1's `CPUOffload`. Each gather copies this rank's shard to the device first, and the
             optimizer steps on the host. Default None: they stay on the device of the module.

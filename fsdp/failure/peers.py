@@ -38,6 +38,8 @@ CLOSING: Final = 2.0
 """Seconds that are spent on closing connections when a group is destroyed or the process ends."""
 _GONE: Final = ("has ended", "does not answer", "has not come back")
 """How the reasons begin that a rank gives for one that cannot speak for itself."""
+_ABSENT: Final = "has not called"
+"""How the reason begins that a rank gives for one that has not made a call within the time-out, and may still come."""
 RESTART: Final = "Start the job again from a checkpoint."
 ENDED: Final = "has ended, while this rank waited for it"
 OPENING: Final = "opening"
@@ -377,6 +379,8 @@ def abandoned_by(
 ) -> PeerFailed:
     if reason.startswith(_GONE):  # another rank has found that
         return PeerFailed(f"rank {rank} {reason}. {RESTART}", rank, unit, reason)
+    if reason.startswith(_ABSENT):
+        return PeerFailed(f"rank {rank} {reason}.{remedy}", rank, unit, reason)
     where = "" if unit is None else f", in unit {unit!r},"
     return PeerFailed(f"rank {rank} has abandoned the step{where} with {reason}.{remedy}", rank, unit, reason)
 

@@ -151,10 +151,23 @@ class Bucket:
             if accumulated is not None and accumulated.owns_shard_grad:
                 self.flat.sharded_params[i].grad = None
 
-    def shard_grads(self) -> list[Tensor]:
-        """`.grad` of the sharded parameters, without those that only show what was accumulated under `no_sync`."""
+    def shard_grads(self) -> list[Tensor | None]:
+        """`.grad` of each sharded parameter; None if it only shows what was accumulated under `no_sync`."""
         shown = {i for i, one in self.accumulated.items() if one.owns_shard_grad}
-        return [p.grad for i, p in enumerate(self.flat.sharded_params) if p.grad is not None and i not in shown]
+        with quick_attributes():
+            return [None if i in shown else p.grad for i, p in enumerate(self.flat.sharded_params)]
+
+    def can_have_shard_grads(self) -> list[bool]:
+        """For each sharded parameter, whether it ever has a `.grad`: a plain shard without elements has none."""
+        flat = self.flat
+        empty = {i for i, _, _ in flat.empty_shards}
+        return [part.numel > 0 or i in empty or flat.is_replicated for i, part in enumerate(flat.parts)]
+
+    def drop_shard_grads(self, kept: Sequence[bool]) -> None:
+        """Set `.grad` of the other sharded parameters to None."""
+        for param, keeps in zip(self.flat.sharded_params, kept, strict=True):
+            if not keeps:
+                param.grad = None
 
     def _accumulate(self, i: int, gradient: Tensor) -> None:
         gradient = self._to_accumulate(i, gradient)

@@ -9,6 +9,7 @@ Rule 4: the tables of `state_machine.bucket` decide what happens to a bucket; th
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from time import perf_counter
 
 from torch import Tensor, nn
@@ -51,6 +52,8 @@ class Reducer:
         """For each unit, the numbers of its buckets."""
         for number, bucket in enumerate(self.buckets):
             self.of_unit[bucket.unit].append(number)
+        self.can_have_shard_grads = [flag for bucket in self.buckets for flag in bucket.can_have_shard_grads()]
+        """For each sharded parameter, whether it ever has a `.grad` on this rank."""
         self._device = readable_device(units[0].device)
         self._used_params = UsedParams(units, self.buckets, self.policy.static_graph, comms.world_comm, streams, self._device)
         self._reductions = ReductionQueue(self.policy, comms, streams, tracker)
@@ -123,9 +126,15 @@ class Reducer:
         return bool(self._accumulating())
 
     @property
-    def shard_grads(self) -> list[Tensor]:
-        """`.grad` of all sharded parameters, without those that only show what was accumulated under `no_sync`."""
+    def shard_grads(self) -> list[Tensor | None]:
+        """`.grad` of each sharded parameter; None if it only shows what was accumulated under `no_sync`."""
         return [gradient for bucket in self.buckets for gradient in bucket.shard_grads()]
+
+    def drop_shard_grads(self, kept: Sequence[bool]) -> None:
+        """Set `.grad` of the other sharded parameters to None. `kept` is in the order of `shard_grads`."""
+        flags = iter(kept)
+        for bucket in self.buckets:
+            bucket.drop_shard_grads(list(islice(flags, len(bucket.views))))
 
     def forget_kept(self) -> None:
         """Drop all gradients accumulated under `no_sync`."""

@@ -132,7 +132,7 @@ class Engine:
         self.synchronises = synchronises
 
     def set_watcher(self, watcher: PassWatcher | None) -> None:
-        """From now on, call `watcher` before each forward of the root and before each backward. None: call nothing."""
+        """From now on, call `watcher` before each forward of the root, and before and after each backward. None: call nothing."""
         self.watcher = watcher
 
     # events -------------------------------------------------------------------------------
@@ -256,6 +256,8 @@ class Engine:
             if reduces or not self.units[0].config.uneven_paths:  # others are not those of all ranks
                 self.comms.completed()
             self.reducer.run_hooks(self.note)
+            if self.watcher is not None:
+                self.watcher.after_backward()
         return True
 
     def abandon_step(self, failure: BaseException | None = None, index: int | None = None) -> None:
@@ -295,8 +297,7 @@ class Engine:
         if (restart := self.pending_backward.announce_restart(self.units[0].name)) is not None:
             self.abandon_step(restart, 0)
         if self.units[0].config.broadcast_buffers and records_graph:
-            source = 0 if self.watcher is None else self.watcher.buffer_source
-            broadcast_buffers(self.units[0].modules, self.comms.world_comm, source)
+            broadcast_buffers(self.units[0].modules, self.comms.world_comm, self.watcher.buffer_source if self.watcher else 0)
         if self.reducer.policy.find_unused_parameters:
             # a rank may not use a unit that is frozen on all ranks
             for unit in self.units:
@@ -319,8 +320,7 @@ class Engine:
 
     def _unshard(self, index: int) -> None:
         self._gathers.prefetch(self._schedule.gathered_with(index), self._prefetch)
-        done = self.request(index, Request.UNSHARD)
-        if done:
+        if done := self.request(index, Request.UNSHARD):
             self.reducer.gathered(index)  # without effect outside a backward: the next one begins anew
         if Effect.WAIT_ALL_GATHER in done:
             self._gathers.prefetch(self._schedule.needed(index), self._prefetch)

@@ -24,7 +24,7 @@ class HookActions(ABC):
 
 
 class PassWatcher(ABC):
-    """An object that the engine calls before each forward of the root and before each backward, such as that of `fsdp.join`."""
+    """An object that the engine calls before each forward of the root, and before and after each backward: a `fsdp.join`."""
 
     @property
     @abstractmethod
@@ -38,3 +38,7 @@ class PassWatcher(ABC):
     @abstractmethod
     def before_backward(self, reduces: bool) -> None:
         """A backward begins outside any forward. `reduces`: whether it reduces its gradients."""
+
+    @abstractmethod
+    def after_backward(self) -> None:
+        """A backward is over. Its gradients are where the user sees them, and the user's hooks have run."""

@@ -1,6 +1,15 @@
-"""Which ranks have data left, where some have none (`fsdp.join`)."""
+"""Which ranks have data left, where some have none (`fsdp.join`): the message of both joins.
 
-from collections.abc import Callable, Sequence
+[Note: gradients of ranks without data]
+A rank without data takes part in backwards and steps, so its gradients follow those of the others. It does not see what the
+others do with theirs outside the function that steps. So the message says of each sharded parameter whether a rank with data has
+a gradient, and a rank without data drops those that the others have set to None. Other changes cannot be repeated, and are
+refused. `.grad` exists on all ranks alike, also where a rank holds no element of a parameter, except of a plain shard. If no rank
+with data can have a gradient of a parameter, it is dropped if all others are.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -9,16 +18,8 @@ from torch import Tensor
 
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError, name_ranks
-from fsdp.shards.shard_tensor import plain
-
-
-class DataLeft(NamedTuple):
-    """The ranks at the end of a backward, of which some have no data left."""
-
-    ranks: Sequence[int]
-    """Those that have data left."""
-    cleared: bool
-    """Whether these have set all gradients to None."""
+from fsdp.reduction.reducer import Reducer
+from fsdp.shards.shard_tensor import plain, quick_attributes
 
 
 class ShardGrads(IntEnum):
@@ -28,59 +29,149 @@ class ShardGrads(IntEnum):
     ZEROS = 1
     VALUES = 2
 
-
-def refuse_zeroed(found: Sequence[ShardGrads], has_data: Sequence[bool]) -> None:
-    """Before a backward: refuse gradients that were zeroed in place, which a rank without data can not know.
-
-    Gradients that are None on all ranks with data become None on the others. Zeros may be the gradients themselves.
-
-    Raises:
-        ShardingError: they are zeros on the ranks that have data left, and not on the others.
-    """
-    of_data = max(one for one, has in zip(found, has_data, strict=True) if has)
-    keeping = [rank for rank, one in enumerate(found) if one is ShardGrads.VALUES and not has_data[rank]]
-    if of_data is ShardGrads.ZEROS and keeping:
-        raise ShardingError(
-            f"inside fsdp.join, gradients are zeros on the ranks that have data left, and not on {name_ranks(keeping)}, which "
-            "cannot know of it: call zero_grad() without set_to_none=False, or zero them in the function that steps."
-        )
+    @staticmethod
+    def of(gradients: Sequence[Tensor | None]) -> "ShardGrads":
+        """Look at the gradients of all shards of a rank, up to the first one that is not zero."""
+        found = [one for one in gradients if one is not None]
+        if not found:
+            return ShardGrads.NONE
+        values = (one._values() if one.is_sparse else plain(one) for one in found)
+        return ShardGrads.VALUES if any(bool(one.any()) for one in values if one.numel()) else ShardGrads.ZEROS
 
 
-def shard_grads_of(gradients: Sequence[Tensor]) -> ShardGrads:
-    """Look at the gradients of all shards of a rank, up to the first one that is not zero."""
-    if not gradients:
-        return ShardGrads.NONE
-    values = (one._values() if one.is_sparse else plain(one) for one in gradients)
-    return ShardGrads.VALUES if any(bool(one.any()) for one in values if one.numel()) else ShardGrads.ZEROS
+class RankState(NamedTuple):
+    """What a rank says of itself."""
+
+    has_data: bool
+    is_joined: bool
+    """Whether it is inside `fsdp.join`."""
+    changed_grads: bool
+    """Whether its gradients were changed outside a backward and the function that steps, other than set to None."""
+    shard_grads: ShardGrads
+    operation: int
+    """A number below 8 for what it does next, if ranks announce that."""
+
+    def as_byte(self) -> int:
+        flags = _HAS * self.has_data + _JOINED * self.is_joined + _CHANGED * self.changed_grads
+        return flags + _GRADS * self.shard_grads + _OPERATION * self.operation
+
+    @staticmethod
+    def from_byte(byte: int) -> "RankState":
+        grads, operation = ShardGrads(byte % _OPERATION // _GRADS), byte // _OPERATION
+        return RankState(bool(byte & _HAS), bool(byte & _JOINED), bool(byte & _CHANGED), grads, operation)
 
 
-OnDataLeft = Callable[[DataLeft], None]
-_HAS, _JOINS, _GRADS = 1, 2, 4
+_HAS, _JOINED, _CHANGED, _GRADS, _OPERATION = 1, 2, 4, 8, 32
+"""The parts of the byte of a rank, by their lowest bit. `_GRADS` has two bits, `_OPERATION` three."""
 
 
-def count_data_left(
-    gradients: Sequence[Tensor], comm: Communicator, has_data: bool, joins: bool, device: torch.device
+class DataLeft(NamedTuple):
+    """What all ranks have said."""
+
+    states: Sequence[RankState]
+    """For each rank."""
+    keeps_grad: Sequence[bool]
+    """For each sharded parameter, whether ranks without data keep their gradient. See the note above."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that have data left."""
+        return [rank for rank, state in enumerate(self.states) if state.has_data]
+
+    @property
+    def finished(self) -> list[int]:
+        """Those that have none."""
+        return [rank for rank, state in enumerate(self.states) if not state.has_data]
+
+    def refuse_changes(self, in_backward: bool) -> None:
+        """Refuse changes of gradients outside the step that a rank without data cannot know.
+
+        A change through `.data` is not noticed by itself. If all gradients are zeros before a backward, it was one.
+
+        Raises:
+            ShardingError: there are such changes, and ranks without data.
+        """
+        changed = [rank for rank in self.ranks if self.states[rank].changed_grads]
+        if self.finished and changed:
+            raise ShardingError(
+                f"inside fsdp.join, gradients were changed outside the function that steps on {name_ranks(changed)}, and so "
+                f"not on {name_ranks(self.finished)}, where no data is left: change them in that function, or set them to None."
+            )
+        keeping = [rank for rank, state in enumerate(self.states) if state.shard_grads is ShardGrads.VALUES]
+        of_data = max(self.states[rank].shard_grads for rank in self.ranks)
+        if in_backward and keeping and of_data is ShardGrads.ZEROS:
+            raise ShardingError(
+                f"inside fsdp.join, gradients are zeros on the ranks that have data left, and not on {name_ranks(keeping)}, "
+                "which cannot know of it: call zero_grad() without set_to_none=False, or zero them in the function that steps."
+            )
+
+
+class InsideJoin(ABC):
+    """What an engine asks of the join that it is inside."""
+
+    @property
+    @abstractmethod
+    def changed_grads(self) -> bool:
+        """See `RankState`."""
+
+    @abstractmethod
+    def on_data_left(self, left: DataLeft, in_backward: bool) -> None:
+        """The ranks have exchanged which of them have data left. Nothing is reduced yet, and no step taken."""
+
+
+class GradVersions:
+    """The gradients of the shards of a rank as they were when they were last remembered."""
+
+    def __init__(self, gradients: Sequence[Tensor | None]) -> None:
+        self.remember(gradients)
+
+    def remember(self, gradients: Sequence[Tensor | None]) -> None:
+        """Compare with these gradients from now on."""
+        self._known = _versions_of(gradients)
+
+    def have_changed(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether any of these gradients has changed, but for those that are None."""
+        now = _versions_of(gradients)
+        return any(one is not None and one != before for one, before in zip(now, self._known, strict=True))
+
+
+def _versions_of(gradients: Sequence[Tensor | None]) -> list[tuple[int, int] | None]:
+    with quick_attributes():
+        return [None if one is None else (id(one), one._version) for one in gradients]
+
+
+_UNKNOWN, _NONE, _SOME = 0, 1, 2
+"""The byte of a parameter: of the ranks with data, none can have a gradient; none has one; some rank has one."""
+
+
+def exchange_data_left(
+    reducer: Reducer,
+    comm: Communicator,
+    device: torch.device,
+    *,
+    has_data: bool,
+    join: InsideJoin | None,
+    operation: int = 0,
 ) -> DataLeft:
-    """Exchange which ranks have data left. `joins`: this rank is inside `fsdp.join`.
+    """Exchange what the ranks say of themselves, and which gradients they have.
 
-    `gradients`: those of this rank's shards, as earlier steps left them.
+    `join`: the one that this rank is inside.
 
-    Traffic: an all-reduce of one byte a rank, in a backward that some rank ends without data.
-
-    Raises:
-        ShardingError: a rank is not inside `fsdp.join`, or gradients were zeroed in place.
+    Traffic: an all-reduce of one byte a rank and one byte a sharded parameter.
     """
-    message = torch.zeros(comm.size, dtype=torch.uint8, device=device)
-    message[comm.rank] = _HAS * has_data + _JOINS * joins + _GRADS * shard_grads_of(gradients)
-    comm.all_reduce(message, "max", "who has data left").wait()
-    found = message.tolist()
-    outside = [rank for rank, flags in enumerate(found) if not flags & _JOINS]
-    if outside:
-        raise ShardingError(
-            f"a rank has no data left and waits at the end of fsdp.join, and {name_ranks(outside)} ended a backward outside of "
-            "it; train inside fsdp.join on every rank."
-        )
-    ranks = [rank for rank, flags in enumerate(found) if flags & _HAS]
-    left = [ShardGrads(flags // _GRADS) for flags in found]
-    refuse_zeroed(left, [bool(flags & _HAS) for flags in found])
-    return DataLeft(ranks, all(left[rank] is ShardGrads.NONE for rank in ranks))
+    gradients, changed = reducer.shard_grads, has_data and join is not None and join.changed_grads
+    message = [0] * comm.size
+    message[comm.rank] = RankState(has_data, join is not None, changed, ShardGrads.of(gradients), operation).as_byte()
+    if has_data:
+        message += [
+            _UNKNOWN if not can else _NONE if one is None else _SOME
+            for can, one in zip(reducer.can_have_shard_grads, gradients, strict=True)
+        ]
+    else:
+        message += [_UNKNOWN] * len(gradients)
+    combined = torch.tensor(message, dtype=torch.uint8, device=device)
+    comm.all_reduce(combined, "max", "who has data left").wait()
+    values = combined.tolist()
+    states, found = [*map(RankState.from_byte, values[: comm.size])], values[comm.size :]
+    unknown_are_kept = _SOME in found
+    return DataLeft(states, [unknown_are_kept if one == _UNKNOWN else one == _SOME for one in found])

@@ -15,13 +15,13 @@ from fsdp.comm.context import CommContext
 from fsdp.debug.error_notes import add_note
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
-from fsdp.errors import ShardingError
+from fsdp.errors import ShardingError, name_ranks
 from fsdp.params.external_use import GatherParam
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.prefetch import PassSchedules, PrefetchSchedule
-from fsdp.uneven.data_left import OnDataLeft, count_data_left
+from fsdp.uneven.data_left import InsideJoin, exchange_data_left
 from fsdp.uneven.gather_order import Combine, GatherOrder
 from state_machine import Action, BackwardEvent, Event
 from state_machine.paths import Phase, Place, Places
@@ -44,7 +44,7 @@ class UnevenEngine(Engine):
         self._order = GatherOrder(units, comms, streams, tracker, self.reducer.combine)
         self.schedules = CommonSchedules(self, self._order, units[0].config.prefetch)
         self._schedule = self.schedules.forward
-        self._on_data_left: OnDataLeft | None = None
+        self._join: InsideJoin | None = None
         """Set inside `fsdp.join`."""
         self._has_met = False
         self._action_handlers[Action.REDUCE_GRADS] = self._keep_until_the_end
@@ -62,14 +62,9 @@ class UnevenEngine(Engine):
         """Whether the ranks have met before the backward that runs, which is that of a rank that has no data left."""
         return self._has_met
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether this rank is inside `fsdp.join`."""
-        return self._on_data_left is not None
-
-    def set_on_data_left(self, on_data_left: OnDataLeft | None) -> None:
-        """From now on, call this where a backward ends in which some ranks have no data left, before anything is reduced."""
-        self._on_data_left = on_data_left
+    def set_join(self, join: InsideJoin | None) -> None:
+        """From now on, call `join` where some ranks have no data left: at the end of a backward, and before a step."""
+        self._join = join
 
     def meet(self, place: Place = Place.MEETING) -> Places:
         """Take part in what other ranks gather, until all ranks are between two steps; return where they are.
@@ -80,8 +75,7 @@ class UnevenEngine(Engine):
         self._streams.pass_begins()  # an optimizer may have stepped since the last pass
         try:
             places = self._order.finish(place)
-            if Place.END_OF_BACKWARD in places:
-                self._count_data_left(places, has_data=False)
+            self._exchange_data_left(places, has_data=place is not Place.NO_DATA)
         except BaseException as failure:
             add_note(failure, self.snapshot, 0, ours=True)
             self.abandon_step(failure, 0)
@@ -156,15 +150,26 @@ class UnevenEngine(Engine):
     def _end_backward(self, combine: Combine) -> bool:
         if self._has_met:
             return False
-        self._count_data_left(self._order.finish(Place.END_OF_BACKWARD, combine), has_data=True)
+        self._exchange_data_left(self._order.finish(Place.END_OF_BACKWARD, combine), has_data=True)
         return True
 
-    def _count_data_left(self, places: Places, has_data: bool) -> None:
-        if Place.NO_DATA not in places:
+    def _exchange_data_left(self, places: Places, has_data: bool) -> None:
+        """Where some ranks have no data left, and others end a backward or step: exchange which ones.
+
+        Raises:
+            ShardingError: a rank is not inside `fsdp.join`, or see `Joined.on_data_left`.
+        """
+        if Place.NO_DATA not in places or not places & {Place.END_OF_BACKWARD, Place.STEP}:
             return
-        left = count_data_left(self.reducer.shard_grads, self.comms.world_comm, has_data, self.is_joined, self.units[0].device)
-        assert self._on_data_left is not None, "a rank outside of fsdp.join was refused"
-        self._on_data_left(left)
+        join, world_comm, device = self._join, self.comms.world_comm, self.units[0].device
+        left = exchange_data_left(self.reducer, world_comm, device, has_data=has_data, join=join)
+        if outside := [rank for rank, other in enumerate(left.states) if not other.is_joined]:
+            raise ShardingError(
+                f"a rank has no data left and waits at the end of fsdp.join, and {name_ranks(outside)} ended a backward outside "
+                "of it; train inside fsdp.join on every rank."
+            )
+        assert join is not None, "a rank outside of fsdp.join was refused"
+        join.on_data_left(left, Place.END_OF_BACKWARD in places)
 
     def _reset_step(self) -> None:
         super()._reset_step()

@@ -16,6 +16,8 @@ from tests.support.paths import Branching, Hop, batch, draw_program, sharded
 from tests.uneven.joins import weights_after
 
 LIMIT = 90
+TIME_OUT = 4
+"""Seconds that a rank of `waiting` waits for another one."""
 SEEDS = range(4)
 MESH = 2, 2
 """The mesh of four ranks."""
@@ -42,6 +44,7 @@ def of_one_group(rank: int, size: int) -> dict[str, Any]:
     found["failure"] = failing(rank)
     found["joined"] = weights_after(rank, 1, size, False, "before")
     found["stepping"] = stepping(rank)
+    found["waiting"] = waiting(rank, size)
     found["skipping"] = skipping(rank)  # the ranks cannot communicate after it
     return found
 
@@ -86,6 +89,28 @@ def skipping(rank: int) -> str:
         time.sleep(0.5)
         return str(failure)
     return ""
+
+
+def waiting_hops(rank: int, size: int) -> list[Hop]:
+    return [Hop(0)] if rank == size - 1 else [Hop(0), Hop(2)]
+
+
+def waiting(rank: int, size: int) -> tuple[str, float]:
+    """The last rank leaves a new unit out and waits in a barrier of the user, while the others gather. Then all start again."""
+    model = model_of(uneven_paths=True, process_group=dist.new_group(timeout=timedelta(seconds=TIME_OUT)))
+    said = ""
+    model(batch(0, 0, rank), [Hop(0)]).sum().backward()
+    try:
+        try:
+            loss = model(batch(1, 0, rank), waiting_hops(rank, size)).sum()
+        finally:
+            dist.barrier()
+        loss.backward()
+    except fsdp.PeerFailed as failure:
+        said = str(failure)
+    model.zero_grad()
+    model(batch(1, 0, rank), waiting_hops(rank, size)).sum().backward()
+    return said, float(fsdp.clip_grad_norm_(model, 1.0))
 
 
 def stepping(rank: int) -> str:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.support.everything import EVERYTHING
-from tests.support.paths import assert_alike, draw_program, plain
+from tests.support.paths import Branching, assert_alike, batch, draw_program, plain
 from tests.support.processes import results_of
 from tests.uneven.joins import weights_after
-from tests.uneven.programs import SEEDS
+from tests.uneven.programs import SEEDS, TIME_OUT, waiting_hops
 
 pytestmark = pytest.mark.gloo
 
@@ -59,3 +59,16 @@ def test_ranks_without_data_need_no_batch(size: int) -> None:
 def test_a_rank_that_changes_weights_in_the_middle_of_a_step_is_named(size: int) -> None:
     for found in results(size):
         assert "unit 'layers.0' were changed on rank 1 in the middle of a step" in found["stepping"], found["stepping"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_in_a_collective_of_the_user_is_named_to_those_that_wait_for_it_and_all_go_on(size: int) -> None:
+    torch.manual_seed(0)
+    alone = Branching()
+    for rank in range(size):
+        (alone(batch(1, 0, rank), waiting_hops(rank, size)).sum() / size).backward()
+    wanted = float(torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0))
+    text = f"rank {size - 1} has not called all_gather of head within {TIME_OUT} s, the time-out of its group."
+    for said, norm in (found["waiting"] for found in results(size)):
+        assert said.startswith(text), said
+        assert abs(norm - wanted) < 1e-5 * wanted

@@ -61,29 +61,6 @@ def test_gradients_are_zeroed_outside_the_step_beside_accumulated_ones(
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, UNEVEN], ids=["even", "uneven"])
-def test_gradients_zeroed_in_place_are_refused_outside_the_step(options: dict[str, Any]) -> None:
-    def run(rank: int, inside: bool) -> None:
-        model = make(**options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-        def step() -> None:
-            optimizer.step()
-            if inside:
-                optimizer.zero_grad(set_to_none=False)
-
-        with fsdp.join(model, step) as joined:
-            for number in range(1 + 2 * rank):
-                if not inside:
-                    optimizer.zero_grad(set_to_none=False)
-                model(batch(number, 0, rank), EVEN).square().mean().backward()
-                joined.step()
-
-    assert errors(2, partial(run, inside=True)) == ["", ""]
-    for text in errors(2, partial(run, inside=False)):
-        assert "gradients are zeros on the ranks that have data left, and not on rank 0" in text
-
-
 def test_backwards_of_their_own_through_one_forward_are_served() -> None:
     """Each of them is a step of its own, so that the common path of one begins in a backward."""
 

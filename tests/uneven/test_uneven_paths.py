@@ -268,6 +268,7 @@ def test_ranks_learn_anew_after_a_step_that_was_abandoned() -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "uneven_paths must be True or False": {"uneven_paths": 1},
+    "offload_policy and uneven_paths cannot be combined": {"uneven_paths": True, "offload_policy": fsdp.OffloadPolicy()},
     "uneven_paths and broadcast_buffers contradict": {"uneven_paths": True, "broadcast_buffers": True},
     "uneven_paths and reduction.static_graph contradict": {
         "uneven_paths": True,

@@ -1,0 +1,258 @@
+"""Ranks with data left change gradients outside the step of `fsdp.join`. Ranks without data drop what was set to None."""
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from tests.support.paths import Branching, batch
+from tests.uneven.test_uneven_paths import EVEN, log, make
+
+JOINS = pytest.mark.parametrize("options", [{}, {"uneven_paths": True}], ids=["even", "uneven"])
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)},
+    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
+}
+EVERY = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+COUNTS = (2, 6, 4, 6)
+
+
+def trained(rank: int | None, where: str, accumulates: bool = False, **options: Any) -> dict[str, Tensor]:
+    """Train with two optimizers: the second one steps after every third batch. Outside the step, gradients are set to None.
+
+    `where`: "zero_grad" of each optimizer after its step; "before the step" those of one parameter too, in every second batch.
+    """
+    torch.manual_seed(0)
+    model: nn.Module = Branching() if rank is None else make(**options)
+    head, others = [*model.head.parameters()], [*model.layers.parameters()]  # type: ignore[union-attr, operator]
+    first = torch.optim.SGD(head, lr=0.05, momentum=0.9)
+    second = torch.optim.SGD(others, lr=0.05, momentum=0.9)
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        first.step()
+        if steps % 3 == 0:
+            second.step()
+
+    with contextlib.nullcontext() if rank is None else fsdp.join(model, step) as joined:
+        for number in range(max(COUNTS) if rank is None else COUNTS[rank]):
+            for one in [rank] if rank is not None else [r for r, count in enumerate(COUNTS) if count > number]:
+                divisor = 1 if rank is not None else sum(count > number for count in COUNTS)
+                if accumulates:
+                    with contextlib.nullcontext() if rank is None else fsdp.no_sync(model):
+                        (model(batch(number, 1, one), EVEN).square().mean() / divisor).backward()
+                (model(batch(number, 0, one), EVEN).square().mean() / divisor).backward()
+            if where == "before the step" and number % 2:
+                head[0].grad = None
+            step() if rank is None else joined.step()
+            first.zero_grad()
+            if number % 3 == 2:
+                second.zero_grad()
+    return dict(model.state_dict()) if rank is None else fsdp.full_state_dict(model, rank0_only=False)
+
+
+@JOINS
+@EVERY
+@pytest.mark.parametrize("where", ["zero_grad", "before the step"])
+def test_gradients_of_some_parameters_may_be_set_to_none_outside_the_step(
+    where: str, strategy: dict[str, Any], options: dict[str, Any]
+) -> None:
+    wanted = trained(None, where)
+    for found in fsdp.simulate(len(COUNTS), lambda rank: trained(rank, where, **strategy, **options)):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@JOINS
+def test_beside_gradients_that_are_accumulated_under_no_sync(options: dict[str, Any]) -> None:
+    wanted = trained(None, "zero_grad", accumulates=True)
+    for found in fsdp.simulate(len(COUNTS), lambda rank: trained(rank, "zero_grad", accumulates=True, **options)):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+@JOINS
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_a_plain_shard_without_elements_says_nothing(zeroes: bool, options: dict[str, Any]) -> None:
+    """Rank 0, which finishes first, alone holds the bias of this unit. It keeps or drops what the others keep or drop."""
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias, self.weight = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).sum() + self.bias
+
+    def run(rank: int | None) -> Tensor:
+        model: nn.Module = Small()
+        if rank is not None:
+            fsdp.fully_shard(model, plain_shards=True, **options)
+            assert (model.bias.numel() == 0) == bool(rank)  # type: ignore[union-attr, operator]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with contextlib.nullcontext() if rank is None else fsdp.join(model, optimizer.step) as joined:
+            for _ in range(3 if rank is None else 1 + 2 * rank):
+                model(torch.ones(7)).sum().backward()
+                optimizer.step() if rank is None else joined.step()
+                if zeroes:
+                    optimizer.zero_grad()
+        state = dict(model.state_dict()) if rank is None else fsdp.full_state_dict(model, rank0_only=False)
+        return torch.cat([state["bias"], state["weight"]])
+
+    wanted = run(None)
+    for found in fsdp.simulate(2, run):
+        torch.testing.assert_close(found, wanted)
+
+
+def changing(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str) -> None:
+    gradient = model.head.weight.grad  # type: ignore[union-attr]
+    if kind == "zeros":
+        optimizer.zero_grad(set_to_none=False)
+    elif isinstance(gradient, Tensor):
+        if kind == "zeros of one parameter":
+            gradient.zero_()
+        elif kind == "scaled":
+            gradient.mul_(0.5)
+        else:
+            model.head.weight.grad = gradient * 0.5  # type: ignore[union-attr]
+
+
+@JOINS
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("place", ["before the step", "after the step"])
+@pytest.mark.parametrize("kind", ["zeros", "zeros of one parameter", "scaled", "another tensor"])
+def test_other_changes_outside_the_step_are_refused_where_a_rank_has_no_data_left(
+    kind: str, place: str, strategy: str, options: dict[str, Any]
+) -> None:
+    """They are allowed inside it, and as long as all ranks have data."""
+
+    def run(rank: int, inside: bool, counts: tuple[int, int]) -> str:
+        model = make(sharding_strategy=strategy, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        change = partial(changing, model, optimizer, kind)
+
+        def step() -> None:
+            if inside and place == "before the step":
+                change()
+            optimizer.step()
+            if inside and place == "after the step":
+                change()
+
+        try:
+            with fsdp.join(model, step) as joined:
+                for number in range(counts[rank]):
+                    model(batch(number, 0, rank), EVEN).square().mean().backward()
+                    if not inside and place == "before the step":
+                        change()
+                    joined.step()
+                    if not inside and place == "after the step":
+                        change()
+        except fsdp.ShardingError as error:
+            return str(error)
+        return ""
+
+    assert fsdp.simulate(2, partial(run, inside=True, counts=(1, 3))) == ["", ""]
+    assert fsdp.simulate(2, partial(run, inside=False, counts=(2, 2))) == ["", ""]
+    for text in fsdp.simulate(2, partial(run, inside=False, counts=(1, 3))):
+        assert text.startswith(
+            "inside fsdp.join, gradients were changed outside the function that steps on rank 1, and so not on rank 0, where no "
+            "data is left"
+        )
+
+
+@JOINS
+def test_gradients_that_are_all_zeroed_without_a_trace_are_refused_too(options: dict[str, Any]) -> None:
+    """Torch counts no change through `.data`."""
+
+    def run(rank: int) -> str:
+        model = make(**options)
+        try:
+            with fsdp.join(model, lambda: None) as joined:
+                for number in range(1 + 2 * rank):
+                    model(batch(number, 0, rank), EVEN).square().mean().backward()
+                    joined.step()
+                    for parameter in model.parameters():
+                        if parameter.grad is not None:
+                            parameter.grad.data.zero_()
+        except fsdp.ShardingError as error:
+            return str(error)
+        return ""
+
+    for text in fsdp.simulate(2, run):
+        assert "gradients are zeros on the ranks that have data left, and not on rank 0" in text
+
+
+@JOINS
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_without_a_step_all_ranks_take_over_gradients_too(sparse: bool, options: dict[str, Any]) -> None:
+    """Each rank clips its own, and zeroes those of one parameter in place."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.out, self.unused = nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 1), nn.Linear(2, 2)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.out(self.embedding(words))  # type: ignore[no-any-return]
+
+    def run(rank: int) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(Words(), sharding_strategy="NO_SHARD", plain_shards=True, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with fsdp.join(model):
+            for number in range(1 + rank):
+                if number:
+                    model.out.weight.grad.zero_()  # type: ignore[union-attr]
+                model(torch.tensor([number, 2 * rank + 5])).sum().backward()
+                nn.utils.clip_grad_norm_(model.out.parameters(), 0.1)  # type: ignore[union-attr]
+                optimizer.step()
+        return [None if p.grad is None else p.grad.to_dense().clone() for p in model.parameters()]
+
+    first, second = fsdp.simulate(2, run)
+    assert sum(one is None for one in second) == 2
+    for mine, other in zip(first, second, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None and other is not None:
+            assert torch.equal(mine, other) and bool(other.any())
+
+
+@JOINS
+def test_changes_do_not_hide_that_all_ranks_stop(options: dict[str, Any]) -> None:
+    def run(rank: int) -> None:
+        model = make(**options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with fsdp.join(model, optimizer.step, stops_at_first=True) as joined:
+            for number in range(1 + rank):
+                optimizer.zero_grad(set_to_none=False)
+                model(batch(number, 0, rank), EVEN).square().mean().backward()
+                joined.step()
+
+    with pytest.raises(fsdp.InputsExhausted, match="rank 0 had no further batch"):
+        fsdp.simulate(2, run)
+
+
+@JOINS
+def test_a_message_has_one_byte_a_rank_and_one_a_parameter(options: dict[str, Any]) -> None:
+    """The even join sends one with each operation; the uneven one where a rank without data ends a backward or a step."""
+
+    def run(rank: int) -> tuple[int, list[list[int]]]:
+        model, found = make(**options), []
+        with fsdp.join(model, lambda: None) as joined:
+            for number in range(2 + rank):
+                before = len(log())
+                model(batch(number, 0, rank), EVEN).square().mean().backward()
+                joined.step()
+                found.append([call.received for call in log()[before:] if call.label == "who has data left"])
+        return len([*model.parameters()]), found
+
+    _, (params, found) = fsdp.simulate(2, run)
+    size = 2 + params  # what an all-reduce of two ranks receives
+    assert found == ([[], [], [size] * 2] if options else [[size] * 3] * 3)
