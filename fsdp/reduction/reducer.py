@@ -52,7 +52,7 @@ class Reducer:
         for number, bucket in enumerate(self.buckets):
             self.of_unit[bucket.unit].append(number)
         self._device = readable_device(units[0].device)
-        self._used_params = UsedParams(units, self.buckets, self.policy.static_graph, comms.world_comm, streams, self._device)
+        self._used_params = UsedParams(units, self.buckets, self.policy.static_graph, comms.world_comm, self._device)
         self._reductions = ReductionQueue(self.policy, comms, streams, tracker)
         self.early = early_buckets(self.buckets, self.of_unit, innermost, units[0].config)
         """The early buckets: they may be launched when their gradients have arrived, before the post-backward of their unit."""

@@ -11,7 +11,8 @@ from fsdp.comm.simulated import current_rank
 from tests.device import test_races as races
 from tests.support.accelerator.device import NAME, Scheduler
 from tests.support.accelerator.world import run
-from tests.support.models import loss_of
+from tests.support.models import Block, Net, loss_of
+from tests.uneven import test_races as races_of_paths
 
 Weights = list[dict[str, Tensor]]
 """The full weights of each rank after a story, on the host."""
@@ -31,7 +32,50 @@ def scaled(**options: Any) -> None:
         optimizer.zero_grad()
 
 
-STORIES: Final = {**races.STORIES, "a scaler that skips a step": scaled}
+def partly_used(**options: Any) -> None:
+    """Each rank but the first one leaves out a layer. The first one has all gradients, and does not read which ones came."""
+
+    class LeavesOut(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            inner = self.norm(x) if rank_here() == 0 else x
+            return x + self.down(torch.tanh(self.up(inner)))
+
+    torch.manual_seed(3)
+    net = Net(races.BLOCKS)
+    net.blocks[0] = LeavesOut(8)
+    model = fsdp.fully_shard(net, auto_wrap_policy={Block}, **options)
+    races.train(model)
+
+
+def normed(**options: Any) -> None:
+    """Weights change by their own norms, which every rank combines from what all ranks have."""
+    model = races.net(**options)
+    with torch.no_grad():
+        for _ in range(2):
+            for parameter in model.parameters():
+                local, norm = fsdp.to_local(parameter), parameter.norm()
+                local.add_(norm.to(local.device), alpha=0.01)
+
+
+def different_paths(**options: Any) -> None:
+    """With `uneven_paths=True` each rank uses other units, and some run out of data."""
+    races_of_paths.different_paths(rank_here(), **options)
+    races_of_paths.without_data(rank_here(), **options)
+
+
+def rank_here() -> int:
+    rank = current_rank()
+    assert rank is not None
+    return rank.rank
+
+
+STORIES: Final = {
+    **races.STORIES,
+    "a scaler that skips a step": scaled,
+    "a layer left out": partly_used,
+    "norms of weights": normed,
+    "different paths": different_paths,
+}
 """By name."""
 
 
