@@ -6,6 +6,7 @@ Rule 1: only processes of their own load it, because torch then has an accelerat
 import ctypes
 import enum
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -37,7 +38,7 @@ def load() -> Any:
     """Register the device with torch and return the functions of the library."""
     lib = ctypes.CDLL(str(compiled_file()))
     number, pointer = ctypes.c_int64, ctypes.c_void_p
-    lib.pa_failure.restype = ctypes.c_char_p
+    lib.pa_failure.restype = lib.pa_counts.restype = ctypes.c_char_p
     for name in ("queued", "host_waits", "bytes", "bytes_of_stream", "peak", "allocations"):
         getattr(lib, f"pa_{name}").restype = number
     lib.pa_bytes_of_stream.argtypes = [ctypes.c_int, number]
@@ -63,6 +64,15 @@ def configure(scheduler: Scheduler, seed: int = 0) -> None:
 def host_waits(device: int) -> int:
     """How often the host has waited for a stream of a device since `configure`."""
     return int(load().pa_host_waits(device))
+
+
+def counted(device: int) -> dict[int, Counter[str]]:
+    """By stream of a device, how many kernels of each name and how many allocations it was given since `configure`."""
+    found: dict[int, Counter[str]] = {}
+    for line in load().pa_counts(device).decode().splitlines():
+        stream, name, number = line.split()
+        found.setdefault(int(stream), Counter())[name] = int(number)
+    return found
 
 
 @contextmanager

@@ -381,7 +381,7 @@ class Call {
     std::vector<bool> fresh;
     for (size_t i = 0; i < count; ++i)
       fresh.push_back(argument_of(i) < 0);
-    scheduler().enqueue(current_stream(device_.index()), [op = op_, host, targets, fresh, random]() mutable {
+    scheduler().enqueue(current_stream(device_.index()), schema_.name().substr(6), [op = op_, host, targets, fresh, random]() mutable {
       Below below;
       at::Tensor before;
       if (random.defined()) {

@@ -47,6 +47,7 @@ struct Stream {
   std::deque<Work> queue;
   uint64_t enqueued = 0;
   uint64_t done = 0;
+  std::map<std::string, int64_t> counts;  // of kernels and allocations since `configure`, by name
   bool being_advanced = false;
   bool listed = false;  // in the scheduler's list of streams that have had work in this run
 };
@@ -74,6 +75,8 @@ class Scheduler {
     starved_ = static_cast<int64_t>(seed % 6);
     first_id_ = last_id_;
     host_waits.clear();
+    for (auto& [place, stream] : streams_)
+      stream->counts.clear();
     error_.clear();
   }
 
@@ -95,8 +98,11 @@ class Scheduler {
     return stream(device, ++last_id_[device]);
   }
 
-  void enqueue(Stream* stream, std::function<void()> run) {
+  // `name`: of the kernel, by which it is counted; none if no program asked for it.
+  void enqueue(Stream* stream, const std::string& name, std::function<void()> run) {
     std::lock_guard<std::recursive_mutex> held(lock);
+    if (!name.empty())
+      ++stream->counts[name];
     Work work;
     work.run = std::move(run);
     push(stream, std::move(work));
@@ -209,6 +215,17 @@ class Scheduler {
     }
     order_.clear();
     error_.clear();
+  }
+
+  // What has been counted on the streams of a device, one a line: stream, name, number.
+  std::string counts(int device) {
+    std::lock_guard<std::recursive_mutex> held(lock);
+    std::string text;
+    for (auto* stream : order_)
+      if (stream->device == device)
+        for (auto& [name, number] : stream->counts)
+          text += std::to_string(stream->id) + " " + name + " " + std::to_string(number) + "\n";
+    return text;
   }
 
   int64_t queued(int device) {

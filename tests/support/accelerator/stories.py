@@ -63,7 +63,19 @@ def different_paths(**options: Any) -> None:
     races_of_paths.without_data(rank_here(), **options)
 
 
+def joined(**options: Any) -> None:
+    """Ranks with different numbers of batches. Those that have finished take over what the last one has."""
+    model = races.net(**options)
+    optimizer = races.sgd(model)
+    with fsdp.join(model):
+        for step in range(1 + rank_here()):
+            loss_of(model(races.batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def rank_here() -> int:
+    """The number of the rank that this thread runs."""
     rank = current_rank()
     assert rank is not None
     return rank.rank
@@ -75,6 +87,7 @@ STORIES: Final = {
     "a layer left out": partly_used,
     "norms of weights": normed,
     "different paths": different_paths,
+    "uneven inputs": joined,
 }
 """By name."""
 
