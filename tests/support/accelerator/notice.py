@@ -40,7 +40,7 @@ RUNS: Final[list[tuple[str, str, dict[str, Any]]]] = [
     ("norms of weights", "FULL_SHARD", {}),
     ("different paths", "FULL_SHARD", {}),
     ("units that share gathers", "FULL_SHARD", {}),
-    ("uneven inputs", "FULL_SHARD", {}),
+    *(("uneven inputs", strategy, {}) for strategy in ("FULL_SHARD", "NO_SHARD")),
     *(("late gradients", strategy, {}) for strategy in ("NO_SHARD", "HYBRID_SHARD")),
     ("accumulation", "SHARD_GRADIENTS", {}),
     ("checkpointing", "FULL_SHARD", {}),

@@ -64,13 +64,14 @@ def different_paths(**options: Any) -> None:
 
 
 def joined(**options: Any) -> None:
-    """Ranks with different numbers of batches. Those that have finished take over what the last one has."""
+    """Ranks with different numbers of batches. Under NO_SHARD those that have finished take over what the last one has."""
     model = races.net(**options)
     optimizer = races.sgd(model)
-    with fsdp.join(model):
+    alone = options.get("sharding_strategy") == "NO_SHARD"
+    with fsdp.join(model, None if alone else optimizer.step) as joined:
         for step in range(1 + rank_here()):
             loss_of(model(races.batch(step))).backward()
-            optimizer.step()
+            optimizer.step() if alone else joined.step()
             optimizer.zero_grad()
 
 
