@@ -39,9 +39,9 @@ def load() -> Any:
     lib = ctypes.CDLL(str(compiled_file()))
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     lib.pa_failure.restype = lib.pa_counts.restype = ctypes.c_char_p
-    for name in ("queued", "host_waits", "bytes", "bytes_of_stream", "peak", "allocations"):
+    for name in ("queued", "host_waits", "bytes", "bytes_of_stream", "peak", "peak_of_stream", "allocations"):
         getattr(lib, f"pa_{name}").restype = number
-    lib.pa_bytes_of_stream.argtypes = [ctypes.c_int, number]
+    lib.pa_bytes_of_stream.argtypes = lib.pa_peak_of_stream.argtypes = [ctypes.c_int, number]
     lib.pa_configure.argtypes = [ctypes.c_int, ctypes.c_uint64]
     lib.pa_limit.argtypes = lib.pa_fail_at.argtypes = [ctypes.c_int, number]
     lib.pa_abort.argtypes = [number]

@@ -34,6 +34,7 @@ RUNS: Final[list[tuple[str, str, dict[str, Any]]]] = [
     *(("a step inside a forward", strategy, {}) for strategy in ("FULL_SHARD", "one rank", "NO_SHARD")),
     *(("a failing backward with a hook", strategy, {}) for strategy in ("FULL_SHARD", "one rank", "NO_SHARD")),
     *(("a failing backward", strategy, {}) for strategy in ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD")),
+    ("a hook that remembers", "FULL_SHARD", {}),
     ("weights read and loaded", "FULL_SHARD", {}),
     ("a scaler that skips a step", "FULL_SHARD", {}),
     ("a layer left out", "HYBRID_SHARD", {}),
@@ -71,7 +72,7 @@ def main(path: Path) -> str | None:
         if (found := next(filter(None, map(misplaced, CASES)), None)) is not None:
             return found
     except Exception as failure:
-        return f"{type(failure).__name__}: {str(failure).splitlines()[0][:80]}"
+        return _text(failure)
     # a few schedules of every story first: most changes are noticed there
     for schedules in (SCHEDULES[:3], SCHEDULES[3:]):
         for (story, strategy, more), weights in zip(RUNS, wanted, strict=True):
@@ -84,10 +85,14 @@ def main(path: Path) -> str | None:
                         on_accelerator(STORIES[story], size, scheduler, seed, **options, **more), weights
                     )
                 except Exception as failure:
-                    return f"{where}: {type(failure).__name__}: {str(failure).splitlines()[0][:80]}"
+                    return f"{where}: {_text(failure)}"
                 if difference is not None:
                     return f"{where}: {difference}"
     return None
+
+
+def _text(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {str(failure)[:80]}".splitlines()[0]
 
 
 if __name__ == "__main__":

@@ -26,11 +26,16 @@ TWICE: Final = 2 * UNITS - 1
 """The gathers of a step where units are resharded after their forward. All but the root are gathered again."""
 OFFLOAD: Final = {"offload_policy": fsdp.OffloadPolicy()}
 BF16: Final = {"mp_policy": HALF}
+SHARED: Final = {"reduction": fsdp.ReductionPolicy(coalesce_cap_mb=1.0)}
+"""All units share their collectives."""
 
 
-def gathers(times: int) -> Placed:
-    """Each allocates the unsharded parameters and copies this rank's shard to its place."""
-    return {"gather": Counter(allocation=times, copy_=times)}
+def gathers(times: int, joint: int = 0) -> Placed:
+    """Each allocates the unsharded parameters and copies this rank's shard to its place.
+
+    `joint`: how many collectives all of them share. Each puts the shards together, and every unit copies its part out.
+    """
+    return {"gather": Counter(allocation=times + joint, copy_=2 * times if joint else times, cat=joint)}
 
 
 def uploads(times: int, converted: int = 0) -> Placed:
@@ -58,6 +63,8 @@ CASES: Final[dict[str, tuple[str, dict[str, Any], Placed]]] = {
         {**uploads(TWICE, TWICE), **reductions(UNITS, UNITS, UNITS, UNITS)},
     ),
     "FULL_SHARD, hooked": ("FULL_SHARD", {"hooked": True}, {**gathers(TWICE), **reductions(UNITS, hooked=UNITS)}),
+    # one gather for the forward, one for the backward, and one reduction
+    "FULL_SHARD, shared": ("FULL_SHARD", SHARED, {**gathers(TWICE, 2), **reductions(1, 1)}),
     "SHARD_GRAD_OP": ("SHARD_GRAD_OP", {}, {**gathers(UNITS), **reductions(UNITS, UNITS)}),
     "HYBRID_SHARD, bf16": ("HYBRID_SHARD", BF16, {**gathers(TWICE), **reductions(UNITS, UNITS, UNITS)}),
     # gradients are divided before one all-reduce for all units, in the memory that becomes `.grad`

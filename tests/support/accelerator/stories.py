@@ -48,19 +48,37 @@ def partly_used(**options: Any) -> None:
 
 
 def normed(**options: Any) -> None:
-    """Weights change by their own norms, which every rank combines from what all ranks have."""
+    """Weights change by their own norms, and by what is computed from them and gathered. Every rank reads what all ranks have."""
     model = races.net(**options)
     with torch.no_grad():
         for _ in range(2):
             for parameter in model.parameters():
-                local, norm = fsdp.to_local(parameter), parameter.norm()
-                local.add_(norm.to(local.device), alpha=0.01)
+                local = fsdp.to_local(parameter)
+                local.add_(parameter.norm().to(local.device), alpha=0.01)
+                local.add_(fsdp.full_tensor(parameter * 0.5).mean().to(local.device), alpha=0.01)
 
 
 def different_paths(**options: Any) -> None:
     """With `uneven_paths=True` each rank uses other units, and some run out of data."""
     races_of_paths.different_paths(rank_here(), **options)
     races_of_paths.without_data(rank_here(), **options)
+
+
+def remembering(**options: Any) -> None:
+    """A comm hook that remembers what it has seen, also in a backward that fails. Weights change by that in the end."""
+    model, seen = races.net(**options), []
+
+    def hook(state: None, bucket: Any) -> "torch.futures.Future[Tensor]":
+        seen.append(bucket.buffer().sum())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer()[: bucket.buffer().numel() // 2] * 1.0)
+        return future
+
+    fsdp.register_comm_hook(model, None, hook)
+    races.train(model, fails=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            fsdp.to_local(parameter).add_(torch.stack(seen).sum(), alpha=0.01)
 
 
 def joined(**options: Any) -> None:
@@ -89,6 +107,7 @@ STORIES: Final = {
     "norms of weights": normed,
     "different paths": different_paths,
     "uneven inputs": joined,
+    "a hook that remembers": remembering,
 }
 """By name."""
 
