@@ -44,6 +44,8 @@ def load() -> Any:
     lib.pa_bytes_of_stream.argtypes = lib.pa_peak_of_stream.argtypes = [ctypes.c_int, number]
     lib.pa_configure.argtypes = [ctypes.c_int, ctypes.c_uint64]
     lib.pa_limit.argtypes = lib.pa_fail_at.argtypes = [ctypes.c_int, number]
+    lib.pa_speeds.argtypes = [ctypes.c_double] * 3
+    lib.pa_time.restype = ctypes.c_double
     lib.pa_abort.argtypes = [number]
     lib.pa_in_flight.argtypes = [number]
     lib.pa_launch_between_processes.argtypes = [number, ctypes.c_char_p, *[ctypes.c_int] * 6, number, pointer, pointer, number]
@@ -73,6 +75,25 @@ def counted(device: int) -> dict[int, Counter[str]]:
         stream, name, number = line.split()
         found.setdefault(int(stream), Counter())[name] = int(number)
     return found
+
+
+@contextmanager
+def keeping_time(operations: float, count: float, link: float) -> Iterator[None]:
+    """Runs inside compute how long they would take, see `seconds`, if a device did so much in a second.
+
+    Operations are those of products of matrices. `count`: bytes that kernels read and write. `link`: bytes that a rank receives;
+    each communicator has a link of its own. The host takes no time, but it waits.
+    """
+    load().pa_speeds(operations, count, link)
+    try:
+        yield
+    finally:
+        load().pa_speeds(0.0, 0.0, 0.0)
+
+
+def seconds(device: int) -> float:
+    """When the host has last stopped waiting for a device, in computed seconds since `configure`."""
+    return float(load().pa_time(device))
 
 
 @contextmanager

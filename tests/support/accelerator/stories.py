@@ -64,6 +64,21 @@ def different_paths(**options: Any) -> None:
     races_of_paths.without_data(rank_here(), **options)
 
 
+def evaluated_alone(**options: Any) -> None:
+    """The last rank evaluates, and the others serve their shards. Then weights change, also by what it has found."""
+    model, rank = races_of_paths.make(uneven_paths=True, **options), current_rank()
+    assert rank is not None
+    with torch.no_grad():
+        for step in range(3):
+            y = torch.zeros(())
+            if rank.rank == rank.size - 1:
+                y = model(races_of_paths.batch(step, 0, 0), races_of_paths.ALL)
+            fsdp.meet(model)
+            for parameter in model.parameters():
+                fsdp.to_local(parameter).mul_(0.75)
+            races.fold(model, y)
+
+
 def remembering(**options: Any) -> None:
     """A comm hook that remembers what it has seen, also in a backward that fails. Weights change by that in the end."""
     model, seen = races.net(**options), []
@@ -106,6 +121,7 @@ STORIES: Final = {
     "a layer left out": partly_used,
     "norms of weights": normed,
     "different paths": different_paths,
+    "an evaluation on one rank": evaluated_alone,
     "uneven inputs": joined,
     "a hook that remembers": remembering,
 }
