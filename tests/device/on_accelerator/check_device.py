@@ -281,7 +281,7 @@ def test_streams_compute_at_the_same_time_in_computed_seconds() -> None:
         del total
 
 
-def test_collectives_of_one_communicator_take_turns_in_computed_seconds() -> None:
+def test_collectives_take_turns_in_computed_seconds() -> None:
     def rank(here: int) -> list[float]:
         comm, device = communicator(), torch.device(NAME, here)
         gathered, total = torch.ones(8, device=device), torch.ones(2, device=device)

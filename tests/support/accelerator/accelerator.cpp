@@ -205,13 +205,8 @@ EXPORT const char* pa_counts(int device) {
 }
 EXPORT int64_t pa_bytes(int device) { return allocator().memory(device).bytes; }
 EXPORT int64_t pa_bytes_of_stream(int device, int64_t stream) { return allocator().memory(device).by_stream[stream]; }
-EXPORT int64_t pa_peak_of_stream(int device, int64_t stream) { return allocator().memory(device).by_stream_at_peak[stream]; }
 EXPORT int64_t pa_peak(int device) { return allocator().memory(device).peak; }
-EXPORT void pa_reset_peak(int device) {
-  auto& memory = allocator().memory(device);
-  memory.peak = memory.bytes;
-  memory.by_stream_at_peak = memory.by_stream;
-}
+EXPORT void pa_reset_peak(int device) { allocator().memory(device).peak = allocator().memory(device).bytes; }
 EXPORT void pa_limit(int device, int64_t bytes) { allocator().memory(device).limit = bytes; }
 EXPORT int64_t pa_allocations(int device) { return allocator().memory(device).allocations; }
 EXPORT void pa_fail_at(int device, int64_t number) {

@@ -8,7 +8,7 @@ namespace accelerator {
 struct Speeds {
   double operations = 0;  // of multiplications and additions in products of matrices, a second
   double bytes = 0;       // that a kernel reads and writes, a second
-  double link = 0;        // bytes that a rank receives from the others, a second; each communicator has a link of its own
+  double link = 0;        // bytes that a rank receives from the others, a second, by one collective at a time
   bool known() const { return operations > 0; }
   double of_kernel(double operations_done, double bytes_moved) const {
     return known() ? std::max(operations_done / operations, bytes_moved / bytes) : 0;

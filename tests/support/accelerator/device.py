@@ -39,9 +39,9 @@ def load() -> Any:
     lib = ctypes.CDLL(str(compiled_file()))
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     lib.pa_failure.restype = lib.pa_counts.restype = ctypes.c_char_p
-    for name in ("queued", "host_waits", "bytes", "bytes_of_stream", "peak", "peak_of_stream", "allocations"):
+    for name in ("queued", "host_waits", "bytes", "bytes_of_stream", "peak", "allocations"):
         getattr(lib, f"pa_{name}").restype = number
-    lib.pa_bytes_of_stream.argtypes = lib.pa_peak_of_stream.argtypes = [ctypes.c_int, number]
+    lib.pa_bytes_of_stream.argtypes = [ctypes.c_int, number]
     lib.pa_configure.argtypes = [ctypes.c_int, ctypes.c_uint64]
     lib.pa_limit.argtypes = lib.pa_fail_at.argtypes = [ctypes.c_int, number]
     lib.pa_speeds.argtypes = [ctypes.c_double] * 3
@@ -81,8 +81,9 @@ def counted(device: int) -> dict[int, Counter[str]]:
 def keeping_time(operations: float, count: float, link: float) -> Iterator[None]:
     """Runs inside compute how long they would take, see `seconds`, if a device did so much in a second.
 
-    Operations are those of products of matrices. `count`: bytes that kernels read and write. `link`: bytes that a rank receives;
-    each communicator has a link of its own. The host takes no time, but it waits.
+    Operations are those of products of matrices. `count`: bytes that kernels read and write. `link`: bytes that a rank receives,
+    by one collective at a time, in the order in which they run here: with Scheduler.EAGER that of the launches. The host takes no
+    time, but it waits.
     """
     load().pa_speeds(operations, count, link)
     try:

@@ -31,7 +31,6 @@ struct Memory {
   int64_t allocations = 0;
   int64_t fails_at = -1;
   std::map<int64_t, int64_t> by_stream;
-  std::map<int64_t, int64_t> by_stream_at_peak;
   std::map<Stream*, std::multimap<size_t, Block*>> free;
   std::map<Stream*, std::vector<Block*>> unpoisoned;
   std::vector<std::pair<Block*, std::vector<Event>>> pending;
@@ -69,10 +68,7 @@ class Allocator {
     block->counted = static_cast<int64_t>(size);
     memory.bytes += block->counted;
     memory.by_stream[stream->id] += block->counted;
-    if (memory.bytes > memory.peak) {
-      memory.peak = memory.bytes;
-      memory.by_stream_at_peak = memory.by_stream;
-    }
+    memory.peak = std::max(memory.peak, memory.bytes);
     return block;
   }
 

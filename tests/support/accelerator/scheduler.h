@@ -89,6 +89,7 @@ class Scheduler {
     first_id_ = last_id_;
     host_waits.clear();
     host_time.clear();
+    link_free_.clear();
     for (auto& [place, stream] : streams_) {
       stream->counts.clear();
       stream->times.clear();
@@ -263,6 +264,7 @@ class Scheduler {
   std::vector<Stream*> order_;  // those of this run
   std::map<int, int64_t> last_id_;
   std::map<int, int64_t> first_id_;  // of each device, the last stream made before `configure`
+  std::map<int, double> link_free_;  // of each device, when its last collective was over
   std::mt19937_64 random_;
   Mode mode_ = Mode::Eager;
   int64_t starved_ = 0;
@@ -344,7 +346,11 @@ class Scheduler {
       if (!rendezvous->over && rendezvous->arrived == rendezvous->members && (!rendezvous->ready || rendezvous->ready())) {
         attempt(rendezvous->move);
         rendezvous->over = moved = true;
+        for (auto& [member, place] : rendezvous->places)
+          rendezvous->time = std::max(rendezvous->time, link_free_[member->device]);
         rendezvous->time += rendezvous->cost;
+        for (auto& [member, place] : rendezvous->places)
+          link_free_[member->device] = rendezvous->time;
       }
       if (!rendezvous->over)
         return moved;

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.comm.simulated import current_rank
+from fsdp.shards.shard_tensor import ShardTensor
 from tests.device import test_races as races
 from tests.support.accelerator.device import NAME, Scheduler
 from tests.support.accelerator.world import run
@@ -55,7 +56,8 @@ def normed(**options: Any) -> None:
             for parameter in model.parameters():
                 local = fsdp.to_local(parameter)
                 local.add_(parameter.norm().to(local.device), alpha=0.01)
-                local.add_(fsdp.full_tensor(parameter * 0.5).mean().to(local.device), alpha=0.01)
+                if isinstance(parameter, ShardTensor):  # under NO_SHARD every rank has all of it
+                    local.add_(fsdp.full_tensor(parameter * 0.5).mean().to(local.device), alpha=0.01)
 
 
 def different_paths(**options: Any) -> None:
@@ -81,19 +83,22 @@ def evaluated_alone(**options: Any) -> None:
 
 def remembering(**options: Any) -> None:
     """A comm hook that remembers what it has seen, also in a backward that fails. Weights change by that in the end."""
-    model, seen = races.net(**options), []
+    model, seen, rank = races.net(**options), [], current_rank()
+    assert rank is not None
+    shards = {"NO_SHARD": 1, "HYBRID_SHARD": 2}.get(options.get("sharding_strategy", ""), rank.size)
 
     def hook(state: None, bucket: Any) -> "torch.futures.Future[Tensor]":
         seen.append(bucket.buffer().sum())
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer()[: bucket.buffer().numel() // 2] * 1.0)
+        future.set_result(bucket.buffer()[: bucket.buffer().numel() // shards] * 1.0)
         return future
 
     fsdp.register_comm_hook(model, None, hook)
     races.train(model, fails=True)
     with torch.no_grad():
         for parameter in model.parameters():
-            fsdp.to_local(parameter).add_(torch.stack(seen).sum(), alpha=0.01)
+            local = fsdp.to_local(parameter)
+            local.add_(torch.stack(seen).sum().to(local.device), alpha=0.01)
 
 
 def joined(**options: Any) -> None:
