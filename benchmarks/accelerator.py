@@ -15,8 +15,9 @@ same without the optimizer's step, which makes temporary tensors of the size of 
 host in one step; `clipping` are those that the norm adds. Time is not measured: it would say nothing.
 
 `times` are computed. Each kernel takes as long as its bytes or its products of matrices at given speeds, each collective as long
-as the bytes that a rank receives, one at a time in the order of launches, and the host no time unless it waits. What a forward and
-a backward take is divided by what the bare model takes. What is above 1 was not hidden: collectives, and copies of the engine.
+as the bytes that a rank receives, one at a time in the order of launches, and the host no time unless it waits. What a forward
+and a backward take is divided by what the bare model takes. What is above 1 was not hidden: collectives, and copies of the
+engine.
 """
 
 import argparse

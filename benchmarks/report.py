@@ -283,10 +283,11 @@ def _accelerator(report: Report) -> list[str]:
         "Its allocator counts as torch's does for CUDA, and it counts how often the host waits for a stream. "
         f"The most of {of['world']} ranks, MB: between steps, at the peak of forward and backward, and at the peak "
         "of a step with AdamW (foreach). Then how often the host waits in a step, how often of these for the norm of gradients, "
-        "and how far losses are from those of the last line at most. The last columns are **computed, not timed**: what a forward "
-        "and a backward take, as a multiple of what the bare model takes, if the traffic of a fully sharded step takes so much of "
-        "that. Kernels take as long as their bytes or products of matrices, with 4,096 tokens a rank, and a host none. A rank's link "
-        "carries one collective at a time. What is above 1 is what was not hidden: collectives, and copies of the engine:",
+        "and how far losses are from those of the last line at most. The last columns are **computed, not timed**: what a "
+        "forward and a backward take, as a multiple of what the bare model takes, if the traffic of a fully sharded step takes "
+        "so much of that. Kernels take as long as their bytes or products of matrices, with 4,096 tokens a rank, and a host "
+        "none. A rank's link carries one collective at a time. What is above 1 was not hidden: collectives, and copies of the "
+        "engine:",
         markdown([*names, *(f"time, link {share}" for share in report["cases"][0]["times"])], rows),
     ]
 
