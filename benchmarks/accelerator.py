@@ -1,4 +1,4 @@
-"""Peak bytes and host waits of a step on the pretend accelerator, beside FSDP1, FSDP2 and DDP. No GPU takes part.
+"""Peak bytes, host waits and computed times of a step on the pretend accelerator, beside FSDP1, FSDP2 and DDP. No GPU takes part.
 
     python benchmarks/accelerator.py
     python benchmarks/accelerator.py --world 4 --contenders ours fsdp2
@@ -13,6 +13,11 @@ A step is a forward, a backward, the gradients' norm, AdamW (foreach) and the dr
 holds at most in steady steps, with everything: parameters, optimizer state, activations, gradients, buffers. `training` is the
 same without the optimizer's step, which makes temporary tensors of the size of a shard for all alike. `waits` are those of the
 host in one step; `clipping` are those that the norm adds. Time is not measured: it would say nothing.
+
+`times` are computed. Each kernel takes as long as its bytes or its products of matrices at given speeds, each collective as long
+as the bytes that a rank receives, one at a time in the order of launches, and the host no time unless it waits. What a forward
+and a backward take is divided by what the bare model takes. What is above 1 was not hidden: collectives, and copies of the
+engine.
 """
 
 import argparse
@@ -37,6 +42,14 @@ ENGINES = contenders(DEVICE)
 NAMES = ("ddp", "fsdp1", "fsdp1_orig", "fsdp2", "ours", "ours_no_shard")
 STEPS = 4
 """The first two are not counted: engines learn the order of their units, and optimizers make their state."""
+
+
+LINKS = (0.5, 1.0)
+"""Speeds of the link: how long the traffic of a fully sharded step takes, as a share of what the bare model takes."""
+TOKENS = 4096
+"""Products of matrices take as long as with so many tokens a rank."""
+PRODUCTS, BYTES = 3e14, 2e12
+"""Multiplications and additions a second, and bytes that kernels read and write a second: about those of a large GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +109,49 @@ def measure(settings: Settings) -> dict[str, Any]:
     return {**counted, "losses": [one["losses"] for one in ranks]}
 
 
+def virtual_times(settings: Settings) -> dict[str, float]:
+    """For each speed of the link, the time of a forward and a backward as a multiple of what the bare model takes."""
+    from tests.support.accelerator.device import keeping_time
+
+    be_steady()
+    traffic = 3 * (settings.world - 1) / settings.world * sum(one.nbytes for one in GPT(settings.sizes).parameters())
+    products = PRODUCTS * settings.sizes.batch * settings.sizes.sequence / TOKENS
+    with keeping_time(products, BYTES, 1.0):
+        bare = _time_of_step(Settings("bare", 1, settings.sizes))
+    times = {}
+    for share in LINKS:
+        with keeping_time(products, BYTES, traffic / (share * bare)):
+            times[str(share)] = _time_of_step(settings) / bare
+    return times
+
+
+def _time_of_step(settings: Settings) -> float:
+    """The computed seconds of the third forward and backward, on the rank that takes the longest."""
+    from tests.support.accelerator.device import Scheduler, seconds
+    from tests.support.accelerator.threads import run_threads
+    from tests.support.accelerator.world import run
+
+    module, engine = GPT(settings.sizes), ENGINES.get(settings.contender)
+
+    def train(rank: int) -> float:
+        device = torch.device(DEVICE, rank)
+        model = copy.deepcopy(module).to(device)
+        if engine is not None:
+            model = engine.wrap(model, Block)
+        began = 0.0
+        for _ in range(3):
+            tokens = torch.zeros(settings.sizes.batch, settings.sizes.sequence, dtype=torch.int64, device=device)
+            torch.get_device_module(DEVICE).synchronize(rank)
+            began = seconds(rank)
+            model(tokens, tokens).backward()
+            model.zero_grad()
+        torch.get_device_module(DEVICE).synchronize(rank)
+        return seconds(rank) - began
+
+    is_simulated = settings.contender.startswith(("ours", "bare"))
+    return max((run if is_simulated else run_threads)(settings.world, train, Scheduler.EAGER))
+
+
 def judge(cases: Sequence[dict[str, Any]]) -> list[Bar]:
     """Ours against the better of FSDP1 and FSDP2, and no host wait."""
     found = {case["settings"]["contender"]: case for case in cases}
@@ -124,7 +180,14 @@ def main() -> None:
     options = parse()
     report, names = begin("accelerator", options, NAMES, ENGINES)
     settings = [Settings(name, options.world, sizes_of(options, SIZES)) for name in names]
-    cases = [{"settings": asdict(one), **elsewhere(measure, one, options.timeout)} for one in settings]
+    cases = [
+        {
+            "settings": asdict(one),
+            **elsewhere(measure, one, options.timeout),
+            "times": elsewhere(virtual_times, one, options.timeout),
+        }
+        for one in settings
+    ]
     wanted = cases[-1]["losses"]
     for case in cases:
         pairs = [(a, b) for mine, its in zip(case["losses"], wanted, strict=True) for a, b in zip(mine, its, strict=True)]
@@ -135,10 +198,12 @@ def main() -> None:
             *(f"{case[what] / 1e6:.3f}" for what in ("at_rest", "training", "peak")),
             *(str(case[what]) for what in ("waits", "clipping")),
             f"{case['largest_loss_difference']:.0e}",
+            *(f"{time:.3f}" for time in case["times"].values()),
         ]
         for case in cases
     ]
-    print(markdown(["contender", "MB at rest", "training", "peak", "host waits", "of which clipping", "losses"], rows))
+    columns = ["contender", "MB at rest", "training", "peak", "host waits", "of which clipping", "losses"]
+    print(markdown([*columns, *(f"time, link {share}" for share in LINKS)], rows))
     write({**report, "cases": cases}, judge(cases), options.out)
 
 

@@ -1,7 +1,8 @@
 """Removes each wait, event and stream context of the device code, one at a time, and reports which of them nothing notices.
 
 Each change is made in a copy of the package. Stories of training then run on the pretend accelerator under every scheduler,
-until a weight differs from that of the same story on the host, or something raises. No GPU takes part.
+until a weight differs from that of the same story on the host, or something raises, or a stream is given other work than it is
+for. No GPU takes part.
 
     python -m tools.mutate_waits                       every change
     python -m tools.mutate_waits --only in_flight      those of one file
@@ -36,6 +37,13 @@ FILES: Final = (
     "fsdp/api/clipping.py",
     "fsdp/build/builder.py",
     "fsdp/shards/reductions.py",
+    "fsdp/shards/shard_tensor.py",
+    "fsdp/runtime/gathers.py",
+    "fsdp/uneven/gather_order.py",
+    "fsdp/uneven/data_left.py",
+    "fsdp/state_dict/param_ranges.py",
+    "fsdp/api/join.py",
+    "fsdp/api/join_result.py",
 )
 """The files whose waits reach a device."""
 HOST: Final = "HostStreams"

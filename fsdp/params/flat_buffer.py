@@ -241,7 +241,9 @@ class FlatBuffer:
 
         Memory: with another compute dtype, C elements of the shard's dtype on the device until they are converted.
         """
-        self.local_unsharded.copy_(self.on_device(self.shard))
+        # a copy from the host to another dtype would be converted on the host
+        source = self.shard if self.local_unsharded.dtype is self.shard.dtype else self.on_device(self.shard)
+        self.local_unsharded.copy_(source, non_blocking=True)
 
     def on_device(self, part: Tensor) -> Tensor:
         """A part of the shard on the device that computes: itself, or a copy that the current stream makes."""

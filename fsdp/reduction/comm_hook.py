@@ -24,7 +24,8 @@ class GradBucket:
         slots = self._bucket.flat.layout.slots
         ends = [0, *(slot.end for slot in slots)]
         for end, start in zip(ends, [*(slot.start for slot in slots), self._buffer.numel()], strict=True):
-            self._buffer[end:start].zero_()
+            if end < start:
+                self._buffer[end:start].zero_()
 
     def buffer(self) -> Tensor:
         """The gradients of this rank (W * C,), padding of zeros included; see `fsdp.register_comm_hook`."""

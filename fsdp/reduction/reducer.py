@@ -55,7 +55,7 @@ class Reducer:
         self.can_have_shard_grads = [flag for bucket in self.buckets for flag in bucket.can_have_shard_grads()]
         """For each sharded parameter, whether it ever has a `.grad` on this rank."""
         self._device = readable_device(units[0].device)
-        self._used_params = UsedParams(units, self.buckets, self.policy.static_graph, comms.world_comm, streams, self._device)
+        self._used_params = UsedParams(units, self.buckets, self.policy.static_graph, comms.world_comm, self._device)
         self._reductions = ReductionQueue(self.policy, comms, streams, tracker)
         self.early = early_buckets(self.buckets, self.of_unit, innermost, units[0].config)
         """The early buckets: they may be launched when their gradients have arrived, before the post-backward of their unit."""

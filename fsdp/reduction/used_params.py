@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.work import Work
-from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError, name_ranks
 from fsdp.params.unit import Unit
 from fsdp.reduction.bucket import Bucket
@@ -113,13 +112,11 @@ class UsedParams:
         buckets: Sequence[Bucket],
         static: bool,
         world_comm: Communicator,
-        streams: Streams,
         device: torch.device,
     ) -> None:
         self._buckets = buckets
         self._steps = StepFlags(units, buckets)
         self._world_comm = world_comm
-        self._streams = streams
         self._static = static
         self._offsets = list(accumulate((len(bucket.views) for bucket in buckets), initial=0))
         self._device = device
@@ -170,18 +167,17 @@ class UsedParams:
         if message:  # a frozen bucket is asked about too
             all_local_used = all_local_used and all(all(bucket.local_used) for bucket in self._buckets)
         steps = (*self._steps.take(), *message)
-        with self._streams.reducing():
-            if all_local_used and not any(self.has_remainder):
-                flags = self._all_used_message(steps).clone()
-            else:
-                values = [
-                    used + (was_launched and has_grad)
-                    for bucket, was_launched, has_grads in zip(self._buckets, launched, not_launched, strict=True)
-                    for used, has_grad in zip(bucket.local_used, has_grads, strict=True)
-                ]
-                flags = torch.tensor([*values, *steps], dtype=torch.uint8, device=self._device)
-            work = self._world_comm.all_reduce(flags, "max", "which gradients came")
-            self._exchange = _Exchange(flags, all_local_used, work, steps)
+        if all_local_used and not any(self.has_remainder):
+            flags = self._all_used_message(steps).clone()
+        else:
+            values = [
+                used + (was_launched and has_grad)
+                for bucket, was_launched, has_grads in zip(self._buckets, launched, not_launched, strict=True)
+                for used, has_grad in zip(bucket.local_used, has_grads, strict=True)
+            ]
+            flags = torch.tensor([*values, *steps], dtype=torch.uint8, device=self._device)
+        work = self._world_comm.all_reduce(flags, "max", "which gradients came")
+        self._exchange = _Exchange(flags, all_local_used, work, steps)
 
     def combine(self, message: Sequence[int], launched: Sequence[bool] | None = None) -> Sequence[int]:
         """Return the maximum of the messages of all ranks. `launched`: this rank is at the end of a backward, see `exchange`.
@@ -195,11 +191,8 @@ class UsedParams:
             self.wait_all(read=True)
         else:
             silent = [0] * (self._offsets[-1] + self._steps.count)
-            with self._streams.reducing():
-                flags = torch.tensor([*silent, *message], dtype=torch.uint8, device=self._device)
-                work = self._world_comm.all_reduce(flags, "max", "which gradients came")
-            work.wait()
-            self._streams.await_reductions()
+            flags = torch.tensor([*silent, *message], dtype=torch.uint8, device=self._device)
+            self._world_comm.all_reduce(flags, "max", "which gradients came").wait()
             self._combined = flags
         combined: list[int] = flags[self._offsets[-1] + self._steps.count :].tolist()
         return combined
@@ -250,7 +243,6 @@ class UsedParams:
         if exchange is None:
             return
         exchange.work.wait()
-        self._streams.await_reductions()
         self._read(exchange.flags, exchange.steps, read or not exchange.all_local_used or self._static)
         if self._static:
             self._static_used, self._static_remainders = self._used, self._remainders

@@ -11,7 +11,17 @@ from torch import Tensor
 import fsdp
 from fsdp.comm import connect
 from fsdp.config import MeshKind
-from tests.support.accelerator.device import NAME, Scheduler, configure, failing_allocation, host_waits, load, memory_limit
+from tests.support.accelerator.device import (
+    NAME,
+    Scheduler,
+    configure,
+    failing_allocation,
+    host_waits,
+    keeping_time,
+    load,
+    memory_limit,
+    seconds,
+)
 from tests.support.accelerator.world import run
 
 load()
@@ -245,6 +255,48 @@ def test_a_host_that_waits_for_a_failed_peer_gets_an_error(fails: str) -> None:
         run(2, rank, Scheduler.LAZY)
     if fails == "raises":
         assert "collective that no peer will launch" in heard[0]
+
+
+def test_streams_compute_at_the_same_time_in_computed_seconds() -> None:
+    """A kernel of four numbers reads and writes 32 bytes."""
+    with keeping_time(operations=2.0, count=1.0, link=1.0):
+        configure(Scheduler.RANDOM, 1)
+        side = module.Stream()
+        x = torch.ones(4, device=DEVICE)
+        side.wait_stream(module.current_stream())
+        with module.stream(side):
+            y = x * 2.0
+        z = x * 2.0 * 3.0
+        module.current_stream().wait_stream(side)
+        y.record_stream(module.current_stream())
+        total = y + z  # reads two tensors
+        side.synchronize()
+        assert seconds(0) == 2 * 32
+        module.synchronize()
+        assert seconds(0) == 3 * 32 + 48
+        (torch.ones(10, 20, device=DEVICE) @ torch.ones(20, 30, device=DEVICE)).sum()
+        module.synchronize()
+        # an element of the product takes 20 products and sums, two operations in a second; a sum reads 300 numbers
+        assert seconds(0) == 3 * 32 + 48 + 2 * 4 * (200 + 600) + 10 * 20 * 30 + 4 * 300
+        del total
+
+
+def test_collectives_take_turns_in_computed_seconds() -> None:
+    def rank(here: int) -> list[float]:
+        comm, device = communicator(), torch.device(NAME, here)
+        gathered, total = torch.ones(8, device=device), torch.ones(2, device=device)
+        module.synchronize(here)
+        began, found = seconds(here), []
+        works = [comm.all_gather(gathered, "a"), comm.all_reduce(total, "sum", "b")]
+        for work in works:
+            work.wait()
+            module.current_stream(here).synchronize()
+            found.append(seconds(here) - began)
+        return found
+
+    with keeping_time(operations=1.0, count=1e30, link=2.0):
+        # a rank receives one half of 32 bytes, then twice one half of 8
+        assert run(2, rank, Scheduler.LAZY) == [[8.0, 12.0], [8.0, 12.0]]
 
 
 def random_numbers(draw: Callable[[], Tensor]) -> list[float]:

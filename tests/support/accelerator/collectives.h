@@ -106,6 +106,10 @@ inline void launch(int64_t key, int members, Part part, Kind kind, int source, a
   if (static_cast<int>(kept->parts.size()) == members)
     rendezvous().erase(key);
   const auto size = static_cast<int64_t>(c10::elementSize(dtype));
+  const double others = members - 1, bytes_of_part = static_cast<double>(part.count * size);
+  const bool reduces_all = kind == Kind::Sum || kind == Kind::Max;
+  kept->rendezvous->cost = scheduler().speeds.of_collective(
+      kind == Kind::Broadcast ? bytes_of_part : reduces_all ? 2 * others / members * bytes_of_part : others * bytes_of_part);
   scheduler().meet(stream, kept->rendezvous, [kept, part, kind, source, members, size] {
     const auto bytes = part.count * size;
     if (kind == Kind::AllGather) {

@@ -42,7 +42,7 @@ struct DeviceAllocator final : c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release_block; }
   void copy_data(void* to, const void* from, std::size_t size) const override {
-    scheduler().enqueue(current_stream(current_device), [=] { std::memcpy(to, from, size); });
+    scheduler().enqueue(current_stream(current_device), "copy_", [=] { std::memcpy(to, from, size); });
   }
 };
 

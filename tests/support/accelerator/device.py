@@ -6,6 +6,7 @@ Rule 1: only processes of their own load it, because torch then has an accelerat
 import ctypes
 import enum
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -37,12 +38,14 @@ def load() -> Any:
     """Register the device with torch and return the functions of the library."""
     lib = ctypes.CDLL(str(compiled_file()))
     number, pointer = ctypes.c_int64, ctypes.c_void_p
-    lib.pa_failure.restype = ctypes.c_char_p
+    lib.pa_failure.restype = lib.pa_counts.restype = ctypes.c_char_p
     for name in ("queued", "host_waits", "bytes", "bytes_of_stream", "peak", "allocations"):
         getattr(lib, f"pa_{name}").restype = number
     lib.pa_bytes_of_stream.argtypes = [ctypes.c_int, number]
     lib.pa_configure.argtypes = [ctypes.c_int, ctypes.c_uint64]
     lib.pa_limit.argtypes = lib.pa_fail_at.argtypes = [ctypes.c_int, number]
+    lib.pa_speeds.argtypes = [ctypes.c_double] * 3
+    lib.pa_time.restype = ctypes.c_double
     lib.pa_abort.argtypes = [number]
     lib.pa_in_flight.argtypes = [number]
     lib.pa_launch_between_processes.argtypes = [number, ctypes.c_char_p, *[ctypes.c_int] * 6, number, pointer, pointer, number]
@@ -63,6 +66,35 @@ def configure(scheduler: Scheduler, seed: int = 0) -> None:
 def host_waits(device: int) -> int:
     """How often the host has waited for a stream of a device since `configure`."""
     return int(load().pa_host_waits(device))
+
+
+def counted(device: int) -> dict[int, Counter[str]]:
+    """By stream of a device, how many kernels of each name and how many allocations it was given since `configure`."""
+    found: dict[int, Counter[str]] = {}
+    for line in load().pa_counts(device).decode().splitlines():
+        stream, name, number = line.split()
+        found.setdefault(int(stream), Counter())[name] = int(number)
+    return found
+
+
+@contextmanager
+def keeping_time(operations: float, count: float, link: float) -> Iterator[None]:
+    """Runs inside compute how long they would take, see `seconds`, if a device did so much in a second.
+
+    Operations are those of products of matrices. `count`: bytes that kernels read and write. `link`: bytes that a rank receives,
+    by one collective at a time, in the order in which they run here: with Scheduler.EAGER that of the launches. The host takes no
+    time, but it waits.
+    """
+    load().pa_speeds(operations, count, link)
+    try:
+        yield
+    finally:
+        load().pa_speeds(0.0, 0.0, 0.0)
+
+
+def seconds(device: int) -> float:
+    """When the host has last stopped waiting for a device, in computed seconds since `configure`."""
+    return float(load().pa_time(device))
 
 
 @contextmanager

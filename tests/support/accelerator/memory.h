@@ -52,7 +52,7 @@ class Allocator {
     if (memory.limit >= 0 && memory.bytes + static_cast<int64_t>(size) > memory.limit)
       return nullptr;
     for (auto* block : std::exchange(memory.unpoisoned[stream], {}))
-      scheduler().enqueue(stream, [block] { std::memset(block->data, 0xFF, block->size); });
+      scheduler().enqueue(stream, "", [block] { std::memset(block->data, 0xFF, block->size); });
     auto& free = memory.free[stream];
     auto found = free.lower_bound(size);
     Block* block;
@@ -67,6 +67,7 @@ class Allocator {
       std::memset(data, 0xFF, size);
       block = new Block{data, size, device, stream, {}};
     }
+    ++stream->counts["allocation"];
     block->counted = static_cast<int64_t>(size);
     memory.bytes += block->counted;
     memory.by_stream[stream->id] += block->counted;

@@ -1,4 +1,6 @@
-"""Runs training stories on the pretend accelerator until one has other weights than on the host. See tools/mutate_waits.py.
+"""Runs training stories on the pretend accelerator until one has other weights than on the host, or work is on a wrong stream.
+
+See tools/mutate_waits.py.
 
 python -m tests.support.accelerator.notice FILE: the weights of the host are read from FILE, or written to it by the first run.
 """
@@ -14,6 +16,7 @@ import torch
 import fsdp
 from tests.device.test_races import HALF, STRATEGIES
 from tests.support.accelerator.device import Scheduler, load
+from tests.support.accelerator.placement import CASES, misplaced
 from tests.support.accelerator.stories import STORIES, Weights, first_difference, on_accelerator, on_host
 
 RUNS: Final[list[tuple[str, str, dict[str, Any]]]] = [
@@ -22,6 +25,7 @@ RUNS: Final[list[tuple[str, str, dict[str, Any]]]] = [
     ("training", "FULL_SHARD", {"broadcast_buffers": True, "sync_module_states": True}),
     ("training", "FULL_SHARD", {"reduction": fsdp.ReductionPolicy(bucket_cap_mb=0.0002, streams=2)}),
     ("training", "NO_SHARD", {"reduction": fsdp.ReductionPolicy(static_graph=True)}),
+    ("training", "one rank", {"sharding_strategy": "NO_SHARD", "mp_policy": HALF}),
     *(
         (story, strategy, {})
         for story in ("a step between", "weights edited between calls")
@@ -30,8 +34,15 @@ RUNS: Final[list[tuple[str, str, dict[str, Any]]]] = [
     *(("a step inside a forward", strategy, {}) for strategy in ("FULL_SHARD", "one rank", "NO_SHARD")),
     *(("a failing backward with a hook", strategy, {}) for strategy in ("FULL_SHARD", "one rank", "NO_SHARD")),
     *(("a failing backward", strategy, {}) for strategy in ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD")),
+    ("a hook that remembers", "FULL_SHARD", {}),
     ("weights read and loaded", "FULL_SHARD", {}),
     ("a scaler that skips a step", "FULL_SHARD", {}),
+    ("a layer left out", "HYBRID_SHARD", {}),
+    ("norms of weights", "FULL_SHARD", {}),
+    ("different paths", "FULL_SHARD", {}),
+    ("an evaluation on one rank", "FULL_SHARD", {}),
+    ("training", "FULL_SHARD", {"reduction": fsdp.ReductionPolicy(coalesce_cap_mb=1.0)}),
+    *(("uneven inputs", strategy, {}) for strategy in ("FULL_SHARD", "NO_SHARD")),
     *(("late gradients", strategy, {}) for strategy in ("NO_SHARD", "HYBRID_SHARD")),
     ("accumulation", "SHARD_GRADIENTS", {}),
     ("checkpointing", "FULL_SHARD", {}),
@@ -58,6 +69,11 @@ def main(path: Path) -> str | None:
     else:
         wanted = [on_host(STORIES[story], STRATEGIES[name][0], **STRATEGIES[name][1], **more) for story, name, more in RUNS]
         torch.save(wanted, path)
+    try:
+        if (found := next(filter(None, map(misplaced, CASES)), None)) is not None:
+            return found
+    except Exception as failure:
+        return _text(failure)
     # a few schedules of every story first: most changes are noticed there
     for schedules in (SCHEDULES[:3], SCHEDULES[3:]):
         for (story, strategy, more), weights in zip(RUNS, wanted, strict=True):
@@ -70,10 +86,14 @@ def main(path: Path) -> str | None:
                         on_accelerator(STORIES[story], size, scheduler, seed, **options, **more), weights
                     )
                 except Exception as failure:
-                    return f"{where}: {type(failure).__name__}: {str(failure).splitlines()[0][:80]}"
+                    return f"{where}: {_text(failure)}"
                 if difference is not None:
                     return f"{where}: {difference}"
     return None
+
+
+def _text(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {str(failure)[:80]}".splitlines()[0]
 
 
 if __name__ == "__main__":

@@ -381,7 +381,8 @@ class Call {
     std::vector<bool> fresh;
     for (size_t i = 0; i < count; ++i)
       fresh.push_back(argument_of(i) < 0);
-    scheduler().enqueue(current_stream(device_.index()), [op = op_, host, targets, fresh, random]() mutable {
+    const double cost = scheduler().speeds.of_kernel(operations(host), bytes(host, true) + bytes(results, false));
+    scheduler().enqueue(current_stream(device_.index()), schema_.name().substr(6), [op = op_, host, targets, fresh, random]() mutable {
       Below below;
       at::Tensor before;
       if (random.defined()) {
@@ -401,8 +402,34 @@ class Call {
             target.copy_(result);
             return result;
           });
-    });
+    }, cost);
     finish(std::move(results));
+  }
+
+  // Multiplications and additions of a product of matrices: its last two matrices are (.., m, k) and (.., k, n).
+  double operations(const Stack& host) const {
+    const auto name = schema_.name().substr(6);
+    if (name != "mm" && name != "addmm" && name != "bmm" && name != "baddbmm")
+      return 0;
+    std::vector<at::Tensor> matrices;
+    for (const auto& value : host)
+      if (value.isTensor() && value.toTensor().dim() >= 2)
+        matrices.push_back(value.toTensor());
+    const auto& right = name == "mm" || name == "bmm" ? matrices.at(1) : matrices.back();
+    const auto& left = name == "mm" || name == "bmm" ? matrices.at(0) : matrices.at(matrices.size() - 2);
+    return 2.0 * left.numel() * right.size(-1);
+  }
+
+  // Bytes of all values; of arguments, without those that are only written. Numbers count nothing.
+  double bytes(const Stack& values, bool are_arguments) const {
+    double total = 0;
+    for (size_t i = 0; i < values.size(); ++i)
+      if (!are_arguments || !schema_.arguments()[i].is_out())
+        map_tensors(values[i], [&](const at::Tensor& tensor) {
+          total += tensor.dim() > 0 ? static_cast<double>(tensor.nbytes()) : 0;
+          return tensor;
+        });
+    return total;
   }
 
   // Draws what the kernel will draw, so that the generator is where the program expects it.

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.comm.simulated import current_rank
+from fsdp.shards.shard_tensor import ShardTensor
 from tests.device import test_races as races
 from tests.support.accelerator.device import NAME, Scheduler
 from tests.support.accelerator.world import run
-from tests.support.models import loss_of
+from tests.support.models import Block, Net, loss_of
+from tests.uneven import test_races as races_of_paths
 
 Weights = list[dict[str, Tensor]]
 """The full weights of each rank after a story, on the host."""
@@ -31,7 +33,103 @@ def scaled(**options: Any) -> None:
         optimizer.zero_grad()
 
 
-STORIES: Final = {**races.STORIES, "a scaler that skips a step": scaled}
+def partly_used(**options: Any) -> None:
+    """Each rank but the first one leaves out a layer. The first one has all gradients, and does not read which ones came."""
+
+    class LeavesOut(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            inner = self.norm(x) if rank_here() == 0 else x
+            return x + self.down(torch.tanh(self.up(inner)))
+
+    torch.manual_seed(3)
+    net = Net(races.BLOCKS)
+    net.blocks[0] = LeavesOut(8)
+    model = fsdp.fully_shard(net, auto_wrap_policy={Block}, **options)
+    races.train(model)
+
+
+def normed(**options: Any) -> None:
+    """Weights change by their own norms, and by what is computed from them and gathered. Every rank reads what all ranks have."""
+    model = races.net(**options)
+    with torch.no_grad():
+        for _ in range(2):
+            for parameter in model.parameters():
+                local = fsdp.to_local(parameter)
+                local.add_(parameter.norm().to(local.device), alpha=0.01)
+                if isinstance(parameter, ShardTensor):  # under NO_SHARD every rank has all of it
+                    local.add_(fsdp.full_tensor(parameter * 0.5).mean().to(local.device), alpha=0.01)
+
+
+def different_paths(**options: Any) -> None:
+    """With `uneven_paths=True` each rank uses other units, and some run out of data."""
+    races_of_paths.different_paths(rank_here(), **options)
+    races_of_paths.without_data(rank_here(), **options)
+
+
+def evaluated_alone(**options: Any) -> None:
+    """The last rank evaluates, and the others serve their shards. Then weights change, also by what it has found."""
+    model, rank = races_of_paths.make(uneven_paths=True, **options), current_rank()
+    assert rank is not None
+    with torch.no_grad():
+        for step in range(3):
+            y = torch.zeros(())
+            if rank.rank == rank.size - 1:
+                y = model(races_of_paths.batch(step, 0, 0), races_of_paths.ALL)
+            fsdp.meet(model)
+            for parameter in model.parameters():
+                fsdp.to_local(parameter).mul_(0.75)
+            races.fold(model, y)
+
+
+def remembering(**options: Any) -> None:
+    """A comm hook that remembers what it has seen, also in a backward that fails. Weights change by that in the end."""
+    model, seen, rank = races.net(**options), [], current_rank()
+    assert rank is not None
+    shards = {"NO_SHARD": 1, "HYBRID_SHARD": 2}.get(options.get("sharding_strategy", ""), rank.size)
+
+    def hook(state: None, bucket: Any) -> "torch.futures.Future[Tensor]":
+        seen.append(bucket.buffer().sum())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer()[: bucket.buffer().numel() // shards] * 1.0)
+        return future
+
+    fsdp.register_comm_hook(model, None, hook)
+    races.train(model, fails=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = fsdp.to_local(parameter)
+            local.add_(torch.stack(seen).sum().to(local.device), alpha=0.01)
+
+
+def joined(**options: Any) -> None:
+    """Ranks with different numbers of batches. Under NO_SHARD those that have finished take over what the last one has."""
+    model = races.net(**options)
+    optimizer = races.sgd(model)
+    alone = options.get("sharding_strategy") == "NO_SHARD"
+    with fsdp.join(model, None if alone else optimizer.step) as joined:
+        for step in range(1 + rank_here()):
+            loss_of(model(races.batch(step))).backward()
+            optimizer.step() if alone else joined.step()
+            optimizer.zero_grad()
+
+
+def rank_here() -> int:
+    """The number of the rank that this thread runs."""
+    rank = current_rank()
+    assert rank is not None
+    return rank.rank
+
+
+STORIES: Final = {
+    **races.STORIES,
+    "a scaler that skips a step": scaled,
+    "a layer left out": partly_used,
+    "norms of weights": normed,
+    "different paths": different_paths,
+    "an evaluation on one rank": evaluated_alone,
+    "uneven inputs": joined,
+    "a hook that remembers": remembering,
+}
 """By name."""
 
 
