@@ -236,6 +236,7 @@ class Scheduler {
       stream->listed = false;
     }
     order_.clear();
+    last_id_.clear();  // the next run has the same streams again
     error_.clear();
   }
 

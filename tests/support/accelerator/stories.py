@@ -1,6 +1,7 @@
 """The training stories of tests/device/test_races.py on the pretend accelerator, beside the same ones on the host."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, Final
 
 import torch
@@ -163,7 +164,10 @@ def _weights_after(story: Story, options: dict[str, Any]) -> dict[str, Tensor]:
     rank = current_rank()
     assert rank is not None
     made = _made[rank.rank] = []
-    story(**options)
+    try:
+        story(**options)
+    finally:
+        del _made[rank.rank]
     return {
         f"{number}.{name}": value.cpu().clone()
         for number, model in enumerate(made)
@@ -172,10 +176,11 @@ def _weights_after(story: Story, options: dict[str, Any]) -> dict[str, Tensor]:
 
 
 _made: dict[int, list[nn.Module]] = {}
-"""For each rank, the models of its story."""
+"""For each rank, the models of the story that runs."""
 _fully_shard = fsdp.fully_shard
 
 
+@wraps(_fully_shard)
 def _recorded(*args: Any, **kwargs: Any) -> Any:
     model = _fully_shard(*args, **kwargs)
     rank = current_rank()
