@@ -3,10 +3,12 @@
 python -m tools.soak --seconds 1800 --programs 20000     both at the same time; `faults` or `programs` is one of the two
 python -m tools.soak programs --seed 1234                begins with the batch of that seed; `--seconds 0` ends after it
 python -m tools.soak paths --seed 1234                   programs of ranks that go different ways (`uneven_paths`)
+python -m tools.soak paths-gloo --seed 1234              the same on three processes over gloo
 python -m tools.soak uneven --seed 1234                  the programs of random trees, of which each rank takes its own calls
 python -m tools.soak accelerator --seed 1234             programs on the pretend accelerator, with the bits of the host
 python -m tools.soak faults --seed 7 --first 1234        begins with fault 1234 of that run
-python -m tools.soak RANK FOLDER SECONDS SEED FIRST      is one of the four processes
+python -m tools.soak RANK FOLDER SECONDS SEED FIRST      is one of the four processes of faults
+python -m tools.soak RANK FOLDER SECONDS SEED paths      is one of the three of paths-gloo
 
 It says what it did about once a minute, with the seeds, and ends with an error if a number is wrong, something is left behind, or
 somebody hangs.
@@ -36,6 +38,8 @@ from tests.support.processes import command, environment
 from tools.failures import APART, LATE, NOT_REACHED, PAGE, PHASES, RECOVERED, STRATEGIES, TOO_LATE, cell, tight
 
 SIZE: Final = 4
+PATHS: Final = "paths"
+PATHS_SIZE: Final = 3
 HANGS: Final = 180
 """Seconds after which a fault, or a batch of programs, that is not over is a hang."""
 BATCH: Final = 50
@@ -210,6 +214,36 @@ def paths(seconds: float, count: int, seed: int) -> None:
     print(f"{done} programs of ranks that go different ways, from seed {seed}; at last {held_now()}", flush=True)
 
 
+def paths_of_rank(rank: int, folder: Path, seconds: float, seed: int) -> None:
+    """One of three processes: programs of which each rank draws its own path, under every option in turn."""
+    from tests.support.paths import OPTIONS, assert_alike, draw_program, plain, sharded
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), PATHS_SIZE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=PATHS_SIZE, timeout=timedelta(seconds=HANGS))
+    done, begin, spoken, go_on = 0, time.monotonic(), time.monotonic(), torch.ones(1)
+    while go_on:
+        faulthandler.dump_traceback_later(HANGS, exit=True)
+        number = seed + done
+        program = draw_program(number, PATHS_SIZE)
+        try:
+            wanted, weights = plain(program, PATHS_SIZE)
+            assert_alike(sharded(rank, program, **OPTIONS[number % len(OPTIONS)]), (wanted[rank], weights))
+        except BaseException:
+            print(f"rank {rank}: failed with --seed {number}", flush=True)
+            raise
+        done += 1
+        if rank == 0 and time.monotonic() - spoken > SPOKEN:
+            spoken = time.monotonic()
+            print(f"{done} programs of paths over gloo from seed {seed}; {held_now()}", flush=True)
+        go_on.fill_(time.monotonic() - begin < seconds)
+        dist.broadcast(go_on, 0)
+    faulthandler.cancel_dump_traceback_later()
+    if rank == 0:
+        print(f"{done} programs of paths over gloo, from seed {seed}; at last {held_now()}", flush=True)
+    dist.destroy_process_group()
+
+
 def batch_of(check: Callable[..., None], number: int, own_calls: bool) -> int:
     """Draw a batch from one seed; return how many programs were right."""
     import hypothesis
@@ -249,14 +283,14 @@ def batch_of(check: Callable[..., None], number: int, own_calls: bool) -> int:
     return done
 
 
-def start_faults(seconds: float, seed: int, first: int, folder: str) -> "list[subprocess.Popen[bytes]]":
-    arguments = [folder, str(seconds), str(seed), str(first)]
-    return [subprocess.Popen(command("tools.soak", rank, *arguments), env=environment()) for rank in range(SIZE)]
+def start_ranks(size: int, *arguments: object) -> "list[subprocess.Popen[bytes]]":
+    words = [str(one) for one in arguments]
+    return [subprocess.Popen(command("tools.soak", rank, *words), env=environment()) for rank in range(size)]
 
 
 def end_of(ranks: "list[subprocess.Popen[bytes]]") -> None:
     """Wait for them all; if one fails the others may wait for it for ever."""
-    codes: list[int | None] = [None] * SIZE
+    codes: list[int | None] = [None] * len(ranks)
     while None in codes:
         time.sleep(0.5)
         codes = [one.poll() for one in ranks]
@@ -265,13 +299,13 @@ def end_of(ranks: "list[subprocess.Popen[bytes]]") -> None:
             for one in ranks:
                 one.kill()
             codes = [one.wait() for one in ranks]
-    assert codes == [0] * SIZE, f"a fault was not survived, or somebody hung: {codes}"
+    assert codes == [0] * len(ranks), f"a fault was not survived, or somebody hung: {codes}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", nargs="?", choices=("both", "faults", "programs", "paths", "uneven", "accelerator"), default="both"
+        "what", nargs="?", choices=("both", "faults", "programs", "paths", "paths-gloo", "uneven", "accelerator"), default="both"
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="go on for so long")
     parser.add_argument("--programs", type=int, default=0, help="and until there were so many programs")
@@ -288,9 +322,13 @@ def main() -> None:
         on_accelerator(asked.seconds, asked.programs, asked.seed)
         return
     with tempfile.TemporaryDirectory() as folder:
-        ranks = start_faults(asked.seconds, asked.seed, asked.first, folder) if asked.what != "programs" else []
+        ranks = []
+        if asked.what == "paths-gloo":
+            ranks = start_ranks(PATHS_SIZE, folder, asked.seconds, asked.seed, PATHS)
+        elif asked.what != "programs":
+            ranks = start_ranks(SIZE, folder, asked.seconds, asked.seed, asked.first)
         try:
-            if asked.what != "faults":
+            if asked.what in ("both", "programs"):
                 of_plain_torch(asked.seconds, asked.programs, asked.seed)
             if ranks:
                 end_of(ranks)
@@ -304,7 +342,9 @@ if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if os.environ.get("PYTHONMALLOC") != "malloc":  # Python's own blocks shall be counted as well
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "PYTHONMALLOC": "malloc"})
-    if len(sys.argv) == 6 and sys.argv[1].isdecimal():
+    if len(sys.argv) == 6 and sys.argv[5] == PATHS:
+        paths_of_rank(int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
+    elif len(sys.argv) == 6 and sys.argv[1].isdecimal():
         faults_of_rank(int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
     else:
         main()

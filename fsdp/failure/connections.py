@@ -29,6 +29,8 @@ class Connections:
         """For how long a host may be silent."""
         self._watched: set[tuple[int, int]] = set()
         """The file descriptor and the inode of each connection."""
+        self._were_lost = False
+        """Whether one was lost at the last look."""
 
     def opened_by(self, connect: Callable[[], T]) -> T:
         """Call `connect`, watch the connections that it opens, and return its result."""
@@ -42,6 +44,7 @@ class Connections:
     def forget(self) -> None:
         """This rank closes its connections."""
         self._watched = set()
+        self._were_lost = False
 
     def cut(self) -> None:
         """End all collectives in flight with an error. The backend alone would wait for those that a lost host is part of."""
@@ -50,6 +53,14 @@ class Connections:
                 if os.fstat(descriptor).st_ino == inode:
                     _with_socket(descriptor, lambda one: one.shutdown(socket.SHUT_RDWR))
         self.forget()
+
+    def stay_lost(self) -> bool:
+        """Look at the connections; return whether one is lost now, and one was lost at the last look.
+
+        At a time-out the backend closes its connections and raises. Then there is no second look, and the error says more.
+        """
+        before, self._were_lost = self._were_lost, self.is_any_lost()
+        return before and self._were_lost
 
     def is_any_lost(self) -> bool:
         """Whether a connection was closed by the other end or the kernel, or data on it were not acknowledged for too long."""

@@ -300,7 +300,7 @@ class PeerMonitor:
             WorldError: a rank has written that no rank can go on.
         """
         begin = time.monotonic()
-        broken = broken or (stalled and self._tcp.is_any_lost())
+        broken = broken or (stalled and self._tcp.stay_lost())
         if broken:
             self._store.set(f"here/{self._epoch}/{self._rank}", "")
         while True:

@@ -46,8 +46,9 @@ def test_a_closed_connection_is_lost(closes_here: bool) -> None:
     if closes_here:  # another file has its number now
         with open(os.devnull) as other_file:
             assert other_file.fileno() == descriptor and watched.is_any_lost()
+    assert [watched.stay_lost() for _ in range(3)] == [False, True, True], "at the first look the backend may still say why"
     watched.forget()
-    assert not watched.is_any_lost()
+    assert not watched.is_any_lost() and not watched.stay_lost()
     for opened in (one, other, listener):
         opened.close()
 
