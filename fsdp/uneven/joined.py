@@ -36,11 +36,10 @@ class Joined(PassWatcher, InsideJoin):
 
     @property
     def source(self) -> int:
-        """The first rank that had data left when the ranks exchanged it last. Its final weights are those of all."""
-        return self._source
+        """The first rank that had data left when the ranks exchanged it last.
 
-    @property
-    def buffer_source(self) -> int:
+        Its buffers are those of all, and so are its final weights if each rank steps by itself.
+        """
         return self._source
 
     @property
