@@ -297,7 +297,7 @@ class Engine:
         if (restart := self.pending_backward.announce_restart(self.units[0].name)) is not None:
             self.abandon_step(restart, 0)
         if self.units[0].config.broadcast_buffers and records_graph:
-            broadcast_buffers(self.units[0].modules, self.comms.world_comm, self.watcher.buffer_source if self.watcher else 0)
+            broadcast_buffers(self.units[0].modules, self.comms.world_comm, self.watcher.source if self.watcher else 0)
         if self.reducer.policy.find_unused_parameters:
             # a rank may not use a unit that is frozen on all ranks
             for unit in self.units:

@@ -28,8 +28,8 @@ class PassWatcher(ABC):
 
     @property
     @abstractmethod
-    def buffer_source(self) -> int:
-        """The rank whose buffers a forward gives to all, if it gives one's to all."""
+    def source(self) -> int:
+        """The rank whose buffers a forward gives to all ranks, if the model broadcasts buffers."""
 
     @abstractmethod
     def before_forward(self, records_graph: bool) -> None:

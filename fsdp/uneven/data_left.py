@@ -4,13 +4,15 @@
 A rank without data takes part in backwards and steps, so its gradients follow those of the others. It does not see what the
 others do with theirs outside the function that steps. So the message says of each sharded parameter whether a rank with data has
 a gradient, and a rank without data drops those that the others have set to None. Other changes cannot be repeated, and are
-refused. `.grad` exists on all ranks alike, also where a rank holds no element of a parameter, except of a plain shard. If no rank
-with data can have a gradient of a parameter, it is dropped if all others are.
+refused; zeros on all ranks are alike before a forward or backward. `.grad` exists on all ranks alike, also where a rank holds no
+element of a parameter, except of a plain shard. If no rank with data can have a gradient of a parameter, it is dropped if all
+others are. Before a step that means: if they were set to None since the backward. It may be the only parameter that is trained.
 """
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 from typing import NamedTuple
 
 import torch
@@ -22,19 +24,30 @@ from fsdp.reduction.reducer import Reducer
 from fsdp.shards.shard_tensor import plain, quick_attributes
 
 
+class Next(Enum):
+    """What the ranks with data do next."""
+
+    FORWARD = auto()
+    BACKWARD = auto()
+    STEP = auto()
+
+
 class ShardGrads(IntEnum):
     """What earlier steps have left in `.grad` of the shards of a rank."""
 
     NONE = 0
-    ZEROS = 1
-    VALUES = 2
+    REMOVED = 1
+    """There is none, and some were set to None since the last backward or step."""
+    ZEROS = 2
+    VALUES = 3
 
     @staticmethod
-    def of(gradients: Sequence[Tensor | None]) -> "ShardGrads":
+    def of(gradients: Sequence[Tensor | None], were_removed: bool) -> "ShardGrads":
         """Look at the gradients of all shards of a rank, up to the first one that is not zero."""
-        found = [one for one in gradients if one is not None]
+        # one without elements says nothing
+        found = [one for one in gradients if one is not None and (one.is_sparse or plain(one).numel())]
         if not found:
-            return ShardGrads.NONE
+            return ShardGrads.REMOVED if were_removed else ShardGrads.NONE
         values = (one._values() if one.is_sparse else plain(one) for one in found)
         return ShardGrads.VALUES if any(bool(one.any()) for one in values if one.numel()) else ShardGrads.ZEROS
 
@@ -70,8 +83,8 @@ class DataLeft(NamedTuple):
 
     states: Sequence[RankState]
     """For each rank."""
-    keeps_grad: Sequence[bool]
-    """For each sharded parameter, whether ranks without data keep their gradient. See the note above."""
+    of_params: Sequence[int]
+    """For each sharded parameter, the largest of its bytes."""
 
     @property
     def ranks(self) -> list[int]:
@@ -83,7 +96,13 @@ class DataLeft(NamedTuple):
         """Those that have none."""
         return [rank for rank, state in enumerate(self.states) if not state.has_data]
 
-    def refuse_changes(self, in_backward: bool) -> None:
+    def keeps_grads(self, comes: Next) -> list[bool]:
+        """For each sharded parameter, whether ranks without data keep their gradient. See the note above."""
+        were_removed = any(self.states[rank].shard_grads is ShardGrads.REMOVED for rank in self.ranks)
+        unknown_are_kept = _SOME in self.of_params or (comes is Next.STEP and not were_removed)
+        return [unknown_are_kept if one == _UNKNOWN else one == _SOME for one in self.of_params]
+
+    def refuse_changes(self, comes: Next) -> None:
         """Refuse changes of gradients outside the step that a rank without data cannot know.
 
         A change through `.data` is not noticed by itself. If all gradients are zeros before a backward, it was one.
@@ -91,15 +110,15 @@ class DataLeft(NamedTuple):
         Raises:
             ShardingError: there are such changes, and ranks without data.
         """
+        keeping = [rank for rank, state in enumerate(self.states) if state.shard_grads is ShardGrads.VALUES]
         changed = [rank for rank in self.ranks if self.states[rank].changed_grads]
-        if self.finished and changed:
+        if self.finished and changed and (keeping or comes is Next.STEP):
             raise ShardingError(
                 f"inside fsdp.join, gradients were changed outside the function that steps on {name_ranks(changed)}, and so "
                 f"not on {name_ranks(self.finished)}, where no data is left: change them in that function, or set them to None."
             )
-        keeping = [rank for rank, state in enumerate(self.states) if state.shard_grads is ShardGrads.VALUES]
         of_data = max(self.states[rank].shard_grads for rank in self.ranks)
-        if in_backward and keeping and of_data is ShardGrads.ZEROS:
+        if comes is Next.BACKWARD and keeping and of_data is ShardGrads.ZEROS:
             raise ShardingError(
                 f"inside fsdp.join, gradients are zeros on the ranks that have data left, and not on {name_ranks(keeping)}, "
                 "which cannot know of it: call zero_grad() without set_to_none=False, or zero them in the function that steps."
@@ -114,8 +133,13 @@ class InsideJoin(ABC):
     def changed_grads(self) -> bool:
         """See `RankState`."""
 
+    @property
     @abstractmethod
-    def on_data_left(self, left: DataLeft, in_backward: bool) -> None:
+    def removed_grads(self) -> bool:
+        """Whether gradients were set to None since the last backward or step."""
+
+    @abstractmethod
+    def on_data_left(self, left: DataLeft, comes: Next) -> None:
         """The ranks have exchanged which of them have data left. Nothing is reduced yet, and no step taken."""
 
 
@@ -131,13 +155,21 @@ class GradVersions:
 
     def have_changed(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether any of these gradients has changed, but for those that are None."""
-        now = _versions_of(gradients)
-        return any(one is not None and one != before for one, before in zip(now, self._known, strict=True))
+        with quick_attributes():
+            return any(
+                one is not None and (before is None or before[0]() is not one or before[1] != one._version)
+                for one, before in zip(gradients, self._known, strict=True)
+            )
+
+    def were_removed(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether any of these gradients is None now, and was not."""
+        return any(one is None and before is not None for one, before in zip(gradients, self._known, strict=True))
 
 
-def _versions_of(gradients: Sequence[Tensor | None]) -> list[tuple[int, int] | None]:
+def _versions_of(gradients: Sequence[Tensor | None]) -> list[tuple[weakref.ref[Tensor], int] | None]:
     with quick_attributes():
-        return [None if one is None else (id(one), one._version) for one in gradients]
+        # not the id, which may be that of a new gradient later
+        return [None if one is None else (weakref.ref(one), one._version) for one in gradients]
 
 
 _UNKNOWN, _NONE, _SOME = 0, 1, 2
@@ -159,9 +191,11 @@ def exchange_data_left(
 
     Traffic: an all-reduce of one byte a rank and one byte a sharded parameter.
     """
-    gradients, changed = reducer.shard_grads, has_data and join is not None and join.changed_grads
+    gradients = reducer.shard_grads
+    changed, removed = (join.changed_grads, join.removed_grads) if has_data and join is not None else (False, False)
     message = [0] * comm.size
-    message[comm.rank] = RankState(has_data, join is not None, changed, ShardGrads.of(gradients), operation).as_byte()
+    state = RankState(has_data, join is not None, changed, ShardGrads.of(gradients, removed), operation)
+    message[comm.rank] = state.as_byte()
     if has_data:
         message += [
             _UNKNOWN if not can else _NONE if one is None else _SOME
@@ -172,6 +206,4 @@ def exchange_data_left(
     combined = torch.tensor(message, dtype=torch.uint8, device=device)
     comm.all_reduce(combined, "max", "who has data left").wait()
     values = combined.tolist()
-    states, found = [*map(RankState.from_byte, values[: comm.size])], values[comm.size :]
-    unknown_are_kept = _SOME in found
-    return DataLeft(states, [unknown_are_kept if one == _UNKNOWN else one == _SOME for one in found])
+    return DataLeft([*map(RankState.from_byte, values[: comm.size])], values[comm.size :])

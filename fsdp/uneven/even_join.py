@@ -17,7 +17,7 @@ from fsdp.autograd.pytree import tensors_in
 from fsdp.errors import InputsExhausted, ShardingError
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.hooks import EngineHooks
-from fsdp.uneven.data_left import exchange_data_left
+from fsdp.uneven.data_left import Next, exchange_data_left
 from fsdp.uneven.inputs_of_others import InputsOfOthers
 from fsdp.uneven.joined import Joined, JoinRules
 
@@ -33,7 +33,6 @@ class _Operation(IntEnum):
 
 
 _FORWARDS = _Operation.TRAINS, _Operation.EVALUATES
-_BACKWARDS = _Operation.REDUCES, _Operation.KEEPS
 
 
 class EvenJoin(Joined):
@@ -118,7 +117,8 @@ class EvenJoin(Joined):
             raise ShardingError(f"inside fsdp.join, of {len(left.ranks)} ranks that have data left {counted} at the same time.")
         (found,) = map(_Operation, counts)
         try:
-            self.on_data_left(left, found in _BACKWARDS)
+            comes = Next.STEP if found is _Operation.STEPS else Next.FORWARD if found in _FORWARDS else Next.BACKWARD
+            self.on_data_left(left, comes)
         except InputsExhausted as stop:
             if self._finished:
                 self._engine.abandon_step(stop)  # the others do so in the forward that they have begun

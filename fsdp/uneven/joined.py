@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fsdp.errors import InputsExhausted, ShardingError, name_ranks
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.hook_actions import PassWatcher
-from fsdp.uneven.data_left import DataLeft, GradVersions, InsideJoin
+from fsdp.uneven.data_left import DataLeft, GradVersions, InsideJoin, Next
 
 
 class JoinRules(NamedTuple):
@@ -36,16 +36,19 @@ class Joined(PassWatcher, InsideJoin):
 
     @property
     def source(self) -> int:
-        """The first rank that had data left when the ranks exchanged it last. Its final weights are those of all."""
-        return self._source
+        """The first rank that had data left when the ranks exchanged it last.
 
-    @property
-    def buffer_source(self) -> int:
+        Its buffers are those of all, and so are its final weights if each rank steps by itself.
+        """
         return self._source
 
     @property
     def changed_grads(self) -> bool:
         return self._grads.have_changed(self._engine.reducer.shard_grads)
+
+    @property
+    def removed_grads(self) -> bool:
+        return self._grads.were_removed(self._engine.reducer.shard_grads)
 
     def after_backward(self) -> None:
         self._grads.remember(self._engine.reducer.shard_grads)
@@ -81,7 +84,7 @@ class Joined(PassWatcher, InsideJoin):
         assert self._step is not None, "the other ranks were given one too"
         self._step()
 
-    def on_data_left(self, left: DataLeft, in_backward: bool) -> None:
+    def on_data_left(self, left: DataLeft, comes: Next) -> None:
         """Apply the rules, and on a finished rank drop the gradients that the ranks with data do not have.
 
         Raises:
@@ -93,9 +96,9 @@ class Joined(PassWatcher, InsideJoin):
                 f"inside join, {name_ranks(left.finished)} had no further batch while others had; all ranks stop"
             )
         if self._step is not None:  # otherwise each rank steps by itself, and the others take over its gradients
-            left.refuse_changes(in_backward)
+            left.refuse_changes(comes)
         self._source = left.ranks[0]
         if not self._rules.divides_by_all_ranks:
             self._engine.reducer.set_averaging_ranks(len(left.ranks))
         if self._engine.comms.world_comm.rank in left.finished:
-            self._engine.reducer.drop_shard_grads(left.keeps_grad)
+            self._engine.reducer.drop_shard_grads(left.keeps_grads(comes))

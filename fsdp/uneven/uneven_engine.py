@@ -21,7 +21,7 @@ from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.prefetch import PassSchedules, PrefetchSchedule
-from fsdp.uneven.data_left import InsideJoin, exchange_data_left
+from fsdp.uneven.data_left import InsideJoin, Next, exchange_data_left
 from fsdp.uneven.gather_order import Combine, GatherOrder
 from state_machine import Action, BackwardEvent, Event
 from state_machine.paths import Phase, Place, Places
@@ -169,7 +169,7 @@ class UnevenEngine(Engine):
                 "of it; train inside fsdp.join on every rank."
             )
         assert join is not None, "a rank outside of fsdp.join was refused"
-        join.on_data_left(left, Place.END_OF_BACKWARD in places)
+        join.on_data_left(left, Next.BACKWARD if Place.END_OF_BACKWARD in places else Next.STEP)
 
     def _reset_step(self) -> None:
         super()._reset_step()

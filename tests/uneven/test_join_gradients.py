@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
+from fsdp.uneven.data_left import GradVersions
 from tests.support.paths import Branching, batch
 from tests.uneven.test_uneven_paths import EVEN, log, make
 
@@ -110,6 +111,115 @@ def test_a_plain_shard_without_elements_says_nothing(zeroes: bool, options: dict
     wanted = run(None)
     for found in fsdp.simulate(2, run):
         torch.testing.assert_close(found, wanted)
+
+
+class Probe(nn.Module):
+    """A frozen layer, and a small one that is trained: of four ranks the last one holds no element of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.head = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.frozen(x)))  # type: ignore[no-any-return]
+
+
+def probed(rank: int | None, zeroes: str, **options: Any) -> Tensor:
+    """Train where the last rank alone has data after the first step. `zeroes`: where gradients are set to None."""
+    torch.manual_seed(0)
+    counts = (1, 1, 1, 3)
+    model: nn.Module = Probe()
+    if rank is not None:
+        fsdp.fully_shard(model, **options)
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)  # type: ignore[union-attr]
+
+    def step() -> None:
+        optimizer.step()
+        if zeroes == "in the step":
+            optimizer.zero_grad()
+
+    with contextlib.nullcontext() if rank is None else fsdp.join(model, step) as joined:
+        for number in range(3 if rank is None else counts[rank]):
+            for one in [rank] if rank is not None else [r for r, count in enumerate(counts) if count > number]:
+                divisor = 1 if rank is not None else sum(count > number for count in counts)
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + one))
+                (model(x).square().mean() / divisor).backward()
+            step() if rank is None else joined.step()
+            if zeroes == "after the step":
+                optimizer.zero_grad()
+    state = dict(model.state_dict()) if rank is None else fsdp.full_state_dict(model, rank0_only=False)
+    return torch.cat([state["head.weight"].flatten(), state["head.bias"]])
+
+
+@JOINS
+@pytest.mark.parametrize("zeroes", ["in the step", "after the step"])
+def test_plain_shards_of_ranks_without_data_alone_are_trained(zeroes: str, options: dict[str, Any]) -> None:
+    """The ranks with data hold no element of a parameter that is trained, so they have no gradient at a step either."""
+    wanted = probed(None, zeroes)
+    for found in fsdp.simulate(4, lambda rank: probed(rank, zeroes, plain_shards=True, **options)):
+        torch.testing.assert_close(found, wanted)
+
+
+@JOINS
+def test_gradients_without_elements_are_no_zeros(options: dict[str, Any]) -> None:
+    """Gradients are added up over all steps, and the rank with data holds no element of one."""
+    wanted = probed(None, "never")
+    for found in fsdp.simulate(4, lambda rank: probed(rank, "never", **options)):
+        torch.testing.assert_close(found, wanted)
+
+
+@JOINS
+def test_a_step_that_is_left_out_leaves_out_plain_shards_of_ranks_without_data(options: dict[str, Any]) -> None:
+    """Rank 0, which finishes first, alone holds the bias. Rank 1 sets all gradients to None before a step."""
+
+    def run(rank: int) -> Tensor:
+        model = nn.Linear(7, 1)
+        nn.init.ones_(model.bias)
+        fsdp.fully_shard(model, plain_shards=True, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fsdp.join(model, optimizer.step) as joined:
+            for _ in range(2 * rank):
+                model(torch.ones(2, 7)).sum().backward()
+                optimizer.zero_grad()
+                joined.step()
+        return fsdp.full_state_dict(model, rank0_only=False)["bias"]
+
+    for found in fsdp.simulate(2, run):
+        assert torch.equal(found, torch.ones(1))
+
+
+def test_another_gradient_in_the_memory_of_a_removed_one_is_a_change() -> None:
+    """Python gives it the id of the removed one, and torch counts its changes anew."""
+    gradient: Tensor | None = torch.zeros(1)
+    removed, known = id(gradient), GradVersions([gradient])
+    assert not known.have_changed([gradient])
+    gradient = None
+    others = [torch.zeros(1) for _ in range(100)]
+    (other,) = [one for one in others if id(one) == removed]
+    assert known.have_changed([other])
+
+
+@JOINS
+def test_gradients_that_are_zeros_on_all_ranks_are_not_refused(options: dict[str, Any]) -> None:
+    """Rank 0 has one batch less, and has zeroed its gradients in place after its last step too."""
+
+    def run(rank: int | None) -> Tensor:
+        model: nn.Module = Branching() if rank is None else make(**options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with contextlib.nullcontext() if rank is None else fsdp.join(model, optimizer.step) as joined:
+            for number in range(2 if rank is None else 1 + rank):
+                for one in [rank] if rank is not None else [0, 1][number:]:
+                    divisor = 1 if rank is not None else 2 - number
+                    (model(batch(number, 0, one), EVEN).square().mean() / divisor).backward()
+                optimizer.step() if rank is None else joined.step()
+                optimizer.zero_grad(set_to_none=False)
+        state = dict(model.state_dict()) if rank is None else fsdp.full_state_dict(model, rank0_only=False)
+        return state["head.weight"]  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    wanted = run(None)
+    for found in fsdp.simulate(2, run):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def changing(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str) -> None:
