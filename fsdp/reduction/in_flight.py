@@ -229,14 +229,15 @@ class ReductionQueue:
         all_reduces, self._all_reduces = self._all_reduces, []
         reductions = [*all_reduces, *reduce_scatters]
         self._tracker.add("reduced", -sum(size_of(one.output) for one in reductions))
-        self._streams.await_reductions()  # a comm hook computes there what its work copies
         failures = []
-        for work in (*(one.work for one in reductions), *others):
+        for work, lane in (*((one.work, one.lane) for one in reductions), *((one, 0) for one in others)):
             try:
-                # peers are notified of the failed step, so they end the later stages that they have begun
-                (work.begun if isinstance(work, TwoPhaseWork) else work).wait()
+                with self._streams.landing(lane):  # whose memory it uses; the next step may compute on another stream than this
+                    # peers are notified of the failed step, so they end the later stages that they have begun
+                    (work.begun if isinstance(work, TwoPhaseWork) else work).wait()
             except BaseException as failure:  # the others are in flight all the same
                 failures.append(failure)
+        self._streams.await_reductions()
         self._release_copied_output()
         self._tracker.add("scratch", -sum(one.scratch for one in reductions))
         for reduction in reduce_scatters:
