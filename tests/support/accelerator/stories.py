@@ -34,6 +34,19 @@ def scaled(**options: Any) -> None:
         optimizer.zero_grad()
 
 
+def failing_on_own_stream(**options: Any) -> None:
+    """A backward that fails, in a program that computes on a stream of its own. Autograd's thread cleans up on the default one."""
+    device = torch.empty(0).device
+    if device.type == "cpu":
+        races.failing(**options)
+        return
+    module = torch.get_device_module(device)
+    stream = module.Stream(device)
+    with module.stream(stream):
+        races.failing(**options)
+    module.current_stream(device).wait_stream(stream)
+
+
 def partly_used(**options: Any) -> None:
     """Each rank but the first one leaves out a layer. The first one has all gradients, and does not read which ones came."""
 
@@ -124,6 +137,7 @@ def rank_here() -> int:
 STORIES: Final = {
     **races.STORIES,
     "a scaler that skips a step": scaled,
+    "a failing backward on a stream of one's own": failing_on_own_stream,
     "a layer left out": partly_used,
     "norms of weights": normed,
     "different paths": different_paths,
