@@ -88,12 +88,15 @@ class PretendNccl(dist.ProcessGroup):
         if self._stream is None:
             self._stream = module.Stream(given.device)
         key, self._called = next(_keys), self._called + 1
-        self._launched.append((key, f"collective {self._called} of kind {kind} with {elements} elements", time.monotonic()))
         self._stream.wait_stream(module.current_stream(given.device))
         load().pa_launch_between_processes(
             *(key, f"{self._place}.{self._called}".encode(), self._members, self._here, kind, source, _scalar_type(given.dtype)),
             *(given.device.index, self._stream.stream_id, given.data_ptr(), into.data_ptr(), elements),
         )
+        # only now: the watchdog takes what is not in flight for over
+        self._launched.append((key, f"collective {self._called} of kind {kind} with {elements} elements", time.monotonic()))
+        if self._aborted:  # meanwhile, by another thread
+            load().pa_abort(key)
         event = module.Event()
         event.record(self._stream)
         return PretendWork(event, (given, into))
