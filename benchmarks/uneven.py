@@ -5,9 +5,10 @@
 
 One perceptron trains without the option and with it, in the same processes, taking turns. With the option rank 1 uses all units,
 or leaves some out, which rank 0 uses. Before that, all ways have been learned. A step is forward and backward; it begins at a
-barrier, and the slowest rank counts. *Added host time* is the processor's, of the slowest rank, for each call of a unit: one in
-the forward, and one in the backward. Differences are those of steps that followed each other, because other work on the machine
-changes more slowly than that; beside their median stands the difference of the least times.
+barrier, and the slowest rank counts. *Added host time* is the processor time of the thread that trains, on the slowest rank, for
+each call of a unit: one in the forward, and one in the backward. Threads of gloo do not count. Differences are those of steps
+that followed each other, because other work on the machine changes more slowly than that; beside their median stands the
+difference of the least times.
 """
 
 import statistics
@@ -57,7 +58,7 @@ def kinds(sizes: Sizes) -> dict[str, int]:
 
 
 def times(rank: int, sizes: Sizes) -> dict[str, list[tuple[float, float]]]:
-    """Wall and processor seconds of each step, by kind; the slowest rank's."""
+    """Wall seconds, and processor seconds of the training thread, of each step, by kind; the slowest rank's."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds(sizes)}
     models = {}
     for uneven in (False, True):
@@ -71,9 +72,9 @@ def times(rank: int, sizes: Sizes) -> dict[str, list[tuple[float, float]]]:
                 name = names[(turn + repeat) % len(names)]
                 model = models[name != "without the option"]
                 dist.barrier()
-                began, used = time.perf_counter(), time.process_time()
+                began, used = time.perf_counter(), time.thread_time()
                 model(x, kinds(sizes)[name] if rank == 1 else 0).sum().backward()
-                taken = torch.tensor([time.perf_counter() - began, time.process_time() - used])
+                taken = torch.tensor([time.perf_counter() - began, time.thread_time() - used])
                 for parameter in model.parameters():
                     parameter.grad = None
                 dist.all_reduce(taken, dist.ReduceOp.MAX)

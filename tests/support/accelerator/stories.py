@@ -35,7 +35,7 @@ def scaled(**options: Any) -> None:
 
 
 def failing_on_own_stream(**options: Any) -> None:
-    """A backward that fails, in a program that computes on a stream of its own. Autograd's thread cleans up on the default one."""
+    """A backward that fails, in a program that computes on a stream of its own, while autograd cleans up on another one."""
     device = torch.empty(0).device
     if device.type == "cpu":
         races.failing(**options)
