@@ -42,7 +42,6 @@ FILES: Final = (
     "fsdp/uneven/gather_order.py",
     "fsdp/uneven/data_left.py",
     "fsdp/state_dict/param_ranges.py",
-    "fsdp/api/join.py",
     "fsdp/api/join_result.py",
 )
 """The files whose waits reach a device."""
