@@ -22,6 +22,7 @@ engine.
 
 import argparse
 import copy
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -209,3 +210,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # a thread of autograd for a device may still drop a graph, and Python must not end in the middle of that

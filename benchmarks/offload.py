@@ -20,6 +20,7 @@ nothing to hide behind, and neither has the last gradient.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -288,3 +289,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # a thread of autograd for a device may still drop a graph, and Python must not end in the middle of that
