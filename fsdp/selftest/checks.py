@@ -6,7 +6,6 @@ Rule 1: the plain model trains on the batches of all ranks on one device, and th
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
+from fsdp.debug.delays import DELAYS
 from fsdp.selftest.failures import on_all_ranks, on_one_rank, out_of_memory
 from fsdp.selftest.training import (
     DETERMINISTIC,
@@ -105,25 +105,19 @@ def _deterministic(place: Place) -> str:
     return require_equal(trained_weights(place, **DETERMINISTIC), trained_weights(place, **DETERMINISTIC))
 
 
-@contextmanager
-def _delays(seed: int) -> Any:
-    before = os.environ.get("FSDP_DELAYS")
-    os.environ["FSDP_DELAYS"] = str(seed)
-    try:
-        yield
-    finally:
-        os.environ.pop("FSDP_DELAYS", None)  # ranks of one process share it
-        if before is not None:
-            os.environ["FSDP_DELAYS"] = before
-
-
 def _delayed(place: Place) -> str:
     """Streams are stalled at random on CUDA; elsewhere the host sleeps."""
+    before, said = os.environ.get(DELAYS), ""  # read first: ranks of one process share it
     options = {**DETERMINISTIC, "prefetch": 2}
     wanted = trained_weights(place, **options)
-    for seed in (1, 2):
-        with _delays(seed):
+    try:
+        for seed in ("1", "2"):
+            os.environ[DELAYS] = seed
             said = require_equal(trained_weights(place, **options), wanted)
+    finally:
+        os.environ.pop(DELAYS, None)
+        if before is not None:
+            os.environ[DELAYS] = before
     return f"{said} under two seeds"
 
 

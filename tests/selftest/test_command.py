@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import fsdp
 from fsdp.__main__ import main
+from fsdp.debug.delays import DELAYS
 from fsdp.selftest import command
 from fsdp.selftest.checks import CHECKS
 from fsdp.selftest.training import Place, require_close, require_equal
@@ -80,3 +82,4 @@ def test_a_check_sees_a_broken_engine(name: str, monkeypatch: pytest.MonkeyPatch
     check = CHECKS[name]
     with pytest.raises(AssertionError):
         fsdp.simulate(2, lambda rank: check(Place(rank, 2, torch.device("cpu"), tmp_path)))
+    assert DELAYS not in os.environ
