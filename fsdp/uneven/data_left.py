@@ -130,13 +130,8 @@ class InsideJoin(ABC):
 
     @property
     @abstractmethod
-    def changed_grads(self) -> bool:
-        """See `RankState`."""
-
-    @property
-    @abstractmethod
-    def removed_grads(self) -> bool:
-        """Whether gradients were set to None since the last backward or step."""
+    def known_grads(self) -> "GradVersions":
+        """The gradients of this rank after the last backward or step."""
 
     @abstractmethod
     def on_data_left(self, left: DataLeft, comes: Next) -> None:
@@ -192,7 +187,9 @@ def exchange_data_left(
     Traffic: an all-reduce of one byte a rank and one byte a sharded parameter.
     """
     gradients = reducer.shard_grads
-    changed, removed = (join.changed_grads, join.removed_grads) if has_data and join is not None else (False, False)
+    known = join.known_grads if has_data and join is not None else None
+    changed = known is not None and known.have_changed(gradients)
+    removed = known is not None and known.were_removed(gradients)
     message = [0] * comm.size
     state = RankState(has_data, join is not None, changed, ShardGrads.of(gradients, removed), operation)
     message[comm.rank] = state.as_byte()

@@ -31,8 +31,7 @@ class Joined(PassWatcher, InsideJoin):
         self._step = step
         self._rules = rules
         self._source = 0
-        self._grads = GradVersions(engine.reducer.shard_grads)
-        """The gradients after the last backward or step."""
+        self._known_grads = GradVersions(engine.reducer.shard_grads)
 
     @property
     def source(self) -> int:
@@ -43,15 +42,11 @@ class Joined(PassWatcher, InsideJoin):
         return self._source
 
     @property
-    def changed_grads(self) -> bool:
-        return self._grads.have_changed(self._engine.reducer.shard_grads)
-
-    @property
-    def removed_grads(self) -> bool:
-        return self._grads.were_removed(self._engine.reducer.shard_grads)
+    def known_grads(self) -> GradVersions:
+        return self._known_grads
 
     def after_backward(self) -> None:
-        self._grads.remember(self._engine.reducer.shard_grads)
+        self._known_grads.remember(self._engine.reducer.shard_grads)
 
     def step(self) -> None:
         """Take the step given to `join` on every rank, finished ranks included.
@@ -65,7 +60,7 @@ class Joined(PassWatcher, InsideJoin):
             )
         self._announce_step()
         self._step()
-        self._grads.remember(self._engine.reducer.shard_grads)
+        self._known_grads.remember(self._engine.reducer.shard_grads)
 
     @abstractmethod
     def connected(self) -> AbstractContextManager[None]:

@@ -67,7 +67,14 @@ def test_a_wrong_weight_is_no_equal_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["trains as without shards: FULL_SHARD", "the same bits under random delays", "memory between steps"]
+    "name",
+    [
+        "trains as without shards: FULL_SHARD",
+        "the same bits under random delays",
+        "activation checkpointing, both kinds",
+        "a step that fails on all ranks",
+        "memory between steps",
+    ],
 )
 def test_a_check_sees_a_broken_engine(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A clip that does another thing on each call, or a model that holds more bytes after training."""
