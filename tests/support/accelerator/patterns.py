@@ -23,7 +23,7 @@ NOT_HERE: Final = {
 }
 """Patterns that this device type cannot run, and why."""
 WITHIN_ROUNDING: Final = {
-    "a gradient penalty in the step of a discriminator": "autograd adds gradients of two threads in another order",
+    "a gradient penalty in the step of a discriminator": "autograd orders the nodes of two threads by what each has done before",
     "MultiheadAttention whose out_proj is a unit": "torch takes a fused attention on the CPU",
     "MultiheadAttention that is a unit": "torch takes a fused attention on the CPU",
 }

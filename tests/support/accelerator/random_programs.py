@@ -18,8 +18,8 @@ from tests.support.trees import TreeSpec
 def check(tree: TreeSpec, program: Program, world_size: int, order: int) -> None:
     """Run a program on both, and compare the bits of what each statement left. The order of the ranks chooses the scheduler.
 
-    Autograd has a thread for each device, and runs a node of which no gradient came on the thread of the caller, also with
-    plain torch. Which of the two adds to a sum first depends on the time. So bits that differ must be those of the host when
+    Autograd's thread for a device makes the nodes of second graphs and counts them apart, also with plain torch. Which of two
+    nodes adds to a sum first depends on what each thread has done before. So bits that differ must be those of the host when
     autograd uses one thread, and the numbers must be those of plain torch within rounding.
     """
     wanted = fsdp.simulate(world_size, lambda rank: ShardedRun(tree, rank).run(program), order)
