@@ -255,9 +255,11 @@ class Engine:
             self.stats.end_backward(reduces)
             if reduces or not self.units[0].config.uneven_paths:  # others are not those of all ranks
                 self.comms.completed()
-            self.reducer.run_hooks(self.note)
-            if self.watcher is not None:
-                self.watcher.after_backward()
+            try:
+                self.reducer.run_hooks(self.note)
+            finally:  # the gradients are reduced, also if a hook of the user raises
+                if self.watcher is not None:
+                    self.watcher.after_backward()
         return True
 
     def abandon_step(self, failure: BaseException | None = None, index: int | None = None) -> None:
@@ -363,8 +365,7 @@ class Engine:
             self.reducer.expect_only_used(gets_gradient)
         self.call_at_end_of_graph_task(self.pending_backward.callback(self.root, self.on_backward_ended, self.on_backward_failed))
         self._begin_pass(is_forward=False)
-        # gather the first units of this backward while the layers of the root itself compute
-        self._gathers.prefetch(self._schedule.begin(), self._prefetch)
+        self._gathers.prefetch(self._schedule.begin(), self._prefetch)  # while the layers of the root itself compute
 
     def _begin_pass(self, is_forward: bool) -> None:
         self._stale_params.show_to_gathers(is_forward)
@@ -378,8 +379,7 @@ class Engine:
             for unit, action in instructions:
                 self._action_handlers[action](unit)
         except BaseException as failure:
-            # the first commit waits for the reductions of all units
-            add_note(failure, self.snapshot, 0 if action is Action.COMMIT else unit, ours=True)
+            add_note(failure, self.snapshot, 0 if action is Action.COMMIT else unit, ours=True)  # a commit waits for all units
             self.abandon_step(failure, unit)
             raise
 

@@ -222,6 +222,30 @@ def test_gradients_that_are_zeros_on_all_ranks_are_not_refused(options: dict[str
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@JOINS
+def test_a_hook_of_the_user_that_raises_changes_nothing_outside_the_step(options: dict[str, Any]) -> None:
+    """The gradients of that backward are reduced. Rank 0 has no data left, so a change outside the step would be refused."""
+
+    def run(rank: int, raises: bool) -> Tensor:
+        model = make(**options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def hook(parameter: Tensor) -> None:
+            if raises and number == 1:
+                raise KeyError("of the user")
+
+        next(model.parameters()).register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        with fsdp.join(model, optimizer.step) as joined:
+            for number in range(1 + rank):
+                with pytest.raises(KeyError) if raises and number == 1 else contextlib.nullcontext():
+                    model(batch(number, 0, rank), EVEN).square().mean().backward()
+                joined.step()
+        return fsdp.full_state_dict(model, rank0_only=False)["head.weight"]
+
+    wanted, found = (fsdp.simulate(2, partial(run, raises=raises)) for raises in (False, True))
+    assert all(map(torch.equal, found, wanted))
+
+
 def changing(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str) -> None:
     gradient = model.head.weight.grad  # type: ignore[union-attr]
     if kind == "zeros":
