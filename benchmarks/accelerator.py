@@ -20,10 +20,10 @@ each kernel takes as long as its bytes or its products of matrices at given spee
 rank receives, and the host no time unless it waits. The collectives of one communicator run one after another, and communicators
 share the link of their rank. FSDP1, FSDP2 and DDP have one communicator, ours has one for gathers and one for reductions.
 
-What a forward and a backward take is divided by what the bare model takes. It is 1 and three parts. `gathers` and `reductions` are
-how long the computing stream, or at the end the host, had nothing to do but wait for them. `copies` are kernels of the engine: those
-of the computing stream, and those of other streams that it waited for. `apart` is the same step if each communicator had a link of
-its own. `--timeline LOAD` prints each collective and each wait instead, and writes nothing.
+What a forward and a backward take is divided by what the bare model takes. It is 1 and three parts. `gathers` and `reductions`
+are how long the computing stream, or at the end the host, had nothing to do but wait for them. `copies` are kernels of the
+engine: those of the computing stream, and those of other streams that it waited for. `apart` is the same step if each
+communicator had a link of its own. `--timeline LOAD` prints each collective and each wait instead, and writes nothing.
 """
 
 import argparse
@@ -191,9 +191,7 @@ def timeline_of(settings: Settings, load: float) -> list[str]:
     return [head, *(f"{begin}  {what}" for begin, what in sorted(lines, key=lambda line: line[0]))]
 
 
-def _play(
-    settings: Settings, records: tuple[str, str], load: float, shares_link: bool = True
-) -> tuple[Stretch, Timeline]:
+def _play(settings: Settings, records: tuple[str, str], load: float, shares_link: bool = True) -> tuple[Stretch, Timeline]:
     """The step of the bare model, and the timeline of a contender whose link is as fast as `load` says."""
     traffic = 3 * (settings.world - 1) / settings.world * sum(one.nbytes for one in GPT(settings.sizes).parameters())
     products = PRODUCTS * settings.sizes.batch * settings.sizes.sequence / TOKENS
