@@ -71,10 +71,9 @@ class OursKeeping(Ours):
     def wrap(self, module: nn.Module, unit: Unit, half: bool = False, **options: Any) -> nn.Module:
         import fsdp
 
-        units = [child for child in module.modules() if isinstance(child, unit)]
-        for child in units:
-            fsdp.fully_shard(child, reshard_after_forward=False if child is units[-1] else None)
-        return fsdp.fully_shard(module)
+        last = [child for child in module.modules() if isinstance(child, unit)][-1]
+        fsdp.fully_shard(last, reshard_after_forward=False)
+        return super().wrap(module, unit, half, **options)
 
 
 ENGINES: dict[str, Bare] = {

@@ -172,12 +172,13 @@ def test_each_collective_and_each_wait_of_a_step_is_listed(run: Run, capsys: pyt
     if (why := missing()) is not None:
         pytest.skip(why)
     sizes = ("--blocks", "2", "--width", "16", "--heads", "2", "--sequence", "4", "--vocabulary", "16")
-    run(accelerator, "--world", "2", *sizes, "--contenders", "ours", "--timeline", "1")
-    printed = capsys.readouterr().out
-    assert "ours, load 1: " in printed
+    run(accelerator, "--world", "2", *sizes, "--contenders", "ours", "ours_last_kept", "--timeline", "1")
+    ours, kept = capsys.readouterr().out.split("ours, last unit kept, load 1: ")
+    assert "ours, load 1: " in ours
     # the root and two units are gathered, the units again for the backward, and each is reduced; and gradients are counted
-    assert [len(re.findall(f"  {what}, .* MB: there", printed)) for what in ("gathers", "reductions")] == [5, 4]
-    assert "computing waits: " in printed
+    for printed, counts in ((ours, [5, 4]), (kept, [4, 4])):
+        assert [len(re.findall(f"  {what}, .* MB: there", printed)) for what in ("gathers", "reductions")] == counts
+        assert "computing waits: " in printed
 
 
 @pytest.mark.timeout(180)
