@@ -167,7 +167,7 @@ def times(settings: Settings) -> dict[str, dict[str, float]]:
         parts = {
             "gathers": waited["gathers"],
             "reductions": waited["reductions"],
-            "copies": step.seconds - bare.seconds - waited["gathers"] - waited["reductions"],
+            "copies": step.computing - bare.seconds + waited["copies"] + waited["peers"],
         }
         seconds = {"step": step.seconds, **parts, "apart": apart.seconds}
         found[str(load)] = {what: one / bare.seconds for what, one in seconds.items()}
@@ -178,16 +178,21 @@ def timeline_of(settings: Settings, load: float) -> list[str]:
     """The collectives and the waits of the slowest rank, in shares of the bare model's step: when, what, and how long."""
     bare, timeline = _play(settings, _records(settings), load)
     step = _slowest(timeline)
-    lines = []
+    lines: list[tuple[float, str]] = []
+
+    def share(seconds: float) -> str:
+        return f"{seconds / bare.seconds:.4f}"
+
     for collective, arrived in timeline.collectives(step.device):
         if collective.begin >= step.begin:
-            when = [f"{(one - step.begin) / bare.seconds:.4f}" for one in (arrived, collective.begin, collective.end)]
-            lines.append((when[1], f"{collective.kind}, {collective.received / 1e6:.3f} MB: there {when[0]}, ends {when[2]}"))
+            there, ends = share(arrived - step.begin), share(collective.end - step.begin)
+            what = f"{collective.kind}, {collective.received / 1e6:.3f} MB: there {there}, ends {ends}"
+            lines.append((collective.begin, what))
     for wait in step.waits:
-        why = ", ".join(f"{seconds / bare.seconds:.4f} {what}" for what, seconds in wait.reasons.items())
-        lines.append((f"{(wait.begin - step.begin) / bare.seconds:.4f}", f"    computing waits: {why}"))
-    head = f"{TITLES[settings.contender]}, load {load:g}: {step.seconds / bare.seconds:.4f}"
-    return [head, *(f"{begin}  {what}" for begin, what in sorted(lines, key=lambda line: line[0]))]
+        why = ", ".join(f"{share(seconds)} {reason}" for reason, seconds in wait.reasons.items())
+        lines.append((wait.begin, f"    computing waits: {why}"))
+    head = f"{TITLES[settings.contender]}, load {load:g}: {share(step.seconds)}"
+    return [head, *(f"{share(begin - step.begin)}  {what}" for begin, what in sorted(lines))]
 
 
 def _play(settings: Settings, records: tuple[str, str], load: float, shares_link: bool = True) -> tuple[Stretch, Timeline]:
