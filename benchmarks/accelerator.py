@@ -2,6 +2,7 @@
 
     python benchmarks/accelerator.py
     python benchmarks/accelerator.py --world 4 --contenders ours fsdp2
+    python benchmarks/accelerator.py --contenders ours fsdp1 --timeline 1.0
 
 The pretend accelerator (docs/development/pretend-accelerator.md) is a device type of torch whose allocator follows the rules of
 torch's for CUDA, and which counts every time the host waits for a stream. Rank r of W is on its device r, in one process. Ours
@@ -14,10 +15,15 @@ holds at most in steady steps, with everything: parameters, optimizer state, act
 same without the optimizer's step, which makes temporary tensors of the size of a shard for all alike. `waits` are those of the
 host in one step; `clipping` are those that the norm adds. Time is not measured: it would say nothing.
 
-`times` are computed. Each kernel takes as long as its bytes or its products of matrices at given speeds, each collective as long
-as the bytes that a rank receives, one at a time in the order of launches, and the host no time unless it waits. What a forward
-and a backward take is divided by what the bare model takes. What is above 1 was not hidden: collectives, and copies of the
-engine.
+`times` are computed (tests/support/accelerator/timeline.py). What the hosts enqueue is recorded, and played again with a clock:
+each kernel takes as long as its bytes or its products of matrices at given speeds, each collective as long as the bytes that a
+rank receives, and the host no time unless it waits. The collectives of one communicator run one after another, and communicators
+share the link of their rank. FSDP1, FSDP2 and DDP have one communicator, ours has one for gathers and one for reductions.
+
+What a forward and a backward take is divided by what the bare model takes. It is 1 and three parts. `gathers` and `reductions`
+are how long the computing stream, or at the end the host, had nothing to do but wait for them. `copies` are kernels of the
+engine: those of the computing stream, and those of other streams that it waited for. `apart` is the same step if each
+communicator had a link of its own. `--timeline LOAD` prints each collective and each wait instead, and writes nothing.
 """
 
 import argparse
@@ -26,29 +32,70 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import Bar, add_sizes, arguments, be_steady, begin, elsewhere, markdown, sizes_of, write
-from engines import TITLES, contenders
+from engines import FSDP2, TITLES, Bare, Ours, Unit, contenders
 from memory import SIZES
+from torch import nn
 from workloads import GPT, Block, Sizes
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.accelerator.build import missing
+from tests.support.accelerator.timeline import Speeds, Stretch, Timeline
 
 DEVICE = "pretend"
-ENGINES = contenders(DEVICE)
-NAMES = ("ddp", "fsdp1", "fsdp1_orig", "fsdp2", "ours", "ours_no_shard")
+
+
+class FSDP2Keeping(FSDP2):
+    """The last unit is kept from its forward to its backward."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.name = "fsdp2_last_kept"
+        self.options += "; the last unit with reshard_after_forward=False"
+
+    def wrap(self, module: nn.Module, unit: Unit, half: bool = False) -> nn.Module:
+        wrapped: Any = super().wrap(module, unit, half)
+        last = [child for child in module.modules() if isinstance(child, unit)][-1]
+        last.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
+        return wrapped
+
+
+class OursKeeping(Ours):
+    """The last unit is kept from its forward to its backward."""
+
+    def wrap(self, module: nn.Module, unit: Unit, half: bool = False, **options: Any) -> nn.Module:
+        import fsdp
+
+        last = [child for child in module.modules() if isinstance(child, unit)][-1]
+        fsdp.fully_shard(last, reshard_after_forward=False)
+        return super().wrap(module, unit, half, **options)
+
+
+ENGINES: dict[str, Bare] = {
+    **contenders(DEVICE),
+    "fsdp2_last_kept": FSDP2Keeping(DEVICE),
+    "ours_last_kept": OursKeeping("ours_last_kept", "as ours, the last unit with reshard_after_forward=False"),
+    "ours_prefetch_2": Ours("ours_prefetch_2", "as ours, prefetch=2", prefetch=2),
+}
+NAMES = (
+    *("ddp", "fsdp1", "fsdp1_orig", "fsdp2", "fsdp2_last_kept"),
+    *("ours", "ours_last_kept", "ours_prefetch_2", "ours_no_shard"),
+)
 STEPS = 4
 """The first two are not counted: engines learn the order of their units, and optimizers make their state."""
 
 
-LINKS = (0.5, 1.0)
+LINKS = (0.5, 1.0, 2.0)
 """Speeds of the link: how long the traffic of a fully sharded step takes, as a share of what the bare model takes."""
 TOKENS = 4096
 """Products of matrices take as long as with so many tokens a rank."""
+MARKS = (0, 1)
+"""Where the step begins and ends whose time is computed."""
 PRODUCTS, BYTES = 3e14, 2e12
 """Multiplications and additions a second, and bytes that kernels read and write a second: about those of a large GPU."""
 
@@ -110,47 +157,90 @@ def measure(settings: Settings) -> dict[str, Any]:
     return {**counted, "losses": [one["losses"] for one in ranks]}
 
 
-def virtual_times(settings: Settings) -> dict[str, float]:
-    """For each speed of the link, the time of a forward and a backward as a multiple of what the bare model takes."""
-    from tests.support.accelerator.device import keeping_time
+def times(settings: Settings) -> dict[str, dict[str, float]]:
+    """For each speed of the link, what a forward and a backward take and wait for, as multiples of what the bare model takes."""
+    records, found = _records(settings), {}
+    for load in LINKS:
+        bare, timeline = _play(settings, records, load)
+        step, apart = _slowest(timeline), _slowest(_play(settings, records, load, shares_link=False)[1])
+        waited = step.reasons
+        parts = {
+            "gathers": waited["gathers"],
+            "reductions": waited["reductions"],
+            "copies": step.computing - bare.seconds + waited["copies"] + waited["peers"],
+        }
+        seconds = {"step": step.seconds, **parts, "apart": apart.seconds}
+        found[str(load)] = {what: one / bare.seconds for what, one in seconds.items()}
+    return found
 
-    be_steady()
+
+def timeline_of(settings: Settings, load: float) -> list[str]:
+    """The collectives and the waits of the slowest rank, in shares of the bare model's step: when, what, and how long."""
+    bare, timeline = _play(settings, _records(settings), load)
+    step = _slowest(timeline)
+    lines: list[tuple[float, str]] = []
+
+    def share(seconds: float) -> str:
+        return f"{seconds / bare.seconds:.4f}"
+
+    for collective, arrived in timeline.collectives(step.device):
+        if collective.begin >= step.begin:
+            there, ends = share(arrived - step.begin), share(collective.end - step.begin)
+            what = f"{collective.kind}, {collective.received / 1e6:.3f} MB: there {there}, ends {ends}"
+            lines.append((collective.begin, what))
+    for wait in step.waits:
+        why = ", ".join(f"{share(seconds)} {reason}" for reason, seconds in wait.reasons.items())
+        lines.append((wait.begin, f"    computing waits: {why}"))
+    head = f"{TITLES[settings.contender]}, load {load:g}: {share(step.seconds)}"
+    return [head, *(f"{share(begin - step.begin)}  {what}" for begin, what in sorted(lines))]
+
+
+def _play(settings: Settings, records: tuple[str, str], load: float, shares_link: bool = True) -> tuple[Stretch, Timeline]:
+    """The step of the bare model, and the timeline of a contender whose link is as fast as `load` says."""
     traffic = 3 * (settings.world - 1) / settings.world * sum(one.nbytes for one in GPT(settings.sizes).parameters())
     products = PRODUCTS * settings.sizes.batch * settings.sizes.sequence / TOKENS
-    with keeping_time(products, BYTES, 1.0):
-        bare = _time_of_step(Settings("bare", 1, settings.sizes))
-    times = {}
-    for share in LINKS:
-        with keeping_time(products, BYTES, traffic / (share * bare)):
-            times[str(share)] = _time_of_step(settings) / bare
-    return times
+    bare = Timeline(records[0], Speeds(products, BYTES, 1.0)).between(0, *MARKS)
+    return bare, Timeline(records[1], Speeds(products, BYTES, traffic / (load * bare.seconds)), shares_link)
 
 
-def _time_of_step(settings: Settings) -> float:
-    """The computed seconds of the third forward and backward, on the rank that takes the longest."""
-    from tests.support.accelerator.device import Scheduler, seconds
+def _slowest(timeline: Timeline) -> Stretch:
+    """The step of the rank that takes the longest."""
+    return max((timeline.between(device, *MARKS) for device in timeline.devices), key=lambda step: step.seconds)
+
+
+def _records(settings: Settings) -> tuple[str, str]:
+    """What the hosts enqueue for the bare model, and with a contender."""
+    be_steady()
+    return _record(Settings("bare", 1, settings.sizes)), _record(settings)
+
+
+def _record(settings: Settings) -> str:
+    """What the hosts of all ranks enqueue in three steps. The third one is between `MARKS`."""
+    from tests.support.accelerator.device import Scheduler, load, mark, recording
     from tests.support.accelerator.threads import run_threads
     from tests.support.accelerator.world import run
 
-    module, engine = GPT(settings.sizes), ENGINES.get(settings.contender)
+    load()
+    module, engine = GPT(settings.sizes), ENGINES[settings.contender]
+    synchronize = torch.get_device_module(DEVICE).synchronize
 
-    def train(rank: int) -> float:
+    def train(rank: int) -> None:
         device = torch.device(DEVICE, rank)
-        model = copy.deepcopy(module).to(device)
-        if engine is not None:
-            model = engine.wrap(model, Block)
-        began = 0.0
-        for _ in range(3):
+        model = engine.wrap(copy.deepcopy(module).to(device), Block)
+        for step in range(3):
             tokens = torch.zeros(settings.sizes.batch, settings.sizes.sequence, dtype=torch.int64, device=device)
-            torch.get_device_module(DEVICE).synchronize(rank)
-            began = seconds(rank)
+            synchronize(rank)
+            if step == 2:
+                mark(rank, MARKS[0])
             model(tokens, tokens).backward()
             model.zero_grad()
-        torch.get_device_module(DEVICE).synchronize(rank)
-        return seconds(rank) - began
+        synchronize(rank)
+        mark(rank, MARKS[1])
 
     is_simulated = settings.contender.startswith(("ours", "bare"))
-    return max((run if is_simulated else run_threads)(settings.world, train, Scheduler.EAGER))
+    with recording() as recorded:
+        (run if is_simulated else run_threads)(settings.world, train, Scheduler.EAGER)
+        return recorded()
 
 
 def judge(cases: Sequence[dict[str, Any]]) -> list[Bar]:
@@ -171,6 +261,7 @@ def judge(cases: Sequence[dict[str, Any]]) -> list[Bar]:
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__, NAMES)
     parser.add_argument("--world", type=int, default=8, help="ranks, at most 8")
+    parser.add_argument("--timeline", type=float, metavar="LOAD", help="print each collective and each wait at this load")
     add_sizes(parser, SIZES)
     return parser.parse_args()
 
@@ -181,11 +272,15 @@ def main() -> None:
     options = parse()
     report, names = begin("accelerator", options, NAMES, ENGINES)
     settings = [Settings(name, options.world, sizes_of(options, SIZES)) for name in names]
+    if options.timeline is not None:
+        for one in settings:
+            print("\n".join(elsewhere(partial(timeline_of, load=options.timeline), one, options.timeout)))
+        return
     cases = [
         {
             "settings": asdict(one),
             **elsewhere(measure, one, options.timeout),
-            "times": elsewhere(virtual_times, one, options.timeout),
+            "times": elsewhere(times, one, options.timeout),
         }
         for one in settings
     ]
@@ -199,7 +294,7 @@ def main() -> None:
             *(f"{case[what] / 1e6:.3f}" for what in ("at_rest", "training", "peak")),
             *(str(case[what]) for what in ("waits", "clipping")),
             f"{case['largest_loss_difference']:.0e}",
-            *(f"{time:.3f}" for time in case["times"].values()),
+            *(f"{found['step']:.3f}" for found in case["times"].values()),
         ]
         for case in cases
     ]

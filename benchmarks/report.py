@@ -275,20 +275,30 @@ def _accelerator(report: Report) -> list[str]:
         sizes = [f"{case[what] / 1e6:.3f}" for what in ("at_rest", "training", "peak")]
         counts = [str(case[what]) for what in ("waits", "clipping")]
         name, agree = PEERS[case["settings"]["contender"]], f"{case['largest_loss_difference']:.0e}"
-        rows.append([name, *sizes, *counts, agree, *(f"{time:.3f}" for time in case["times"].values())])
+        rows.append([name, *sizes, *counts, agree])
     of = report["cases"][0]["settings"]
     names = ["contender", "between steps", "forward and backward", "step", "host waits", "for the norm", "losses"]
+    parts = "step", "gathers", "reductions", "copies", "apart"
+    times = [
+        [load, PEERS[case["settings"]["contender"]], *(f"{case['times'][load][part]:.3f}" for part in parts)]
+        for load in report["cases"][0]["times"]
+        for case in report["cases"]
+    ]
     return [
         "**Not a GPU.** The [pretend accelerator](pretend-accelerator.md) is a device type of torch in the memory of the host. "
         "Its allocator counts as torch's does for CUDA, and it counts how often the host waits for a stream. "
         f"The most of {of['world']} ranks, MB: between steps, at the peak of forward and backward, and at the peak "
         "of a step with AdamW (foreach). Then how often the host waits in a step, how often of these for the norm of gradients, "
-        "and how far losses are from those of the last line at most. The last columns are **computed, not timed**: what a "
-        "forward and a backward take, as a multiple of what the bare model takes, if the traffic of a fully sharded step takes "
-        "so much of that. Kernels take as long as their bytes or products of matrices, with 4,096 tokens a rank, and a host "
-        "none. A rank's link carries one collective at a time. What is above 1 was not hidden: collectives, and copies of the "
-        "engine:",
-        markdown([*names, *(f"time, link {share}" for share in report["cases"][0]["times"])], rows),
+        "and how far losses are from those of the last line at most:",
+        markdown(names, rows),
+        "**Computed, not timed:** what a forward and a backward take, as multiples of what the bare model takes. Kernels take as "
+        "long as their bytes or products of matrices, with 4,096 tokens a rank, collectives as long as the bytes that a rank "
+        "receives, and a host none. Load is how long the traffic of a fully sharded step takes, in terms of the bare model. "
+        "Communicators that are active at the same time share the link of their rank. A step is 1 and three parts: waits of the "
+        "computing stream for gathers, its waits for reductions (at the end those of the host), and copies of the engine, with "
+        "other kernels of its own. The last column is the step if each communicator had a link of its own, which would be twice "
+        "the bandwidth for ours. [Where a step waits](pretend-accelerator.md#where-a-step-waits) explains the differences:",
+        markdown(["load", "contender", "step", "gathers", "reductions", "copies", "a link for each communicator"], times),
     ]
 
 

@@ -1,5 +1,6 @@
 """The benchmarks run, and write down what they promise. Times are never asserted."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -158,7 +159,26 @@ def test_memory_and_host_waits_are_counted_on_the_pretend_accelerator(tmp_path: 
     for case in (theirs, ours):
         assert 0 < case["at_rest"] < case["training"] <= case["peak"]
         assert len(case["losses"]) == 2 and all(len(losses) == 4 for losses in case["losses"])
+        assert list(case["times"]) == ["0.5", "1.0", "2.0"]
+        for times in case["times"].values():
+            parts = [times[part] for part in ("gathers", "reductions", "copies")]
+            assert min(parts) > 0 and sum(parts) == pytest.approx(times["step"] - 1, rel=1e-6)
+            assert times["apart"] <= times["step"] * (1 + 1e-6)
     assert "| FSDP2 |" in report_page({"accelerator": report})
+
+
+@pytest.mark.timeout(180)
+def test_each_collective_and_each_wait_of_a_step_is_listed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    if (why := missing()) is not None:
+        pytest.skip(why)
+    sizes = ("--blocks", "2", "--width", "16", "--heads", "2", "--sequence", "4", "--vocabulary", "16")
+    run(accelerator, "--world", "2", *sizes, "--contenders", "ours", "ours_last_kept", "--timeline", "1")
+    ours, kept = capsys.readouterr().out.split("ours, last unit kept, load 1: ")
+    assert "ours, load 1: " in ours
+    # the root and two units are gathered, the units again for the backward, and each is reduced; and gradients are counted
+    for printed, counts in ((ours, [5, 4]), (kept, [4, 4])):
+        assert [len(re.findall(f"  {what}, .* MB: there", printed)) for what in ("gathers", "reductions")] == counts
+        assert "computing waits: " in printed
 
 
 @pytest.mark.timeout(180)

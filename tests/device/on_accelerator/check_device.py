@@ -17,11 +17,12 @@ from tests.support.accelerator.device import (
     configure,
     failing_allocation,
     host_waits,
-    keeping_time,
     load,
+    mark,
     memory_limit,
-    seconds,
+    recording,
 )
+from tests.support.accelerator.timeline import Speeds, Timeline
 from tests.support.accelerator.world import run
 
 load()
@@ -259,9 +260,10 @@ def test_a_host_that_waits_for_a_failed_peer_gets_an_error(fails: str) -> None:
 
 def test_streams_compute_at_the_same_time_in_computed_seconds() -> None:
     """A kernel of four numbers reads and writes 32 bytes."""
-    with keeping_time(operations=2.0, count=1.0, link=1.0):
-        configure(Scheduler.RANDOM, 1)
-        side = module.Stream()
+    configure(Scheduler.RANDOM, 1)
+    side = module.Stream()
+    with recording() as recorded:
+        mark(0, 0)
         x = torch.ones(4, device=DEVICE)
         side.wait_stream(module.current_stream())
         with module.stream(side):
@@ -271,32 +273,59 @@ def test_streams_compute_at_the_same_time_in_computed_seconds() -> None:
         y.record_stream(module.current_stream())
         total = y + z  # reads two tensors
         side.synchronize()
-        assert seconds(0) == 2 * 32
+        mark(0, 1)
         module.synchronize()
-        assert seconds(0) == 3 * 32 + 48
-        (torch.ones(10, 20, device=DEVICE) @ torch.ones(20, 30, device=DEVICE)).sum()
-        module.synchronize()
-        # an element of the product takes 20 products and sums, two operations in a second; a sum reads 300 numbers
-        assert seconds(0) == 3 * 32 + 48 + 2 * 4 * (200 + 600) + 10 * 20 * 30 + 4 * 300
-        del total
+        mark(0, 2)
+        timeline = Timeline(recorded(), Speeds(operations=2.0, bytes=1.0, link=1.0))
+    assert timeline.between(0, 0, 1).end == 2 * 32
+    assert timeline.between(0, 0, 2).seconds == 3 * 32 + 48
+    del total
 
 
-def test_collectives_take_turns_in_computed_seconds() -> None:
-    def rank(here: int) -> list[float]:
+def test_a_product_of_matrices_takes_as_long_as_its_products_and_sums() -> None:
+    configure(Scheduler.LAZY)
+    left, right, bias = (torch.ones(*shape, device=DEVICE) for shape in ((2, 4), (4, 8), (8,)))
+    weight, batch, others = (torch.ones(*shape, device=DEVICE) for shape in ((8, 4), (3, 2, 4), (3, 4, 8)))
+    module.synchronize()
+    for compute, products in (
+        (lambda: left @ right, 2 * 4 * 8),
+        (lambda: torch.mm(left, right, out=torch.empty(2, 8, device=DEVICE)), 2 * 4 * 8),
+        (lambda: torch.nn.functional.linear(left, weight, bias), 2 * 4 * 8),
+        (lambda: torch.addmm(torch.ones(2, 8, device=DEVICE), left, right), 2 * 4 * 8),
+        (lambda: batch @ others, 3 * 2 * 4 * 8),
+        (lambda: torch.baddbmm(torch.ones(3, 2, 8, device=DEVICE), batch, others), 3 * 2 * 4 * 8),
+    ):
+        with recording() as recorded:
+            mark(0, 0)
+            compute()
+            module.synchronize()
+            mark(0, 1)
+            step = Timeline(recorded(), Speeds(operations=1.0, bytes=1e30, link=1.0)).between(0, 0, 1)
+        assert step.computing == pytest.approx(2 * products)  # a product and a sum each
+
+
+def test_collectives_take_as_long_as_the_bytes_that_a_rank_receives() -> None:
+    def rank(here: int) -> None:
         comm, device = communicator(), torch.device(NAME, here)
-        gathered, total = torch.ones(8, device=device), torch.ones(2, device=device)
+        gathered, chunk, total = (torch.ones(size, device=device) for size in (8, 4, 2))
         module.synchronize(here)
-        began, found = seconds(here), []
+        mark(here, 0)
         works = [comm.all_gather(gathered, "a"), comm.all_reduce(total, "sum", "b")]
+        works += [comm.reduce_scatter(gathered, chunk, "c"), comm.broadcast(chunk, 0, "d")]
         for work in works:
             work.wait()
-            module.current_stream(here).synchronize()
-            found.append(seconds(here) - began)
-        return found
+        module.synchronize(here)
+        mark(here, 1)
 
-    with keeping_time(operations=1.0, count=1e30, link=2.0):
-        # a rank receives one half of 32 bytes, then twice one half of 8
-        assert run(2, rank, Scheduler.LAZY) == [[8.0, 12.0], [8.0, 12.0]]
+    with recording() as recorded:
+        run(2, rank, Scheduler.EAGER)
+        timeline = Timeline(recorded(), Speeds(operations=1.0, bytes=1e30, link=2.0))
+    for here in range(2):
+        # one half of 32 bytes, twice one half of 8, one half of 32, and all of 16
+        assert [one.received for one, _ in timeline.collectives(here)] == [16.0, 8.0, 16.0, 16.0]
+        step = timeline.between(here, 0, 1)
+        assert step.seconds == pytest.approx(28.0)
+        assert step.reasons == pytest.approx({"gathers": 8.0, "reductions": 12.0, "broadcasts": 8.0})
 
 
 def random_numbers(draw: Callable[[], Tensor]) -> list[float]:

@@ -79,7 +79,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   if (self.numel() == 0)
     return self;
   const auto device = on_device(self) ? self.device() : source.device();
-  const double cost = scheduler().speeds.of_kernel(0, static_cast<double>(self.nbytes() + source.nbytes()));
+  const double moved = self.nbytes() + source.nbytes();
   auto* stream = current_stream(device.index());
   auto views = std::make_shared<HostViews>();
   const auto host_view = [&](const at::Tensor& tensor) { return on_device(tensor) ? views->of(tensor) : tensor; };
@@ -97,11 +97,11 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     if (self.device() != source.device()) {
       auto* other = current_stream(source.device().index());
       scheduler().wait(stream, scheduler().record(other));
-      scheduler().enqueue(stream, "copy_", [=, to = host_view(self), from = host_view(source)] { copy(to, from); }, cost);
+      scheduler().enqueue(stream, "copy_", [=, to = host_view(self), from = host_view(source)] { copy(to, from); }, 0, moved);
       scheduler().wait(other, scheduler().record(stream));
       return self;
     }
-    scheduler().enqueue(stream, "copy_", [=, to = host_view(self), from = host_view(source)] { copy(to, from); }, cost);
+    scheduler().enqueue(stream, "copy_", [=, to = host_view(self), from = host_view(source)] { copy(to, from); }, 0, moved);
     return self;
   }
   const auto& host = on_device(self) ? source : self;
@@ -112,12 +112,12 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
       Below below;
       from = is_pinned(host.storage().data()) ? plain(source) : source.clone();  // pageable memory is read before the call returns
     }
-    scheduler().enqueue(stream, "copy_", [=, to = host_view(self)] { copy(to, from); }, cost);
+    scheduler().enqueue(stream, "copy_", [=, to = host_view(self)] { copy(to, from); }, 0, moved);
     if (!non_blocking)
       scheduler().synchronize(scheduler().record(stream));
     return self;
   }
-  scheduler().enqueue(stream, "copy_", [=, to = plain(self), from = host_view(source)] { copy(to, from); }, cost);
+  scheduler().enqueue(stream, "copy_", [=, to = plain(self), from = host_view(source)] { copy(to, from); }, 0, moved);
   if (waits)
     scheduler().synchronize(scheduler().record(stream));
   return self;
@@ -194,8 +194,9 @@ EXPORT void pa_set_device(int device) { current_device = static_cast<c10::Device
 EXPORT int pa_synchronize(int device) {
   return guarded([&] { scheduler().synchronize_device(device); });
 }
-EXPORT void pa_speeds(double operations, double bytes, double link) { scheduler().speeds = {operations, bytes, link}; }
-EXPORT double pa_time(int device) { return scheduler().host_time[device]; }
+EXPORT void pa_record(int on) { scheduler().start_log(on != 0); }
+EXPORT void pa_mark(int device, int number) { scheduler().mark(device, number); }
+EXPORT const char* pa_recorded() { return scheduler().log.text(); }
 EXPORT int64_t pa_queued(int device) { return scheduler().queued(device); }
 EXPORT int64_t pa_host_waits(int device) { return scheduler().host_waits[device]; }
 EXPORT const char* pa_counts(int device) {

@@ -108,8 +108,9 @@ inline void launch(int64_t key, int members, Part part, Kind kind, int source, a
   const auto size = static_cast<int64_t>(c10::elementSize(dtype));
   const double others = members - 1, bytes_of_part = static_cast<double>(part.count * size);
   const bool reduces_all = kind == Kind::Sum || kind == Kind::Max;
-  kept->rendezvous->cost = scheduler().speeds.of_collective(
-      kind == Kind::Broadcast ? bytes_of_part : reduces_all ? 2 * others / members * bytes_of_part : others * bytes_of_part);
+  const double received =
+      kind == Kind::Broadcast ? bytes_of_part : reduces_all ? 2 * others / members * bytes_of_part : others * bytes_of_part;
+  scheduler().log.add("collective", stream->device, stream->id, stream->enqueued + 1, key, members, static_cast<int>(kind), received);
   scheduler().meet(stream, kept->rendezvous, [kept, part, kind, source, members, size] {
     const auto bytes = part.count * size;
     if (kind == Kind::AllGather) {

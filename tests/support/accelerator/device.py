@@ -38,14 +38,12 @@ def load() -> Any:
     """Register the device with torch and return the functions of the library."""
     lib = ctypes.CDLL(str(compiled_file()))
     number, pointer = ctypes.c_int64, ctypes.c_void_p
-    lib.pa_failure.restype = lib.pa_counts.restype = ctypes.c_char_p
+    lib.pa_failure.restype = lib.pa_counts.restype = lib.pa_recorded.restype = ctypes.c_char_p
     for name in ("queued", "host_waits", "bytes", "bytes_of_stream", "peak", "allocations"):
         getattr(lib, f"pa_{name}").restype = number
     lib.pa_bytes_of_stream.argtypes = [ctypes.c_int, number]
     lib.pa_configure.argtypes = [ctypes.c_int, ctypes.c_uint64]
     lib.pa_limit.argtypes = lib.pa_fail_at.argtypes = [ctypes.c_int, number]
-    lib.pa_speeds.argtypes = [ctypes.c_double] * 3
-    lib.pa_time.restype = ctypes.c_double
     lib.pa_abort.argtypes = [number]
     lib.pa_in_flight.argtypes = [number]
     lib.pa_launch_between_processes.argtypes = [number, ctypes.c_char_p, *[ctypes.c_int] * 6, number, pointer, pointer, number]
@@ -78,23 +76,18 @@ def counted(device: int) -> dict[int, Counter[str]]:
 
 
 @contextmanager
-def keeping_time(operations: float, count: float, link: float) -> Iterator[None]:
-    """Runs inside compute how long they would take, see `seconds`, if a device did so much in a second.
-
-    Operations are those of products of matrices. `count`: bytes that kernels read and write. `link`: bytes that a rank receives,
-    by one collective at a time, in the order in which they run here: with Scheduler.EAGER that of the launches. The host takes no
-    time, but it waits.
-    """
-    load().pa_speeds(operations, count, link)
+def recording() -> Iterator[Callable[[], str]]:
+    """Record what the hosts enqueue and wait for. Yields a function that returns the record so far: see `timeline`."""
+    load().pa_record(1)
     try:
-        yield
+        yield lambda: str(load().pa_recorded().decode())
     finally:
-        load().pa_speeds(0.0, 0.0, 0.0)
+        load().pa_record(0)
 
 
-def seconds(device: int) -> float:
-    """When the host has last stopped waiting for a device, in computed seconds since `configure`."""
-    return float(load().pa_time(device))
+def mark(device: int, number: int) -> None:
+    """Record that the host of a device has come to a place of its program."""
+    load().pa_mark(device, number)
 
 
 @contextmanager

@@ -381,7 +381,7 @@ class Call {
     std::vector<bool> fresh;
     for (size_t i = 0; i < count; ++i)
       fresh.push_back(argument_of(i) < 0);
-    const double cost = scheduler().speeds.of_kernel(operations(host), bytes(host, true) + bytes(results, false));
+    const double moved = bytes(host, true) + bytes(results, false), operations_done = operations(host);
     scheduler().enqueue(current_stream(device_.index()), schema_.name().substr(6), [op = op_, host, targets, fresh, random]() mutable {
       Below below;
       at::Tensor before;
@@ -402,22 +402,20 @@ class Call {
             target.copy_(result);
             return result;
           });
-    }, cost);
+    }, operations_done, moved);
     finish(std::move(results));
   }
 
-  // Multiplications and additions of a product of matrices: its last two matrices are (.., m, k) and (.., k, n).
+  // Multiplications and additions of a product of matrices: the last two that it reads are (.., m, k) and (.., k, n).
   double operations(const Stack& host) const {
     const auto name = schema_.name().substr(6);
     if (name != "mm" && name != "addmm" && name != "bmm" && name != "baddbmm")
       return 0;
     std::vector<at::Tensor> matrices;
-    for (const auto& value : host)
-      if (value.isTensor() && value.toTensor().dim() >= 2)
-        matrices.push_back(value.toTensor());
-    const auto& right = name == "mm" || name == "bmm" ? matrices.at(1) : matrices.back();
-    const auto& left = name == "mm" || name == "bmm" ? matrices.at(0) : matrices.at(matrices.size() - 2);
-    return 2.0 * left.numel() * right.size(-1);
+    for (size_t i = 0; i < host.size(); ++i)
+      if (host[i].isTensor() && host[i].toTensor().dim() >= 2 && !schema_.arguments()[i].is_out())
+        matrices.push_back(host[i].toTensor());
+    return 2.0 * matrices.at(matrices.size() - 2).numel() * matrices.back().size(-1);
   }
 
   // Bytes of all values; of arguments, without those that are only written. Numbers count nothing.

@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "clock.h"
+#include "record.h"
 
 namespace accelerator {
 
@@ -30,8 +30,6 @@ struct Rendezvous {
   int arrived = 0;
   bool over = false;
   bool aborted = false;
-  double time = 0;  // when the last member has come; afterwards, when it was over
-  double cost = 0;
   std::function<void()> move;
   std::function<bool()> ready;  // if the other members are in other processes: whether they have all come
   std::vector<std::pair<Stream*, uint64_t>> places;  // of each member that has launched it: stream and position
@@ -43,8 +41,6 @@ struct Work {
   uint64_t until = 0;
   std::shared_ptr<Rendezvous> rendezvous;   // `run` is done on arrival; the work is over when the rendezvous is
   bool arrived = false;
-  double issued = 0;  // when the host enqueued it
-  double cost = 0;
 };
 
 struct Stream {
@@ -53,14 +49,9 @@ struct Stream {
   std::deque<Work> queue;
   uint64_t enqueued = 0;
   uint64_t done = 0;
-  double time = 0;  // when the last work that is done was done
-  uint64_t untimed = 0;
-  std::vector<double> times;  // when each work after the first `untimed` ones was done
   std::map<std::string, int64_t> counts;  // of kernels and allocations since `configure`, by name
   bool being_advanced = false;
   bool listed = false;  // in the scheduler's list of streams that have had work in this run
-
-  double time_of(uint64_t position) const { return position <= untimed ? 0 : times.at(position - untimed - 1); }
 };
 
 // A position in a stream, taken by `record`.
@@ -78,8 +69,7 @@ class Scheduler {
   std::recursive_mutex lock;
   Blocked blocked = nullptr;
   std::map<int, int64_t> host_waits;  // of each device
-  Speeds speeds;  // set before `configure`
-  std::map<int, double> host_time;  // of each device
+  Record log;  // of what the hosts enqueue and wait for
 
   void configure(Mode mode, uint64_t seed) {
     std::lock_guard<std::recursive_mutex> held(lock);
@@ -88,14 +78,8 @@ class Scheduler {
     starved_ = static_cast<int64_t>(seed % 6);
     first_id_ = last_id_;
     host_waits.clear();
-    host_time.clear();
-    link_free_.clear();
-    for (auto& [place, stream] : streams_) {
+    for (auto& [place, stream] : streams_)
       stream->counts.clear();
-      stream->times.clear();
-      stream->time = 0;
-      stream->untimed = stream->done;
-    }
     error_.clear();
   }
 
@@ -118,20 +102,21 @@ class Scheduler {
   }
 
   // `name`: of the kernel, by which it is counted; none if no program asked for it.
-  void enqueue(Stream* stream, const std::string& name, std::function<void()> run, double cost = 0) {
+  void enqueue(Stream* stream, const std::string& name, std::function<void()> run, double operations = 0, double bytes = 0) {
     std::lock_guard<std::recursive_mutex> held(lock);
     if (!name.empty())
       ++stream->counts[name];
+    log.add("kernel", stream->device, stream->id, stream->enqueued + 1, name.empty() ? "-" : name.c_str(), operations, bytes);
     Work work;
     work.run = std::move(run);
-    work.cost = cost;
     push(stream, std::move(work));
   }
 
   void wait(Stream* stream, const Event& event) {
     std::lock_guard<std::recursive_mutex> held(lock);
-    if (event.stream == nullptr || event.stream == stream || (event.over() && !speeds.known()))
+    if (event.stream == nullptr || event.stream == stream || (event.over() && !log.on))
       return;
+    log.add("wait", stream->device, stream->id, stream->enqueued + 1, event.stream->device, event.stream->id, event.position);
     Work work;
     work.waits_for = event.stream;
     work.until = event.position;
@@ -185,8 +170,8 @@ class Scheduler {
         throw std::runtime_error("the pretend accelerator waits for a collective that no peer will launch");
       }
     }
-    if (event.stream != nullptr && speeds.known())
-      host_time[event.stream->device] = std::max(host_time[event.stream->device], event.stream->time_of(event.position));
+    if (event.stream != nullptr)
+      log.add("host", event.stream->device, event.stream->id, event.position);
     raise();
   }
 
@@ -251,6 +236,17 @@ class Scheduler {
     return text;
   }
 
+  void start_log(bool on) {
+    std::lock_guard<std::recursive_mutex> held(lock);
+    log.start(on);
+  }
+
+  // The host of a device has come to a place of its program.
+  void mark(int device, int number) {
+    std::lock_guard<std::recursive_mutex> held(lock);
+    log.add("mark", device, number);
+  }
+
   int64_t queued(int device) {
     std::lock_guard<std::recursive_mutex> held(lock);
     int64_t count = 0;
@@ -265,7 +261,6 @@ class Scheduler {
   std::vector<Stream*> order_;  // those of this run
   std::map<int, int64_t> last_id_;
   std::map<int, int64_t> first_id_;  // of each device, the last stream made before `configure`
-  std::map<int, double> link_free_;  // of each device, when its last collective was over
   std::mt19937_64 random_;
   Mode mode_ = Mode::Eager;
   int64_t starved_ = 0;
@@ -279,7 +274,6 @@ class Scheduler {
 
   void push(Stream* stream, Work work) {
     list(stream);
-    work.issued = host_time[stream->device];
     stream->queue.push_back(std::move(work));
     ++stream->enqueued;
     switch (mode_) {
@@ -328,13 +322,10 @@ class Scheduler {
   // Runs the first work of a stream if nothing holds it up. Returns whether anything changed.
   bool step(Stream* stream) {
     Work& work = stream->queue.front();
-    double time = std::max(stream->time, work.issued) + work.cost;
     std::function<void()> run;
     if (work.waits_for != nullptr) {
       if (work.waits_for->done < work.until)
         return false;
-      if (speeds.known())
-        time = std::max(time, work.waits_for->time_of(work.until));
     } else if (work.rendezvous) {
       auto rendezvous = work.rendezvous;
       bool moved = false;
@@ -342,29 +333,19 @@ class Scheduler {
         work.arrived = moved = true;
         attempt(work.run);
         ++rendezvous->arrived;
-        rendezvous->time = std::max(rendezvous->time, time);
       }
       if (!rendezvous->over && rendezvous->arrived == rendezvous->members && (!rendezvous->ready || rendezvous->ready())) {
         attempt(rendezvous->move);
         rendezvous->over = moved = true;
-        for (auto& [member, place] : rendezvous->places)
-          rendezvous->time = std::max(rendezvous->time, link_free_[member->device]);
-        rendezvous->time += rendezvous->cost;
-        for (auto& [member, place] : rendezvous->places)
-          link_free_[member->device] = rendezvous->time;
       }
       if (!rendezvous->over)
         return moved;
-      time = std::max(time, rendezvous->time);
     } else {
       run = std::move(work.run);
     }
     stream->queue.pop_front();
     if (run)
       attempt(run);
-    stream->time = time;
-    if (speeds.known())
-      stream->times.push_back(time);
     ++stream->done;
     return true;
   }
