@@ -75,6 +75,7 @@ WRAPPERS: dict[str, tuple[Callable[..., nn.Module], float]] = {
             check_reduction=True,
             skip_all_reduce_unused_params=True,
             batched_grad_copy=True,
+            lazy_bucket_allocation=True,
             delay_allreduce=False,
         ),
         0.5,
