@@ -114,7 +114,6 @@ class DistributedDataParallel(ReplicatedModule):
         bucket_cap_mb_list: Sequence[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
-        lazy_bucket_allocation: bool = False,
         **others: object,
     ) -> None:
         refuse_other_options(
