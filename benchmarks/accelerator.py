@@ -50,6 +50,11 @@ from tests.support.accelerator.timeline import Speeds, Stretch, Timeline
 DEVICE = "pretend"
 
 
+def last_of(module: nn.Module, unit: Unit) -> Any:
+    """The unit that a forward calls last."""
+    return [child for child in module.modules() if isinstance(child, unit)][-1]
+
+
 class FSDP2Keeping(FSDP2):
     """The last unit is kept from its forward to its backward."""
 
@@ -60,8 +65,8 @@ class FSDP2Keeping(FSDP2):
 
     def wrap(self, module: nn.Module, unit: Unit, half: bool = False) -> nn.Module:
         wrapped: Any = super().wrap(module, unit, half)
-        last = [child for child in module.modules() if isinstance(child, unit)][-1]
-        last.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
+        last = last_of(module, unit)
+        last.set_reshard_after_forward(False, recurse=False)
         return wrapped
 
 
@@ -71,7 +76,7 @@ class OursKeeping(Ours):
     def wrap(self, module: nn.Module, unit: Unit, half: bool = False, **options: Any) -> nn.Module:
         import fsdp
 
-        last = [child for child in module.modules() if isinstance(child, unit)][-1]
+        last = last_of(module, unit)
         fsdp.fully_shard(last, reshard_after_forward=False)
         return super().wrap(module, unit, half, **options)
 

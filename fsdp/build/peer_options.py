@@ -66,7 +66,7 @@ PEER_OPTIONS: Final[dict[str, PeerOption]] = {
     "check_reduction": PeerOption("it does nothing in DDP either; leave it out", ("False", "True")),
     "gradient_as_bucket_view": PeerOption(_VIEWS, ("False", "True")),
     "batched_grad_copy": PeerOption("how gradients get into buckets cannot be chosen; leave it out", ("False",)),
-    "lazy_bucket_allocation": PeerOption("buckets hold memory inside a backward only; leave it out", ("False", "True")),
+    "lazy_bucket_allocation": PeerOption("buckets are allocated when gradients arrive; leave it out", ("False", "True")),
     "delay_all_reduce_named_params": PeerOption(_AT_END),
     "param_to_hook_all_reduce": PeerOption(_AT_END),
     # Apex

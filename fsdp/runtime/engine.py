@@ -379,7 +379,7 @@ class Engine:
             for unit, action in instructions:
                 self._action_handlers[action](unit)
         except BaseException as failure:
-            add_note(failure, self.snapshot, 0 if action is Action.COMMIT else unit, ours=True)  # a commit waits for all units
+            add_note(failure, self.snapshot, 0 if action is Action.COMMIT else unit, ours=True)  # commits wait for all reductions
             self.abandon_step(failure, unit)
             raise
 

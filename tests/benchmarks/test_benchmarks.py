@@ -25,6 +25,7 @@ from tests.support.accelerator.build import missing
 from tests.support.processes import ROOT, START_METHOD, environment
 
 Run = Callable[..., None]
+NEEDS_COMPILER = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 
 @pytest.fixture
@@ -144,10 +145,9 @@ def test_a_contender_asked_for_by_name_that_does_not_exist_is_refused_in_words()
         engines.choose(["apex"], host.NAMES)
 
 
+@NEEDS_COMPILER
 @pytest.mark.timeout(180)
 def test_memory_and_host_waits_are_counted_on_the_pretend_accelerator(tmp_path: Path, run: Run) -> None:
-    if (why := missing()) is not None:
-        pytest.skip(why)
     out = tmp_path / "accelerator.json"
     sizes = ("--blocks", "2", "--width", "16", "--heads", "2", "--sequence", "4", "--vocabulary", "16")
     given = ("--world", "2", *sizes, "--contenders", "fsdp2", "ours", "--timeout", "120", "--out", str(out))
@@ -167,10 +167,9 @@ def test_memory_and_host_waits_are_counted_on_the_pretend_accelerator(tmp_path: 
     assert "| FSDP2 |" in report_page({"accelerator": report})
 
 
+@NEEDS_COMPILER
 @pytest.mark.timeout(180)
 def test_each_collective_and_each_wait_of_a_step_is_listed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    if (why := missing()) is not None:
-        pytest.skip(why)
     sizes = ("--blocks", "2", "--width", "16", "--heads", "2", "--sequence", "4", "--vocabulary", "16")
     run(accelerator, "--world", "2", *sizes, "--contenders", "ours", "ours_last_kept", "--timeline", "1")
     ours, kept = capsys.readouterr().out.split("ours, last unit kept, load 1: ")
@@ -181,10 +180,9 @@ def test_each_collective_and_each_wait_of_a_step_is_listed(run: Run, capsys: pyt
         assert "computing waits: " in printed
 
 
+@NEEDS_COMPILER
 @pytest.mark.timeout(180)
 def test_a_step_with_shards_in_host_memory_takes_as_long_as_its_copies_and_its_computing_let_it(tmp_path: Path) -> None:
-    if (why := missing()) is not None:
-        pytest.skip(why)
     out = tmp_path / "offload.json"
     given = ("--blocks", "6", "--loads", "0.1", "1", "4", "--out", str(out))
     # in a process of its own, because torch cannot lose an accelerator again
