@@ -1,8 +1,8 @@
 """Removes each wait, event and stream context of the device code, one at a time, and reports which of them nothing notices.
 
-Each change is made in a copy of the package. Stories of training then run on the pretend accelerator under every scheduler,
-until a weight differs from that of the same story on the host, or something raises, or a stream is given other work than it is
-for. No GPU takes part.
+Each change is made in a copy of the package. Stories of training then run under every scheduler on the pretend accelerator,
+between processes over the pretend NCCL, and on virtual streams, until one shows that something is missing: another weight than
+on the host, an error, work on a wrong stream, or two accesses to the same memory without an order. No GPU takes part.
 
     python -m tools.mutate_waits                       every change
     python -m tools.mutate_waits --only in_flight      those of one file
@@ -22,31 +22,21 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-FILES: Final = (
-    "fsdp/device/streams.py",
-    "fsdp/params/unit.py",
-    "fsdp/params/versions.py",
-    "fsdp/params/flat_buffer.py",
-    "fsdp/reduction/in_flight.py",
-    "fsdp/reduction/used_params.py",
-    "fsdp/reduction/order.py",
-    "fsdp/runtime/stale_params.py",
-    "fsdp/comm/buffers.py",
-    "fsdp/runtime/engine.py",
-    "fsdp/reduction/reducer.py",
-    "fsdp/api/clipping.py",
-    "fsdp/build/builder.py",
-    "fsdp/shards/reductions.py",
-    "fsdp/shards/shard_tensor.py",
-    "fsdp/runtime/gathers.py",
-    "fsdp/uneven/gather_order.py",
-    "fsdp/uneven/data_left.py",
-    "fsdp/state_dict/param_ranges.py",
-    "fsdp/api/join_result.py",
-)
-"""The files whose waits reach a device."""
-HOST: Final = "HostStreams"
-"""A class whose methods wait for nothing."""
+EXCEPT: Final = {
+    "fsdp/checkpoint/dcp.py": "futures of torch's readers and writers of checkpoints, on the host",
+    "fsdp/comm/simulated.py": "threads of simulated ranks, whose tensors are on the host",
+    "fsdp/comm/work.py WorkBatch": "collectives of gloo, on the host",
+    "fsdp/debug/delays.py": "it adds delays to the waits of other streams, and runs in tests alone",
+    "fsdp/device/streams.py HostStreams": "it waits for nothing",
+    "fsdp/device/streams.py Streams": "the names alone",
+    "fsdp/failure/": "threads and messages of the host",
+    "fsdp/planning/": "it counts and measures, and trains nothing",
+    "fsdp/selftest/": "it is a check itself",
+    "fsdp/shards/dtensors.py": "the tensor waits by itself at its first use",
+}
+"""Files, folders and classes whose calls of these names reach no device that trains, each with its reason."""
+SAME_NAME: Final = ("info", "reducer", "versions", "_order")
+"""What has methods of the same names that wait for nothing: the last name before the dot."""
 CALLS: Final = (
     *("wait_stream", "wait_event", "record", "pass_begins", "released", "await_reductions", "wait"),
     *("uploaded", "copied", "await_copies", "synchronize"),
@@ -61,7 +51,7 @@ WANTED: Final = ROOT / "build" / "accelerator" / "wanted.pt"
 
 
 class Mutant(NamedTuple):
-    """One change: the text between two offsets of a file is replaced."""
+    """One change: the bytes between two offsets of a file are replaced."""
 
     file: str
     line: int
@@ -73,50 +63,61 @@ class Mutant(NamedTuple):
 
 def mutants() -> list[Mutant]:
     """Every change, in the order of the files."""
-    return [mutant for file in FILES for mutant in _in_file(file)]
+    files = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "fsdp").rglob("*.py"))
+    return [mutant for file in files if not file.startswith(tuple(EXCEPT)) for mutant in changes_of(file)]
 
 
-def _in_file(file: str) -> Iterator[Mutant]:
+def changes_of(file: str) -> Iterator[Mutant]:
+    """The changes of one file, also of one in `EXCEPT`."""
     source = (ROOT / file).read_text(encoding="utf-8")
     lines = source.splitlines(keepends=True)
     starts = [0]
     for line in lines:
-        starts.append(starts[-1] + len(line))
+        starts.append(starts[-1] + len(line.encode()))
 
     def change(node: ast.expr | ast.stmt, what: str, text: str) -> Mutant:
         assert node.end_lineno is not None and node.end_col_offset is not None
         start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
         return Mutant(file, node.lineno, what, start, end, text)
 
+    def text_of(node: ast.AST) -> str:
+        return ast.get_source_segment(source, node) or ""
+
     for top in ast.parse(source).body:
-        if isinstance(top, ast.ClassDef) and top.name == HOST:
+        if isinstance(top, ast.ClassDef) and f"{file} {top.name}" in EXCEPT:
             continue
+        statements = {id(node.value) for node in ast.walk(top) if isinstance(node, ast.Expr)}
+        entered = {id(item.context_expr) for node in ast.walk(top) if isinstance(node, ast.With) for item in node.items}
+        entered |= {id(node.value) for node in ast.walk(top) if isinstance(node, ast.Return)}
         for node in ast.walk(top):
-            if isinstance(node, ast.Expr) and _method(node.value) in CALLS:
-                call = node.value
-                assert isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-                kept = ast.get_source_segment(source, call.func.value) or ""
-                if kept.endswith("versions"):
-                    continue  # it counts, and nothing waits
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            name, owner = node.func.attr, node.func.value
+            if _last_name(owner) in SAME_NAME:
+                continue
+            if name in CALLS and id(node) in statements:
                 # the collective stays, and nobody waits for it
-                text = kept if isinstance(call.func.value, ast.Call) else "pass"
-                yield change(node, f"{_method(call)} of {kept.split('(')[0]}", text)
-            elif isinstance(node, ast.With):
-                for item in node.items:
-                    if _method(item.context_expr) in CONTEXTS:
-                        yield change(item.context_expr, f"context {_method(item.context_expr)}", _NO_CONTEXT)
-            elif isinstance(node, ast.Return) and node.value is not None and _method(node.value) == "entered":
-                yield change(node.value, "entered", _NO_CONTEXT)
-            elif isinstance(node, ast.AugAssign) and _method(node.value) == "gathered":
-                yield change(node, "gathered", "pass")
+                yield change(
+                    node, f"{name} of {text_of(owner).split('(')[0]}", text_of(owner) if isinstance(owner, ast.Call) else "..."
+                )
+            elif name == "wait":
+                yield change(
+                    node, f"{name} of {text_of(owner)}", f"{text_of(owner)}.value()"
+                )  # of a future, whatever it waits for
+            elif name in (*CONTEXTS, "entered") and id(node) in entered:
+                yield change(node, f"context {name}", _NO_CONTEXT)
+            elif name == "gathered":
+                yield change(node, name, "()")
+            elif name in (*CALLS, *CONTEXTS):
+                raise ValueError(f"{file}:{node.lineno}: no change is known for a call of {name!r} in this place")
 
 
 _NO_CONTEXT: Final = "__import__('contextlib').nullcontext()"
 
 
-def _method(node: ast.AST) -> str | None:
-    """The name of the method that an expression calls."""
-    return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+def _last_name(node: ast.expr) -> str | None:
+    """The last name of an expression such as `self.reducer`."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
 
 
 def run(mutant: Mutant | None) -> str | None:
@@ -128,14 +129,15 @@ def run(mutant: Mutant | None) -> str | None:
             (folder / other).symlink_to(ROOT / other)
         if mutant is not None:
             path = folder / mutant.file
-            source = path.read_text(encoding="utf-8")
-            path.write_text(source[: mutant.start] + mutant.text + source[mutant.end :], encoding="utf-8")
+            source = path.read_bytes()
+            path.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
         variables = {**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, "-m", "tests.support.accelerator.notice", str(WANTED)]
-        ended = subprocess.run(command, cwd=name, env=variables, capture_output=True, text=True, timeout=LIMIT, check=False)
-    if ended.returncode == 0:
-        return None
-    return (ended.stdout.strip().splitlines() or [f"ended with {ended.returncode}: {ended.stderr[-200:]}"])[-1]
+        for runner in (("accelerator", str(WANTED)), ("processes",), ("virtual",)):
+            command = [sys.executable, "-m", "tests.support.accelerator.notice", *runner]
+            ended = subprocess.run(command, cwd=name, env=variables, capture_output=True, text=True, timeout=LIMIT, check=False)
+            if ended.returncode != 0:
+                return (ended.stdout.strip().splitlines() or [f"ended with {ended.returncode}: {ended.stderr[-200:]}"])[-1]
+    return None
 
 
 def main() -> None:

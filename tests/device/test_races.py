@@ -454,36 +454,39 @@ def assert_no_races_in(tree: TreeSpec, program: Program, world_size: int, seed: 
     assert not world.races, world.races[:5]
 
 
+_WAITING: Final[list[tuple[Callable[..., None], dict[str, Any]]]] = [
+    (training, {"mp_policy": HALF}),
+    (partial, {}),
+    (pointed, {}),
+    (nested, {}),
+    (edited_between, {}),
+    (grouped, {}),
+    (training, {"mp_policy": HALF, "reduction": ALONE}),
+    (failing_hooked, {}),
+    (training, {}),
+]
+WAITING: Final = [
+    *((story, strategy, more) for story, more in _WAITING for strategy in ("one rank", "FULL_SHARD", "NO_SHARD")),
+    (training, "FULL_SHARD", {"broadcast_buffers": True, "sync_module_states": True}),
+    (accumulation, "SHARD_GRADIENTS", {}),
+    (late, "NO_SHARD", {}),
+    (reading, "FULL_SHARD", {}),
+    (failing, "FULL_SHARD", {}),
+    # nothing comes after the rows on the stream of reductions that would wait for them as well
+    (sparse, "NO_SHARD", {"reduction": fsdp.ReductionPolicy(static_graph=True)}),
+]
+"""Story, strategy and options of runs that come to every wait of the engine."""
+
+
 def test_a_race_is_found_when_any_wait_is_left_out() -> None:
     """Every wait of the engine that a test of this file comes to, one by one, until some run shows a race without it."""
-    stories: list[tuple[Callable[..., None], dict[str, Any]]] = [
-        (training, {"mp_policy": HALF}),
-        (partial, {}),
-        (pointed, {}),
-        (nested, {}),
-        (edited_between, {}),
-        (grouped, {}),
-        (training, {"mp_policy": HALF, "reduction": ALONE}),
-        (failing_hooked, {}),
-        (training, {}),
-    ]
-    runs = [(story, strategy, more) for story, more in stories for strategy in ("one rank", "FULL_SHARD", "NO_SHARD")]
-    runs += [
-        (training, "FULL_SHARD", {"broadcast_buffers": True, "sync_module_states": True}),
-        (accumulation, "SHARD_GRADIENTS", {}),
-        (late, "NO_SHARD", {}),
-        (reading, "FULL_SHARD", {}),
-        (failing, "FULL_SHARD", {}),
-        # nothing comes after the rows on the stream of reductions that would wait for them as well
-        (sparse, "NO_SHARD", {"reduction": fsdp.ReductionPolicy(static_graph=True)}),
-    ]
 
     def run(number: int, skipped: Site | None = None) -> Harness:
-        story, strategy, more = runs[number]
+        story, strategy, more = WAITING[number]
         size, options = STRATEGIES[strategy]
         return races_of(size, lambda: story(**options, **more), skipped)
 
-    found = [run(number).sites for number in range(len(runs))]
+    found = [run(number).sites for number in range(len(WAITING))]
     sites = {site: None for of_run in found for site in of_run}
     unnoticed = [
         site for site in sites if not any(site in of_run and run(number, site).races for number, of_run in enumerate(found))

@@ -11,7 +11,7 @@
 
 namespace accelerator {
 
-enum class Kind { AllGather = 0, ReduceScatter = 1, Sum = 2, Max = 3, Broadcast = 4 };
+enum class Kind { AllGather = 0, ReduceScatter = 1, Sum = 2, Max = 3, Broadcast = 4, AllToAll = 5 };
 
 struct Part {
   int member;
@@ -79,6 +79,12 @@ inline void move(Collective& all, Kind kind, int source, at::ScalarType dtype) {
     for (const auto& part : parts)
       if (part.member != source)
         std::memcpy(part.output, parts.at(source).input, part.count * size);
+  } else if (kind == Kind::AllToAll) {
+    for (int64_t to = 0; to < world; ++to)
+      for (int64_t from = 0; from < world; ++from) {
+        const auto chunk = parts[to].count * size;
+        std::memcpy(parts[to].output + from * chunk, parts[from].input + to * chunk, chunk);
+      }
   } else {
     std::vector<at::Tensor> rows;
     for (const auto& part : parts)
@@ -123,6 +129,8 @@ inline void launch(int64_t key, int members, Part part, Kind kind, int source, a
     } else if (kind == Kind::Broadcast) {
       if (part.member != source)
         std::memset(part.output, 0xFF, bytes);
+    } else if (kind == Kind::AllToAll) {
+      std::memset(part.output, 0xFF, members * bytes);
     } else {
       kept->inputs[part.member].assign(part.input, bytes);
       std::memset(part.output, 0xFF, bytes);

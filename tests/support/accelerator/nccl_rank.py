@@ -32,6 +32,8 @@ STRATEGIES: Final[dict[str, dict[str, Any]]] = {
     "HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 1)},
     "offload": {"offload_policy": fsdp.OffloadPolicy()},
     "bf16": {"mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "deterministic": {"reduction": fsdp.ReductionPolicy(deterministic=True)},
+    "deterministic, NO_SHARD": {"sharding_strategy": "NO_SHARD", "reduction": fsdp.ReductionPolicy(deterministic=True)},
 }
 STEPS: Final = 3
 

@@ -1,23 +1,32 @@
-"""Runs training stories on the pretend accelerator until one has other weights than on the host, or work is on a wrong stream.
+"""Runs training stories on devices that are not there until one shows that a wait is missing. See tools/mutate_waits.py.
 
-See tools/mutate_waits.py.
+python -m tests.support.accelerator.notice accelerator FILE: until weights differ from those of the host, or work is on a wrong
+stream of the pretend accelerator. The weights of the host are read from FILE, or written to it by the first run.
 
-python -m tests.support.accelerator.notice FILE: the weights of the host are read from FILE, or written to it by the first run.
+python -m tests.support.accelerator.notice processes: until weights differ from those of the host, over the pretend NCCL.
+
+python -m tests.support.accelerator.notice virtual: until two accesses to the same memory have no order, on virtual streams.
 """
 
 import faulthandler
+import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 import fsdp
-from tests.device.test_races import HALF, STRATEGIES
+from tests.device.test_races import HALF, STRATEGIES, WAITING, races_of
+from tests.support.accelerator import door_stories
 from tests.support.accelerator.device import Scheduler, load
+from tests.support.accelerator.nccl_rank import trained
 from tests.support.accelerator.placement import CASES, misplaced
 from tests.support.accelerator.stories import STORIES, Weights, first_difference, on_accelerator, on_host
+from tests.uneven.test_races import different_paths, harness_of, without_data
 
 RUNS: Final[list[tuple[str, str, dict[str, Any]]]] = [
     *(("training", strategy, {}) for strategy in ("FULL_SHARD", "one rank", "HYBRID_SHARD", "SHARD_GRAD_OP", "NO_SHARD")),
@@ -55,15 +64,23 @@ RUNS: Final[list[tuple[str, str, dict[str, Any]]]] = [
         for strategy in ("FULL_SHARD", "NO_SHARD")
     ),
 ]
+RUNS += [
+    *((story, "FULL_SHARD", {}) for story in door_stories.STORIES),
+    ("a hook on a stream of its own", "FULL_SHARD", {}),
+    ("a failing backward on a stream of one's own", "NO_SHARD", {}),
+    ("a scaler that skips a step", "FULL_SHARD", {"offload_policy": fsdp.OffloadPolicy()}),
+    ("units that share gathers", "FULL_SHARD", {}),
+    *(("training", strategy, {"reduction": fsdp.ReductionPolicy(deterministic=True)}) for strategy in ("FULL_SHARD", "NO_SHARD")),
+]
+PROCESSES: Final = 2
 LIMIT: Final = 180
 """Seconds for one run of one story, on a machine that does other work too. Ranks that wait for ever end the process with 1."""
 SCHEDULES: Final = [(Scheduler.EAGER, 0), *((Scheduler.STARVE, n) for n in range(6)), (Scheduler.RANDOM, 1), (Scheduler.LAZY, 0)]
 
 
-def main(path: Path) -> str | None:
+def on_the_accelerator(path: Path) -> str | None:
     """What differs; None if nothing does."""
     load()
-    torch.set_num_threads(1)
     if path.exists():
         wanted: list[Weights] = torch.load(path)
     else:
@@ -92,13 +109,57 @@ def main(path: Path) -> str | None:
     return None
 
 
+def between_processes() -> str | None:
+    """What differs between two processes over the pretend NCCL and the host; None if nothing does."""
+    wanted = fsdp.simulate(PROCESSES, lambda rank: trained(rank, "cpu"))
+    for scheduler in (Scheduler.STARVE, Scheduler.LAZY, Scheduler.EAGER):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "tests.support.accelerator.nccl_rank"]
+            arguments = (str(PROCESSES), folder, "trained", scheduler.name)
+            ranks = [subprocess.Popen([*command, str(rank), *arguments], stderr=subprocess.DEVNULL) for rank in range(PROCESSES)]
+            try:
+                codes = [one.wait(LIMIT) for one in ranks]
+            except subprocess.TimeoutExpired:
+                return f"pretend NCCL, {scheduler.name}: a process did not end"
+            finally:
+                for one in ranks:
+                    one.kill()
+                    one.wait()
+            if any(codes):
+                return f"pretend NCCL, {scheduler.name}: processes ended with {codes}"
+            found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(PROCESSES)]
+        if (difference := first_difference(found, wanted)) is not None:
+            return f"pretend NCCL, {scheduler.name}: {difference}"
+    return None
+
+
+def on_virtual_streams() -> str | None:
+    """The first race; None if there is none."""
+    for story, strategy, more in WAITING:
+        size, options = STRATEGIES[strategy]
+        if races := races_of(size, partial(story, **options, **more)).races:
+            return f"virtual streams, {story.__name__}, {strategy}: {races[0]}"
+    for path in (different_paths, without_data):
+        for strategy in ("FULL_SHARD", "HYBRID_SHARD"):
+            if races := harness_of(path, strategy).races:
+                return f"virtual streams, {path.__name__}, {strategy}: {races[0]}"
+    return None
+
+
 def _text(failure: Exception) -> str:
     return f"{type(failure).__name__}: {str(failure)[:80]}".splitlines()[0]
 
 
 if __name__ == "__main__":
     began = time.monotonic()
-    noticed = main(Path(sys.argv[1]))
+    torch.set_num_threads(1)
+    if sys.argv[1] == "accelerator":
+        noticed = on_the_accelerator(Path(sys.argv[2]))
+    else:
+        try:
+            noticed = between_processes() if sys.argv[1] == "processes" else on_virtual_streams()
+        except Exception as failure:
+            noticed = _text(failure)
     print(noticed or f"nothing differs, {time.monotonic() - began:.0f} s")
     sys.stdout.flush()
     sys.exit(noticed is not None)

@@ -25,7 +25,17 @@ from torch.distributed import distributed_c10d as c10d
 
 from fsdp.comm import connect
 from tests.support.accelerator.device import NAME, Scheduler, configure, load
-from tests.support.accelerator.world import _BLOCKED, _BROADCAST, _GATHER, _MAX, _SCATTER, _SUM, PretendWork, _scalar_type
+from tests.support.accelerator.world import (
+    _BLOCKED,
+    _BROADCAST,
+    _EXCHANGE,
+    _GATHER,
+    _MAX,
+    _SCATTER,
+    _SUM,
+    PretendWork,
+    _scalar_type,
+)
 
 BACKEND: Final = "pretend_nccl"
 PUMP: Final = 0.002
@@ -113,6 +123,10 @@ class PretendNccl(dist.ProcessGroup):
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> PretendWork:
         return self._launch(_BROADCAST, tensors[0], tensors[0], tensors[0].numel(), options.rootRank)
+
+    def alltoall_base(self, into: Tensor, sent: Tensor, to: list[int], of: list[int], options: Any = None) -> PretendWork:
+        assert not to and not of, "all chunks have one size"
+        return self._launch(_EXCHANGE, sent, into, sent.numel() // self._members)
 
     # the watchdog -------------------------------------------------------------------------
 

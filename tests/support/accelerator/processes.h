@@ -69,8 +69,8 @@ class Shared {
 
   std::string path_of(int member) const { return place_ + "." + std::to_string(member); }
   int64_t chunk_bytes() const { return part_.count * static_cast<int64_t>(c10::elementSize(dtype_)); }
-  int64_t input_bytes() const { return chunk_bytes() * (kind_ == Kind::ReduceScatter ? members_ : 1); }
-  int64_t output_bytes() const { return chunk_bytes() * (kind_ == Kind::AllGather ? members_ : 1); }
+  int64_t input_bytes() const { return chunk_bytes() * (kind_ == Kind::ReduceScatter || kind_ == Kind::AllToAll ? members_ : 1); }
+  int64_t output_bytes() const { return chunk_bytes() * (kind_ == Kind::AllGather || kind_ == Kind::AllToAll ? members_ : 1); }
   // The output of a reduce-scatter may be a part of its input, which later kernels may read.
   bool own_is_inside() const {
     return kind_ == Kind::ReduceScatter && part_.output >= part_.input && part_.output < part_.input + input_bytes();

@@ -1,6 +1,7 @@
 """The training stories of tests/device/test_races.py on the pretend accelerator, beside the same ones on the host."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ import fsdp
 from fsdp.comm.simulated import current_rank
 from fsdp.shards.shard_tensor import ShardTensor
 from tests.device import test_races as races
+from tests.support.accelerator import door_stories
 from tests.support.accelerator.device import NAME, Scheduler
 from tests.support.accelerator.world import run
 from tests.support.models import Block, Net, loss_of
@@ -18,7 +20,8 @@ from tests.uneven import test_races as races_of_paths
 
 Weights = list[dict[str, Tensor]]
 """The full weights of each rank after a story, on the host."""
-Story = Callable[..., None]
+Story = Callable[..., "dict[str, Tensor] | None"]
+"""It may return what it has read."""
 
 
 def scaled(**options: Any) -> None:
@@ -115,6 +118,25 @@ def remembering(**options: Any) -> None:
             local.add_(torch.stack(seen).sum().to(local.device), alpha=0.01)
 
 
+def hooked_elsewhere(**options: Any) -> None:
+    """A comm hook that computes on a stream of its own. Its future knows that."""
+    model, rank, device = races.net(**options), current_rank(), torch.empty(0).device
+    assert rank is not None
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    stream = None if module is None else module.Stream(device)
+
+    def hook(state: None, bucket: Any) -> "torch.futures.Future[Tensor]":
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=None if module is None else [device])
+        if stream is not None and module is not None:
+            stream.wait_stream(module.current_stream(device))
+        with nullcontext() if module is None else module.stream(stream):
+            future.set_result(bucket.buffer()[: bucket.buffer().numel() // rank.size] * 1.0)
+        return future
+
+    fsdp.register_comm_hook(model, None, hook)
+    races.train(model)
+
+
 def joined(**options: Any) -> None:
     """Ranks with different numbers of batches. Under NO_SHARD those that have finished take over what the last one has."""
     model = races.net(**options)
@@ -134,8 +156,9 @@ def rank_here() -> int:
     return rank.rank
 
 
-STORIES: Final = {
+STORIES: Final[dict[str, Story]] = {
     **races.STORIES,
+    **door_stories.STORIES,
     "a scaler that skips a step": scaled,
     "a failing backward on a stream of one's own": failing_on_own_stream,
     "a layer left out": partly_used,
@@ -144,6 +167,7 @@ STORIES: Final = {
     "an evaluation on one rank": evaluated_alone,
     "uneven inputs": joined,
     "a hook that remembers": remembering,
+    "a hook on a stream of its own": hooked_elsewhere,
 }
 """By name."""
 
@@ -174,15 +198,16 @@ def first_difference(found: Weights, wanted: Weights) -> str | None:
 
 
 def _weights_after(story: Story, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights of all models that a story makes."""
+    """The weights of all models that a story makes, and what it has read."""
     rank = current_rank()
     assert rank is not None
     made = _made[rank.rank] = []
     try:
-        story(**options)
+        read = story(**options) or {}
     finally:
         del _made[rank.rank]
-    return {
+    found = {name: value.cpu().clone() for name, value in read.items()}
+    return found | {
         f"{number}.{name}": value.cpu().clone()
         for number, model in enumerate(made)
         for name, value in fsdp.full_state_dict(model, rank0_only=False).items()

@@ -24,12 +24,12 @@ from fsdp.comm import simulated
 from fsdp.comm.communicator import CarriesHostTensors, ReduceOp, as_bytes
 from fsdp.comm.simulated import SimulatedCommunicator, current_rank
 from fsdp.comm.simulated_ops import Operation, Side, describe, mark_written
-from fsdp.comm.work import Work
+from fsdp.comm.work import AllToAllReduceScatter, DeterministicAllReduce, Work
 from fsdp.errors import ShardingError
 from tests.support.accelerator.device import NAME, Scheduler, configure, load
 
 T = TypeVar("T")
-_GATHER, _SCATTER, _SUM, _MAX, _BROADCAST = range(5)
+_GATHER, _SCATTER, _SUM, _MAX, _BROADCAST, _EXCHANGE = range(6)
 _BLOCKED: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 
 
@@ -67,11 +67,20 @@ class _OnDevice(SimulatedCommunicator):
         return self._on_device("all_gather", label, text, _GATHER, own, unsharded, chunk, unsharded.numel() - chunk)
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
+        if fixed_order:
+            received = torch.empty_like(bucket)
+            return AllToAllReduceScatter(self._exchange(bucket, received, label), received, into)
         text = f"reduce_scatter({label!r}, {describe(bucket)})"
-        received = bucket.nbytes - into.nbytes
-        return self._on_device("reduce_scatter", label, text, _SCATTER, bucket, into, into.numel(), received)
+        received_bytes = bucket.nbytes - into.nbytes
+        return self._on_device("reduce_scatter", label, text, _SCATTER, bucket, into, into.numel(), received_bytes)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
+        if fixed_order and op == "sum":
+            padded = tensor.new_zeros(self.size, -(-tensor.numel() // self.size))
+            padded.view(-1)[: tensor.numel()].copy_(tensor.view(-1))
+            parts = torch.empty_like(padded)
+            work = self._exchange(padded, parts, label)
+            return DeterministicAllReduce(work, padded, parts, tensor, lambda sums: self.all_gather(sums, label), self.rank)
         text, kind = f"all_reduce({label!r}, {describe(tensor)}, {op})", _SUM if op == "sum" else _MAX
         received = 2 * (self.size - 1) * tensor.nbytes // self.size
         return self._on_device("all_reduce", label, text, kind, tensor, tensor, tensor.numel(), received)
@@ -80,6 +89,12 @@ class _OnDevice(SimulatedCommunicator):
         text, data = f"broadcast({label!r}, {describe(tensor)}, from rank {source})", as_bytes(tensor)
         received = 0 if self.rank == source else tensor.nbytes
         return self._on_device("broadcast", label, text, _BROADCAST, data, data, data.numel(), received, source)
+
+    def _exchange(self, sent: Tensor, received: Tensor, label: str) -> Work:
+        """Send chunk r of `sent` to rank r. Chunk r of `received` comes from rank r."""
+        text, chunk = f"all_to_all({label!r}, {describe(sent)})", sent.numel() // self.size
+        nbytes = sent.nbytes * (self.size - 1) // self.size
+        return self._on_device("reduce_scatter", label, text, _EXCHANGE, sent, received, chunk, nbytes)
 
     def _on_device(
         self,
