@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp.comm.communicator import CallRecorder, CarriesHostTensors, ReduceOp, as_bytes
-from fsdp.comm.work import AllToAllReduceScatter, DeterministicAllReduce, Work, WorkBatch
+from fsdp.comm.work import AllToAllReduceScatter, Work, WorkBatch, all_reduce_by_exchange, reduce_scatter_by_exchange
 from fsdp.errors import PeerFailed, ShardingError
 from fsdp.failure.desync import RECENT, WatchedWork
 from fsdp.failure.peers import PeerMonitor
@@ -113,7 +113,7 @@ class ProcessGroupCommunicator:
         if bucket.device.type == "cpu":
             return self._reduce_scatter_on_host(bucket, into, label)
         if fixed_order:
-            return self._exchange_and_sum(bucket, into, label)
+            return reduce_scatter_by_exchange(partial(self._exchange, label), bucket, into)
         return self._launch("reduce_scatter", label, bucket, lambda group: group._reduce_scatter_base(into, bucket, _SCATTER))
 
     def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
@@ -146,7 +146,8 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         if fixed_order and op == "sum":
-            return self._exchange_sum_and_gather(tensor, label)
+            gather = partial(self.all_gather, label=label)
+            return all_reduce_by_exchange(partial(self._exchange, label), gather, tensor, self._rank, self._size)
         options = c10d.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         options.asyncOp = True
@@ -180,29 +181,12 @@ class ProcessGroupCommunicator:
         return self._launch("all_gather", label, unsharded, lambda group: group._allgather_base(unsharded, own, _GATHER))
 
     def _reduce_scatter_on_host(self, bucket: Tensor, into: Tensor, label: str) -> Work:
-        return self._exchange_and_sum(bucket, into, label)
+        return reduce_scatter_by_exchange(partial(self._exchange, label), bucket, into)
 
     def _scratch_bytes_on_host(self, bucket: Tensor) -> int:
         return bucket.nbytes
 
-    def _exchange_and_sum(self, bucket: Tensor, into: Tensor, label: str) -> Work:
-        """Reduce-scatter by an exchange of chunks, which `wait` sums in a fixed order."""
-        received = torch.empty_like(bucket)
-        return AllToAllReduceScatter(self._exchange(received, bucket, label), received, into)
-
-    def _exchange_sum_and_gather(self, tensor: Tensor, label: str) -> Work:
-        """All-reduce by an exchange of chunks, which `wait` sums in a fixed order and gathers.
-
-        The tensor is padded to a multiple of the number of ranks.
-        """
-        chunk = -(-tensor.numel() // self._size)
-        padded = tensor.new_zeros(self._size, chunk)
-        padded.view(-1)[: tensor.numel()].copy_(tensor.view(-1))
-        received = torch.empty_like(padded)
-        work = self._exchange(received, padded, label)
-        return DeterministicAllReduce(work, padded, received, tensor, lambda sums: self.all_gather(sums, label), self._rank)
-
-    def _exchange(self, received: Tensor, sent: Tensor, label: str) -> Work:
+    def _exchange(self, label: str, received: Tensor, sent: Tensor) -> Work:
         """Send chunk r of `sent` to rank r. Chunk r of `received` comes from rank r."""
         return self._launch("reduce_scatter", label, sent, lambda group: group.alltoall_base(received, sent, [], [], _EXCHANGE))
 
@@ -265,7 +249,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
 
     def _reduce_scatter_on_host(self, bucket: Tensor, into: Tensor, label: str) -> Work:
         if self._size > 2:
-            return self._exchange_and_sum(bucket, into, label)
+            return reduce_scatter_by_exchange(partial(self._exchange, label), bucket, into)
         received = torch.empty_like(into)
         work = self._launch("reduce_scatter", label, bucket, partial(self._swap, self._of_peer(bucket), received))
         return AllToAllReduceScatter(work, received, into, bucket.narrow(0, self._rank * into.numel(), into.numel()))

@@ -128,3 +128,25 @@ class DeterministicAllReduce(TwoPhaseWork):
         self.begun = self._gather(sums.view(-1))
         self.begun.wait()
         self._tensor.view(-1).copy_(sums.view(-1)[: self._tensor.numel()])
+
+
+Exchange = Callable[[Tensor, Tensor], Work]
+"""Launches an exchange (received, sent): chunk r of `sent` goes to rank r, and chunk r of `received` comes from rank r."""
+
+
+def reduce_scatter_by_exchange(exchange: Exchange, bucket: Tensor, into: Tensor) -> Work:
+    """Launch a reduce-scatter (W * C,) -> (C,) as an exchange of chunks, which `wait` sums in a fixed order."""
+    received = torch.empty_like(bucket)
+    return AllToAllReduceScatter(exchange(received, bucket), received, into)
+
+
+def all_reduce_by_exchange(exchange: Exchange, gather: Callable[[Tensor], Work], tensor: Tensor, rank: int, size: int) -> Work:
+    """Launch an all-reduce as an exchange of chunks, which `wait` sums in a fixed order and gathers with `gather`.
+
+    The tensor is padded to a multiple of the number of ranks.
+    """
+    chunk = -(-tensor.numel() // size)
+    padded = tensor.new_zeros(size, chunk)
+    padded.view(-1)[: tensor.numel()].copy_(tensor.view(-1))
+    received = torch.empty_like(padded)
+    return DeterministicAllReduce(exchange(received, padded), padded, received, tensor, gather, rank)

@@ -84,6 +84,13 @@ def start_rank(
     return Rank(process)
 
 
+_namespaces: Final[list[dict[str, Any]]] = []
+"""What programs leave behind, kept until their process ends.
+
+torch's DDP waits in its destructor for a thread of gloo. It holds the GIL, and that thread may need the GIL: both wait for ever.
+"""
+
+
 def _run_program(program: list[str], is_script: bool, variables: dict[str, str], printed: tuple[Path, Path], cwd: Path) -> None:
     """As `python SCRIPT` runs it, or as `python -m MODULE`."""
     for stream, path in zip((sys.stdout, sys.stderr), printed, strict=True):
@@ -100,9 +107,9 @@ def _run_program(program: list[str], is_script: bool, variables: dict[str, str],
     sys.argv = program
     try:
         if is_script:
-            runpy.run_path(program[0], run_name="__main__")
+            _namespaces.append(runpy.run_path(program[0], run_name="__main__"))
         else:
-            runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+            _namespaces.append(runpy.run_module(program[0], run_name="__main__", alter_sys=True))
     finally:
         atexit._run_exitfuncs()  # as at the end of an interpreter; the end of a fork leaves them out
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from types import FrameType
 from typing import Any, Final, TypeVar
@@ -24,7 +25,7 @@ from fsdp.comm import simulated
 from fsdp.comm.communicator import CarriesHostTensors, ReduceOp, as_bytes
 from fsdp.comm.simulated import SimulatedCommunicator, current_rank
 from fsdp.comm.simulated_ops import Operation, Side, describe, mark_written
-from fsdp.comm.work import AllToAllReduceScatter, DeterministicAllReduce, Work
+from fsdp.comm.work import Work, all_reduce_by_exchange, reduce_scatter_by_exchange
 from fsdp.errors import ShardingError
 from tests.support.accelerator.device import NAME, Scheduler, configure, load
 
@@ -68,19 +69,15 @@ class _OnDevice(SimulatedCommunicator):
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
         if fixed_order:
-            received = torch.empty_like(bucket)
-            return AllToAllReduceScatter(self._exchange(bucket, received, label), received, into)
+            return reduce_scatter_by_exchange(partial(self._exchange, label), bucket, into)
         text = f"reduce_scatter({label!r}, {describe(bucket)})"
-        received_bytes = bucket.nbytes - into.nbytes
-        return self._on_device("reduce_scatter", label, text, _SCATTER, bucket, into, into.numel(), received_bytes)
+        received = bucket.nbytes - into.nbytes
+        return self._on_device("reduce_scatter", label, text, _SCATTER, bucket, into, into.numel(), received)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         if fixed_order and op == "sum":
-            padded = tensor.new_zeros(self.size, -(-tensor.numel() // self.size))
-            padded.view(-1)[: tensor.numel()].copy_(tensor.view(-1))
-            parts = torch.empty_like(padded)
-            work = self._exchange(padded, parts, label)
-            return DeterministicAllReduce(work, padded, parts, tensor, lambda sums: self.all_gather(sums, label), self.rank)
+            gather = partial(self.all_gather, label=label)
+            return all_reduce_by_exchange(partial(self._exchange, label), gather, tensor, self.rank, self.size)
         text, kind = f"all_reduce({label!r}, {describe(tensor)}, {op})", _SUM if op == "sum" else _MAX
         received = 2 * (self.size - 1) * tensor.nbytes // self.size
         return self._on_device("all_reduce", label, text, kind, tensor, tensor, tensor.numel(), received)
@@ -90,7 +87,7 @@ class _OnDevice(SimulatedCommunicator):
         received = 0 if self.rank == source else tensor.nbytes
         return self._on_device("broadcast", label, text, _BROADCAST, data, data, data.numel(), received, source)
 
-    def _exchange(self, sent: Tensor, received: Tensor, label: str) -> Work:
+    def _exchange(self, label: str, received: Tensor, sent: Tensor) -> Work:
         """Send chunk r of `sent` to rank r. Chunk r of `received` comes from rank r."""
         text, chunk = f"all_to_all({label!r}, {describe(sent)})", sent.numel() // self.size
         nbytes = sent.nbytes * (self.size - 1) // self.size
