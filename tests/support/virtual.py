@@ -32,6 +32,7 @@ from fsdp.comm.context import CommContext, Lane
 from fsdp.comm.work import Work
 from fsdp.device import storage, streams
 from fsdp.device.storage import storage_key
+from fsdp.fairscale_api import groups
 
 Clock = dict[str, int]
 """Of every stream, how far it has come as somebody knows."""
@@ -400,6 +401,7 @@ class Harness:
                 attach, "make_streams", lambda device, lanes, offloads: streams.DeviceStreams(self._here.recorder, lanes)
             ),
             mock.patch.object(wrap, "open_comms", self._open),
+            mock.patch.object(groups, "open_comms", self._open),
         ):
             yield
 
