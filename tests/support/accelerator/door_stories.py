@@ -48,16 +48,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> No
     optimizer.zero_grad()
 
 
-def traced(**options: Any) -> Read:
-    """Every step is recorded."""
-    model = races.net(**options)
-    optimizer = races.sgd(model)
-    with fsdp.trace(model):
-        for step in range(2):
-            _step(model, optimizer, step)
-    return {}
-
-
 def fsdp1(**options: Any) -> Read:
     """Instances are gathered ahead by hand and read, and then full gradients are read and changed, which need no other gather."""
     FSDP = torch_fsdp.FullyShardedDataParallel
@@ -125,7 +115,6 @@ def of_fairscale(**options: Any) -> Read:
 
 STORIES = {
     "optimizer state read by torch": optimizer_state,
-    "a recorded training": traced,
     "the names of FSDP1": fsdp1,
     "the names of FSDP2": fsdp2,
     "the names of fairscale": of_fairscale,

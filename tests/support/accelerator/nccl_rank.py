@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +35,8 @@ STRATEGIES: Final[dict[str, dict[str, Any]]] = {
     "deterministic": {"reduction": fsdp.ReductionPolicy(deterministic=True)},
     "deterministic, NO_SHARD": {"sharding_strategy": "NO_SHARD", "reduction": fsdp.ReductionPolicy(deterministic=True)},
 }
+TRACED: Final = "SHARD_GRAD_OP"
+"""Its steps on the device are recorded."""
 STEPS: Final = 3
 
 
@@ -69,8 +71,9 @@ def trained(rank: int, device: str) -> dict[str, Tensor]:
     for name, options in STRATEGIES.items():
         on_host = device == "cpu" and name == "offload"
         model, optimizer = made(device, **({} if on_host else options))
-        for number in range(STEPS):
-            step(model, optimizer, batch(rank, number, device))
+        with fsdp.trace(model) if name == TRACED and device != "cpu" else nullcontext():
+            for number in range(STEPS):
+                step(model, optimizer, batch(rank, number, device))
         state = fsdp.full_state_dict(model, rank0_only=False)
         found |= {f"{name} {key}": value.cpu().clone() for key, value in state.items()}
     return found
