@@ -34,7 +34,13 @@ RUNS: Final[list[tuple[str, str, dict[str, Any]]]] = [
     ("training", "FULL_SHARD", {"broadcast_buffers": True, "sync_module_states": True}),
     ("training", "FULL_SHARD", {"reduction": fsdp.ReductionPolicy(bucket_cap_mb=0.0002, streams=2)}),
     ("training", "NO_SHARD", {"reduction": fsdp.ReductionPolicy(static_graph=True)}),
-    ("training", "one rank", {"sharding_strategy": "NO_SHARD", "mp_policy": HALF}),
+    *(
+        ("training", "one rank", {"sharding_strategy": "NO_SHARD", **more})
+        for more in (
+            {"mp_policy": HALF},
+            {"offload_policy": fsdp.OffloadPolicy(), "reduction": fsdp.ReductionPolicy(bucket_cap_mb=0.001)},
+        )
+    ),
     *(
         (story, strategy, {})
         for story in ("a step between", "weights edited between calls")
