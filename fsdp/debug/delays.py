@@ -58,7 +58,7 @@ class DelayedStreams:
         return self._late(self._streams.landing(lane))
 
     def computing(self) -> AbstractContextManager[Any]:
-        return self._late(self._streams.computing())
+        return self._streams.computing()
 
     def await_reductions(self) -> None:
         self._streams.await_reductions()

@@ -52,8 +52,8 @@ class Streams(Protocol):
     def computing(self) -> AbstractContextManager[Any]:
         """A context whose work runs on the stream that was current when the last pass began.
 
-        Autograd's thread for a device may clean up after a failed backward. Its current stream is the default one, and memory that
-        the backward has allocated on the compute stream is handed out again there, as soon as it is released.
+        It need not be the current one: autograd's thread for a device may clean up after a failed backward. Memory that is
+        released there can be handed out again on the compute stream at once.
         """
 
     def await_reductions(self) -> None:
