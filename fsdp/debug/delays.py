@@ -57,6 +57,9 @@ class DelayedStreams:
     def landing(self, lane: int = 0) -> AbstractContextManager[Any]:
         return self._late(self._streams.landing(lane))
 
+    def computing(self) -> AbstractContextManager[Any]:
+        return self._streams.computing()
+
     def await_reductions(self) -> None:
         self._streams.await_reductions()
         self.wait()

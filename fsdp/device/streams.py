@@ -49,6 +49,13 @@ class Streams(Protocol):
     def landing(self, lane: int = 0) -> AbstractContextManager[Any]:
         """A context whose work runs on a reduction stream, without waiting for the compute stream."""
 
+    def computing(self) -> AbstractContextManager[Any]:
+        """A context whose work runs on the stream that was current when the last pass began.
+
+        It need not be the current one: autograd's thread for a device may clean up after a failed backward. Memory that is
+        released there can be handed out again on the compute stream at once.
+        """
+
     def await_reductions(self) -> None:
         """Make the compute stream wait for the reduction streams."""
 
@@ -89,6 +96,9 @@ class HostStreams:
         return _NOTHING
 
     def landing(self, lane: int = 0) -> AbstractContextManager[Any]:
+        return _NOTHING
+
+    def computing(self) -> AbstractContextManager[Any]:
         return _NOTHING
 
     def await_reductions(self) -> None:
@@ -154,6 +164,8 @@ class DeviceStreams:
 
     def __init__(self, queues: Queues, lanes: int, offloads: bool = False) -> None:
         self._queues = queues
+        self._compute = queues.current()
+        """The stream that was current when the last pass began."""
         self._gather = queues.stream()
         self._reduce = [queues.stream() for _ in range(lanes)]
         self._last_reader = queues.event()
@@ -162,7 +174,8 @@ class DeviceStreams:
         """By stream, the end of its last copy from or to the host, if the host program has not waited for it."""
 
     def pass_begins(self) -> None:
-        self._gather.wait_stream(self._queues.current())
+        self._compute = self._queues.current()
+        self._gather.wait_stream(self._compute)
 
     def gathering(self) -> AbstractContextManager[Any]:
         self._gather.wait_event(self._last_reader)
@@ -183,6 +196,9 @@ class DeviceStreams:
 
     def landing(self, lane: int = 0) -> AbstractContextManager[Any]:
         return self._queues.entered(self._reduce[lane])
+
+    def computing(self) -> AbstractContextManager[Any]:
+        return self._queues.entered(self._compute)
 
     def await_reductions(self) -> None:
         for stream in self._reduce:

@@ -160,10 +160,10 @@ class Engine:
             add_note(error, self.snapshot, index)
 
     def on_backward_failed(self) -> None:
-        """Clean up after a backward that failed, and notify the other ranks as soon as its exception is known."""
+        """Clean up after a failed backward on its compute stream, and notify other ranks as soon as its exception is known."""
         failed = self.units[self._last_unit].name
         shows = add_note_to_what_ends_the_backward(self.snapshot, self._last_unit, lambda error: self.notify_peers(failed, error))
-        with suppress(WorldError):  # the backward may have failed because of one
+        with self._streams.computing(), suppress(WorldError):  # the backward may have failed because of one
             self.close_backward(BackwardEvent.FAILS_INSIDE if self._forward_stack else BackwardEvent.FAILS)
         if not shows:
             self.notify_peers(failed, None)

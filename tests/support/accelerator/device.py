@@ -111,6 +111,10 @@ def failing_allocation(device: int, number: int) -> Iterator[Callable[[], int]]:
         lib.pa_fail_at(device, -1)
 
 
+_TYPE: Final = int(torch._C._autograd.DeviceType.PrivateUse1)
+"""The number of the device type in torch."""
+
+
 def _index(device: Any) -> int:
     if device is None:
         return int(load().pa_current_device())
@@ -177,7 +181,7 @@ def _module(lib: Any) -> types.ModuleType:
         "_lazy_init": lambda: None,
         "current_device": lambda: int(lib.pa_current_device()),
         "current_stream": lambda device=None: torch.accelerator.current_stream(_index(device)),
-        "default_stream": lambda device=None: torch._C._accelerator_getStream(_index(device)),
+        "default_stream": lambda device=None: torch.Stream(stream_id=0, device_index=_index(device), device_type=_TYPE),
         "device": _Device,
         "device_count": lambda: int(lib.pa_device_count()),
         "empty_cache": lambda: None,

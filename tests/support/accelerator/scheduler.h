@@ -75,7 +75,7 @@ class Scheduler {
     std::lock_guard<std::recursive_mutex> held(lock);
     mode_ = mode;
     random_.seed(seed);
-    starved_ = static_cast<int64_t>(seed % 6);
+    starved_ = static_cast<int64_t>(seed % 8);
     first_id_ = last_id_;
     host_waits.clear();
     for (auto& [place, stream] : streams_)
