@@ -41,7 +41,7 @@ CALLS: Final = (
     *("wait_stream", "wait_event", "record", "pass_begins", "released", "await_reductions", "wait"),
     *("uploaded", "copied", "await_copies", "synchronize"),
 )
-CONTEXTS: Final = ("gathering", "reducing", "landing", "uploading")
+CONTEXTS: Final = ("gathering", "reducing", "landing", "computing", "uploading")
 LIMIT: Final = 7200
 """Seconds for one change. A story that is not over after its own limit ends its process, which is noticed."""
 

@@ -3,184 +3,45 @@
 Nothing writes late to the memory that it releases, and the next steps have the bits of the host.
 """
 
-import threading
-import time
-import weakref
-from collections.abc import Sequence
-from typing import Any, Final
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.comm.work import Work
-from fsdp.reduction.in_flight import ReductionQueue
-from fsdp.runtime.engine import Engine
-from tests.device.test_races import BF16, HALF, STRATEGIES, Broken, batch, net, sgd
-from tests.support.accelerator.device import NAME, Scheduler, load
+from tests.device.test_races import STRATEGIES
+from tests.support.accelerator.device import NAME, load
+from tests.support.accelerator.failed_backward import (
+    CASES,
+    FEW_CASES,
+    FEW_SCHEDULES,
+    SCHEDULES,
+    Failed,
+    cleaned_up_elsewhere,
+    fail,
+    model_of,
+    step,
+    taken_after_a_failure,
+)
 from tests.support.accelerator.stories import first_difference
 from tests.support.accelerator.world import run
 from tests.support.everything import EVERYTHING
-from tests.support.models import ALONE, loss_of
 
 load()
 torch.set_num_threads(1)
-ON_TWO_STREAMS: Final = fsdp.ReductionPolicy(bucket_cap_mb=0.0002, streams=2)
-OPTIONS: Final[dict[str, dict[str, Any]]] = {
-    "units alone": {"reduction": ALONE},
-    "in pieces": {"reduction": fsdp.ReductionPolicy(bucket_cap_mb=0.0002)},
-    "on two streams": {"reduction": ON_TWO_STREAMS},
-    "bf16": {"reduction": ON_TWO_STREAMS, "mp_policy": BF16},
-    "bf16, reduced in bf16": {"reduction": ON_TWO_STREAMS, "mp_policy": HALF},
-    "offloaded": {"reduction": ON_TWO_STREAMS, "offload_policy": fsdp.OffloadPolicy()},
-    "deterministic": {"reduction": fsdp.ReductionPolicy(bucket_cap_mb=0.0002, deterministic=True)},
-    "comm hook": {"reduction": ALONE},
-}
-"""In a small model units that share collectives have nothing in flight before the end of a backward, so here they share none."""
-FEW_CASES: Final = [
-    *(("NO_SHARD", option) for option in ("in pieces", "on two streams", "bf16, reduced in bf16", "deterministic", "comm hook")),
-    ("FULL_SHARD", "comm hook"),
-    ("HYBRID_SHARD", "comm hook"),
-]
-"""By default. The sums of NO_SHARD, and what the hook does, are in memory of the compute stream."""
-CASES: Final = [
-    (strategy, option) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD") for option in OPTIONS
-]
-SEEDS: Final = {Scheduler.EAGER: (0,), Scheduler.LAZY: (0,), Scheduler.RANDOM: (1, 2), Scheduler.STARVE: tuple(range(8))}
-SCHEDULES: Final = [(scheduler, seed) for scheduler, seeds in SEEDS.items() for seed in seeds]
-FEW_SCHEDULES: Final = [(Scheduler.LAZY, 0), (Scheduler.STARVE, 3)]
-"""By default. Both leave reductions behind: LAZY runs only what the compute stream needs, and stream 3 reduces."""
-SIZES: Final = range(512, 4097, 512)
-"""Bytes of the blocks in which the device hands out memory, up to more than a bucket has."""
-TIMES: Final = 24
-"""How many blocks of each size a program takes. More than a step has released."""
-
-
-class Failed:
-    """A backward that failed on one rank."""
-
-    def __init__(self, own: Any) -> None:
-        self.own = own
-        """The stream on which the program has computed."""
-        self.cleaned_up = threading.Event()
-        self.addresses: set[int] = set()
-        """Of the memory that reductions in flight used."""
-
-
-@pytest.fixture
-def failed(monkeypatch: pytest.MonkeyPatch) -> dict[int, Failed]:
-    """By rank. Each failed backward is cleaned up as by autograd's thread for the device, after the program has left its stream.
-
-    The thread that drops the backward last cleans up: that of the program, or autograd's. In the latter the default stream is
-    current, and the program may go on meanwhile. Which one it is depends on chance, so here both do it like the latter.
-    """
-    found: dict[int, Failed] = {}
-    clean_up, drain = Engine.on_backward_failed, ReductionQueue.drain
-
-    def on_default_stream(engine: Engine) -> None:
-        device = engine.units[0].device
-        if device.type != NAME:
-            clean_up(engine)
-            return
-        module, here = torch.get_device_module(device), found[device.index]
-        default = module.default_stream(device)
-        default.wait_stream(here.own)
-        with module.stream(default):
-            clean_up(engine)
-        here.cleaned_up.set()
-
-    def noted(queue: ReductionQueue, others: Sequence[Work]) -> None:
-        for one in (*queue._all_reduces, *queue._reduce_scatters):
-            if one.output.device.type == NAME:
-                used = (one.output, *(bucket.buffer for bucket in one.buckets if bucket.buffer.untyped_storage().nbytes()))
-                found[one.output.device.index].addresses.update(tensor.data_ptr() for tensor in used)
-        drain(queue, others)
-
-    monkeypatch.setattr(Engine, "on_backward_failed", on_default_stream)
-    monkeypatch.setattr(ReductionQueue, "drain", noted)
-    return found
-
-
-def model_of(strategy: str, option: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    size, options = STRATEGIES[strategy]
-    model = net(**options, **OPTIONS[option])
-    shards = {"NO_SHARD": 1, "HYBRID_SHARD": 2}.get(strategy, size)
-
-    def in_place(state: None, bucket: Any) -> "torch.futures.Future[Tensor]":
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        buffer = bucket.buffer().mul_(0.5)
-        future.set_result(buffer[: buffer.numel() // shards])
-        return future
-
-    if option == "comm hook":
-        fsdp.register_comm_hook(model, None, in_place)
-    return model, sgd(model)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    loss_of(model(batch(number))).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-class Break:
-    """A hook that raises."""
-
-    def __call__(self, gradient: Tensor) -> None:
-        raise Broken
-
-
-def fail(model: nn.Module) -> None:
-    """A backward that fails at its end. Returns when its graph, which autograd's thread may drop last, is gone."""
-    breaks = Break()
-    gone = weakref.ref(breaks)
-    _fail(model, breaks)
-    del breaks
-    until = time.monotonic() + 10
-    while gone() is not None:
-        assert time.monotonic() < until, "something holds the graph"
-        time.sleep(0.001)
-
-
-def _fail(model: nn.Module, hook: Break) -> None:
-    x = batch(1).requires_grad_()
-    x.register_hook(hook)
-    try:
-        loss_of(model(x)).backward()
-    except Broken:
-        return
-    raise AssertionError("the backward did not fail")
 
 
 @pytest.mark.parametrize(("strategy", "option"), CASES if EVERYTHING else FEW_CASES)
-def test_nothing_writes_late_to_memory_that_was_handed_out_again(strategy: str, option: str, failed: dict[int, Failed]) -> None:
-    """After the error the program allocates all that was released, writes to it and waits for its own stream alone."""
-
-    def program(rank: int) -> tuple[int, int]:
-        device, module = torch.device(NAME, rank), torch.get_device_module(NAME)
-        own = module.Stream(device)
-        failed[rank] = Failed(own)
-        with torch.device(device), module.stream(own):
-            model, optimizer = model_of(strategy, option)
-            step(model, optimizer, 0)
-            fail(model)
-            assert failed[rank].cleaned_up.wait(10)
-            taken = [torch.full((size,), 7, dtype=torch.uint8) for _ in range(TIMES) for size in SIZES]
-            own.synchronize()
-            module.synchronize(device)
-            overwritten = sum(not bool((one.cpu() == 7).all()) for one in taken)
-        return overwritten, len(failed[rank].addresses & {one.data_ptr() for one in taken})
-
+def test_nothing_writes_late_to_memory_that_was_handed_out_again(strategy: str, option: str) -> None:
+    """After the error the program takes all memory that was released."""
     for scheduler, seed in SCHEDULES if EVERYTHING else FEW_SCHEDULES:
-        for overwritten, handed_out in run(STRATEGIES[strategy][0], program, scheduler, seed):
+        for overwritten, handed_out in taken_after_a_failure(strategy, option, scheduler, seed):
             assert overwritten == 0, f"{scheduler.name}, seed {seed}"
             assert handed_out or (strategy, option) == ("NO_SHARD", "units alone"), "nothing was in flight"
 
 
 @pytest.mark.parametrize("stays", [True, False], ids=["on its own stream", "on the default stream"])
 @pytest.mark.parametrize(("strategy", "option"), CASES if EVERYTHING else FEW_CASES)
-def test_the_next_steps_have_the_bits_of_the_host(strategy: str, option: str, stays: bool, failed: dict[int, Failed]) -> None:
+def test_the_next_steps_have_the_bits_of_the_host(strategy: str, option: str, stays: bool) -> None:
     """The program stays on its own stream after the error, or has left it before the clean-up."""
 
     def on_host(rank: int) -> dict[str, Tensor]:
@@ -205,7 +66,8 @@ def test_the_next_steps_have_the_bits_of_the_host(strategy: str, option: str, st
     size = STRATEGIES[strategy][0]
     wanted = fsdp.simulate(size, on_host)
     for scheduler, seed in SCHEDULES if EVERYTHING else FEW_SCHEDULES:
-        found = run(size, on_device, scheduler, seed)
+        with cleaned_up_elsewhere() as failed:
+            found = run(size, on_device, scheduler, seed)
         assert first_difference(found, wanted) is None, f"{scheduler.name}, seed {seed}"
 
 

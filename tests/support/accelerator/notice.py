@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ import fsdp
 from tests.device.test_races import HALF, STRATEGIES, WAITING, races_of
 from tests.support.accelerator import door_stories
 from tests.support.accelerator.device import Scheduler, load
+from tests.support.accelerator.failed_backward import FEW_CASES, FEW_SCHEDULES, taken_after_a_failure
 from tests.support.accelerator.nccl_rank import trained
 from tests.support.accelerator.placement import CASES, misplaced
 from tests.support.accelerator.stories import STORIES, Weights, first_difference, on_accelerator, on_host
@@ -95,6 +97,9 @@ def on_the_accelerator(path: Path) -> str | None:
     try:
         if (found := next(filter(None, map(misplaced, CASES)), None)) is not None:
             return found
+        for case, schedule in product(FEW_CASES, FEW_SCHEDULES):
+            if any(one.overwritten for one in taken_after_a_failure(*case, *schedule)):
+                return f"{', '.join(case)}, {schedule[0].name} {schedule[1]}: memory is written late after a failed backward"
     except Exception as failure:
         return _text(failure)
     # a few schedules of every story first: most changes are noticed there
