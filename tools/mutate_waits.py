@@ -39,7 +39,7 @@ SAME_NAME: Final = ("info", "reducer", "versions", "_order")
 """What has methods of the same names that wait for nothing: the last name before the dot."""
 CALLS: Final = (
     *("wait_stream", "wait_event", "record", "pass_begins", "released", "await_reductions", "wait"),
-    *("uploaded", "copied", "await_copies", "synchronize"),
+    *("unit_begins", "uploaded", "copied", "await_copies", "synchronize"),
 )
 CONTEXTS: Final = ("gathering", "reducing", "landing", "computing", "uploading")
 LIMIT: Final = 7200

@@ -41,6 +41,9 @@ class DelayedStreams:
         self.wait()
         self._streams.pass_begins()
 
+    def unit_begins(self, has_waited: bool) -> None:
+        self._streams.unit_begins(has_waited)
+
     def gathering(self) -> AbstractContextManager[Any]:
         return self._late(self._streams.gathering())
 

@@ -10,6 +10,14 @@ stream, and released only after that stream has waited for their reduction. Redu
 stream, which waits for the compute stream before each of them. So `record_stream` is not needed, and memory is reused in a
 fixed pattern.
 
+[Note: several compute streams]
+A pass begins on one stream, and the program may call units on others, which it orders by itself: branches of a model, or a step
+on another stream than the last one. Autograd accumulates a gradient on the stream on which its node was made: that of the forward,
+or of an earlier forward if a part of its graph is alive. So the streams on which units have computed are known here.
+Releasing a buffer records an event on each of them. Buckets are filled, launched and released on the stream on which the pass
+began, after all others, which then wait for it. A unit that is called on another stream while it is unsharded waits for the
+others: one of them has waited for the gather.
+
 [Note: shards in host memory]
 With an offload policy, unsharded buffers are allocated on an upload stream, which copies shards from the host into them. It waits
 for the last reader of their memory, and the gather stream waits for it. Reduced gradients are copied to the host on the
@@ -18,8 +26,8 @@ all of them: then it may use what they wrote, and change what they read. Copies 
 uses what they read or write.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, Protocol
 
 import torch
@@ -32,7 +40,10 @@ class Streams(Protocol):
     """Whether this is a CPU, where everything runs in the order of the program."""
 
     def pass_begins(self) -> None:
-        """Let later gathers see all that the compute stream has written so far."""
+        """Let later gathers see all that the compute stream has written so far. The current stream computes from now on."""
+
+    def unit_begins(self, has_waited: bool) -> None:
+        """A unit computes on the current stream. `has_waited`: this stream has just waited for the gather of the unit."""
 
     def gathering(self) -> AbstractContextManager[Any]:
         """A context whose work runs on the gather stream, after the last reader of released memory."""
@@ -50,10 +61,11 @@ class Streams(Protocol):
         """A context whose work runs on a reduction stream, without waiting for the compute stream."""
 
     def computing(self) -> AbstractContextManager[Any]:
-        """A context whose work runs on the stream that was current when the last pass began.
+        """A context whose work runs on the stream on which the last pass began, after all others on which units have computed.
 
-        It need not be the current one: autograd's thread for a device may clean up after a failed backward. Memory that is
-        released there can be handed out again on the compute stream at once.
+        It need not be the current one: a gradient may be accumulated on another one, and autograd's thread for a device may clean
+        up after a failed backward. Memory that is released in this context can be handed out again on the compute stream at once.
+        The others wait for it at the end.
         """
 
     def await_reductions(self) -> None:
@@ -81,6 +93,9 @@ class HostStreams:
     on_host = True
 
     def pass_begins(self) -> None:
+        return
+
+    def unit_begins(self, has_waited: bool) -> None:
         return
 
     def gathering(self) -> AbstractContextManager[Any]:
@@ -165,20 +180,36 @@ class DeviceStreams:
     def __init__(self, queues: Queues, lanes: int, offloads: bool = False) -> None:
         self._queues = queues
         self._compute = queues.current()
-        """The stream that was current when the last pass began."""
+        """The stream on which the last pass began."""
+        self._others: list[Any] = []
+        """The other streams on which units have computed, or passes have begun."""
         self._gather = queues.stream()
         self._reduce = [queues.stream() for _ in range(lanes)]
-        self._last_reader = queues.event()
+        self._last_readers: dict[Any, Any] = {}
+        """By compute stream, the last reader of released memory."""
         self._upload = queues.stream() if offloads else None
         self._copies: dict[Any, Any] = {}
         """By stream, the end of its last copy from or to the host, if the host program has not waited for it."""
 
     def pass_begins(self) -> None:
-        self._compute = self._queues.current()
-        self._gather.wait_stream(self._compute)
+        current = self._queues.current()
+        if current != self._compute:
+            self._others = [stream for stream in (*self._others, self._compute) if stream != current]
+            self._compute = current
+        self._gather.wait_stream(current)
+
+    def unit_begins(self, has_waited: bool) -> None:
+        current = self._queues.current()
+        if current != self._compute and current not in self._others:
+            self._others.append(current)
+        if self._others and not has_waited:
+            for other in (self._compute, *self._others):
+                if other != current:
+                    current.wait_stream(other)
 
     def gathering(self) -> AbstractContextManager[Any]:
-        self._gather.wait_event(self._last_reader)
+        for reader in self._last_readers.values():
+            self._gather.wait_event(reader)
         return self._queues.entered(self._gather)
 
     def gathered(self) -> Sequence[Any]:
@@ -188,7 +219,10 @@ class DeviceStreams:
         return (event,)
 
     def released(self) -> None:
-        self._last_reader.record(self._queues.current())
+        for stream in (self._compute, *self._others):
+            if stream not in self._last_readers:
+                self._last_readers[stream] = self._queues.event()
+            self._last_readers[stream].record(stream)
 
     def reducing(self, lane: int = 0) -> AbstractContextManager[Any]:
         self._reduce[lane].wait_stream(self._queues.current())
@@ -198,7 +232,20 @@ class DeviceStreams:
         return self._queues.entered(self._reduce[lane])
 
     def computing(self) -> AbstractContextManager[Any]:
-        return self._queues.entered(self._compute)
+        current = self._queues.current()
+        return _NOTHING if current == self._compute and not self._others else self._after_others(current)
+
+    @contextmanager
+    def _after_others(self, current: Any) -> Iterator[None]:
+        others = [stream for stream in dict.fromkeys((current, *self._others)) if stream != self._compute]
+        for other in others:
+            self._compute.wait_stream(other)
+        try:
+            with self._queues.entered(self._compute):
+                yield
+        finally:  # gradients that were read here are memory of the others, which may be handed out again there
+            for other in others:
+                other.wait_stream(self._compute)
 
     def await_reductions(self) -> None:
         for stream in self._reduce:
@@ -206,7 +253,8 @@ class DeviceStreams:
 
     def uploading(self) -> AbstractContextManager[Any]:
         assert self._upload is not None, "no unit is offloaded"
-        self._upload.wait_event(self._last_reader)
+        for reader in self._last_readers.values():
+            self._upload.wait_event(reader)
         return self._queues.entered(self._upload)
 
     def uploaded(self) -> None:

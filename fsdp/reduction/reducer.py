@@ -209,19 +209,23 @@ class Reducer:
 
     def advance(self) -> None:
         """Launch ready groups in the agreed order. Earlier ones are waited for first, so each lane holds one group in memory."""
-        while (group := self._queue.next_group()) is not None:
-            launched = []
-            for number in group:
-                actions = self._on(number, BucketEvent.TURN if self._trained[number] else BucketEvent.TURN_FROZEN)
-                if BucketAction.ASK in actions:
-                    has = self._used_params.any_rank_has_grad(number)
-                    actions = self._on(number, BucketEvent.SOME_RANK_HAS if has else BucketEvent.NO_RANK_HAS)
-                if BucketAction.LAUNCH_REDUCTION in actions:
-                    launched.append(number)
-                elif BucketAction.PASS_BY in actions:
-                    self.buckets[number].skip()
-            if launched:
-                self._launch(launched)
+        with self._streams.computing():
+            while (group := self._queue.next_group()) is not None:
+                self._advance(group)
+
+    def _advance(self, group: Sequence[int]) -> None:
+        launched = []
+        for number in group:
+            actions = self._on(number, BucketEvent.TURN if self._trained[number] else BucketEvent.TURN_FROZEN)
+            if BucketAction.ASK in actions:
+                has = self._used_params.any_rank_has_grad(number)
+                actions = self._on(number, BucketEvent.SOME_RANK_HAS if has else BucketEvent.NO_RANK_HAS)
+            if BucketAction.LAUNCH_REDUCTION in actions:
+                launched.append(number)
+            elif BucketAction.PASS_BY in actions:
+                self.buckets[number].skip()
+        if launched:
+            self._launch(launched)
 
     def flush(self, index: int) -> None:
         """At the end, in the agreed order: launch gradients that were not launched, if any rank has them."""
@@ -232,7 +236,8 @@ class Reducer:
             self._on(number, BucketEvent.FLUSH_GRADS)
         self.advance()
         if self._flushed == len(self._units):
-            self._launch_remainders()
+            with self._streams.computing():
+                self._launch_remainders()
 
     def commit(self, index: int) -> None:
         """Put the reduced gradients of a unit into `.grad` of its sharded parameters, or add them. Run hooks before the first."""

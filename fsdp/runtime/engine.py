@@ -89,8 +89,7 @@ class Engine:
         self.watcher: PassWatcher | None = None
         """Set inside `fsdp.join`."""
         self._hooks: HookActions
-        # named methods only, no lambdas; a `match` statement takes seven times as long
-        self._action_handlers: dict[Action, Callable[[int], object]] = {
+        self._action_handlers: dict[Action, Callable[[int], object]] = {  # no lambdas; `match` takes seven times as long
             Action.DROP_STALE: self._drop_stale,
             Action.UNSHARD: self._unshard,
             Action.KEEP_UNSHARDED: partial(self.request, request=Request.CACHE),
@@ -324,6 +323,7 @@ class Engine:
         self._gathers.prefetch(self._schedule.gathered_with(index), self._prefetch)
         if done := self.request(index, Request.UNSHARD):
             self.reducer.gathered(index)  # without effect outside a backward: the next one begins anew
+        self._streams.unit_begins(Effect.WAIT_ALL_GATHER in done)
         if Effect.WAIT_ALL_GATHER in done:
             self._gathers.prefetch(self._schedule.needed(index), self._prefetch)
 

@@ -22,7 +22,7 @@ import torch
 
 import fsdp
 from tests.device.test_races import HALF, STRATEGIES, WAITING, races_of
-from tests.support.accelerator import door_stories
+from tests.support.accelerator import door_stories, side_streams
 from tests.support.accelerator.device import Scheduler, load
 from tests.support.accelerator.failed_backward import FEW_CASES, FEW_SCHEDULES, taken_after_a_failure
 from tests.support.accelerator.nccl_rank import trained
@@ -74,6 +74,9 @@ RUNS: Final[list[tuple[str, str, dict[str, Any]]]] = [
 ]
 RUNS += [
     *((story, "FULL_SHARD", {}) for story in door_stories.STORIES),
+    *((story, "FULL_SHARD", {}) for story in side_streams.STORIES),
+    *((story, "NO_SHARD", {"reduction": fsdp.ReductionPolicy(bucket_cap_mb=0.0002)}) for story in side_streams.STORIES),
+    *((story, "FULL_SHARD", {"offload_policy": fsdp.OffloadPolicy()}) for story in side_streams.STORIES),
     ("a hook on a stream of its own", "FULL_SHARD", {}),
     ("a failing backward on a stream of one's own", "NO_SHARD", {}),
     ("a scaler that skips a step", "FULL_SHARD", {"offload_policy": fsdp.OffloadPolicy()}),

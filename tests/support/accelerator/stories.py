@@ -12,7 +12,7 @@ import fsdp
 from fsdp.comm.simulated import current_rank
 from fsdp.shards.shard_tensor import ShardTensor
 from tests.device import test_races as races
-from tests.support.accelerator import door_stories
+from tests.support.accelerator import door_stories, side_streams
 from tests.support.accelerator.device import NAME, Scheduler
 from tests.support.accelerator.world import run
 from tests.support.models import Block, Net, loss_of
@@ -159,6 +159,7 @@ def rank_here() -> int:
 STORIES: Final[dict[str, Story]] = {
     **races.STORIES,
     **door_stories.STORIES,
+    **side_streams.STORIES,
     "a scaler that skips a step": scaled,
     "a failing backward on a stream of one's own": failing_on_own_stream,
     "a layer left out": partly_used,
