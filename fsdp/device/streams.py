@@ -12,8 +12,8 @@ fixed pattern.
 
 [Note: several compute streams]
 A pass begins on one stream, and the program may call units on others, which it orders by itself: branches of a model, or a step
-on another stream than the last one. Autograd accumulates a gradient on the stream on which its node was made: that of the forward,
-or of an earlier forward if a part of its graph is alive. So the streams on which units have computed are known here.
+on another stream than the last one. Autograd accumulates a gradient on the stream on which its node was made. That is the stream
+of the forward, or of an earlier one if a part of its graph is alive. So the streams on which units have computed are known here.
 Releasing a buffer records an event on each of them. Buckets are filled, launched and released on the stream on which the pass
 began, after all others, which then wait for it. A unit that is called on another stream while it is unsharded waits for the
 others: one of them has waited for the gather.

@@ -79,7 +79,10 @@ RUNS += [
     *((story, "FULL_SHARD", {"offload_policy": fsdp.OffloadPolicy()}) for story in side_streams.STORIES),
     ("a hook on a stream of its own", "FULL_SHARD", {}),
     ("a failing backward on a stream of one's own", "NO_SHARD", {}),
-    ("a scaler that skips a step", "FULL_SHARD", {"offload_policy": fsdp.OffloadPolicy()}),
+    *(
+        (story, "FULL_SHARD", {"offload_policy": fsdp.OffloadPolicy()})
+        for story in ("a scaler that skips a step", "torch's scaler")
+    ),
     ("units that share gathers", "FULL_SHARD", {}),
     *(("training", strategy, {"reduction": fsdp.ReductionPolicy(deterministic=True)}) for strategy in ("FULL_SHARD", "NO_SHARD")),
 ]

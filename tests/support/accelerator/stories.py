@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Final
 
 import torch
@@ -24,11 +24,12 @@ Story = Callable[..., "dict[str, Tensor] | None"]
 """It may return what it has read."""
 
 
-def scaled(**options: Any) -> None:
-    """A scaler that skips the second step, because one rank has an infinite gradient."""
-    model, rank = races.net(**options), current_rank()
+def scaled(of_torch: bool = False, **options: Any) -> None:
+    """A scaler that skips the second step, because one rank has an infinite gradient. `of_torch`: it is torch's own."""
+    model, rank, device = races.net(**options), current_rank(), torch.empty(0).device.type
     assert rank is not None
-    optimizer, scaler = races.sgd(model), fsdp.ShardedGradScaler(model, init_scale=8.0)
+    optimizer = races.sgd(model)
+    scaler = torch.amp.GradScaler(device, init_scale=8.0) if of_torch else fsdp.ShardedGradScaler(model, init_scale=8.0)
     for step in range(3):
         factor = float("inf") if step == 1 and rank.rank == rank.size - 1 else 1.0
         scaler.scale(loss_of(model(races.batch(step))) * factor).backward()
@@ -161,6 +162,7 @@ STORIES: Final[dict[str, Story]] = {
     **door_stories.STORIES,
     **side_streams.STORIES,
     "a scaler that skips a step": scaled,
+    "torch's scaler": partial(scaled, of_torch=True),
     "a failing backward on a stream of one's own": failing_on_own_stream,
     "a layer left out": partly_used,
     "norms of weights": normed,
