@@ -128,16 +128,22 @@ def checkpointing(**options: Any) -> None:
     train(fsdp.fully_shard(Checkpointed(BLOCKS), auto_wrap_policy={Block}, **options))
 
 
-def hooked(fails: bool = False, **options: Any) -> None:
-    """A communication hook that computes; if `fails`, in a backward that fails while its result is in flight."""
-    model = net(**options)
+def reduced_part(bucket: Any, options: dict[str, Any]) -> Tensor:
+    """As much of a bucket as a reduction leaves to one rank."""
     rank = current_rank()
     assert rank is not None
     shards = {"NO_SHARD": 1, "HYBRID_SHARD": 2}.get(options.get("sharding_strategy", ""), rank.size)
+    buffer: Tensor = bucket.buffer()
+    return buffer[: buffer.numel() // shards]
+
+
+def hooked(fails: bool = False, **options: Any) -> None:
+    """A communication hook that computes; if `fails`, in a backward that fails while its result is in flight."""
+    model = net(**options)
 
     def hook(state: None, bucket: Any) -> "torch.futures.Future[Tensor]":
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer()[: bucket.buffer().numel() // shards] * 1.0)
+        future.set_result(reduced_part(bucket, options) * 1.0)
         return future
 
     fsdp.register_comm_hook(model, None, hook)

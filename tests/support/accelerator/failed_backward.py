@@ -15,7 +15,7 @@ import fsdp
 from fsdp.comm.work import Work
 from fsdp.reduction.in_flight import ReductionQueue
 from fsdp.runtime.engine import Engine
-from tests.device.test_races import BF16, HALF, STRATEGIES, Broken, batch, net, sgd
+from tests.device.test_races import BF16, HALF, STRATEGIES, Broken, batch, net, reduced_part, sgd
 from tests.support.accelerator.device import NAME, Scheduler
 from tests.support.accelerator.world import run
 from tests.support.models import ALONE, loss_of
@@ -96,14 +96,13 @@ def cleaned_up_elsewhere() -> Iterator[dict[int, Failed]]:
 
 
 def model_of(strategy: str, option: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    size, options = STRATEGIES[strategy]
+    options = STRATEGIES[strategy][1]
     model = net(**options, **OPTIONS[option])
-    shards = {"NO_SHARD": 1, "HYBRID_SHARD": 2}.get(strategy, size)
 
     def in_place(state: None, bucket: Any) -> "torch.futures.Future[Tensor]":
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        buffer = bucket.buffer().mul_(0.5)
-        future.set_result(buffer[: buffer.numel() // shards])
+        bucket.buffer().mul_(0.5)
+        future.set_result(reduced_part(bucket, options))
         return future
 
     if option == "comm hook":

@@ -1,7 +1,6 @@
 """Stories whose units compute on several streams, ordered by the program."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -13,21 +12,24 @@ from tests.device.test_races import batch, sgd
 from tests.support.models import Block, loss_of
 
 
-@contextmanager
-def beside(streams: list[Any], number: int) -> Iterator[None]:
-    """On stream `number` of a program, after what the current one has so far. The current one waits for it at the end."""
-    device = torch.empty(0).device
-    if device.type == "cpu":
-        yield
-        return
-    module = torch.get_device_module(device)
+def beside(streams: list[Any], number: int, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Call a module on stream `number` of a program, after what the current stream has so far, which then waits for it.
+
+    What one stream allocates and another one reads is given to `record_stream`, as torch asks for.
+    """
+    if x.device.type == "cpu":
+        return module(x)
+    outer = torch.accelerator.current_stream(x.device.index)
     while len(streams) <= number:
-        streams.append(module.Stream(device))
-    outer, inner = module.current_stream(device), streams[number]
+        streams.append(torch.Stream(x.device))
+    inner = streams[number]
     inner.wait_stream(outer)
-    with module.stream(inner):
-        yield
+    x.record_stream(inner)
+    with torch.get_device_module(x.device).stream(inner):
+        y = module(x)
     outer.wait_stream(inner)
+    y.record_stream(outer)
+    return y
 
 
 class Towers(nn.Module):
@@ -42,10 +44,7 @@ class Towers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
-        with beside(self.streams, 0):
-            left = self.left(x)
-        with beside(self.streams, 1):
-            right = self.right(x)
+        left, right = beside(self.streams, 0, self.left, x), beside(self.streams, 1, self.right, x)
         return self.leave(left * right)
 
 
@@ -54,10 +53,8 @@ class Shared(Towers):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
-        with beside(self.streams, 0):
-            left = self.left(x)
-        with beside(self.streams, 1):
-            right = self.left(self.right(x))
+        left = beside(self.streams, 0, self.left, x)
+        right = beside(self.streams, 1, lambda x: self.left(self.right(x)), x)
         return self.leave(left * right)
 
 
@@ -79,11 +76,16 @@ def moved(towers: type[Towers], **options: Any) -> None:
     model = fsdp.fully_shard(towers(), auto_wrap_policy={Block}, **options)
     optimizer, streams, kept = sgd(model), list[Any](), list[Tensor]()
     model.right[0].register_forward_hook(lambda module, args, output: kept.append(output))  # type: ignore[union-attr, index, operator]
+
+    def train(x: Tensor) -> Tensor:
+        loss = loss_of(model(x))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
     for step in range(3):
-        with beside(streams, step):
-            loss_of(model(batch(step))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        beside(streams, step, train, batch(step))
 
 
 STORIES: Final[dict[str, Callable[..., None]]] = {

@@ -101,14 +101,12 @@ def evaluated_alone(**options: Any) -> None:
 
 def remembering(**options: Any) -> None:
     """A comm hook that remembers what it has seen, also in a backward that fails. Weights change by that in the end."""
-    model, seen, rank = races.net(**options), [], current_rank()
-    assert rank is not None
-    shards = {"NO_SHARD": 1, "HYBRID_SHARD": 2}.get(options.get("sharding_strategy", ""), rank.size)
+    model, seen = races.net(**options), []
 
     def hook(state: None, bucket: Any) -> "torch.futures.Future[Tensor]":
         seen.append(bucket.buffer().sum())
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer()[: bucket.buffer().numel() // shards] * 1.0)
+        future.set_result(races.reduced_part(bucket, options) * 1.0)
         return future
 
     fsdp.register_comm_hook(model, None, hook)
@@ -121,8 +119,7 @@ def remembering(**options: Any) -> None:
 
 def hooked_elsewhere(**options: Any) -> None:
     """A comm hook that computes on a stream of its own. Its future knows that."""
-    model, rank, device = races.net(**options), current_rank(), torch.empty(0).device
-    assert rank is not None
+    model, device = races.net(**options), torch.empty(0).device
     module = None if device.type == "cpu" else torch.get_device_module(device)
     stream = None if module is None else module.Stream(device)
 
@@ -131,7 +128,7 @@ def hooked_elsewhere(**options: Any) -> None:
         if stream is not None and module is not None:
             stream.wait_stream(module.current_stream(device))
         with nullcontext() if module is None else module.stream(stream):
-            future.set_result(bucket.buffer()[: bucket.buffer().numel() // rank.size] * 1.0)
+            future.set_result(races.reduced_part(bucket, options) * 1.0)
         return future
 
     fsdp.register_comm_hook(model, None, hook)
