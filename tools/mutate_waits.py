@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 EXCEPT: Final = {
@@ -37,12 +37,14 @@ EXCEPT: Final = {
 """Files, folders and classes whose calls of these names reach no device that trains, each with its reason."""
 SAME_NAME: Final = ("info", "reducer", "versions", "_order")
 """What has methods of the same names that wait for nothing: the last name before the dot."""
+OTHERS: Final = "_others"
+"""Streams that are known. A wait that is for all of them is also tried without them."""
 CALLS: Final = (
     *("wait_stream", "wait_event", "record", "pass_begins", "released", "await_reductions", "wait"),
-    *("unit_begins", "uploaded", "copied", "await_copies", "synchronize"),
+    *("computes", "unit_begins", "uploaded", "copied", "await_copies", "synchronize"),
 )
 CONTEXTS: Final = ("gathering", "reducing", "landing", "computing", "uploading")
-LIMIT: Final = 7200
+LIMIT: Final = 1800
 """Seconds for one change. A story that is not over after its own limit ends its process, which is noticed."""
 
 
@@ -90,6 +92,8 @@ def changes_of(file: str) -> Iterator[Mutant]:
         entered = {id(item.context_expr) for node in ast.walk(top) if isinstance(node, ast.With) for item in node.items}
         entered |= {id(node.value) for node in ast.walk(top) if isinstance(node, ast.Return)}
         for node in ast.walk(top):
+            if isinstance(node, ast.Starred) and _last_name(node.value) == OTHERS:
+                yield change(node, "the other streams", "*()")
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
             name, owner = node.func.attr, node.func.value
@@ -134,7 +138,12 @@ def run(mutant: Mutant | None) -> str | None:
         variables = {**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         for runner in (("accelerator", str(WANTED)), ("processes",), ("virtual",)):
             command = [sys.executable, "-m", "tests.support.accelerator.notice", *runner]
-            ended = subprocess.run(command, cwd=name, env=variables, capture_output=True, text=True, timeout=LIMIT, check=False)
+            try:
+                ended = subprocess.run(
+                    command, cwd=name, env=variables, capture_output=True, text=True, timeout=LIMIT, check=False
+                )
+            except subprocess.TimeoutExpired:
+                return f"{runner[0]}: not done after {LIMIT} s"
             if ended.returncode != 0:
                 return (ended.stdout.strip().splitlines() or [f"ended with {ended.returncode}: {ended.stderr[-200:]}"])[-1]
     return None

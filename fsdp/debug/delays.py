@@ -29,7 +29,7 @@ def delayed(streams: Streams, rank: int, device: torch.device) -> Streams:
 
 
 class DelayedStreams:
-    """Streams with a random delay before each operation."""
+    """Streams with a random delay before each operation that waits, records or enters a stream of the engine."""
 
     def __init__(self, streams: Streams, seed: str, device: torch.device) -> None:
         self._streams = streams
@@ -40,6 +40,9 @@ class DelayedStreams:
     def pass_begins(self) -> None:
         self.wait()
         self._streams.pass_begins()
+
+    def computes(self) -> None:
+        self._streams.computes()
 
     def unit_begins(self, has_waited: bool) -> None:
         self._streams.unit_begins(has_waited)

@@ -13,10 +13,10 @@ fixed pattern.
 [Note: several compute streams]
 A pass begins on one stream, and the program may call units on others, which it orders by itself: branches of a model, or a step
 on another stream than the last one. Autograd accumulates a gradient on the stream on which its node was made. That is the stream
-of the forward, or of an earlier one if a part of its graph is alive. So the streams on which units have computed are known here.
-Releasing a buffer records an event on each of them. Buckets are filled, launched and released on the stream on which the pass
-began, after all others, which then wait for it. A unit that is called on another stream while it is unsharded waits for the
-others: one of them has waited for the gather.
+of the forward, or of an earlier one if a part of its graph is alive. So the streams on which units and gradients were computed
+are known here. Releasing a buffer records an event on each of them. Buckets are filled, launched, awaited and released on the
+stream on which the pass began, after all others, which then wait for it. A unit that is called on another stream while it is
+unsharded waits for the others: one of them has waited for the gather.
 
 [Note: shards in host memory]
 With an offload policy, unsharded buffers are allocated on an upload stream, which copies shards from the host into them. It waits
@@ -41,6 +41,9 @@ class Streams(Protocol):
 
     def pass_begins(self) -> None:
         """Let later gathers see all that the compute stream has written so far. The current stream computes from now on."""
+
+    def computes(self) -> None:
+        """Note that the current stream computes a gradient or a unit of this model."""
 
     def unit_begins(self, has_waited: bool) -> None:
         """A unit computes on the current stream. `has_waited`: this stream has just waited for the gather of the unit."""
@@ -93,6 +96,9 @@ class HostStreams:
     on_host = True
 
     def pass_begins(self) -> None:
+        return
+
+    def computes(self) -> None:
         return
 
     def unit_begins(self, has_waited: bool) -> None:
@@ -180,7 +186,7 @@ class DeviceStreams:
     def __init__(self, queues: Queues, lanes: int, offloads: bool = False) -> None:
         self._queues = queues
         self._compute = queues.current()
-        """The stream on which the last pass began."""
+        """The stream on which the last pass began, or on which weights were read again in the middle of it."""
         self._others: list[Any] = []
         """The other streams on which units have computed, or passes have begun."""
         self._gather = queues.stream()
@@ -196,16 +202,20 @@ class DeviceStreams:
         if current != self._compute:
             self._others = [stream for stream in (*self._others, self._compute) if stream != current]
             self._compute = current
-        self._gather.wait_stream(current)
+        for stream in (self._compute, *self._others):
+            self._gather.wait_stream(stream)
 
-    def unit_begins(self, has_waited: bool) -> None:
+    def computes(self) -> None:
         current = self._queues.current()
         if current != self._compute and current not in self._others:
             self._others.append(current)
+
+    def unit_begins(self, has_waited: bool) -> None:
+        self.computes()
         if self._others and not has_waited:
-            for other in (self._compute, *self._others):
-                if other != current:
-                    current.wait_stream(other)
+            current = self._queues.current()
+            for stream in (self._compute, *self._others):
+                current.wait_stream(stream)
 
     def gathering(self) -> AbstractContextManager[Any]:
         for reader in self._last_readers.values():
@@ -219,6 +229,7 @@ class DeviceStreams:
         return (event,)
 
     def released(self) -> None:
+        self.computes()
         for stream in (self._compute, *self._others):
             if stream not in self._last_readers:
                 self._last_readers[stream] = self._queues.event()
@@ -237,15 +248,15 @@ class DeviceStreams:
 
     @contextmanager
     def _after_others(self, current: Any) -> Iterator[None]:
-        others = [stream for stream in dict.fromkeys((current, *self._others)) if stream != self._compute]
+        compute, others = self._compute, tuple(dict.fromkeys((current, *self._others)))
         for other in others:
-            self._compute.wait_stream(other)
+            compute.wait_stream(other)
         try:
-            with self._queues.entered(self._compute):
+            with self._queues.entered(compute):
                 yield
         finally:  # gradients that were read here are memory of the others, which may be handed out again there
             for other in others:
-                other.wait_stream(self._compute)
+                other.wait_stream(compute)
 
     def await_reductions(self) -> None:
         for stream in self._reduce:

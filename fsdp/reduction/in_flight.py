@@ -173,8 +173,8 @@ class ReductionQueue:
         rows = bucket.take_rows(remainder)
         if predivisor != 1:
             rows = rows / predivisor  # not in place: it may be an accumulated gradient
-        # on the compute stream: the exchange of numbers of rows comes after these, and what uses it comes after the exchange
-        work = SparseTotal(rows, self._comms.lanes[lane].replicate, bucket.name)
+        with self._streams.reducing(lane):
+            work = SparseTotal(rows, self._comms.lanes[lane].replicate, bucket.name)
         self._tracker.add("reduced", size_of(rows))
         self._all_reduces.append(Reduction((bucket,), rows, work, None, 0, bucket.name, divisor, lane))
 

@@ -209,9 +209,12 @@ class Reducer:
 
     def advance(self) -> None:
         """Launch ready groups in the agreed order. Earlier ones are waited for first, so each lane holds one group in memory."""
+        if (group := self._queue.next_group()) is None:
+            return
         with self._streams.computing():
-            while (group := self._queue.next_group()) is not None:
+            while group is not None:
                 self._advance(group)
+                group = self._queue.next_group()
 
     def _advance(self, group: Sequence[int]) -> None:
         launched = []
@@ -267,15 +270,17 @@ class Reducer:
             if self.ignores_local_grads:
                 bucket.clear_unsharded_grads()
             if BucketAction.ACCUMULATE_UNSHARDED in self._queue.on(number, BucketEvent.ACCUMULATE):
-                bucket.accumulate_all()
-                if bucket.flat.is_offloaded:
-                    self._streams.copied()
+                with self._streams.computing():
+                    bucket.accumulate_all()
+                    if bucket.flat.is_offloaded:
+                        self._streams.copied()
 
     def drain(self, index: int) -> None:
         """Wait until no collective of any unit is in flight. Idempotent; raises what the first collective raises."""
         work = self._used_params.take_work()
         try:
-            self._reductions.drain(() if work is None else (work,))
+            with self._streams.computing():
+                self._reductions.drain(() if work is None else (work,))
         finally:
             for number in self.of_unit[index]:
                 self._queue.on(number, BucketEvent.DRAINED)
@@ -379,11 +384,12 @@ class Reducer:
         if self._settled:
             return False
         self._settled = self._owes_grad_hooks = True
-        while self._reductions.oldest:
-            self._wait_next()
-        began = perf_counter()
-        self._reductions.finish()
-        self.stats.add_wait(began)
+        with self._streams.computing():
+            while self._reductions.oldest:
+                self._wait_next()
+            began = perf_counter()
+            self._reductions.finish()
+            self.stats.add_wait(began)
         self._used_params.wait_all()
         self._used_params.end()
         self._queue.check(BucketEvent.COMMIT)  # all buckets or none

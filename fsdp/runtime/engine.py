@@ -68,7 +68,7 @@ class Engine:
         self.synchronises = True
         """Whether a backward that begins now reduces its gradients. False under `no_sync`."""
         self.descendants = tuple(descendants)
-        self._streams = streams
+        self.streams = streams
         policies = [units[0].config.root_reshard_policy, *(unit.config.reshard_policy for unit in units[1:])]
         self.pending_backward = PendingBackward(comms, streams.on_host)
         self.root = Root([Lifecycle(unit.name, policy) for unit, policy in zip(units, policies, strict=True)])
@@ -162,7 +162,7 @@ class Engine:
         """Clean up after a failed backward on its compute stream, and notify other ranks as soon as its exception is known."""
         failed = self.units[self._last_unit].name
         shows = add_note_to_what_ends_the_backward(self.snapshot, self._last_unit, lambda error: self.notify_peers(failed, error))
-        with self._streams.computing(), suppress(WorldError):  # the backward may have failed because of one
+        with self.streams.computing(), suppress(WorldError):  # the backward may have failed because of one
             self.close_backward(BackwardEvent.FAILS_INSIDE if self._forward_stack else BackwardEvent.FAILS)
         if not shows:
             self.notify_peers(failed, None)
@@ -323,7 +323,7 @@ class Engine:
         self._gathers.prefetch(self._schedule.gathered_with(index), self._prefetch)
         if done := self.request(index, Request.UNSHARD):
             self.reducer.gathered(index)  # without effect outside a backward: the next one begins anew
-        self._streams.unit_begins(Effect.WAIT_ALL_GATHER in done)
+        self.streams.unit_begins(Effect.WAIT_ALL_GATHER in done)
         if Effect.WAIT_ALL_GATHER in done:
             self._gathers.prefetch(self._schedule.needed(index), self._prefetch)
 

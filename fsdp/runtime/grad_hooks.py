@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
+from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.param_info import kept_accumulator
 from fsdp.params.unit import Unit
@@ -27,7 +28,7 @@ Owner = TypeVar("Owner")
 
 
 def post_accumulate_hook(
-    owner: "weakref.ref[Owner]", on_grad: Callable[[Owner, int | None], None], early_bucket: int | None
+    owner: "weakref.ref[Owner]", on_grad: Callable[[Owner, int | None], None], early_bucket: int | None, streams: Streams
 ) -> Callable[[Tensor], None]:
     """The hook on the parameters of one bucket: it calls `on_grad(owner, early_bucket)` after each accumulation.
 
@@ -35,7 +36,11 @@ def post_accumulate_hook(
     does not see hooks of this kind, and the owner leads back to the tensor.
     """
 
+    computes = None if streams.on_host else streams.computes
+
     def accumulated(unsharded: Tensor) -> None:
+        if computes is not None:
+            computes()  # autograd accumulates on the stream of the forward, of which a part may have run on another stream
         target = owner()
         if target is not None:
             on_grad(target, early_bucket)

@@ -72,7 +72,7 @@ class UnevenEngine(Engine):
         `NO_DATA`: until they end anything. If that is a backward, this rank ends it with them, with zeros for its gradients.
         """
         self._forget_if_abandoned()
-        self._streams.pass_begins()  # an optimizer may have stepped since the last pass
+        self.streams.pass_begins()  # an optimizer may have stepped since the last pass
         try:
             places = self._order.finish(place)
             self._exchange_data_left(places, has_data=place is not Place.NO_DATA)
@@ -140,7 +140,7 @@ class UnevenEngine(Engine):
 
     def _before_copy(self, flat: FlatBuffer, dtype: torch.dtype) -> None:
         if self.root.at_rest:
-            self._streams.pass_begins()
+            self.streams.pass_begins()
             self._order.note_changes()
         self._order.before_copy(flat, dtype, self.phase)
 

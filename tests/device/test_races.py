@@ -480,6 +480,7 @@ WAITING: Final = [
     (failing, "FULL_SHARD", {}),
     # nothing comes after the rows on the stream of reductions that would wait for them as well
     (sparse, "NO_SHARD", {"reduction": fsdp.ReductionPolicy(static_graph=True)}),
+    (sparse, "one rank", {"sharding_strategy": "NO_SHARD", "reduction": fsdp.ReductionPolicy(static_graph=True)}),
 ]
 """Story, strategy and options of runs that come to every wait of the engine."""
 

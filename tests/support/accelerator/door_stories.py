@@ -13,6 +13,7 @@ from fsdp.comm.simulated import current_rank
 from fsdp.compat import fairscale, fully_shard, torch_fsdp
 from fsdp.fairscale_api.groups import all_reduce_max
 from tests.device import test_races as races
+from tests.support.accelerator.side_streams import beside
 from tests.support.models import Block, Net, loss_of
 
 Read = dict[str, Tensor]
@@ -85,6 +86,26 @@ def fsdp2(**options: Any) -> Read:
     return found | fsdp.full_state_dict(model, rank0_only=False)
 
 
+def fsdp2_on_a_stream(**options: Any) -> Read:
+    """Units are gathered by hand, read and freed one after the other, on a stream of the program."""
+    model: Any = _net()
+    for block in model.blocks:
+        fully_shard.fully_shard(block)
+    fully_shard.fully_shard(model)
+    loss_of(model(races.batch())).backward()
+    found: Read = {}
+
+    def read(x: Tensor) -> Tensor:
+        for number, block in enumerate(model.blocks):
+            block.unshard()
+            found[f"{number}"] = torch.cat([parameter.detach().reshape(-1) for parameter in block.parameters()])
+            block.reshard()
+        return x * 1.0
+
+    beside([], 0, read, races.batch())
+    return found
+
+
 def of_fairscale(**options: Any) -> Read:
     """The largest gradient of all ranks is found, optimizer state is gathered, and a copy is sharded late.
 
@@ -117,6 +138,7 @@ STORIES = {
     "optimizer state read by torch": optimizer_state,
     "the names of FSDP1": fsdp1,
     "the names of FSDP2": fsdp2,
+    "the names of FSDP2 on a stream": fsdp2_on_a_stream,
     "the names of fairscale": of_fairscale,
 }
 """By name."""

@@ -1,6 +1,7 @@
 """Stories whose units compute on several streams, ordered by the program."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -88,10 +89,62 @@ def moved(towers: type[Towers], **options: Any) -> None:
         beside(streams, step, train, batch(step))
 
 
+class Inside(Block):
+    """A unit that computes a part of its forward on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.streams: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + beside(self.streams, 0, lambda x: self.down(torch.tanh(self.up(x))), x)
+
+
+def inside(**options: Any) -> None:
+    """Units whose forwards use a stream of their own."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(6, 8), Inside(), Inside(), nn.Linear(8, 2))
+    model = fsdp.fully_shard(net, auto_wrap_policy={Inside}, **options)
+    optimizer = sgd(model)
+    for step in range(3):
+        loss_of(model(batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def split(accumulates: bool = False, **options: Any) -> None:
+    """Forwards on another stream than backwards. Then the program takes memory on the stream of the forward.
+
+    `accumulates`: the first two backwards of a step do not reduce.
+    """
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+    model = fsdp.fully_shard(net, auto_wrap_policy={nn.Linear}, **options)
+    optimizer, streams = sgd(model), list[Any]()
+    for step in range(3):
+        for part in range(2 * accumulates + 1):
+            with fsdp.no_sync(model) if part < 2 * accumulates else nullcontext():
+                beside(streams, 0, lambda x: loss_of(model(x)), batch(step + part)).backward()
+            beside(streams, 0, take_memory, batch())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def take_memory(x: Tensor) -> Tensor:
+    """Write to memory of the current stream that was released."""
+    taken = [
+        torch.full((size,), 7.0, device=x.device) for size in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096) for _ in range(12)
+    ]
+    return torch.stack([one[0] for one in taken]).sum()
+
+
 STORIES: Final[dict[str, Callable[..., None]]] = {
     "branches on streams of their own": partial(trained, Towers),
     "branches that share units": partial(trained, Shared),
     "steps on streams of their own": partial(moved, Towers),
     "steps that share units": partial(moved, Shared),
+    "a stream inside units": inside,
+    "forwards on a stream of their own": split,
+    "forwards on a stream of their own, accumulated": partial(split, accumulates=True),
 }
 """By name."""
