@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 EXCEPT: Final = {
