@@ -36,11 +36,11 @@ def post_accumulate_hook(
     does not see hooks of this kind, and the owner leads back to the tensor.
     """
 
-    computes = None if streams.on_host else streams.computes
+    on_host = streams.on_host
 
     def accumulated(unsharded: Tensor) -> None:
-        if computes is not None:
-            computes()  # autograd accumulates on the stream of the forward, of which a part may have run on another stream
+        if not on_host:
+            streams.computes()  # autograd accumulates on the stream of the forward, of which a part may have run on another stream
         target = owner()
         if target is not None:
             on_grad(target, early_bucket)

@@ -17,7 +17,7 @@ def test_every_name_of_the_streams_is_changed() -> None:
 
 
 def test_every_exception_is_one() -> None:
-    """Each names a file, a folder or a class, and but for names alone something would be changed there."""
+    """Each names a file or a folder with calls of these names, or a class that is there."""
     for place in EXCEPT:
         name, _, of_class = place.partition(" ")
         path = ROOT / name

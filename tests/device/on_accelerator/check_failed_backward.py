@@ -53,7 +53,7 @@ def test_the_next_steps_have_the_bits_of_the_host(strategy: str, option: str, st
     def on_device(rank: int) -> dict[str, Tensor]:
         device, module = torch.device(NAME, rank), torch.get_device_module(NAME)
         own = module.Stream(device)
-        failed[rank] = Failed(own)
+        failed[rank] = Failed()
         with torch.device(device):
             with module.stream(own):
                 model, optimizer = model_of(strategy, option)

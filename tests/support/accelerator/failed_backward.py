@@ -54,9 +54,7 @@ TIMES: Final = 24
 class Failed:
     """A backward that failed on one rank."""
 
-    def __init__(self, own: Any) -> None:
-        self.own = own
-        """The stream on which the program has computed."""
+    def __init__(self) -> None:
         self.cleaned_up = threading.Event()
         self.addresses: set[int] = set()
         """Of the memory that reductions in flight used."""
@@ -77,12 +75,10 @@ def cleaned_up_elsewhere() -> Iterator[dict[int, Failed]]:
         if device.type != NAME:
             clean_up(engine)
             return
-        module, here = torch.get_device_module(device), found[device.index]
-        default = module.default_stream(device)
-        default.wait_stream(here.own)
-        with module.stream(default):
+        module = torch.get_device_module(device)
+        with module.stream(module.default_stream(device)):
             clean_up(engine)
-        here.cleaned_up.set()
+        found[device.index].cleaned_up.set()
 
     def noted(queue: ReductionQueue, others: Sequence[Work]) -> None:
         for one in (*queue._all_reduces, *queue._reduce_scatters):
@@ -160,7 +156,7 @@ def taken_after_a_failure(strategy: str, option: str, scheduler: Scheduler, seed
     def program(rank: int) -> Taken:
         device, module = torch.device(NAME, rank), torch.get_device_module(NAME)
         own = module.Stream(device)
-        failed[rank] = Failed(own)
+        failed[rank] = Failed()
         with torch.device(device), module.stream(own):
             model, optimizer = model_of(strategy, option)
             step(model, optimizer, 0)
