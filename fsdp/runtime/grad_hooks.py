@@ -35,12 +35,11 @@ def post_accumulate_hook(
     `early_bucket` is the number of the bucket if it is an early one. The hook refers to the owner weakly: the garbage collector
     does not see hooks of this kind, and the owner leads back to the tensor.
     """
-
     on_host = streams.on_host
 
     def accumulated(unsharded: Tensor) -> None:
         if not on_host:
-            streams.computes()  # autograd accumulates on the stream of the forward, of which a part may have run on another stream
+            streams.computes()  # a part of the forward, and so of the backward, may have run on a stream of its own
         target = owner()
         if target is not None:
             on_grad(target, early_bucket)
