@@ -37,8 +37,8 @@ EXCEPT: Final = {
 """Files, folders and classes whose calls of these names reach no device that trains, each with its reason."""
 SAME_NAME: Final = ("info", "reducer", "versions", "_order")
 """What has methods of the same names that wait for nothing: the last name before the dot."""
-OTHERS: Final = "_others"
-"""Streams that are known. A wait that is for all of them is also tried without them."""
+KNOWN: Final = "_known"
+"""The compute streams. What is done for each of them is also tried for one alone."""
 CALLS: Final = (
     *("wait_stream", "wait_event", "record", "pass_begins", "released", "await_reductions", "wait"),
     *("computes", "unit_begins", "uploaded", "copied", "await_copies", "synchronize"),
@@ -92,8 +92,8 @@ def changes_of(file: str) -> Iterator[Mutant]:
         entered = {id(item.context_expr) for node in ast.walk(top) if isinstance(node, ast.With) for item in node.items}
         entered |= {id(node.value) for node in ast.walk(top) if isinstance(node, ast.Return)}
         for node in ast.walk(top):
-            if isinstance(node, ast.Starred) and _last_name(node.value) == OTHERS:
-                yield change(node, "the other streams", "*()")
+            if isinstance(node, ast.For) and _last_name(node.iter) == KNOWN:
+                yield change(node.iter, "all known streams but one", "(self._compute,)")
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
             name, owner = node.func.attr, node.func.value

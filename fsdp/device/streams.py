@@ -26,7 +26,7 @@ all of them: then it may use what they wrote, and change what they read. Copies 
 uses what they read or write.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, Protocol
 
@@ -187,8 +187,8 @@ class DeviceStreams:
         self._queues = queues
         self._compute = queues.current()
         """The stream on which the last pass began, or on which weights were read again in the middle of it."""
-        self._others: list[Any] = []
-        """The other streams on which units have computed, or passes have begun."""
+        self._known: dict[Any, None] = {}
+        """Every stream on which a pass has begun, or a unit or a gradient was computed."""
         self._gather = queues.stream()
         self._reduce = [queues.stream() for _ in range(lanes)]
         self._last_readers: dict[Any, Any] = {}
@@ -198,24 +198,19 @@ class DeviceStreams:
         """By stream, the end of its last copy from or to the host, if the host program has not waited for it."""
 
     def pass_begins(self) -> None:
-        current = self._queues.current()
-        if current != self._compute:
-            self._others = [stream for stream in (*self._others, self._compute) if stream != current]
-            self._compute = current
-        for stream in (self._compute, *self._others):
+        self._compute = self._queues.current()
+        self._known[self._compute] = None
+        for stream in self._known:
             self._gather.wait_stream(stream)
 
     def computes(self) -> None:
-        current = self._queues.current()
-        if current != self._compute and current not in self._others:
-            self._others.append(current)
+        self._known[self._queues.current()] = None
 
     def unit_begins(self, has_waited: bool) -> None:
         self.computes()
-        if self._others and not has_waited:
-            current = self._queues.current()
-            for stream in (self._compute, *self._others):
-                current.wait_stream(stream)
+        if len(self._known) > 1 and not has_waited:
+            for stream in self._known:
+                self._queues.current().wait_stream(stream)
 
     def gathering(self) -> AbstractContextManager[Any]:
         for reader in self._last_readers.values():
@@ -230,7 +225,7 @@ class DeviceStreams:
 
     def released(self) -> None:
         self.computes()
-        for stream in (self._compute, *self._others):
+        for stream in self._known:
             if stream not in self._last_readers:
                 self._last_readers[stream] = self._queues.event()
             self._last_readers[stream].record(stream)
@@ -244,11 +239,12 @@ class DeviceStreams:
 
     def computing(self) -> AbstractContextManager[Any]:
         current = self._queues.current()
-        return _NOTHING if current == self._compute and not self._others else self._after_others(current)
+        is_alone = current == self._compute and len(self._known) <= 1
+        return _NOTHING if is_alone else self._after_others({**self._known, current: None})
 
     @contextmanager
-    def _after_others(self, current: Any) -> Iterator[None]:
-        compute, others = self._compute, tuple(dict.fromkeys((current, *self._others)))
+    def _after_others(self, others: Iterable[Any]) -> Iterator[None]:
+        compute = self._compute
         for other in others:
             compute.wait_stream(other)
         try:

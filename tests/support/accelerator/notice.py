@@ -77,6 +77,7 @@ RUNS += [
     *((story, "FULL_SHARD", {}) for story in side_streams.STORIES),
     *((story, "NO_SHARD", {"reduction": fsdp.ReductionPolicy(bucket_cap_mb=0.0002)}) for story in side_streams.STORIES),
     *((story, "FULL_SHARD", {"offload_policy": fsdp.OffloadPolicy()}) for story in side_streams.STORIES),
+    *((story, "SHARD_GRAD_OP", {}) for story in side_streams.STORIES),
     ("a hook on a stream of its own", "FULL_SHARD", {}),
     ("a failing backward on a stream of one's own", "NO_SHARD", {}),
     *(

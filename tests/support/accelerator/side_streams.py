@@ -59,6 +59,14 @@ class Shared(Towers):
         return self.leave(left * right)
 
 
+class Same(Towers):
+    """Both branches are the same units."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.right(self.enter(x))
+        return self.leave(beside(self.streams, 0, self.left, x) * beside(self.streams, 1, self.left, x))
+
+
 def trained(towers: type[Towers], **options: Any) -> None:
     """Three steps. The first and the last accumulate two backwards."""
     torch.manual_seed(3)
@@ -125,22 +133,23 @@ def split(accumulates: bool = False, **options: Any) -> None:
         for part in range(2 * accumulates + 1):
             with fsdp.no_sync(model) if part < 2 * accumulates else nullcontext():
                 beside(streams, 0, lambda x: loss_of(model(x)), batch(step + part)).backward()
-            beside(streams, 0, take_memory, batch())
+            take_memory(streams)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def take_memory(x: Tensor) -> Tensor:
-    """Write to memory of the current stream that was released."""
-    taken = [
-        torch.full((size,), 7.0, device=x.device) for size in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096) for _ in range(12)
-    ]
-    return torch.stack([one[0] for one in taken]).sum()
+def take_memory(streams: list[Any]) -> None:
+    """Write to memory that was released to these streams, which wait for nothing."""
+    for stream in streams:
+        with torch.get_device_module(stream.device).stream(stream):
+            for power in range(4, 13):
+                _ = [torch.full((2**power,), 7.0, device=stream.device) for _ in range(12)]
 
 
 STORIES: Final[dict[str, Callable[..., None]]] = {
     "branches on streams of their own": partial(trained, Towers),
     "branches that share units": partial(trained, Shared),
+    "branches that are the same units": partial(trained, Same),
     "steps on streams of their own": partial(moved, Towers),
     "steps that share units": partial(moved, Shared),
     "a stream inside units": inside,
