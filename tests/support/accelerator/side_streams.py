@@ -105,7 +105,7 @@ class Inside(Block):
         self.streams: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + beside(self.streams, 0, lambda x: self.down(torch.tanh(self.up(x))), x)
+        return beside(self.streams, 0, lambda x: self.down(torch.tanh(self.up(x))), x) + super().forward(x)
 
 
 def inside(**options: Any) -> None:
