@@ -72,7 +72,7 @@ class Streams(Protocol):
         """
 
     def await_reductions(self) -> None:
-        """Make the compute stream wait for the reduction streams."""
+        """Make the current stream, which computes, wait for the reduction streams."""
 
     def uploading(self) -> AbstractContextManager[Any]:
         """A context whose work runs on the upload stream, after the last reader of released memory."""

@@ -213,10 +213,11 @@ class Reducer:
             return
         with self._streams.computing():
             while group is not None:
-                self._advance(group)
+                self._launch_group(group)
                 group = self._queue.next_group()
 
-    def _advance(self, group: Sequence[int]) -> None:
+    def _launch_group(self, group: Sequence[int]) -> None:
+        """It is the turn of these buckets: launch those of which any rank has gradients, together."""
         launched = []
         for number in group:
             actions = self._on(number, BucketEvent.TURN if self._trained[number] else BucketEvent.TURN_FROZEN)
