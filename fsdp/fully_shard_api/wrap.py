@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from fsdp.api import forward_methods
 from fsdp.api import wrap as native
 from fsdp.build.builder import stay_on_meta
+from fsdp.build.plan import is_bare_container
 from fsdp.comm import simulated
 from fsdp.errors import ShardingAssertion, ShardingError
 from fsdp.fully_shard_api.module import FSDPModule, become_fsdp_module
@@ -77,7 +78,7 @@ def _say_as_torch(modules: Sequence[nn.Module], refusal: ShardingError) -> None:
                 "Each distinct composable distributed API can only be applied to a module once. fully_shard: "
                 f"{type(module).__name__} is wrapped already; wrap a module once."
             ) from refusal
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if is_bare_container(module):
             raise ShardingError(
                 f"fully_shard does not support containers that do not implement forward: {type(module).__name__}. Wrap its "
                 "members, or the module that contains it."

@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp.api.wrap import fully_shard
 from fsdp.build.peer_options import refused_options, remedies_for
+from fsdp.build.plan import is_bare_container
 from fsdp.checkpoint.atomic_folder import not_written
 from fsdp.checkpoint.load import Loaded, load
 from fsdp.checkpoint.manifest import NAME as MANIFEST
@@ -99,7 +100,7 @@ def shard_children(module: nn.Module, options: Mapping[str, Any]) -> None:
             "children are sharded one by one, so move the parameter into a module with a forward of its own."
         )
     for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if is_bare_container(child):
             shard_children(child, options)
         elif next(child.parameters(), None) is not None:
             shard(child, options)
