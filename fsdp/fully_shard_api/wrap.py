@@ -14,7 +14,9 @@ from fsdp.build.builder import stay_on_meta
 from fsdp.build.plan import is_bare_container
 from fsdp.comm import simulated
 from fsdp.errors import ShardingAssertion, ShardingError
+from fsdp.fully_shard_api.convert import convert_inside
 from fsdp.fully_shard_api.module import FSDPModule, become_fsdp_module
+from fsdp.runtime.registry import unit_ref_of
 
 
 def fully_shard(
@@ -65,6 +67,9 @@ def fully_shard(
     except ShardingError as refusal:
         _say_as_torch(modules, refusal)
         raise
+    ref = unit_ref_of(modules[0])
+    if ref is not None:
+        convert_inside(ref.unit)
     for one in modules:
         become_fsdp_module(one)
     return module
