@@ -37,9 +37,7 @@ def changes(unit: Unit, fn: Conversion) -> bool:
 
 
 @torch.no_grad()
-def convert(
-    engine: Engine, fn: Conversion, units: Collection[int], chosen: Collection[FlatBuffer] | None = None
-) -> Engine:
+def convert(engine: Engine, fn: Conversion, units: Collection[int], chosen: Collection[FlatBuffer] | None = None) -> Engine:
     """Convert the parameters and gradients of some units of a root by `fn`; return the engine that drives the root from now on.
 
     `units`: the numbers of the units. `chosen`: flat buffers of these units; the others stay as they are. None means all.
