@@ -169,7 +169,7 @@ class FlatParamHandle:
 class NoEvents:
     """Stands for the device, its events and the queue of them in which torch's `_reshard` notes a release of memory."""
 
-    def Event(self) -> "NoEvents":  # noqa: N802  # torch's name
+    def Event(self) -> "NoEvents":
         return self
 
     def record(self) -> None:

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from fsdp.autograd.frames import caller_of_torch_states
 from fsdp.build.convert import changes
+from fsdp.build.copies import Memo, copy_wrapper
 from fsdp.errors import ShardingError
 from fsdp.fully_shard_api import residence
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.state_dict.param_shard import ParamShard
 from fsdp.torch_fsdp_api import states
-from fsdp.torch_fsdp_api.flat_param import FlatParamHandle, FlatParamView, FlatPart, NoEvents, convert_units
+from fsdp.torch_fsdp_api.flat_param import FlatParamHandle, FlatParamView, FlatPart, NoEvents, convert_units, drop_state_hooks
 from fsdp.torch_fsdp_api.torch_names import (
     CPUOffload,
     FullOptimStateDictConfig,
@@ -29,6 +30,10 @@ class InstanceState(nn.Module):
 
     _unit_module: nn.Module
     """The module that is the unit."""
+    process_group: Any
+    _inter_node_pg: Any
+    _device_mesh: Any
+    _mesh: Any
     cpu_offload: CPUOffload
 
     def __init__(self) -> None:
@@ -44,6 +49,14 @@ class InstanceState(nn.Module):
         self._is_summoned = False
         self.compute_device = torch.device("cpu")
         self._device_handle = self._free_event_queue = NoEvents()
+
+    def __deepcopy__(self, memo: Memo) -> nn.Module:
+        """A copy with shards of its own, on the same ranks. Only the outermost instance can be copied by itself."""
+        ref = unit_ref_of(self._unit_module)
+        copied = copy_wrapper(self, (self.process_group, self._inter_node_pg, self._device_mesh, self._mesh), memo)
+        if ref is not None and ref.index == 0:
+            drop_state_hooks(unit_ref_of(memo[id(self._unit_module)]).engine)
+        return copied
 
     def set_settings(self, settings: StateDictSettings) -> None:
         """From now on `state_dict()` gives this kind of state."""

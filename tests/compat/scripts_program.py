@@ -1,4 +1,4 @@
-"""One rank of two over gloo: calls that training code in public repositories makes, with torch's classes and with the drop-in modules."""
+"""One rank of two over gloo: what training code in public repositories calls, with torch's classes and with ours."""
 
 import copy
 import sys
