@@ -22,6 +22,7 @@ from fsdp.checkpoint.load import Loaded, load
 from fsdp.checkpoint.manifest import NAME as MANIFEST
 from fsdp.checkpoint.save import save
 from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
+from fsdp.config import MeshKind, find_strategy
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import engines_in, unit_ref_of
 from fsdp.state_dict.optim_state import FullOptimState
@@ -56,6 +57,16 @@ def checked_options(strategy: str, state_dict_type: str, options: Mapping[str, A
             "norms are taken over all ranks."
         )
     return {"sync_module_states": True, **options}
+
+
+def with_mesh(options: Mapping[str, Any], num_nodes: int, num_processes: int) -> Mapping[str, Any]:
+    """The options, with HYBRID_SHARD that shards inside a host and replicates between hosts if they name no ranks.
+
+    `num_nodes`, `num_processes`: hosts, and processes of one host.
+    """
+    is_hybrid = find_strategy(options.get("sharding_strategy", "FULL_SHARD")).mesh_kind is MeshKind.HYBRID
+    has_ranks = options.get("mesh") is not None or options.get("process_group") is not None
+    return {**options, "mesh": (num_nodes, num_processes)} if is_hybrid and not has_ranks else options
 
 
 def refuse_precision(strategy: str, plugin: Precision | None) -> None:
