@@ -257,6 +257,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "failure": (
         "watchdog",
         "peers",
+        "process_end",
         "liveness",
         "desync",
         "pending_call",

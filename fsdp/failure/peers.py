@@ -9,7 +9,6 @@ named. When every rank has disconnected and wants to go on, they meet in the sto
 rank reads the store. NCCL has no connections that could be closed: see watchdog.py.
 """
 
-import atexit
 import json
 import os
 import sys
@@ -18,7 +17,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from threading import Thread
 from typing import Any, Final, NamedTuple, NoReturn
 
 from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, WorldError
@@ -27,6 +25,7 @@ from fsdp.failure.desync import TIME_OUT, DesyncDetector, Store
 from fsdp.failure.environment import seconds
 from fsdp.failure.liveness import Neighbours
 from fsdp.failure.pending_call import OPENS, RESTART_CALL, PendingCall
+from fsdp.failure.process_end import at_end
 
 SECONDS: Final = "FSDP_PEER_SECONDS"
 """The environment variable for the time in which a rank whose connections broke looks for the reason. 2 by default."""
@@ -103,7 +102,6 @@ class PeerMonitor:
         self._device_may_wait_forever = True
         """True if collectives launched on a device may never finish once this group is declared dead. The watchdog then aborts
         the communicators."""
-        self._closing: Thread | None = None
         self.down = False
         """True if this rank has disconnected. The next call reconnects."""
         self.pending_error: PendingError | None = None
@@ -214,22 +212,18 @@ class PeerMonitor:
         return self._epoch + self.down  # the same before and after reconnecting
 
     def disconnect(self) -> None:
-        """Close the connections. Idempotent."""
-        if self.down:
+        """Close the connections. Idempotent. A fork leaves those of its parent alone."""
+        if self.down or os.getpid() != self._process:
             return
         self.down = self._publishes
         connections, self.connections = self.connections, {}
-        self._tcp.forget()
-        # closing waits for collectives in flight, which may wait for peers that have not disconnected yet
-        self._closing = Thread(target=connections.clear, name="fsdp disconnects", daemon=True)
-        self._closing.start()
+        self._tcp.close(connections)
 
     def close(self) -> None:
         """Disconnect for good, at the end of the group or process. Waits, because an end would abort a closing thread."""
         self.disconnect()
         self._connect, self._publishes = None, False
-        if self._closing is not None:
-            self._closing.join(CLOSING)
+        self._tcp.wait_until_closed(CLOSING)
 
     def reconnect(self) -> None:
         """Wait until every rank has abandoned the step, and connect to all.
@@ -388,7 +382,9 @@ def abandoned_by(
 _living: "weakref.WeakSet[PeerMonitor]" = weakref.WeakSet()
 
 
-@atexit.register
 def _on_exit() -> None:
     for monitor in list(_living):
         monitor.on_exit()
+
+
+at_end(_on_exit)
