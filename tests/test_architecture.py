@@ -257,6 +257,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "failure": (
         "watchdog",
         "peers",
+        "notices",
         "process_end",
         "liveness",
         "desync",
