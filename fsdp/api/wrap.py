@@ -18,7 +18,7 @@ from fsdp.build.consistency import agree
 from fsdp.build.other_engines import refuse_other_engines
 from fsdp.build.peer_options import accepts_peer_options
 from fsdp.build.plan import Planned, WrapPolicy, make_plan
-from fsdp.build.shardable import check_devices, check_shardable, check_triggers, choose_shard_dims, device_of
+from fsdp.build.shardable import check_devices, check_shardable, check_triggers, choose_dtypes, choose_shard_dims, device_of
 from fsdp.build.torch_policies import PrecisionFields, offload_of, precision_of
 from fsdp.comm.connect import Mesh, ProcessGroup, open_comms
 from fsdp.comm.context import CommContext
@@ -319,6 +319,7 @@ def fully_shard(
         )
         plan = _plan(modules, auto_wrap_policy, ignored_modules, ignored_params, comms, config)
         choose_shard_dims(plan, config, mesh, shard_placement_fn)
+        choose_dtypes(plan, config, mp_policy)
         check_initialisation(plan, param_init_fn)
         return config, plan
 

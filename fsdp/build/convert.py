@@ -108,7 +108,7 @@ def _convert(unit: Unit, fn: Conversion, shards: list[Tensor], config: Config) -
     flats = [
         FlatBuffer(
             flat.param_infos,
-            compute_dtype(shard.dtype, config),
+            compute_dtype(flat.param_infos[0], shard.dtype, config),
             unit.comm,
             flat.is_replicated,
             config.aligned,
