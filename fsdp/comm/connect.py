@@ -276,7 +276,7 @@ def _carries_on_device(group: dist.ProcessGroup) -> bool:
     """Whether the group's collectives on CUDA can be aborted, as NCCL's can."""
     if not torch.accelerator.is_available() or not any(device.type == _CUDA.type for device in group._device_types):
         return False
-    return isinstance(group._get_backend(_CUDA), getattr(dist, "ProcessGroupNCCL", ()))
+    return "nccl" in group._get_backend(_CUDA).name()  # "nccl", or since torch 2.15 "nccl2", which is another class
 
 
 def _gloo(group: dist.ProcessGroup) -> Any:
