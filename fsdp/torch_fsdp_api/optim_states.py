@@ -36,7 +36,7 @@ def order_of(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input:
 def warn_of(optim_input: Any) -> None:
     """Warn of an argument that FSDP1 deprecates."""
     if optim_input is not None:
-        warnings.warn("the `optim_input` argument is deprecated; give optim, the optimizer.", FutureWarning, stacklevel=4)
+        warnings.warn("the `optim_input` argument is deprecated; give optim, the optimizer.", FutureWarning, stacklevel=5)
 
 
 def broadcast(given: Any, model: nn.Module, group: Any) -> dict[str, Any]:

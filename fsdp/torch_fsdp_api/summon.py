@@ -60,7 +60,7 @@ def _check(instance: Any, writeback: bool, rank0_only: bool, offload_to_cpu: boo
             raise NotImplementedError(f"summon_full_params: this is not supported: {text}.")
     if offload_to_cpu and not rank0_only:
         warnings.warn(
-            "offload_to_cpu=True copies the full parameters to the host on every rank; give rank0_only=True.", stacklevel=5
+            "offload_to_cpu=True copies the full parameters to the host on every rank; give rank0_only=True.", stacklevel=6
         )
 
 

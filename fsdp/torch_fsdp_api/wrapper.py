@@ -79,6 +79,7 @@ class FullyShardedDataParallel(InstanceState):
         self.mixed_precision = mixed_precision or MixedPrecision()
         self._use_orig_params = use_orig_params
         self._device_mesh = device_mesh
+        sharding.check_options(self)
         self._find_groups(process_group, auto_wrap_policy)
         own = [p for p in module.parameters() if p not in self._ignored_params and owning_unit(p) is None]
         device = sharding.device_of(device_id)
@@ -120,7 +121,7 @@ class FullyShardedDataParallel(InstanceState):
         if self.world_size == 1 and sharding.kind_of(self.sharding_strategy) == "shard":
             warnings.warn(
                 f"FSDP is switching to use `NO_SHARD` instead of {self.sharding_strategy} since the world size is 1.",
-                stacklevel=3,
+                stacklevel=4,
             )
             self.sharding_strategy = ShardingStrategy.NO_SHARD
         self._ranks_key = torch_names.ranks_of(self.process_group), sharding.kind_of(self.sharding_strategy)
