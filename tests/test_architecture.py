@@ -33,7 +33,10 @@ ORDER: dict[str, tuple[str, ...]] = {
         "measure",
         "comparison",
         "choices",
-        "rehearsal",
+    ),
+    "rehearsal": (
+        "rehearse",
+        "memory",
         "communicator",
         "recall",
         "clock",

@@ -15,8 +15,8 @@ from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError
 from fsdp.planning.choices import AUTO, STRATEGIES, Choice, NamedUnits, UnitsOfClasses, make_choices, other_sizes
 from fsdp.planning.comparison import Candidate, Fewest, Plan
-from fsdp.planning.hardware import Cluster, Device, Link, find_device, find_network
-from fsdp.planning.rehearsal import Batch, Job, rehearse
+from fsdp.rehearsal.hardware import Cluster, Device, Link, find_device, find_network
+from fsdp.rehearsal.rehearse import Batch, Job, rehearse
 
 OPTIMIZERS: Final[dict[str, Callable[..., torch.optim.Optimizer]]] = {
     "adamw": torch.optim.AdamW,
@@ -51,7 +51,7 @@ def plan(
 
     The engine itself runs two steps of rank 0 for each choice, on the meta device and over communicators that send nothing. So
     the bytes of the engine, and the number and bytes of collectives, are exact. Activations are counted from the operators of
-    the model. Seconds are an estimate, see `fsdp/planning/clock.py`.
+    the model. Seconds are an estimate, see `fsdp/rehearsal/clock.py`.
 
     Args:
         model_or_builder: a function that makes the model, called on the meta device; or a model, which is not changed.
@@ -60,7 +60,7 @@ def plan(
             dict of keyword arguments of the model.
         loss: from what the model returns to a scalar. Default None: `.loss` of it if it has that, else the sum of it.
         optimizer: "adamw", "adam", "sgd", "adagrad", "rmsprop", or a function of a list of parameters. None: none.
-        device: a name of the table in `fsdp/planning/hardware.py`, or a `Device`.
+        device: a name of the table in `fsdp/rehearsal/hardware.py`, or a `Device`.
         network: what connects hosts: a name of that table, or a `Link`.
         per_host: ranks on one host.
         memory: bytes of a rank that may be used. Default None: all of the device's.

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
-from tests.planning.models import MODELS, Case
+from tests.rehearsal.models import MODELS, Case
 
 SIZE = 8
 STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
