@@ -37,6 +37,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "rehearsal": (
         "rehearse",
         "memory",
+        "kernels",
         "communicator",
         "recall",
         "clock",

@@ -16,6 +16,7 @@ from fsdp.errors import ShardingError
 from fsdp.planning.choices import AUTO, STRATEGIES, Choice, NamedUnits, UnitsOfClasses, make_choices, other_sizes
 from fsdp.planning.comparison import Candidate, Fewest, Plan
 from fsdp.rehearsal.hardware import Cluster, Device, Link, find_device, find_network
+from fsdp.rehearsal.kernels import ATTENTION, Attention
 from fsdp.rehearsal.rehearse import Batch, Job, rehearse
 
 OPTIMIZERS: Final[dict[str, Callable[..., torch.optim.Optimizer]]] = {
@@ -45,6 +46,7 @@ def plan(
     max_ranks: int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     micro_batches: int = 1,
+    attention: Attention = "auto",
     options: Mapping[str, object] | None = None,
 ) -> Plan:
     """Say what a job needs with each choice of options, and which choice is the fastest that fits. Needs no process group.
@@ -72,6 +74,8 @@ def plan(
         max_ranks: find also the smallest number of ranks that fits, up to this one: powers of two inside a host, then full hosts.
         mp_policy: the dtypes, as for `fsdp.fully_shard`.
         micro_batches: forwards and backwards before each step of the optimizer.
+        attention: which kernel `scaled_dot_product_attention` takes: "auto" (the one that torch chooses on the device), "flash"
+            (always a fused one), or "math" (never a fused one).
         options: other options of `fsdp.fully_shard`, the same for every choice.
 
     Raises:
@@ -83,6 +87,8 @@ def plan(
         raise ShardingError(f"plan: per_host is {per_host!r}; give the number of ranks on one host, at least 1.")
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ShardingError(f"plan: micro_batches is {micro_batches!r}; give a number, at least 1.")
+    if attention not in ATTENTION:
+        raise ShardingError(f"plan: attention is {attention!r}; give one of {', '.join(ATTENTION)}.")
     found = find_device(device) if isinstance(device, str) else device
     link = find_network(network) if isinstance(network, str) else network
     cluster = Cluster(found, link, per_host)
@@ -95,6 +101,7 @@ def plan(
         world_size=world_size,
         cluster=cluster,
         micro_batches=micro_batches,
+        attention=attention,
     )
     own = {**(options or {}), **({} if mp_policy is None else {"mp_policy": mp_policy})}
     limit = found.memory if memory is None else memory

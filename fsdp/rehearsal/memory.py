@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from fsdp.device.storage import MemoryTracker, size_of, storage_key
 from fsdp.rehearsal.clock import Clock
 from fsdp.rehearsal.hardware import Device
+from fsdp.rehearsal.kernels import attention_flops
 from fsdp.rehearsal.recall import Recall
 
 OPTIMIZER_STATE: Final = "optimizer state"
@@ -59,6 +60,8 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether operators run on the host now."""
         self.host_peak = 0
         self.host_at_peak: dict[str, int] = {}
+        self.saved = 0
+        """Bytes of activations when the last forward had ended."""
         self.peak = 0
         """The most bytes that were held at once while operators were watched."""
         self.at_peak: dict[str, int] = {}
@@ -88,6 +91,10 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._is_on_host = False
+
+    def forward_ended(self) -> None:
+        """A forward has ended, and its backward has not begun."""
+        self.saved = self._live
 
     def wait_for_copies(self) -> None:
         """A backward has ended: the host program waits for the copies."""
@@ -180,10 +187,13 @@ def _local_size(tensor: Tensor) -> int:
 def _seconds(device: Device, func: Any, args: Any, kwargs: Any, result: Any, tensors: Sequence[Tensor]) -> float:
     """What an operator takes: its operations, where torch counts them, or its traffic with the memory."""
     traffic = sum(map(_local_size, tensors)) / device.bandwidth
-    count = flop_registry.get(func._overloadpacket)
-    if count is None:
-        return traffic
-    return max(traffic, float(count(*args, **kwargs, out_val=result)) / device.flops_of(tensors[-1].dtype))
+    flops = attention_flops(func, args, kwargs)
+    if flops is None:
+        count = flop_registry.get(func._overloadpacket)
+        if count is None:
+            return traffic
+        flops = float(count(*args, **kwargs, out_val=result))
+    return max(traffic, flops / device.flops_of(tensors[0].dtype))
 
 
 _OF_THE_USER: Final = ("torch.nn.modules", "torch.optim", "fsdp.autograd.engine_calls")

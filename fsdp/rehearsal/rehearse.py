@@ -28,6 +28,7 @@ from fsdp.params.unit import Unit
 from fsdp.rehearsal.clock import Clock
 from fsdp.rehearsal.communicator import Collective, RehearsedRank, last_of_reductions
 from fsdp.rehearsal.hardware import Cluster
+from fsdp.rehearsal.kernels import Attention, kernels_of
 from fsdp.rehearsal.memory import GRADIENTS, OPTIMIZER_STATE, Memory
 from fsdp.rehearsal.recall import Recall, Recalling
 from fsdp.runtime.registry import engines_in
@@ -58,6 +59,8 @@ class Job:
     cluster: Cluster
     micro_batches: int = 1
     """Forwards and backwards before each step of the optimizer. All but the last one run under no_sync."""
+    attention: Attention = "auto"
+    """Which kernel a scaled_dot_product_attention takes."""
     recall: Recall = field(default_factory=Recall, compare=False)
     """The results of operators, shared by all rehearsals of the job."""
 
@@ -85,6 +88,10 @@ class Rehearsal:
     """Seconds of waiting for collectives, by unit, and for copies from and to the host, estimated."""
     latency: float
     """Seconds that the collectives would take if they sent nothing."""
+    saved: int
+    """Bytes of activations when the forward of the last micro-batch has ended: what its backward needs, and what it returned."""
+    attention: Mapping[str, int]
+    """How often each kernel of attention was called."""
     host_peak: int = 0
     """Bytes of host memory with an offload policy: the most that were held at once."""
     host_held: Mapping[str, int] = field(default_factory=dict)
@@ -108,7 +115,7 @@ def rehearse(
     memory = Memory(clock, job.recall)
     on_host = job.cluster.device.name == "cpu"
     played = RehearsedRank(job.world_size, clock, on_host, memory.note)
-    with play(played), _no_garbage_collection():
+    with play(played), _no_garbage_collection(), kernels_of(on_host, job.attention) as taken:
         with Recalling(job.recall):
             model = job.build()
         for module in checkpointed(model) if checkpointed is not None else ():
@@ -126,6 +133,7 @@ def rehearse(
             played.copy_to_host(last_of_reductions(played.launched))
         played.launched.clear()
         clock.exposed.clear()
+        taken.clear()
         began, computed, latency = clock.now, clock.computing, clock.latency
         with memory:
             _step(job, model, optimizer, memory)
@@ -140,6 +148,8 @@ def rehearse(
             computing=clock.computing - computed,
             exposed=dict(clock.exposed),
             latency=clock.latency - latency,
+            saved=memory.saved,
+            attention=dict(taken),
             host_peak=memory.host_peak,
             host_held=dict(memory.host_at_peak),
         )
@@ -162,7 +172,10 @@ def _step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer | None, m
         batch = job.batch()
         try:
             with no_sync(model) if number < job.micro_batches - 1 else nullcontext():
-                torch.autograd.backward(job.loss(model(*batch.args, **batch.kwargs)))
+                loss = job.loss(model(*batch.args, **batch.kwargs))
+                memory.forward_ended()
+                torch.autograd.backward(loss)
+                del loss
         except Exception as reason:
             raise ShardingError(
                 f"plan: a forward and backward on the meta device failed ({type(reason).__name__}: {reason}); give inputs that "

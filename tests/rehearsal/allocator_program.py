@@ -2,8 +2,11 @@
 
 import gc
 import sys
-from itertools import accumulate
+import time
+from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,35 +25,53 @@ ROWS = 16
 
 def peak_of(case: Case, strategy: str) -> tuple[int, int]:
     """Bytes held at most in a third step, and of these the engine's peak over all steps."""
-    torch.manual_seed(0)
-    model = fsdp.fully_shard(case.build(), auto_wrap_policy=case.units, sharding_strategy=strategy)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
-    inputs = torch.cat([case.inputs()] * ROWS)
-    step(model, optimizer, inputs)
-    gc.collect()
-    gc.disable()
-    rest = held(model, optimizer)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def train() -> Iterator[int]:
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(case.build(), auto_wrap_policy=case.units, sharding_strategy=strategy)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
+        inputs = torch.cat([case.inputs()] * ROWS)
         step(model, optimizer, inputs)
+        gc.collect()
+        yield 0
+        step(model, optimizer, inputs)
+        yield fsdp.memory_bytes(model, peak=True)
+
+    (_, peak), engine = allocated(train)
+    return peak.most, engine
+
+
+class Held(NamedTuple):
+    """Bytes that torch's allocator had given out in one part of a program."""
+
+    last: int
+    """At its end."""
+    most: int
+    """At once."""
+
+
+def allocated(run: Callable[[], Iterator[int]]) -> tuple[list[Held], int]:
+    """What was held in each part of a program, of which every part ends with a `yield`; and what it yielded last."""
+    moments = [0]
+    result = 0
+    gc.collect()  # what an earlier program left would be freed during this one
+    gc.disable()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        # the program lives until the end of the profile: what was allocated before is not seen when it is freed
+        program = run()
+        for result in program:
+            moments.append(time.time_ns())
     gc.enable()
-    events = [(e.start_ns(), e.nbytes()) for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    peak = max(accumulate(count for _, count in sorted(events, key=lambda one: one[0])))
-    return rest + peak, fsdp.memory_bytes(model, peak=True)
+    events = sorted((e.start_ns(), e.nbytes()) for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
+    totals = list(zip((moment for moment, _ in events), accumulate(count for _, count in events), strict=True))
+    parts = [[total for moment, total in totals if begin < moment <= end] for begin, end in pairwise(moments)]
+    return [Held(part[-1], max(part)) for part in parts], result
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
     model(inputs).float().square().mean().backward()
     optimizer.step()
     model.zero_grad()
-
-
-def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes between steps: what the engine keeps, buffers, optimizer state."""
-    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
-    local = [fsdp.to_local(value) for value in state]
-    own = sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in local if one.numel()}.values())
-    buffers = sum(one.numel() * one.element_size() for one in model.buffers())
-    return fsdp.memory_bytes(model) + own + buffers
 
 
 def main(rank: int, size: int, folder: Path) -> None:
