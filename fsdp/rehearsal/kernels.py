@@ -17,6 +17,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import _disable_current_modes
 
 Attention: TypeAlias = Literal["auto", "flash", "math"]
 """Which kernel a scaled_dot_product_attention takes: torch's choice, always a fused one, or never."""
@@ -43,14 +45,14 @@ def kernels_of(on_cpu: bool, attention: Attention) -> Iterator[Counter[str]]:
     replaced: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": partial(_attention, choose, taken)}
     if not on_cpu:
         replaced |= {"dropout": _dropout, "rms_norm": _rms_norm}
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         for name, function in replaced.items():
-            library.impl(name, function, "AutogradMeta")
+            library.impl(name, function, "AutogradMeta")  # type: ignore[no-untyped-call]
         with _flex_attention(partial(_flex, taken)), _nothing_compiled():
             yield taken
     finally:
-        library._destroy()
+        library._destroy()  # type: ignore[no-untyped-call]
 
 
 def _attention(
@@ -95,9 +97,11 @@ def _one_kernel(kernel: str, *given: Any) -> tuple[str, str]:
 def _ask_torch(*given: Any) -> tuple[str, str]:
     """The kernel of the CPU."""
     *tensors, dropout, is_causal, grouped = given
-    stand_ins = [None if one is None else _stand_in(one) for one in tensors]
-    choice = torch._fused_sdp_choice(*stand_ins, dropout, is_causal, enable_gqa=grouped)  # type: ignore[arg-type]
-    if choice == torch.nn.attention.SDPBackend.MATH.value:
+    choose: Any = torch._fused_sdp_choice
+    with _disable_current_modes():  # nothing that is done here belongs to the model
+        stand_ins = [None if one is None else _stand_in(one) for one in tensors]
+        choice = choose(*stand_ins, dropout, is_causal, enable_gqa=grouped)
+    if choice == SDPBackend.MATH.value:
         return MATH, _reason(dropout, tensors[3]) or "torch's choice on the CPU"
     return FLASH, ""
 

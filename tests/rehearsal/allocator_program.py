@@ -53,19 +53,20 @@ class Held(NamedTuple):
 def allocated(run: Callable[[], Iterator[int]]) -> tuple[list[Held], int]:
     """What was held in each part of a program, of which every part ends with a `yield`; and what it yielded last."""
     moments = [0]
-    result = 0
+    yielded = [0]
     gc.collect()  # what an earlier program left would be freed during this one
     gc.disable()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         # the program lives until the end of the profile: what was allocated before is not seen when it is freed
         program = run()
-        for result in program:
+        for one in program:
+            yielded.append(one)
             moments.append(time.time_ns())
     gc.enable()
     events = sorted((e.start_ns(), e.nbytes()) for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
     totals = list(zip((moment for moment, _ in events), accumulate(count for _, count in events), strict=True))
     parts = [[total for moment, total in totals if begin < moment <= end] for begin, end in pairwise(moments)]
-    return [Held(part[-1], max(part)) for part in parts], result
+    return [Held(part[-1], max(part)) for part in parts], yielded[-1]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
