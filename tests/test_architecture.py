@@ -33,7 +33,11 @@ ORDER: dict[str, tuple[str, ...]] = {
         "measure",
         "comparison",
         "choices",
-        "rehearsal",
+    ),
+    "rehearsal": (
+        "rehearse",
+        "memory",
+        "kernels",
         "communicator",
         "recall",
         "clock",
