@@ -100,6 +100,13 @@ def rule_of(func: Any) -> Rule:
         return Rule.QUERY
     if name.removesuffix("_") in _FOREACH or name in _FUSED:
         return Rule.ELEMENT_WISE_LISTS
-    if name in _ELEMENT_WISE or torch.Tag.pointwise in func.tags:
+    if name in _ELEMENT_WISE or _is_pointwise(func, name):
         return Rule.ELEMENT_WISE
     return Rule.REFUSED
+
+
+def _is_pointwise(func: Any, name: str) -> bool:
+    """Whether torch says that an operator works element by element. Of some in-place forms, such as `abs_`, it does not."""
+    functional = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    overloads = [] if functional is None else [getattr(functional, overload) for overload in functional.overloads()]
+    return any(torch.Tag.pointwise in one.tags for one in (func, *overloads))
