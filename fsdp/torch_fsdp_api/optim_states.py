@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.autograd.frames import own_method as own_method  # for the class, which loads directly
 from fsdp.state_dict.fqns import first_names
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_placement import placement_from_full

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fsdp.api.wrap import no_sync, run_forward
-from fsdp.autograd.frames import own_method
 from fsdp.params.module_params import owning_unit
 from fsdp.runtime.registry import UnitRef, unit_ref_of
-from fsdp.torch_fsdp_api import gradients, optim_states, sharding, state_types, states, summon, torch_names
+from fsdp.torch_fsdp_api import gradients, late_params, optim_states, sharding, state_types, states, summon, torch_names
 from fsdp.torch_fsdp_api.instance import InstanceState
 from fsdp.torch_fsdp_api.sharding import WRAPPED_NAME, instances_in
 from fsdp.torch_fsdp_api.torch_names import (
@@ -215,6 +214,7 @@ class FullyShardedDataParallel(InstanceState):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the wrapped module. The outermost instance moves the inputs to its device."""
         if self._is_root:
+            late_params.take_over(self._unit_ref.engine)
             sharding.set_precision(self)
             if self.compute_device.type != "cpu":
                 args, kwargs = tree_map(self._to_device, (args, kwargs))
@@ -397,5 +397,5 @@ class FullyShardedDataParallel(InstanceState):
         given = optim_states.broadcast(optim_state_dict, model, group) if rank0_only else optim_state_dict
         result = optim_states.to_load(given, model, optim_states.order_of(model, optim, None), is_named_optimizer)
         if load_directly:
-            own_method(optim, "load_state_dict")(result)
+            optim_states.own_method(optim, "load_state_dict")(result)
         return result
