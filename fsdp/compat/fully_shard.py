@@ -1,7 +1,9 @@
 """The names of torch's FSDP2, on this engine: import them from here instead of from torch.distributed.fsdp."""
 
+from typing import Any
+
 from torch.distributed import fsdp as _torch
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp.fully_shard_api import wrap as _ours
 from fsdp.fully_shard_api.module import FSDPModule
@@ -21,6 +23,7 @@ __all__ = [
     "share_comm_ctx",
 ]
 
+DataParallelMeshDims: Any = getattr(_torch, "DataParallelMeshDims", None)  # not in torch 2.11
 stands_in_for(_torch.FSDPModule, FSDPModule)
 # torch's own functions, whatever these names are bound to later
 _fully_shard, _register, _share = _torch.fully_shard, _torch.register_fsdp_forward_method, _torch.share_comm_ctx

@@ -56,8 +56,8 @@ class FSDPModule:
         """Refused if it is True: unsharded parameters have other memory after each gather."""
         if keep:
             raise ShardingError(
-                "set_keep_unsharded_storage: resharded parameters give their memory back, and get other memory when they are "
-                "gathered again; leave it out, and capture no CUDA graph of their addresses."
+                "set_keep_unsharded_storage: resharding frees unsharded parameters, and the next gather gives them other memory; "
+                "leave it out, and capture no CUDA graph of their addresses."
             )
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

@@ -29,7 +29,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(260)
 @pytest.mark.parametrize("name", NAMES)
-def test_an_end_is_quiet_and_the_other_rank_is_told(name: str, ended: Path) -> None:
+def test_an_end_is_quiet_and_the_other_rank_is_notified(name: str, ended: Path) -> None:
     folder = ended / name
     printed = [(folder / f"{rank}.txt").read_text() for rank in range(2)]
     codes = json.loads((folder / "codes.json").read_text())
