@@ -1,0 +1,91 @@
+"""How a player's model is wrapped: natively under each strategy, and through each door."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+import fsdp
+from fsdp.comm.simulated import current_rank
+from fsdp.compat import ddp, fairscale, fully_shard, torch_fsdp
+from tests.acts.players import Block, Net, Player
+
+Wrap = Callable[[Net], tuple[nn.Module, Callable[[bool], None]]]
+
+
+def plain_player(size: int) -> Player:
+    net = Net().double()
+    for block in net.blocks:
+        # a module without any hook does not look for hooks that are added while its forward runs
+        block.register_forward_hook(lambda module, args, output: None)
+    return Player(net, net, tuple(range(size)), lambda synchronises: None, plain=True)
+
+
+def player(door: str, rank: int) -> Player:
+    """On one rank of a simulated world."""
+    net = Net().double()
+    model, synchronise = DOORS[door](net)
+    return Player(model, net, (rank,), synchronise, shows_shapes=door not in FLAT)
+
+
+class _Context:
+    """A context manager that is entered and left by hand."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._stack = make, ExitStack()
+
+    def __call__(self, synchronises: bool) -> None:
+        self._stack.close()
+        if not synchronises:
+            self._stack.enter_context(self._make())
+
+
+def _native(net: Net, **options: Any) -> tuple[nn.Module, Callable[[bool], None]]:
+    if options["sharding_strategy"] == "HYBRID_SHARD":
+        here = current_rank()
+        assert here is not None
+        replicas = 2 if here.size % 2 == 0 else 1
+        options["mesh"] = (replicas, here.size // replicas)
+    model = fsdp.fully_shard(net, auto_wrap_policy={Block}, **options)
+    return model, _Context(partial(fsdp.no_sync, model))
+
+
+def _torch_fsdp(net: Net) -> tuple[nn.Module, Callable[[bool], None]]:
+    policy = torch_fsdp.ModuleWrapPolicy({Block})
+    model = torch_fsdp.FullyShardedDataParallel(net, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+    return model, _Context(model.no_sync)
+
+
+def _fully_shard(net: Net) -> tuple[nn.Module, Callable[[bool], None]]:
+    for block in net.blocks:
+        fully_shard.fully_shard(block)
+    model: Any = fully_shard.fully_shard(net)
+    return model, model.set_requires_gradient_sync
+
+
+def _ddp(net: Net) -> tuple[nn.Module, Callable[[bool], None]]:
+    model = ddp.DistributedDataParallel(net)
+    return model, _Context(model.no_sync)
+
+
+def _fairscale(net: Net) -> tuple[nn.Module, Callable[[bool], None]]:
+    wrap = partial(fairscale.FullyShardedDataParallel, flatten_parameters=False, compute_dtype=torch.float64)
+    for number, block in enumerate(net.blocks):
+        net.blocks[number] = wrap(block)
+    model = wrap(net)
+    return model, _Context(model.no_sync)
+
+
+STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER", "HYBRID_SHARD", "NO_SHARD")
+DOORS: Final[dict[str, Wrap]] = {
+    **{strategy: partial(_native, sharding_strategy=strategy) for strategy in STRATEGIES},
+    "torch_fsdp": _torch_fsdp,
+    "fully_shard": _fully_shard,
+    "ddp": _ddp,
+    "fairscale": _fairscale,
+}
+FLAT: Final = frozenset({"torch_fsdp", "fairscale"})
+"""Their users see parts of parameters."""

@@ -1,0 +1,202 @@
+"""Who performs a program: a model, plain or one rank's, and everything that the moves and acts of a program need.
+
+Rule 1: the plain player is one model that computes on the data of all ranks, one after another in one batch, and its loss is the
+        mean of the ranks' losses. So each hook is called once in a pass, as on a rank, and gradients are averages by themselves.
+Rule 2: a move or an act reads no value that differs between the ranks, unless it treats values linearly.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH: Final = 4
+ROWS: Final = 2
+LEARNING_RATE: Final = 0.05
+_WRAPPERS: Final = ("_fsdp_wrapped_module.", "_fpw_module.", "module.")
+
+
+class Block(nn.Module):
+    """A unit: a matrix and a vector to train, a vector that is frozen from the beginning, a buffer, and a mode that can be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH), requires_grad=False)
+        self.register_buffer("scale", torch.linspace(0.8, 1.2, WIDTH))
+        self.during: Callable[[], None] = _nothing
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.during()
+        y = torch.tanh(self.linear(x) * self.gain) * self.scale
+        return x + (y if self.training else 0.5 * y)
+
+
+def _nothing() -> None:
+    """No act is due."""
+
+
+class Net(nn.Module):
+    """Two units between two layers of the root's own. The second unit is checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x))
+        x = self.blocks[0](x)
+        x = checkpoint(self.blocks[1], x, use_reentrant=False)
+        return self.head(x)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    """Not linear, and no element's gradient is that of another."""
+    return (output.square() * torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).view(output.shape)).mean()
+
+
+def clean(name: str) -> str:
+    """The name that a parameter has in the plain model."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+class Raised(Exception):  # noqa: N818
+    """Raised by an act, as by code of the user's that fails."""
+
+
+@dataclass
+class Due:
+    """An act that is to happen once, when a moment comes."""
+
+    moment: str
+    act: Callable[[], None]
+    cancel: Callable[[], None] = _nothing
+
+
+@dataclass
+class Player:
+    """A model, and what a program has left to be used later."""
+
+    model: nn.Module
+    net: Net
+    """What was wrapped."""
+    ranks: tuple[int, ...]
+    """Whose data it computes on."""
+    synchronise: Callable[[bool], None]
+    """Says whether backwards reduce gradients from now on."""
+    plain: bool = False
+    shows_shapes: bool = True
+    """Whether its parameters show the shapes of the plain ones."""
+    optimizer: torch.optim.Optimizer = field(init=False)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """Of forwards whose backward has not come."""
+    due: list[Due] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
+    """Of hooks that acts have added."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What acts keep for other acts."""
+    reads: list[tuple[str, Any]] = field(default_factory=list)
+    ran: list[str] = field(default_factory=list)
+    """The acts that have ended since somebody looked."""
+    blocks: tuple[Block, ...] = ()
+    """The user's own modules, under whatever wraps them."""
+    local_gradients: bool = False
+    """Whether gradients are kept under no_sync, so that they are not averages."""
+    syncs: bool = True
+    evaluations: int = 0
+    late: bool = False
+    """Whether what is due in a post-accumulate hook waits for the end of the backward."""
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], LEARNING_RATE, momentum=0.9)
+        self.blocks = tuple(m for m in self.model.modules() if isinstance(m, Block))
+        self.blocks[0].during = lambda: self.reached("inside a forward", not _in_backward())
+        self.blocks[1].during = lambda: self.reached("in a recompute", _in_backward())
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that the modules show now, by the names of the plain model."""
+        return {clean(name): p for name, p in self.model.named_parameters()}
+
+    def data(self, number: int) -> Tensor:
+        dtype = next(self.model.parameters()).dtype
+        return torch.cat([_data(number, rank) for rank in self.ranks]).to(dtype)
+
+    def outputs(self, output: Tensor) -> tuple[Tensor, ...]:
+        """By rank."""
+        return output.chunk(len(self.ranks))
+
+    def loss(self, output: Tensor) -> Tensor:
+        return torch.stack([loss_of(part) for part in self.outputs(output)]).mean()
+
+    def evaluate(self, model: nn.Module | None = None) -> tuple[Tensor, ...]:
+        """The outputs of a forward without a graph."""
+        self.evaluations += 1
+        with torch.no_grad():
+            return self.outputs((model or self.model)(self.data(900 + self.evaluations)))
+
+    def read(self, name: str, value: Any) -> None:
+        self.reads.append((name, value))
+
+    # acts that are due ----------------------------------------------------------------------
+
+    def reached(self, moment: str, really: bool = True) -> None:
+        """Do what is due at this moment."""
+        for one in [one for one in self.due if really and one.moment == moment]:
+            self.due.remove(one)
+            one.cancel()
+            one.act()
+
+    def cancel(self) -> None:
+        """Nothing is due any more."""
+        while self.due:
+            self.due.pop().cancel()
+
+    def arm(self, moment: str, act: Callable[[], None]) -> None:
+        """Do `act` when `moment` comes for the first time."""
+        one = Due(moment, act)
+        weight = self.parameters()["blocks.0.linear.weight"]
+        match moment:
+            case "in a pre-hook":
+                handle: Any = self.blocks[0].register_forward_pre_hook(lambda module, args: self.reached(moment))
+            case "in a tensor hook":
+                handle = weight.register_hook(lambda gradient: self.reached(moment))
+            case "in a post-accumulate hook":
+                handle = weight.register_post_accumulate_grad_hook(lambda parameter: self.reached(moment, not self.late))
+            case _:
+                handle = None
+        if handle is not None:
+            one.cancel = handle.remove
+        self.due.append(one)
+
+    def abandon(self) -> None:
+        """What a user does whose pass has failed."""
+        self.losses.clear()
+        self.cancel()
+        self.optimizer.zero_grad()
+        self.local_gradients = False
+
+    def undo(self) -> None:
+        """Everything that an act has set and that stays, as it was in the beginning."""
+        for name, parameter in self.parameters().items():
+            parameter.requires_grad_(not name.endswith("gain"))
+        while self.handles:
+            self.handles.pop().remove()
+        self.model.train()
+        self.cancel()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _data(number: int, rank: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1000 * number + rank), dtype=torch.float64)

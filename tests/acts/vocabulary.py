@@ -1,0 +1,556 @@
+"""What a user may do between two hooks of the engine. Each act is a function that works alike on a plain model and on a wrapped one.
+
+Rule 1: an act changes one thing, so that a refusal leaves nothing half done.
+Rule 2: it finds parameters by name when it runs, as code that walks over `named_parameters()` does.
+Rule 3: what it reads it gives to `Player.read`; the values of the plain player are compared.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from tests.acts.players import WIDTH, Block, Player, Raised
+
+Act = Callable[[Player, int], None]
+"""The number says in which block: 0 or 1."""
+ACTS: Final[dict[str, Act]] = {}
+READS_GRADIENTS: Final[set[str]] = set()
+
+
+def act(name: str) -> Callable[[Act], Act]:
+    def enter(do: Act) -> Act:
+        assert name not in ACTS, f"two acts are called {name!r}"
+        ACTS[name] = do
+        return do
+
+    return enter
+
+
+def weight_of(at: Player, block: int) -> nn.Parameter:
+    return at.parameters()[f"blocks.{block}.linear.weight"]
+
+
+def unit_of(at: Player, block: int) -> nn.Module:
+    """What the model calls: the block, or the wrapper around it."""
+    return at.net.blocks[block]
+
+
+# requires_grad ----------------------------------------------------------------------------------
+
+
+@act("freeze a parameter")
+def _(at: Player, block: int) -> None:
+    weight_of(at, block).requires_grad_(False)
+
+
+@act("freeze the model")
+def _(at: Player, block: int) -> None:
+    at.model.requires_grad_(False)
+
+
+@act("thaw what was trained")
+def _(at: Player, block: int) -> None:
+    for name, parameter in at.parameters().items():
+        if not name.endswith("gain"):
+            parameter.requires_grad_(True)
+
+
+@act("train a frozen parameter")
+def _(at: Player, block: int) -> None:
+    at.parameters()[f"blocks.{block}.gain"].requires_grad_(True)
+
+
+@act("freeze a parameter and thaw it")
+def _(at: Player, block: int) -> None:
+    weight_of(at, block).requires_grad_(False)
+    weight_of(at, block).requires_grad_(True)
+
+
+@act("evaluate with the model frozen, and thaw it")
+def _(at: Player, block: int) -> None:
+    trained = [p for p in at.model.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    at.read("outputs", at.evaluate())
+    for p in trained:
+        p.requires_grad_(True)
+
+
+# p.data -----------------------------------------------------------------------------------------
+
+
+@act("replace p.data")
+def _(at: Player, block: int) -> None:
+    weight = weight_of(at, block)
+    weight.data = weight.data * 0.5
+
+
+@act("replace p.data, evaluate, put it back")
+def _(at: Player, block: int) -> None:
+    weight = weight_of(at, block)
+    kept = weight.data
+    weight.data = torch.zeros_like(kept)
+    try:
+        at.read("outputs", at.evaluate())
+    finally:
+        weight_of(at, block).data = kept
+
+
+@act("replace p.data, keep the old one")
+def _(at: Player, block: int) -> None:
+    weight = weight_of(at, block)
+    kept = weight.data
+    weight.data = kept * 0.5
+    at.kept.setdefault(f"data of {block}", kept)
+
+
+@act("put the kept p.data back")
+def _(at: Player, block: int) -> None:
+    if f"data of {block}" in at.kept:
+        weight_of(at, block).data = at.kept[f"data of {block}"]
+        del at.kept[f"data of {block}"]
+
+
+# p.grad -----------------------------------------------------------------------------------------
+
+
+@act("set p.grad to ones")
+def _(at: Player, block: int) -> None:
+    weight = weight_of(at, block)
+    weight.grad = torch.ones_like(weight)
+
+
+@act("replace p.grad by its half")
+def _(at: Player, block: int) -> None:
+    weight = weight_of(at, block)
+    if weight.grad is not None:
+        weight.grad = weight.grad * 0.5
+
+
+@act("scale p.grad in place")
+def _(at: Player, block: int) -> None:
+    weight = weight_of(at, block)
+    if weight.grad is not None:
+        weight.grad.mul_(0.5)
+
+
+@act("scale p.grad.data in place")
+def _(at: Player, block: int) -> None:
+    weight = weight_of(at, block)
+    if weight.grad is not None:
+        weight.grad.data.mul_(0.5)
+
+
+@act("zero p.grad in place")
+def _(at: Player, block: int) -> None:
+    weight = weight_of(at, block)
+    if weight.grad is not None:
+        weight.grad.zero_()
+
+
+@act("delete p.grad")
+def _(at: Player, block: int) -> None:
+    weight_of(at, block).grad = None
+
+
+@act("put a kept p.grad in again")
+def _(at: Player, block: int) -> None:
+    weight = weight_of(at, block)
+    kept, weight.grad = weight.grad, None
+    weight.grad = kept
+
+
+# weights ----------------------------------------------------------------------------------------
+
+
+@act("change a weight in place")
+@torch.no_grad()
+def _(at: Player, block: int) -> None:
+    weight_of(at, block).mul_(0.9)
+
+
+@act("change a weight through .data")
+def _(at: Player, block: int) -> None:
+    weight_of(at, block).data.mul_(0.9)
+
+
+@act("change a weight through .detach()")
+def _(at: Player, block: int) -> None:
+    weight_of(at, block).detach().mul_(0.9)
+
+
+@act("initialise a weight")
+def _(at: Player, block: int) -> None:
+    nn.init.constant_(weight_of(at, block), 0.25)
+
+
+@act("add the gradient to a weight")
+@torch.no_grad()
+def _(at: Player, block: int) -> None:
+    weight = weight_of(at, block)
+    if weight.grad is not None:
+        weight.add_(weight.grad, alpha=0.1)
+
+
+# modes and buffers ------------------------------------------------------------------------------
+
+
+@act("model.eval()")
+def _(at: Player, block: int) -> None:
+    at.model.eval()
+
+
+@act("model.train()")
+def _(at: Player, block: int) -> None:
+    at.model.train()
+
+
+@act("eval() of one module")
+def _(at: Player, block: int) -> None:
+    unit_of(at, block).eval()
+
+
+@act("change a buffer in place")
+def _(at: Player, block: int) -> None:
+    at.blocks[block].scale.mul_(0.9)
+
+
+@act("replace a buffer")
+def _(at: Player, block: int) -> None:
+    at.blocks[block].scale = at.blocks[block].scale * 0.9
+
+
+# hooks ------------------------------------------------------------------------------------------
+
+
+@act("add a tensor hook")
+def _(at: Player, block: int) -> None:
+    at.handles.append(weight_of(at, block).register_hook(lambda gradient: gradient * 0.5))
+
+
+@act("add a post-accumulate hook")
+def _(at: Player, block: int) -> None:
+    at.handles.append(weight_of(at, block).register_post_accumulate_grad_hook(_halve))
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+@act("add a forward pre-hook")
+def _(at: Player, block: int) -> None:
+    at.handles.append(unit_of(at, block).register_forward_pre_hook(lambda module, args: (args[0] * 0.9,)))
+
+
+@act("add a forward hook")
+def _(at: Player, block: int) -> None:
+    at.handles.append(unit_of(at, block).register_forward_hook(lambda module, args, output: output * 0.9))
+
+
+@act("add a forward hook to the inner module")
+def _(at: Player, block: int) -> None:
+    at.handles.append(at.blocks[block].register_forward_hook(lambda module, args, output: output * 0.9))
+
+
+@act("add a full backward hook")
+def _(at: Player, block: int) -> None:
+    hook = unit_of(at, block).register_full_backward_hook(lambda module, into, out: (into[0] * 0.9,))
+    at.handles.append(hook)
+
+
+@act("add a full backward pre-hook")
+def _(at: Player, block: int) -> None:
+    at.handles.append(unit_of(at, block).register_full_backward_pre_hook(lambda module, out: (out[0] * 0.9,)))
+
+
+@act("add a hook to every module")
+def _(at: Player, block: int) -> None:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 0.9 if module is at.blocks[block] else None
+
+    at.handles.append(nn.modules.module.register_module_forward_hook(hook))
+
+
+@act("remove the last hook")
+def _(at: Player, block: int) -> None:
+    if at.handles:
+        at.handles.pop().remove()
+
+
+# reads ------------------------------------------------------------------------------------------
+
+
+def _shapes(tensor: Tensor) -> tuple[Any, ...]:
+    first = tensor.size(0), tensor.stride(0)
+    return tuple(tensor.shape), tuple(tensor.size()), tuple(tensor.stride()), tensor.ndim, tensor.dim(), *first
+
+
+def _sizes(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.numel(), torch.numel(tensor), tensor.nelement(), tensor.nbytes, len(tensor)
+
+
+def _kinds(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.dtype, tensor.element_size(), tensor.is_floating_point(), tensor.layout
+
+
+@act("read p.shape")
+def _(at: Player, block: int) -> None:
+    if at.shows_shapes:
+        for name, parameter in at.parameters().items():
+            at.read(name, _shapes(parameter))
+
+
+@act("read the size of p")
+def _(at: Player, block: int) -> None:
+    if at.shows_shapes:
+        for name, parameter in at.parameters().items():
+            at.read(name, _sizes(parameter))
+
+
+@act("read p.data.shape")
+def _(at: Player, block: int) -> None:
+    if at.shows_shapes:
+        for name, parameter in at.parameters().items():
+            at.read(name, (_shapes(parameter.data), _sizes(parameter.data)))
+
+
+@act("read p.grad.shape")
+def _(at: Player, block: int) -> None:
+    gradient = weight_of(at, block).grad
+    if gradient is not None and at.shows_shapes:
+        at.read("shape", (_shapes(gradient), _sizes(gradient)))
+
+
+@act("read the shapes of the optimizer's state")
+def _(at: Player, block: int) -> None:
+    if at.shows_shapes:
+        states = [at.optimizer.state[p].get("momentum_buffer") for p in at.optimizer.param_groups[0]["params"]]
+        at.read("state", [state if state is None else (_shapes(state), _sizes(state)) for state in states])
+
+
+@act("read device and dtype")
+def _(at: Player, block: int) -> None:
+    for name, parameter in at.parameters().items():
+        at.read(name, (_kinds(parameter), parameter.requires_grad, parameter.is_leaf))
+
+
+@act("read the value of a weight")
+@torch.no_grad()
+def _(at: Player, block: int) -> None:
+    if at.shows_shapes:
+        weight = weight_of(at, block)
+        at.read("norm", (float(weight.norm()), float(weight.sum()), float(weight.abs().max()), bool((weight > 9).any())))
+
+
+@act("read the value of a gradient")
+def _(at: Player, block: int) -> None:
+    gradient = weight_of(at, block).grad
+    if gradient is not None and at.shows_shapes:
+        at.read("norm", (float(gradient.norm()), float(gradient.sum()), float(gradient.abs().max())))
+
+
+@act("make state by the shape of p")
+def _(at: Player, block: int) -> None:
+    weight = weight_of(at, block)
+    at.kept["state"] = (torch.zeros_like(weight), torch.zeros(weight.shape), weight.new_zeros(weight.shape))
+
+
+# state dicts ------------------------------------------------------------------------------------
+
+
+@act("load the full state dict")
+@torch.no_grad()
+def _(at: Player, block: int) -> None:
+    state = {name: value * 0.9 for name, value in at.model.state_dict().items()}
+    at.model.load_state_dict(state)
+
+
+@act("load a part of the state dict")
+@torch.no_grad()
+def _(at: Player, block: int) -> None:
+    state = {name: value * 0.9 for name, value in at.model.state_dict().items() if f"blocks.{block}.linear.weight" in clean_name(name)}
+    at.model.load_state_dict(state, strict=False)
+
+
+@act("load the state dict with assign=True")
+@torch.no_grad()
+def _(at: Player, block: int) -> None:
+    at.model.load_state_dict({name: value * 0.9 for name, value in at.model.state_dict().items()}, assign=True)
+
+
+@act("read the names of the state dict")
+def _(at: Player, block: int) -> None:
+    at.read("names", sorted(clean_name(name) for name in at.model.state_dict()))
+
+
+@act("save and load the optimizer's state")
+def _(at: Player, block: int) -> None:
+    at.optimizer.load_state_dict(copy.deepcopy(at.optimizer.state_dict()))
+
+
+def clean_name(name: str) -> str:
+    from tests.acts.players import clean
+
+    return clean(name)
+
+
+# modules ----------------------------------------------------------------------------------------
+
+
+def _linear() -> nn.Linear:
+    new = nn.Linear(WIDTH, WIDTH).double()
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.copy_(torch.linspace(-0.5, 0.7, parameter.numel()).view(parameter.shape))
+    return new
+
+
+@act("replace a module inside a unit")
+def _(at: Player, block: int) -> None:
+    at.blocks[block].linear = _linear()
+
+
+@act("add a module that is not called")
+def _(at: Player, block: int) -> None:
+    at.blocks[block].added = nn.Tanh()
+
+
+@act("add a module that has parameters")
+def _(at: Player, block: int) -> None:
+    at.blocks[block].added = _linear()
+
+
+@act("replace a parameter")
+def _(at: Player, block: int) -> None:
+    at.blocks[block].linear.bias = nn.Parameter(torch.full((WIDTH,), 0.1, dtype=torch.float64))
+
+
+@act("deepcopy the model, and evaluate the copy")
+def _(at: Player, block: int) -> None:
+    other = copy.deepcopy(at.model)
+    at.read("outputs of the copy", at.evaluate(other))
+
+
+@act("deepcopy a parameter")
+def _(at: Player, block: int) -> None:
+    at.kept["copy"] = copy.deepcopy(weight_of(at, block))
+
+
+@act("model.to('cpu')")
+def _(at: Player, block: int) -> None:
+    at.model.to("cpu")
+
+
+@act("model.float()")
+def _(at: Player, block: int) -> None:
+    at.model.float()
+
+
+@act("convert one unit")
+def _(at: Player, block: int) -> None:
+    unit_of(at, block).to(torch.float64)
+
+
+# the optimizer ----------------------------------------------------------------------------------
+
+
+@act("add a parameter group")
+def _(at: Player, block: int) -> None:
+    gain = at.parameters()[f"blocks.{block}.gain"]
+    gain.requires_grad_(True)
+    at.optimizer.add_param_group({"params": [gain], "lr": 0.1})
+
+
+@act("optimizer.step()")
+def _(at: Player, block: int) -> None:
+    at.optimizer.step()
+
+
+@act("optimizer.zero_grad()")
+def _(at: Player, block: int) -> None:
+    at.optimizer.zero_grad()
+
+
+@act("optimizer.zero_grad(set_to_none=False)")
+def _(at: Player, block: int) -> None:
+    at.optimizer.zero_grad(set_to_none=False)
+
+
+@act("clip the gradients")
+def _(at: Player, block: int) -> None:
+    if at.plain:
+        nn.utils.clip_grad_norm_(at.model.parameters(), 0.01)
+    else:
+        fsdp.clip_grad_norm_(at.model, 0.01)
+
+
+# passes -----------------------------------------------------------------------------------------
+
+
+@act("enter no_sync and leave it")
+def _(at: Player, block: int) -> None:
+    at.synchronise(False)
+    at.synchronise(True)
+
+
+@act("evaluate the model")
+def _(at: Player, block: int) -> None:
+    at.read("outputs", at.evaluate())
+
+
+@act("evaluate one module")
+def _(at: Player, block: int) -> None:
+    at.read("outputs", at.evaluate(unit_of(at, block)))
+
+
+@act("evaluate in inference mode")
+def _(at: Player, block: int) -> None:
+    with torch.inference_mode():
+        at.read("outputs", [output.clone() for output in at.outputs(at.model(at.data(990)))])
+
+
+@act("a forward whose output is dropped")
+def _(at: Player, block: int) -> None:
+    at.read("outputs", [output.detach() for output in at.outputs(at.model(at.data(991)))])
+
+
+@act("a complete forward and backward")
+def _(at: Player, block: int) -> None:
+    at.loss(at.model(at.data(992))).backward()
+
+
+@act("raise")
+def _(at: Player, block: int) -> None:
+    raise Raised
+
+
+@act("raise and catch")
+def _(at: Player, block: int) -> None:
+    try:
+        raise Raised
+    except Raised:
+        pass
+
+
+@act("a forward that fails, caught")
+def _(at: Player, block: int) -> None:
+    def fail() -> None:
+        raise Raised
+
+    before = at.blocks[block].during
+    at.blocks[block].during = fail
+    try:
+        with torch.no_grad():
+            at.model(at.data(993))
+    except Raised:
+        pass
+    finally:
+        at.blocks[block].during = before
+
+
+BLOCK: Final = Block
