@@ -16,19 +16,26 @@ from tests.acts.players import Block, Net, Player
 Wrap = Callable[[Net], tuple[nn.Module, Callable[[bool], None]]]
 
 
-def plain_player(size: int) -> Player:
-    net = Net().double()
-    for block in net.blocks:
-        # a module without any hook does not look for hooks that are added while its forward runs
-        block.register_forward_hook(lambda module, args, output: None)
-    return Player(net, net, tuple(range(size)), lambda synchronises: None, plain=True)
+def plain_player(door: str, size: int) -> Player:
+    """What the players of a door are compared with."""
+    net = _net(door)
+    return _player(door, net, net, tuple(range(size)), lambda synchronises: None, plain=True)
 
 
 def player(door: str, rank: int) -> Player:
     """On one rank of a simulated world."""
-    net = Net().double()
+    net = _net(door)
     model, synchronise = DOORS[door](net)
-    return Player(model, net, (rank,), synchronise, shows_shapes=door not in FLAT)
+    return _player(door, model, net, (rank,), synchronise)
+
+
+def _player(door: str, *things: Any, plain: bool = False) -> Player:
+    return Player(*things, plain, shows_shapes=door not in PARTS, replicated=door in REPLICATED)
+
+
+def _net(door: str) -> Net:
+    """fairscale's names accept float32 alone, and no frozen parameter beside others."""
+    return Net(frozen=False) if door == "fairscale" else Net().double()
 
 
 class _Context:
@@ -72,7 +79,7 @@ def _ddp(net: Net) -> tuple[nn.Module, Callable[[bool], None]]:
 
 
 def _fairscale(net: Net) -> tuple[nn.Module, Callable[[bool], None]]:
-    wrap = partial(fairscale.FullyShardedDataParallel, flatten_parameters=False, compute_dtype=torch.float64)
+    wrap = partial(fairscale.FullyShardedDataParallel, flatten_parameters=False)
     for number, block in enumerate(net.blocks):
         net.blocks[number] = wrap(block)
     model = wrap(net)
@@ -87,5 +94,6 @@ DOORS: Final[dict[str, Wrap]] = {
     "ddp": _ddp,
     "fairscale": _fairscale,
 }
-FLAT: Final = frozenset({"torch_fsdp", "fairscale"})
-"""Their users see parts of parameters."""
+PARTS: Final = ("torch_fsdp", "fairscale")
+"""Their users see parts of parameters, as those of the engines whose names they have."""
+REPLICATED: Final = ("NO_SHARD", "ddp")

@@ -23,12 +23,16 @@ _WRAPPERS: Final = ("_fsdp_wrapped_module.", "_fpw_module.", "module.")
 class Block(nn.Module):
     """A unit: a matrix and a vector to train, a vector that is frozen from the beginning, a buffer, and a mode that can be seen."""
 
-    def __init__(self) -> None:
+    scale: Tensor
+
+    def __init__(self, frozen: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH), requires_grad=False)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH), requires_grad=not frozen)
         self.register_buffer("scale", torch.linspace(0.8, 1.2, WIDTH))
         self.during: Callable[[], None] = _nothing
+        # torch does not look for hooks that are added while a module's forward runs, if the module had none before
+        self.register_forward_hook(lambda module, args, output: None)
 
     def forward(self, x: Tensor) -> Tensor:
         self.during()
@@ -43,11 +47,11 @@ def _nothing() -> None:
 class Net(nn.Module):
     """Two units between two layers of the root's own. The second unit is checkpointed."""
 
-    def __init__(self) -> None:
+    def __init__(self, frozen: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.enter = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block(frozen), Block(frozen)])
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,7 +100,11 @@ class Player:
     plain: bool = False
     shows_shapes: bool = True
     """Whether its parameters show the shapes of the plain ones."""
+    replicated: bool = False
+    """Whether each rank has all elements of a gradient, so that gradients under no_sync are its own."""
     optimizer: torch.optim.Optimizer = field(init=False)
+    trained: set[str] = field(init=False)
+    """The parameters that required gradients in the beginning."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """Of forwards whose backward has not come."""
     due: list[Due] = field(default_factory=list)
@@ -117,6 +125,7 @@ class Player:
     """Whether what is due in a post-accumulate hook waits for the end of the backward."""
 
     def __post_init__(self) -> None:
+        self.trained = {name for name, p in self.parameters().items() if p.requires_grad}
         self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], LEARNING_RATE, momentum=0.9)
         self.blocks = tuple(m for m in self.model.modules() if isinstance(m, Block))
         self.blocks[0].during = lambda: self.reached("inside a forward", not _in_backward())
@@ -126,9 +135,12 @@ class Player:
         """Those that the modules show now, by the names of the plain model."""
         return {clean(name): p for name, p in self.model.named_parameters()}
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
     def data(self, number: int) -> Tensor:
-        dtype = next(self.model.parameters()).dtype
-        return torch.cat([_data(number, rank) for rank in self.ranks]).to(dtype)
+        return torch.cat([_data(number, rank) for rank in self.ranks]).to(self.dtype)
 
     def outputs(self, output: Tensor) -> tuple[Tensor, ...]:
         """By rank."""
@@ -187,7 +199,7 @@ class Player:
     def undo(self) -> None:
         """Everything that an act has set and that stays, as it was in the beginning."""
         for name, parameter in self.parameters().items():
-            parameter.requires_grad_(not name.endswith("gain"))
+            parameter.requires_grad_(name in self.trained)
         while self.handles:
             self.handles.pop().remove()
         self.model.train()

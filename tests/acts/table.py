@@ -4,15 +4,7 @@ from typing import Final
 
 from tests.acts.trial import Arm, Backward, Do, Forward, Move, Program, Step, Sync, Undo, Zero
 
-DIRECT: Final = (
-    "before a forward",
-    "between forward and backward",
-    "between two backwards of one graph",
-    "between micro-batches",
-    "after the backward",
-    "after the step",
-)
-IN_HOOKS: Final = (
+MOMENTS_OF_HOOKS: Final = (
     "in a pre-hook",
     "inside a forward",
     "in a tensor hook",
@@ -54,3 +46,12 @@ def program_of(act: str, moment: str, block: int) -> Program:
         case _:
             middle = (Arm(moment, act, block), *ORDINARY)
     return (*ORDINARY, *middle, Undo(), *ORDINARY)
+
+
+def differs_today(act: str, moment: str) -> bool:
+    """Whether a pair is known to be different from plain torch without a word."""
+    return (act, moment) in DIFFERS
+
+
+DIFFERS: Final[dict[tuple[str, str], str]] = {}
+"""With the reason."""

@@ -201,17 +201,17 @@ def judge(program: Program, door: str, size: int, seed: int = 0) -> Verdict:
         ranks = fsdp.simulate(size, lambda rank: play(program, door, rank), seed)
     except Exception as error:
         return Verdict(f"the world ended: {type(error).__name__}: {error}")
-    verdict = against_plain(program, ranks)
+    verdict = against_plain(program, door, ranks)
     if verdict.fault and any(isinstance(move, Arm) and move.moment == POST for move in program):
-        other = against_plain(program, ranks, late=True)
+        other = against_plain(program, door, ranks, late=True)
         return verdict if other.fault else other
     return verdict
 
 
-def against_plain(program: Program, ranks: Sequence[Sequence[Seen]], late: bool = False) -> Verdict:
+def against_plain(program: Program, door: str, ranks: Sequence[Sequence[Seen]], late: bool = False) -> Verdict:
     """`late`: what is due in a post-accumulate hook happens at the end of the backward, when averages are known."""
     verdict = Verdict()
-    at = plain_player(len(ranks))
+    at = plain_player(door, len(ranks))
     at.late = late
     try:
         for number, move in enumerate(program):
@@ -223,7 +223,7 @@ def against_plain(program: Program, ranks: Sequence[Sequence[Seen]], late: bool 
                 return verdict
             kinds = {one.raised for one in found}
             if kinds & {"refused", "accident"}:
-                said = plain_raises(program, ranks, number)
+                said = plain_raises(program, door, ranks, number)
                 text = next(one.text for one in found if not one.text.startswith("PeerFailed") or len(found) == 1 or one is found[-1])
                 if said:
                     verdict.too.append(said)
@@ -263,9 +263,9 @@ def follow(at: Player, number: int, move: Move, found: Sequence[Seen]) -> Seen:
     return see(at, Seen(found[0].raised))
 
 
-def plain_raises(program: Program, ranks: Sequence[Sequence[Seen]], number: int) -> str:
+def plain_raises(program: Program, door: str, ranks: Sequence[Sequence[Seen]], number: int) -> str:
     """What the plain model raises at this move, if it does."""
-    at = plain_player(len(ranks))
+    at = plain_player(door, len(ranks))
     try:
         for before, move in enumerate(program[:number]):
             follow(at, before, move, [seen[before] for seen in ranks])
@@ -296,17 +296,17 @@ def differs(found: Sequence[Seen], wanted: Seen) -> str:
         if text:
             return f"weight {name} {text}"
         if not found[0].local_gradients:
-            text = tensors_differ([one.gradients[name] for one in found], wanted.gradients[name], weight.shape)
+            text = tensors_differ([one.gradients[name] for one in found], wanted.gradients[name])
             if text:
                 return f"gradient {name} {text}"
     return ""
 
 
-def tensors_differ(parts: Sequence[Tensor | None], wanted: Tensor | None, shape: torch.Size | None = None) -> str:
+def tensors_differ(parts: Sequence[Tensor | None], wanted: Tensor | None) -> str:
     if wanted is None:
         return "is there, in plain torch it is None" if any(part is not None and part.numel() for part in parts) else ""
     try:
-        found = join(parts, wanted.shape)
+        found = join(unpadded(parts, wanted.numel()), wanted.shape)
     except AssertionError:
         return "differs between the replicas"
     except RuntimeError:
@@ -316,6 +316,13 @@ def tensors_differ(parts: Sequence[Tensor | None], wanted: Tensor | None, shape:
     if found.dtype is not wanted.dtype:
         return f"is {found.dtype}, in plain torch {wanted.dtype}"
     return "" if near(found, wanted) else f"is off by {distance(found, wanted):.3g}"
+
+
+def unpadded(parts: Sequence[Tensor | None], numel: int) -> list[Tensor | None]:
+    """fairscale pads each parameter to equal parts."""
+    held = [part.reshape(-1) for part in parts if part is not None]
+    total = sum(part.numel() for part in held)
+    return [torch.cat(held)[:numel]] if numel < total < 2 * numel else list(parts)
 
 
 def near(one: Tensor, other: Tensor) -> bool:

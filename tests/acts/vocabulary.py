@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from tests.acts.players import WIDTH, Block, Player, Raised
+from tests.acts.players import WIDTH, Player, Raised, clean
 
 Act = Callable[[Player, int], None]
 """The number says in which block: 0 or 1."""
 ACTS: Final[dict[str, Act]] = {}
-READS_GRADIENTS: Final[set[str]] = set()
 
 
 def act(name: str) -> Callable[[Act], Act]:
@@ -54,9 +53,8 @@ def _(at: Player, block: int) -> None:
 
 @act("thaw what was trained")
 def _(at: Player, block: int) -> None:
-    for name, parameter in at.parameters().items():
-        if not name.endswith("gain"):
-            parameter.requires_grad_(True)
+    for name in at.trained:
+        at.parameters()[name].requires_grad_(True)
 
 
 @act("train a frozen parameter")
@@ -244,28 +242,23 @@ def _halve(parameter: Tensor) -> None:
 
 @act("add a forward pre-hook")
 def _(at: Player, block: int) -> None:
-    at.handles.append(unit_of(at, block).register_forward_pre_hook(lambda module, args: (args[0] * 0.9,)))
+    at.handles.append(at.blocks[block].register_forward_pre_hook(lambda module, args: (args[0] * 0.9,)))
 
 
 @act("add a forward hook")
-def _(at: Player, block: int) -> None:
-    at.handles.append(unit_of(at, block).register_forward_hook(lambda module, args, output: output * 0.9))
-
-
-@act("add a forward hook to the inner module")
 def _(at: Player, block: int) -> None:
     at.handles.append(at.blocks[block].register_forward_hook(lambda module, args, output: output * 0.9))
 
 
 @act("add a full backward hook")
 def _(at: Player, block: int) -> None:
-    hook = unit_of(at, block).register_full_backward_hook(lambda module, into, out: (into[0] * 0.9,))
+    hook = at.blocks[block].register_full_backward_hook(lambda module, into, out: (into[0] * 0.9,))
     at.handles.append(hook)
 
 
 @act("add a full backward pre-hook")
 def _(at: Player, block: int) -> None:
-    at.handles.append(unit_of(at, block).register_full_backward_pre_hook(lambda module, out: (out[0] * 0.9,)))
+    at.handles.append(at.blocks[block].register_full_backward_pre_hook(lambda module, out: (out[0] * 0.9,)))
 
 
 @act("add a hook to every module")
@@ -350,7 +343,7 @@ def _(at: Player, block: int) -> None:
 @act("read the value of a gradient")
 def _(at: Player, block: int) -> None:
     gradient = weight_of(at, block).grad
-    if gradient is not None and at.shows_shapes:
+    if gradient is not None and at.shows_shapes and not (at.replicated and at.local_gradients):
         at.read("norm", (float(gradient.norm()), float(gradient.sum()), float(gradient.abs().max())))
 
 
@@ -373,7 +366,7 @@ def _(at: Player, block: int) -> None:
 @act("load a part of the state dict")
 @torch.no_grad()
 def _(at: Player, block: int) -> None:
-    state = {name: value * 0.9 for name, value in at.model.state_dict().items() if f"blocks.{block}.linear.weight" in clean_name(name)}
+    state = {name: value * 0.9 for name, value in at.model.state_dict().items() if f"blocks.{block}.linear.weight" in clean(name)}
     at.model.load_state_dict(state, strict=False)
 
 
@@ -385,7 +378,7 @@ def _(at: Player, block: int) -> None:
 
 @act("read the names of the state dict")
 def _(at: Player, block: int) -> None:
-    at.read("names", sorted(clean_name(name) for name in at.model.state_dict()))
+    at.read("names", sorted(clean(name) for name in at.model.state_dict()))
 
 
 @act("save and load the optimizer's state")
@@ -393,17 +386,11 @@ def _(at: Player, block: int) -> None:
     at.optimizer.load_state_dict(copy.deepcopy(at.optimizer.state_dict()))
 
 
-def clean_name(name: str) -> str:
-    from tests.acts.players import clean
-
-    return clean(name)
-
-
 # modules ----------------------------------------------------------------------------------------
 
 
-def _linear() -> nn.Linear:
-    new = nn.Linear(WIDTH, WIDTH).double()
+def _linear(at: Player) -> nn.Linear:
+    new = nn.Linear(WIDTH, WIDTH).to(at.dtype)
     with torch.no_grad():
         for parameter in new.parameters():
             parameter.copy_(torch.linspace(-0.5, 0.7, parameter.numel()).view(parameter.shape))
@@ -412,7 +399,7 @@ def _linear() -> nn.Linear:
 
 @act("replace a module inside a unit")
 def _(at: Player, block: int) -> None:
-    at.blocks[block].linear = _linear()
+    at.blocks[block].linear = _linear(at)
 
 
 @act("add a module that is not called")
@@ -422,12 +409,12 @@ def _(at: Player, block: int) -> None:
 
 @act("add a module that has parameters")
 def _(at: Player, block: int) -> None:
-    at.blocks[block].added = _linear()
+    at.blocks[block].added = _linear(at)
 
 
 @act("replace a parameter")
 def _(at: Player, block: int) -> None:
-    at.blocks[block].linear.bias = nn.Parameter(torch.full((WIDTH,), 0.1, dtype=torch.float64))
+    at.blocks[block].linear.bias = nn.Parameter(torch.full((WIDTH,), 0.1, dtype=at.dtype))
 
 
 @act("deepcopy the model, and evaluate the copy")
@@ -446,14 +433,14 @@ def _(at: Player, block: int) -> None:
     at.model.to("cpu")
 
 
-@act("model.float()")
+@act("convert the model")
 def _(at: Player, block: int) -> None:
-    at.model.float()
+    at.model.to(torch.float32 if at.dtype is torch.float64 else torch.float64)
 
 
 @act("convert one unit")
 def _(at: Player, block: int) -> None:
-    unit_of(at, block).to(torch.float64)
+    unit_of(at, block).to(at.dtype)
 
 
 # the optimizer ----------------------------------------------------------------------------------
@@ -551,6 +538,3 @@ def _(at: Player, block: int) -> None:
         pass
     finally:
         at.blocks[block].during = before
-
-
-BLOCK: Final = Block
