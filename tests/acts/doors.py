@@ -30,7 +30,7 @@ def player(door: str, rank: int) -> Player:
 
 
 def _player(door: str, *things: Any, plain: bool = False) -> Player:
-    return Player(*things, plain, shows_shapes=door not in PARTS, replicated=door in REPLICATED)
+    return Player(*things, plain, WITHOUT.get(door, ()), replicated=door in REPLICATED)
 
 
 def _net(door: str) -> Net:
@@ -94,6 +94,21 @@ DOORS: Final[dict[str, Wrap]] = {
     "ddp": _ddp,
     "fairscale": _fairscale,
 }
-PARTS: Final = ("torch_fsdp", "fairscale")
-"""Their users see parts of parameters, as those of the engines whose names they have."""
+_OF_PARTS: Final = (
+    "read p.shape",
+    "read the size of p",
+    "read p.data.shape",
+    "read p.grad.shape",
+    "read the shapes of the optimizer's state",
+    "read the value of a weight",
+    "read the value of a gradient",
+    "read the norm of every gradient",
+    "read which parameters have a gradient",
+    "make state by the shape of p",
+)
+WITHOUT: Final[dict[str, tuple[str, ...]]] = {
+    "torch_fsdp": _OF_PARTS,
+    "fairscale": (*_OF_PARTS, "load the state dict with assign=True"),
+}
+"""What the users of these names see of a parameter is a part, as with the engines that have these names; and fairscale knows no `assign`."""
 REPLICATED: Final = ("NO_SHARD", "ddp")

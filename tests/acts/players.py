@@ -98,8 +98,8 @@ class Player:
     synchronise: Callable[[bool], None]
     """Says whether backwards reduce gradients from now on."""
     plain: bool = False
-    shows_shapes: bool = True
-    """Whether its parameters show the shapes of the plain ones."""
+    without: tuple[str, ...] = ()
+    """Acts that the users of this door do not have: nothing happens."""
     replicated: bool = False
     """Whether each rank has all elements of a gradient, so that gradients under no_sync are its own."""
     optimizer: torch.optim.Optimizer = field(init=False)

@@ -1,8 +1,18 @@
-"""Every act at every moment: the programs of a pair, and what became of them."""
+"""Every act at every moment: the programs of a pair, and what becomes of them.
 
-from typing import Final
+A cell of the table is a set of codes: R for right; T where plain torch raises too; S and a number for a refusal by that sentence; D
+and a number where the model is different from the plain one, for the reason of that number. More than one code: it depends on the
+strategy or the door, or on whose parameter it is.
+"""
 
-from tests.acts.trial import Arm, Backward, Do, Forward, Move, Program, Step, Sync, Undo, Zero
+import re
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+from zlib import crc32
+
+from tests.acts.doors import DOORS
+from tests.acts.trial import Arm, Backward, Do, Forward, Move, Program, Step, Sync, Undo, Verdict, Zero, judge
+from tests.acts.vocabulary import ACTS
 
 MOMENTS_OF_HOOKS: Final = (
     "in a pre-hook",
@@ -24,7 +34,20 @@ MOMENTS: Final = (
     "after the backward",
     "after the step",
 )
+BLOCKS: Final = (0, 1)
+"""The hooks are in block 0, and the recompute is that of block 1. So an act is on the unit of the moment, or on another one."""
+SIZES: Final = (2, 1, 3)
 ORDINARY: Final = (Forward(0), Backward(0), Step(), Zero())
+
+
+class Pair(NamedTuple):
+    """An act at a moment, in one world."""
+
+    act: str
+    moment: str
+    block: int
+    door: str
+    size: int = 2
 
 
 def program_of(act: str, moment: str, block: int) -> Program:
@@ -48,10 +71,41 @@ def program_of(act: str, moment: str, block: int) -> Program:
     return (*ORDINARY, *middle, Undo(), *ORDINARY)
 
 
-def differs_today(act: str, moment: str) -> bool:
-    """Whether a pair is known to be different from plain torch without a word."""
-    return (act, moment) in DIFFERS
+def pairs(act: str, moment: str) -> Iterator[Pair]:
+    """A pair in all its worlds of two ranks."""
+    yield from (Pair(act, moment, block, door) for block in BLOCKS for door in DOORS)
+
+
+def sample() -> list[Pair]:
+    """Every third pair, each in a world that follows from its name."""
+    found = []
+    for act in ACTS:
+        for moment in MOMENTS:
+            number = crc32(f"{act}, {moment}".encode())
+            if number % 3 == 0:
+                door, block, size = list(DOORS)[number // 3 % len(DOORS)], number // 32 % 2, SIZES[number // 64 % 3]
+                found.append(Pair(act, moment, block, door, size))
+    return found
+
+
+def outcome(pair: Pair) -> tuple[str, Verdict]:
+    """ "right", "too", or the sentence of the first refusal; or "fault"."""
+    verdict = judge(program_of(pair.act, pair.moment, pair.block), pair.door, pair.size)
+    if verdict.fault:
+        return "fault", verdict
+    if verdict.refusals:
+        return sentence(verdict.refusals[0]), verdict
+    return "too" if verdict.too else "right", verdict
+
+
+def sentence(text: str) -> str:
+    """What a refusal says, without what differs: names, numbers, and all but the first clause."""
+    text = re.sub(r"^\w+: ", "", text).partition("\n")[0]
+    text = re.sub(r"^(\w+)\.step: ", "optimizer.step: ", text)
+    text = re.sub(r"'[^']*'|\(\d[^()]*\)|\b(enter|head|blocks\.\d|linear|gain)[\w.]*|\baten[.\w]+", "…", text)
+    text = re.sub(r"\d+", "…", text).replace("|", "/").replace("`", "")
+    return re.split(r"[;:] |\. ", text, maxsplit=2 if text.startswith(("copy.", "clip_", "optimizer.")) else 1)[0].strip().rstrip(".")
 
 
 DIFFERS: Final[dict[tuple[str, str], str]] = {}
-"""With the reason."""
+"""Pairs that are different from plain torch, and the reason why they stay so."""

@@ -160,7 +160,8 @@ def frozen(value: Any) -> Any:
 
 def act_of(at: Player, name: str, block: int) -> Any:
     def do() -> None:
-        ACTS[name](at, block)
+        if name not in at.without:
+            ACTS[name](at, block)
         at.ran.append(name)
 
     return do

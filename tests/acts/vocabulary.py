@@ -293,37 +293,33 @@ def _kinds(tensor: Tensor) -> tuple[Any, ...]:
 
 @act("read p.shape")
 def _(at: Player, block: int) -> None:
-    if at.shows_shapes:
-        for name, parameter in at.parameters().items():
-            at.read(name, _shapes(parameter))
+    for name, parameter in at.parameters().items():
+        at.read(name, _shapes(parameter))
 
 
 @act("read the size of p")
 def _(at: Player, block: int) -> None:
-    if at.shows_shapes:
-        for name, parameter in at.parameters().items():
-            at.read(name, _sizes(parameter))
+    for name, parameter in at.parameters().items():
+        at.read(name, _sizes(parameter))
 
 
 @act("read p.data.shape")
 def _(at: Player, block: int) -> None:
-    if at.shows_shapes:
-        for name, parameter in at.parameters().items():
-            at.read(name, (_shapes(parameter.data), _sizes(parameter.data)))
+    for name, parameter in at.parameters().items():
+        at.read(name, (_shapes(parameter.data), _sizes(parameter.data)))
 
 
 @act("read p.grad.shape")
 def _(at: Player, block: int) -> None:
     gradient = weight_of(at, block).grad
-    if gradient is not None and at.shows_shapes:
+    if gradient is not None:
         at.read("shape", (_shapes(gradient), _sizes(gradient)))
 
 
 @act("read the shapes of the optimizer's state")
 def _(at: Player, block: int) -> None:
-    if at.shows_shapes:
-        states = [at.optimizer.state[p].get("momentum_buffer") for p in at.optimizer.param_groups[0]["params"]]
-        at.read("state", [state if state is None else (_shapes(state), _sizes(state)) for state in states])
+    states = [at.optimizer.state[p].get("momentum_buffer") for p in at.optimizer.param_groups[0]["params"]]
+    at.read("state", [state if state is None else (_shapes(state), _sizes(state)) for state in states])
 
 
 @act("read device and dtype")
@@ -335,22 +331,35 @@ def _(at: Player, block: int) -> None:
 @act("read the value of a weight")
 @torch.no_grad()
 def _(at: Player, block: int) -> None:
-    if at.shows_shapes:
-        weight = weight_of(at, block)
-        at.read("norm", (float(weight.norm()), float(weight.sum()), float(weight.abs().max()), bool((weight > 9).any())))
+    weight = weight_of(at, block)
+    at.read("norm", (float(weight.norm()), float(weight.sum()), float(weight.abs().max()), bool((weight > 9).any())))
 
 
 @act("read the value of a gradient")
 def _(at: Player, block: int) -> None:
     gradient = weight_of(at, block).grad
-    if gradient is not None and at.shows_shapes and not (at.replicated and at.local_gradients):
+    if gradient is not None and not (at.replicated and at.local_gradients):
         at.read("norm", (float(gradient.norm()), float(gradient.sum()), float(gradient.abs().max())))
+
+
+@act("read which parameters have a gradient")
+def _(at: Player, block: int) -> None:
+    at.read("there", [name for name, parameter in at.parameters().items() if parameter.grad is not None])
+
+
+@act("read the norm of every gradient")
+def _(at: Player, block: int) -> None:
+    if not (at.replicated and at.local_gradients):
+        at.read("norms", [float(p.grad.norm()) for p in at.parameters().values() if p.grad is not None])
 
 
 @act("make state by the shape of p")
 def _(at: Player, block: int) -> None:
     weight = weight_of(at, block)
-    at.kept["state"] = (torch.zeros_like(weight), torch.zeros(weight.shape), weight.new_zeros(weight.shape))
+    made = torch.zeros_like(weight), weight.new_zeros(weight.shape)
+    at.read("shapes", [_shapes(one) for one in made])
+    with torch.no_grad():
+        at.read("sums", [float((one + weight).sum()) for one in made])
 
 
 # state dicts ------------------------------------------------------------------------------------
