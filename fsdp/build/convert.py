@@ -122,7 +122,7 @@ def _convert(unit: Unit, fn: Conversion, shards: list[Tensor], config: Config) -
         flat.shard.copy_(shard)
         for number, grad in enumerate(of_flat):
             if grad is not None:
-                flat.sharded_params[number].grad = flat.shard_grad(number, grad)
+                flat.sharded_params[number].grad = flat.as_shown(number, grad)
     new = Unit(unit.modules, unit.name, flats, config, unit.comm)
     if stepped:
         new.versions.repeat(1)  # an optimizer may have state that is cut like the shards

@@ -104,7 +104,7 @@ class FlatBuffer:
         self.sharded_params: tuple[nn.Parameter, ...] = tuple(info.parameter for info in param_infos)
         known = [bool(of_dtensors) or info is not None for info in self.shard_infos]
         self.empty_shards = tuple(
-            (i, self.sharded_params[i], self.shard_grad(i, self.shard_view(i).clone()))
+            (i, self.sharded_params[i], self.as_shown(i, self.shard_view(i).clone()))
             for i, part in enumerate(self.parts)
             if not part.numel and known[i]
         )
@@ -158,7 +158,7 @@ class FlatBuffer:
             become_local(parameter, shard.data)
         else:
             become_shard(parameter, shard.data, info)
-        parameter.grad = None if gradient is None else self.shard_grad(index, gradient)
+        parameter.grad = None if gradient is None else self.as_shown(index, gradient)
 
     def restore_param(self, index: int, full: Tensor, gradient: Tensor | None) -> None:
         """Turn the user's Parameter object back into an ordinary parameter with the values `full` and this gradient.
@@ -190,8 +190,8 @@ class FlatBuffer:
         stand_in._backward_hooks, unsharded._backward_hooks = unsharded._backward_hooks, None
         self.param_infos[index].replace(stand_in)
 
-    def shard_grad(self, index: int, local: Tensor) -> Tensor:
-        """`local`, this rank's part of the gradient of parameter `index`, as `.grad` of the sharded parameter holds it."""
+    def as_shown(self, index: int, local: Tensor) -> Tensor:
+        """`local`, this rank's part of a tensor that is cut like parameter `index`, as code sees it: a tensor like its shard."""
         info = self.shard_infos[index]
         if self.dtensor_layouts is not None:
             return self.dtensor_layouts[index].tensor(local)
@@ -297,7 +297,7 @@ class FlatBuffer:
         if not self.is_replaced:
             return False
         for i, (info, param) in enumerate(zip(self.param_infos, self.sharded_params, strict=True)):
-            shard, parameter = self.shard_view(i), param if self.dtensor_layouts is None else plain(param)
+            shard, parameter = self.shard_view(i), plain(param)
             if parameter.shape != shard.shape or parameter.dtype != shard.dtype or parameter.device != shard.device:
                 raise ShardingError(
                     f"parameter {info.names[0]!r} of unit {unit!r} was replaced from outside by a tensor of shape "
@@ -317,13 +317,19 @@ class FlatBuffer:
         return True
 
     def sync_requires_grad(self) -> bool:
-        """Copy `requires_grad` from the sharded to the unsharded parameters; return whether any changed."""
+        """Set `requires_grad` of sharded and unsharded parameters alike; return whether the user has changed any.
+
+        Code inside a forward changes that of the unsharded parameter, all other code that of the sharded one.
+        """
         with quick_attributes():
-            flags = [*map(_REQUIRES_GRAD, self.sharded_params)]
-        if flags == self.requires_grad_flags:
+            sharded, unsharded = ([*map(_REQUIRES_GRAD, of)] for of in (self.sharded_params, self.unsharded_params))
+        before = self.requires_grad_flags
+        if sharded == before and unsharded == before:
             return False
-        for unsharded, requires_grad in zip(self.unsharded_params, flags, strict=True):
-            unsharded.requires_grad_(requires_grad)
+        flags = [inside if outside is was else outside for inside, outside, was in zip(unsharded, sharded, before, strict=True)]
+        for one, other, requires_grad in zip(self.sharded_params, self.unsharded_params, flags, strict=True):
+            one.requires_grad_(requires_grad)
+            other.requires_grad_(requires_grad)
         self.requires_grad_flags = flags
         return True
 

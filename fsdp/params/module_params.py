@@ -9,11 +9,13 @@ shard. Listings such as `parameters()` do not pass through here and always give 
 """
 
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from operator import is_not
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -61,6 +63,26 @@ def owning_unit(parameter: Tensor) -> Owner | None:
     return None if owner is None else owner()
 
 
+class _Reads(threading.local):
+    """How this thread reads parameters. Simulated ranks are threads."""
+
+    in_hook = False
+    """Whether a hook of the user on reduced gradients runs. It runs at the end of a backward, and belongs to no forward."""
+
+
+_reads: Final = _Reads()
+
+
+@contextmanager
+def reading_shards() -> Iterator[None]:
+    """Inside, reads of parameters give what the modules show, also in a backward."""
+    before, _reads.in_hook = _reads.in_hook, True
+    try:
+        yield
+    finally:
+        _reads.in_hook = before
+
+
 class ParamDict(dict[str, nn.Parameter | None]):
     """The `_parameters` of a module that has parameters of a unit."""
 
@@ -99,7 +121,7 @@ class InterceptingParamDict(ParamDict):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
         owner = None if parameter is None else owning_unit(parameter)
-        if parameter is None or owner is None or not (in_backward() or in_a_forward()):
+        if parameter is None or owner is None or _reads.in_hook or not (in_backward() or in_a_forward()):
             return parameter
         # frames: this one, nn.Module.__getattr__, the reader
         module, reader = sys._getframe(1).f_locals["self"], sys._getframe(2).f_locals.get("self")

@@ -192,7 +192,7 @@ class Unit:
         self.versions.repeat(len(saved))
 
     def sync_requires_grad(self) -> None:
-        """Apply changes of `requires_grad` on the sharded parameters to the unsharded ones."""
+        """Apply changes of `requires_grad` on the sharded parameters to the unsharded ones, and the other way round."""
         if any([flat.sync_requires_grad() for flat in self.flats]):
             self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
 

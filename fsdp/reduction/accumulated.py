@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
 from fsdp.shards.shard_tensor import plain
+from fsdp.shards.unreduced import mark_reduced, mark_unreduced
 
 
 class AccumulatedGrad:
@@ -25,6 +26,7 @@ class AccumulatedGrad:
             param.grad = part
         assert param.grad is not None
         self._shard_grad = param.grad
+        mark_unreduced(self._shard_grad)
         self._version = param.grad._version
 
     def is_zeroed(self, param: nn.Parameter, name: str) -> bool:
@@ -33,10 +35,15 @@ class AccumulatedGrad:
         Raises:
             ShardingError: they were changed in another way, which cannot reach the accumulated gradient.
         """
-        if param.grad is not self._shard_grad:
+        if param.grad is None:
             return True
-        if self._shard_grad._version == self._version:
+        if param.grad is self._shard_grad and self._shard_grad._version == self._version:
             return False
+        if param.grad is not self._shard_grad:
+            raise ShardingError(
+                f"the gradient of {name!r} was replaced while gradients are kept under no_sync; scale or replace it after "
+                "the backward that synchronises."
+            )
         values = self._shard_grad._values() if self._shard_grad.is_sparse else plain(self._shard_grad)
         if values.numel() and bool(values.any()):
             raise ShardingError(
@@ -44,3 +51,7 @@ class AccumulatedGrad:
                 "the backward that synchronises."
             )
         return True
+
+    def end(self) -> None:
+        """The accumulated gradient is reduced or dropped: what the shard shows is the reduced gradient again."""
+        mark_reduced(self._shard_grad)

@@ -179,13 +179,14 @@ class Bucket:
             return
         param = self.flat.sharded_params[i]
         local = self._local_part(i, gradient).to(param.dtype, copy=True)
-        part = self.flat.shard_grad(i, copy_to_host(local, self.flat.pins) if self.flat.is_offloaded else local)
+        part = self.flat.as_shown(i, copy_to_host(local, self.flat.pins) if self.flat.is_offloaded else local)
         self.accumulated[i] = AccumulatedGrad(gradient, param, part)
         self._tracker.add("kept", size_of(gradient))
 
     def _drop_accumulated(self, i: int) -> AccumulatedGrad | None:
         accumulated = self.accumulated.pop(i, None)
         if accumulated is not None:
+            accumulated.end()
             self._tracker.add("kept", -size_of(accumulated.unsharded))
         return accumulated
 
@@ -270,34 +271,36 @@ class Bucket:
         self.reduced.add_(chunk)
         self._tracker.add("reduced", self._device_bytes(self.reduced))
 
+    @property
+    def has_grad_hooks(self) -> bool:
+        """Whether the user has set hooks on sharded parameters (`p.register_hook`)."""
+        with quick_attributes():
+            hooks_of = [*map(_BACKWARD_HOOKS, self.flat.sharded_params)]
+        return max(map(len, filter(None, hooks_of)), default=0) > 1  # one hook is the engine's own
+
     def run_grad_hooks(self, used: Sequence[bool]) -> None:
         """Run the user's hooks on sharded parameters (`p.register_hook`) on their reduced gradients.
 
         Raises:
             ShardingError: a hook returned something that cannot replace the gradient.
         """
-        if self.reduced is None:
+        if self.reduced is None or not self.has_grad_hooks:
             return
         flat = self.flat
         # also where this rank holds no element: a hook may take a norm, which is a collective
-        with quick_attributes():
-            hooks_of = [*map(_BACKWARD_HOOKS, flat.sharded_params)]
-        # one hook is the engine's own
-        if max(map(len, filter(None, hooks_of)), default=0) < 2:
-            return
-        for i, hooks in enumerate(hooks_of):
+        for i, hooks in enumerate([parameter._backward_hooks for parameter in flat.sharded_params]):
             if hooks is None or len(hooks) < 2 or not used[i]:
                 continue
             view = self._reduced_view(i, self.reduced)
             for hook in list(hooks.values()):
-                changed = None if isinstance(hook, RefuseShardGrad) else hook(flat.shard_grad(i, view))
+                changed = None if isinstance(hook, RefuseShardGrad) else hook(flat.as_shown(i, view))
                 if changed is None:
                     continue
                 if not isinstance(changed, Tensor) or plain(changed).shape != view.shape:
                     raise ShardingError(
                         f"a hook on parameter {flat.param_infos[i].names[0]!r} must return None or a tensor of shape "
                         f"{tuple(view.shape)}, this rank's part of the gradient; it returned "
-                        f"{tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__}."
+                        f"{tuple(plain(changed).shape) if isinstance(changed, Tensor) else type(changed).__name__}."
                     )
                 view = self._replace_reduced(view, plain(changed))
 
@@ -323,7 +326,7 @@ class Bucket:
                 before = param.grad
                 accumulated = self._drop_accumulated(i)
                 if before is None or (accumulated is not None and accumulated.owns_shard_grad):
-                    param.grad = flat.shard_grad(i, gradient)
+                    param.grad = flat.as_shown(i, gradient)
                 elif before.is_sparse or gradient.is_sparse:
                     before.add_(gradient)
                 else:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from fsdp.comm.context import CommContext
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams, readable_device
+from fsdp.errors import ShardingError
+from fsdp.params.module_params import reading_shards
 from fsdp.params.unit import Unit
 from fsdp.reduction.bucket import Bucket
 from fsdp.reduction.build_buckets import bucket_kinds, early_buckets, make_buckets
@@ -69,6 +71,8 @@ class Reducer:
         self.stats = ReducerStats()
         self.ignores_local_grads = False
         """True if the gradients of this rank are dropped, except those it accumulated earlier (`join`)."""
+        self.runs_grad_hooks = False
+        """Whether hooks of the user on sharded parameters run, before the first commit of a backward."""
         self._order = ReductionOrder(self.buckets, self.of_unit, innermost, units[0].config)
         self._make_groups()
         self.begin()
@@ -124,6 +128,23 @@ class Reducer:
         for bucket in self._accumulating():
             bucket.drop_zeroed()
         return bool(self._accumulating())
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients were accumulated under `no_sync`. The user may have zeroed them since, see `keeps_gradients`."""
+        return any([bucket.accumulated for bucket in self.buckets])
+
+    @property
+    def accumulated_params(self) -> dict[int, str]:
+        """The names of the parameters with gradients accumulated under `no_sync`, by id.
+
+        Raises:
+            ShardingError: the user changed such a gradient.
+        """
+        for bucket in self._accumulating():
+            bucket.drop_zeroed()
+        flats = [(bucket.flat, i) for bucket in self._accumulating() for i in bucket.accumulated]
+        return {id(flat.sharded_params[i]): flat.param_infos[i].names[0] for flat, i in flats}
 
     @property
     def shard_grads(self) -> list[Tensor | None]:
@@ -247,11 +268,40 @@ class Reducer:
         """Put the reduced gradients of a unit into `.grad` of its sharded parameters, or add them. Run hooks before the first."""
         if self._owes_grad_hooks:
             self._owes_grad_hooks = False
-            for number, bucket in enumerate(self.buckets):
-                bucket.run_grad_hooks(self._used_params.used(number))
+            self._run_grad_hooks()
         for number in self.of_unit[index]:
             if BucketAction.PUT in self._queue.on(number, BucketEvent.COMMIT):
                 self._hooked += [(index, parameter) for parameter in self.buckets[number].put(self._used_params.used(number))]
+
+    def _run_grad_hooks(self) -> None:
+        """Run the user's hooks on sharded parameters.
+
+        Raises:
+            ShardingError: a hook changed what other parameters show. No gradient of this backward is there yet.
+        """
+        if not any([bucket.has_grad_hooks for bucket in self.buckets]):
+            return
+        shown, self.runs_grad_hooks = self._shown_grads(), True
+        try:
+            with reading_shards():
+                for number, bucket in enumerate(self.buckets):
+                    bucket.run_grad_hooks(self._used_params.used(number))
+        finally:
+            self.runs_grad_hooks = False
+        for name, now in self._shown_grads().items():
+            if now != shown[name]:
+                raise ShardingError(
+                    f"a tensor hook changed `.grad` or `requires_grad` of {name!r}: in a tensor hook no gradient of this "
+                    "backward is in `.grad` yet. Return the new gradient of the hooked parameter, or do this after the backward."
+                )
+
+    def _shown_grads(self) -> dict[str, tuple[object, ...]]:
+        """For each parameter by name, what tells that its `.grad` or `requires_grad` was changed."""
+        return {
+            info.names[0]: (p.requires_grad, id(p.grad), None if p.grad is None else p.grad._version)
+            for bucket in self.buckets
+            for info, p in zip(bucket.flat.param_infos, bucket.flat.sharded_params, strict=True)
+        }
 
     def run_hooks(self, on_failure: Callable[[BaseException, int], None]) -> None:
         """After the last commit: run the user's post-accumulate hooks. `on_failure` gets what one raises, and its unit."""

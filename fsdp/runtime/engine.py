@@ -27,7 +27,7 @@ from fsdp.debug.step_stats import StepStats
 from fsdp.debug.threads import refuse_two_threads
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
-from fsdp.errors import WorldError
+from fsdp.errors import ShardingError, WorldError
 from fsdp.params.module_tree import ModuleTree, refuse_transforms
 from fsdp.params.unit import Unit
 from fsdp.reduction.reducer import Reducer
@@ -193,6 +193,39 @@ class Engine:
         self.on_event(index, Event.PRE_FORWARD)
         self._forward_stack.append(index)
 
+    @property
+    def has_unreduced_grads(self) -> bool:
+        """Whether gradients of a backward are not in `.grad` yet, or gradients are kept under `no_sync`."""
+        return self.is_before_commits or self.reducer.accumulates
+
+    @property
+    def is_before_commits(self) -> bool:
+        """Whether a backward runs whose gradients are not in `.grad` yet."""
+        return self.root.in_backward or self.reducer.runs_grad_hooks
+
+    @property
+    def param_ids(self) -> set[int]:
+        """The ids of the sharded parameters."""
+        return {id(info.parameter) for unit in self.units for info in unit.param_infos}
+
+    def unreduced_params(self) -> dict[int, str]:
+        """The names of the parameters whose gradients are not reduced, by id.
+
+        Raises:
+            ShardingError: the user changed a gradient that is kept under `no_sync`.
+        """
+        if self.is_before_commits:
+            return {id(info.parameter): info.names[0] for unit in self.units for info in unit.param_infos}
+        return self.reducer.accumulated_params
+
+    def refuse_in_grad_hook(self, what: str) -> None:
+        """Raise ShardingError if a tensor hook of the user runs, before the gradients of a backward are there."""
+        if self.reducer.runs_grad_hooks:
+            raise ShardingError(
+                f"{what} inside a tensor hook, where no gradient of this backward is in `.grad` yet; do this after the backward, "
+                "or in p.register_post_accumulate_grad_hook."
+            )
+
     def clean_up_dead_forward(self, index: int | None = None) -> None:
         """Clean up after a forward that failed unnoticed: that of unit `index`, or one that Ctrl-C ended."""
         if index in self._forward_stack:
@@ -351,6 +384,8 @@ class Engine:
     def _join_backward(self, index: int) -> None:
         kind = kind_of_backward(self.synchronises)
         self.root.begin(kind)
+        for unit in self.units:  # autograd drops the gradient of a parameter that is frozen when it arrives
+            unit.sync_requires_grad()
         if self.watcher is not None and not self._forward_stack:
             self.watcher.before_backward(kind is BackwardEvent.SYNC_BEGINS)
         self.pending_backward.expect(False)

@@ -162,6 +162,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
         if self._calls and not call.path.recompute and self._is_nested(call):
             call.nest_in(self._calls[-1])
         self._calls.append(call)
+        self._engine.refuse_in_grad_hook(f"a forward of unit {self._unit.name!r}")
         if not call.nested:  # a nested call is a part of the call around it
             call.carry(self._side_outputs.begin())
             if call.path.recompute:
@@ -208,6 +209,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
                     self._unit.write_back_inplace_of_recompute()
                 else:
                     call.path.add_updates(self._unit.write_back_inplace())
+                    self._unit.sync_requires_grad()
                 self._find_outputs(call, output)
             except ShardingError as refusal:
                 self._engine.note(refusal, self._index)

@@ -161,6 +161,7 @@ def refuse_unless_resting(function_name: str, engine: Engine) -> None:
     ShardingError: a forward, a backward or a summon is going on.
     """
     engine.pending_backward.await_end()
+    engine.refuse_in_grad_hook(function_name)
     if not engine.root.at_rest:
         engine.refuse_two_threads()
         raise refusal(f"{function_name}: call it outside any forward, backward and summon_full_params.", engine)

@@ -32,6 +32,11 @@ class ShardInfo(NamedTuple):
         """The shape of the full tensor."""
         return self.cut.shape
 
+    @property
+    def strides(self) -> Shape:
+        """The strides of the full tensor, which is contiguous."""
+        return tuple([max(1, prod([max(size, 1) for size in self.shape[dim + 1 :]])) for dim in range(len(self.shape))])
+
     def describe(self) -> str:
         """The shard in words, for an error."""
         return f"{self.name!r}, of which this rank holds {tuple(self.local_shape)} of {self.shape}"
@@ -78,8 +83,16 @@ class ShardInfo(NamedTuple):
             and self.cut.of_rows(tuple(other.shape[1:])) == other.cut
         )
 
+    def of_row_sizes(self, sizes: Shape) -> "ShardInfo | None":
+        """The shard of a tensor of shape `sizes`, whose rows lie where those of this one lie; None if it has no such rows."""
+        if not self.keeps_rows or len(sizes) != len(self.shape) or sizes[0] != self.shape[0]:
+            return None
+        if not all(size in (1, full) for size, full in zip(sizes[1:], self.shape[1:], strict=True)):
+            return None
+        return self.of_rows(Size((self.local_shape[0], *sizes[1:])))
+
     def fits(self, plain: Tensor) -> bool:
-        """Whether an ordinary tensor can be combined with this rank's part element by element.
+        """Whether this rank's part can be combined with an ordinary tensor as it is, element by element.
 
         It is a number, has the shape of the part, or is broadcast over the rows of a part that is cut between rows.
         """
@@ -92,3 +105,18 @@ class ShardInfo(NamedTuple):
             return False
         rest = self.shape[len(self.shape) - len(shape) :] if len(shape) < len(self.shape) else self.shape
         return all(have in (1, full) for have, full in zip(shape, rest, strict=True))
+
+    def part_of(self, plain: Tensor) -> Tensor | None:
+        """The part of an ordinary tensor with which this rank's part is combined; None if it can't be.
+
+        A tensor that can be broadcast to the full shape is the same on every rank, so each rank takes its own elements.
+        """
+        if self.fits(plain):
+            return plain
+        shape = tuple(plain.shape)
+        rest = self.shape[len(self.shape) - len(shape) :]
+        if len(shape) > len(self.shape) or not all(have in (1, full) for have, full in zip(shape, rest, strict=True)):
+            return None
+        if (rows := self.of_row_sizes(shape)) is not None:
+            return plain.narrow(0, self.first // self.cut.row, rows.local_shape[0])
+        return plain.expand(self.shape).reshape(-1)[self.first : self.first + self.local_shape.numel()].view(self.local_shape)

@@ -157,7 +157,7 @@ def _outline(parameters: Parameters, state: State) -> State:
 
 def _extent(info: ShardInfo, key: str, one: Any) -> Any:
     if isinstance(one, ShardTensor):
-        return Extent(one.shard_info.shape, one.dtype, one.shard_info.first, one.shape.numel())
+        return Extent(one.shard_info.shape, one.dtype, one.shard_info.first, one.shard_info.local_shape.numel())
     if isinstance(one, Tensor):
         return Extent(tuple(one.shape), one.dtype, 0, one.numel()) if one.dim() else one.detach().cpu().clone()
     if not isinstance(one, bool | int | float | str | None):
@@ -258,7 +258,7 @@ def _part(info: ShardInfo, key: str, one: Any, known: bool) -> Any:
             _refuse_cut(info, key)
         return as_shard(one.local, wanted)
     if isinstance(one, ShardTensor):
-        wanted = _info_for(info, one.shard_info.shape, one.shape)
+        wanted = _info_for(info, one.shard_info.shape, one.shard_info.local_shape)
         if wanted is None or wanted.cut != one.shard_info.cut:
             _refuse_cut(info, key)
         return one if wanted.comm is one.shard_info.comm else as_shard(one.detach(), wanted)

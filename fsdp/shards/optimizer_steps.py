@@ -116,5 +116,5 @@ def mark_state(optimizer: Optimizer) -> None:
         # an optimizer makes all state of a parameter at once, so the last tensor stands for all
         if kept and type(next(reversed(kept.values()))) is not ShardTensor and isinstance(parameter, ShardParameter):
             for key, value in kept.items():
-                if type(value) is Tensor and key not in NUMBERS and value.shape == parameter.shape:
+                if type(value) is Tensor and key not in NUMBERS and value.shape == parameter.shard_info.local_shape:
                     kept[key] = as_shard(value, parameter.shard_info)

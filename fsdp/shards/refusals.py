@@ -22,6 +22,14 @@ def refuse(operation: str, info: ShardInfo) -> NoReturn:
     )
 
 
+def refuse_unreduced(operation: str, info: ShardInfo) -> NoReturn:
+    """Raise the error for an operation that reads a gradient that is kept under `no_sync`."""
+    raise ShardingError(
+        f"{operation} on the gradient of {info.name!r}, which is kept under no_sync: it is not reduced, so each rank has another "
+        "one. Step, clip, scale and read gradients after a backward that synchronises."
+    )
+
+
 def refuse_compiled(optimizer: str) -> NoReturn:
     """Raise the error for an optimizer whose step is compiled: dynamo's own error names a method of the shard and no remedy."""
     raise ShardingError(

@@ -10,17 +10,20 @@ A parameter is complete on each rank if nothing is cut (NO_SHARD, or one rank): 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
+from math import prod
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
+from fsdp.autograd.frames import in_backward
 from fsdp.errors import ShardingError
 from fsdp.shards.dtensors import local_of
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.operators import Rule, rule_of
 from fsdp.shards.reductions import REDUCTIONS, Reduction, gather_and_combine, only_element
-from fsdp.shards.refusals import refuse, refuse_dcp
+from fsdp.shards.refusals import refuse, refuse_dcp, refuse_unreduced
 
 local_operators = torch._C._DisableTorchDispatch
 """A context in which operators treat shards as ordinary tensors: for code of the engine that means this rank's part."""
@@ -30,10 +33,15 @@ quick_attributes = torch._C.DisableTorchFunctionSubclass
 
 
 class ShardTensor(Tensor):
-    """This rank's part of a tensor. `shape` is the part's shape. Operators compute as if on the full tensor, or raise."""
+    """This rank's part of a tensor. What it shows of its sizes is the full tensor's. Operators compute as if on that, or raise.
+
+    Its memory has `shard_info.local_shape`: `plain` gives it as an ordinary tensor.
+    """
 
     shard_info: ShardInfo
     """What this is a part of."""
+    is_reduced = True
+    """Whether it can be combined with other shards: whether it is the same on all ranks that hold it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -41,6 +49,8 @@ class ShardTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.is_grad_enabled() and in_backward():
+            _refuse_recomputed(func, args)
         with local_operators():
             return _COMPUTE[rule_of(func)](func, args, kwargs or {})
 
@@ -48,11 +58,34 @@ class ShardTensor(Tensor):
         with local_operators():
             return f"{type(self).__name__}({self.shard_info.describe()}: {plain(self)!r})"
 
+    # sizes, for code that decides by them: learning rates by fan-in, states by shape, counts of parameters
+
     def numel(self) -> int:
-        """The number of elements of the full tensor, for code that counts parameters."""
+        """The number of elements of the full tensor."""
         return self.shard_info.numel
 
     nelement = numel
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The shape of the full tensor."""
+        return torch.Size(self.shard_info.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape of the full tensor, or its size in one dimension."""
+        return self.shape if dim is None else _of_dim(self.shard_info.shape, dim)
+
+    def stride(self, dim: int | None = None) -> Any:
+        """The strides of the full tensor, contiguous, or its stride in one dimension."""
+        strides = self.shard_info.strides
+        return strides if dim is None else _of_dim(strides, dim)
+
+    def dim(self) -> int:
+        """The number of dimensions of the full tensor."""
+        return len(self.shard_info.shape)
+
+    ndimension = dim
+    ndim = property(dim)
 
     def __len__(self) -> int:
         """The number of rows of the full tensor."""
@@ -106,6 +139,18 @@ class ShardTensor(Tensor):
     def share_memory_(self) -> NoReturn:
         refuse("share_memory_", self.shard_info)
 
+    def new_empty(self, *size: Any, **options: Any) -> Any:
+        return _new_of_size(Tensor.new_empty, self, size, options)
+
+    def new_zeros(self, *size: Any, **options: Any) -> Any:
+        return _new_of_size(Tensor.new_zeros, self, size, options)
+
+    def new_ones(self, *size: Any, **options: Any) -> Any:
+        return _new_of_size(Tensor.new_ones, self, size, options)
+
+    def new_full(self, size: Any, *value: Any, **options: Any) -> Any:
+        return _new_of_size(Tensor.new_full, self, (size, *value), options)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with local_operators():
             copied = make_shard(type(self), plain(self).clone(), self.requires_grad, self.shard_info)
@@ -113,9 +158,10 @@ class ShardTensor(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        info = self.shard_info
         raise ShardingError(
-            f"{self.shard_info.name!r} cannot be pickled: this rank holds {tuple(self.shape)} of {self.shard_info.shape}. Save "
-            "what fsdp.full_state_dict(model) or fsdp.full_optim_state_dict(model, optimizer) returns, or call "
+            f"{info.name!r} cannot be pickled: this rank holds {tuple(info.local_shape)} of {info.shape}. Save what "
+            "fsdp.full_state_dict(model) or fsdp.full_optim_state_dict(model, optimizer) returns, or call "
             "fsdp.save(path, model)."
         )
 
@@ -126,6 +172,18 @@ class ShardTensor(Tensor):
     def __create_chunk_list__(self) -> NoReturn:
         """Refuse to be loaded by torch's Distributed Checkpoint."""
         refuse_dcp(self.shard_info)
+
+
+def _numel_of(count: Callable[[Tensor], int]) -> Callable[[Tensor], int]:
+    @wraps(count)
+    def numel(input: Tensor) -> int:
+        return input.numel() if isinstance(input, ShardTensor) else count(input)
+
+    return numel
+
+
+# `torch.numel` asks no class of tensors. It is replaced at the import, because programs keep what they import from torch.
+torch.numel = _numel_of(torch.numel)  # type: ignore[assignment]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -145,6 +203,26 @@ def gather_full(tensor: ShardTensor) -> Tensor:
     everything[info.comm.rank, : numels[info.comm.rank]] = plain(tensor).reshape(-1)
     info.comm.all_gather(everything.view(-1), info.name).wait()
     return torch.cat([part[:numel] for part, numel in zip(everything, numels, strict=True)]).view(info.shape)
+
+
+def _new_of_size(make: Callable[..., Tensor], shard: ShardTensor, given: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """What `make` makes: a shard if the size is that of the full tensor, or of its rows; else an ordinary tensor."""
+    info, given = shard.shard_info, (options.pop("size"), *given) if "size" in options else given
+    if not given:
+        raise TypeError(f"{make.__name__}() needs a size")
+    size, rest = (tuple(given[0]), given[1:]) if given and isinstance(given[0], Sequence) else (given, ())
+    if make is Tensor.new_empty and not size and "device" in options and info.shape:
+        refuse_dcp(info)  # so torch's asynchronous save begins a copy, which would be an ordinary tensor
+    made_info = info if size == info.shape else info.of_row_sizes(size)
+    if made_info is None or prod(size) == 1:  # a size of one number is rather a constant than the size of the parameter
+        return make(plain(shard), size, *rest, **options)
+    return as_shard(make(plain(shard), made_info.local_shape, *rest, **options), made_info)
+
+
+def _of_dim(sizes: Sequence[int], dim: int) -> int:
+    if not -max(len(sizes), 1) <= dim < len(sizes):
+        raise IndexError(f"Dimension out of range (the tensor has {len(sizes)} dimensions, but got {dim})")
+    return sizes[dim]
 
 
 def as_shard(local: Tensor, info: ShardInfo) -> ShardTensor:
@@ -167,7 +245,10 @@ def _element_wise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     operands = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
     info = _common_cut(func, operands)
     if func._schema.is_mutable and not isinstance(args[0], ShardTensor):
-        refuse(f"{func} into an ordinary tensor", info)
+        _refuse_ordinary(f"{func} into", args[0], info)
+    if not all([isinstance(operand, ShardTensor) or info.fits(operand) for operand in operands]):
+        args = tuple([_part_of(func, arg, info) for arg in args])
+        kwargs = {name: _part_of(func, arg, info) for name, arg in kwargs.items()}
     result = func(*args, **kwargs)
     if result is args[0]:
         return result
@@ -184,28 +265,47 @@ def _element_wise_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         sharded = any(isinstance(operand, ShardTensor) for operand in operands)
         infos.append(_common_cut(func, operands) if sharded else None)
         if sharded and func._schema.is_mutable and not isinstance(operands[0], ShardTensor):
-            refuse(f"{func} into an ordinary tensor", cast(ShardInfo, infos[-1]))
-    results = func(*args, **kwargs)
+            _refuse_ordinary(f"{func} into", operands[0], cast(ShardInfo, infos[-1]))
+
+    def parts_of(arg: Any) -> Any:
+        if not any(arg is given for given in lists):
+            return arg
+        return [one if info is None else _part_of(func, one, info) for one, info in zip(arg, infos, strict=True)]
+
+    results = func(*map(parts_of, args), **{name: parts_of(arg) for name, arg in kwargs.items()})
     if results is None or func._schema.is_mutable:
         return results
     return [one if info is None else _wrap(func, one, info) for one, info in zip(results, infos, strict=True)]
 
 
 def _common_cut(func: Any, operands: Iterable[Tensor]) -> ShardInfo:
-    """The cut of the shards among `operands`, with which the others can be combined."""
-    ordinary, info = [], None
+    """The cut of the shards among `operands`, to which the others are cut."""
+    info = None
     for operand in operands:
         if not isinstance(operand, ShardTensor):
-            ordinary.append(operand)
-        elif info is None or operand.shard_info.covers(info):
+            continue
+        if not operand.is_reduced:
+            refuse_unreduced(str(func), operand.shard_info)
+        if info is None or operand.shard_info.covers(info):
             info = operand.shard_info
         elif not info.covers(operand.shard_info):
             info.check_same_cut(operand.shard_info, str(func))
     assert info is not None, "an operator comes here because of a shard"
-    for operand in ordinary:
-        if not info.fits(operand):
-            refuse(f"{func} with an ordinary tensor of shape {tuple(operand.shape)}", info)
     return info
+
+
+def _part_of(func: Any, operand: Any, info: ShardInfo) -> Any:
+    """What this rank computes with: of an ordinary tensor with the full shape, which all ranks have, the part of this rank."""
+    if not isinstance(operand, Tensor) or isinstance(operand, ShardTensor):
+        return operand
+    part = info.part_of(operand)
+    if part is None:
+        _refuse_ordinary(f"{func} with", operand, info)
+    return part
+
+
+def _refuse_ordinary(operation: str, ordinary: Tensor, info: ShardInfo) -> NoReturn:
+    refuse(f"{operation} an ordinary tensor of shape {tuple(ordinary.shape)} (torch.zeros_like(parameter) makes a shard)", info)
 
 
 def _wrap(func: Any, result: Any, info: ShardInfo) -> Any:
@@ -231,12 +331,14 @@ def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    info, made = _first_info(args), func(*args, **kwargs)
-    if func is torch.ops.aten.new_empty.default and not args[1] and "device" in kwargs and info.local_shape:
-        # so torch's asynchronous save begins a copy, which would be an ordinary tensor
-        refuse_dcp(info)
-    # a size of one number is rather a constant than the size of the part
-    return as_shard(made, info) if made.shape == info.local_shape and made.numel() != 1 else made
+    info, sizes = _first_info(args), tuple(args[1])
+    made = func(*args, **kwargs)
+    if made.numel() == 1:  # a constant
+        return made
+    # composite operators of torch ask for a tensor of the size of the part, or of as many rows
+    rows = info.of_row_sizes((info.shape[0], *sizes[1:])) if sizes and sizes[0] == info.local_shape[0] else None
+    made_info = info if made.shape == info.local_shape else rows
+    return made if made_info is None else as_shard(made, made_info)
 
 
 def _query(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -285,7 +387,7 @@ def _reduce_two(func: Any, name: str, one: Tensor, other: Tensor, given: dict[st
     info = _common_cut(func, (one, other))
     for operand in (one, other):
         if not isinstance(operand, ShardTensor):
-            refuse(f"{func} with an ordinary tensor of shape {tuple(operand.shape)}", info)
+            _refuse_ordinary(f"{func} with", operand, info)
     if name in ("equal", "allclose"):
         same = torch.tensor([func(plain(one), plain(other), **given)], device=one.device)
         return bool(gather_and_combine([Reduction(same, torch.all)], [info], name)[0])
@@ -300,6 +402,13 @@ def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scal
     for info in infos.values():
         found = Reduction(found_inf.view(1), torch.amax)
         found_inf.copy_(gather_and_combine([found], [info], "non-finite check of gradients")[0])
+
+
+def _refuse_recomputed(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse to recompute with a shard what a forward has computed with a full value: the backward would mix the two."""
+    for leaf in _leaves(args):
+        if isinstance(leaf, ShardTensor) and leaf.requires_grad and func is not torch.ops.aten.detach.default:
+            refuse(f"{func} in a recompute of activation checkpointing", leaf.shard_info)
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:

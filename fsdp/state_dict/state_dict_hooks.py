@@ -149,8 +149,7 @@ class StateHooks(RefuseCopy):
             given = state_dict.get(prefix + slot)
             if given is not None and not self._summoned:
                 local = param_shard.local_part(self._operation, prefix + slot, given)
-                is_dtensor = self._unit.has_dtensors
-                state_dict[prefix + slot] = param_shard.flat.shard_grad(param_shard.number, local) if is_dtensor else local
+                state_dict[prefix + slot] = param_shard.flat.as_shown(param_shard.number, local)
 
 
 def _renames(target: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from tests.support.models import (
     assert_close,
     is_at_rest,
     join,
+    local,
     loss_of,
     make_net,
     two_units,
@@ -117,7 +118,7 @@ class TestSummon:
         def fn(rank: int) -> None:
             model = wrap(CASES["net"], in_place=True)
             with fsdp.summon_full_params(model.blocks[1]):
-                held = [sum(p.shape.numel() for p in block.parameters()) for block in model.blocks]
+                held = [sum(local(p).numel() for p in block.parameters()) for block in model.blocks]
                 assert held[1] == sum(p.numel() for p in make_net().blocks[1].parameters())
                 assert held[0] < held[1] > held[2]
             assert len(world_log("all_gather")) == 1

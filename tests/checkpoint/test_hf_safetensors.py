@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.checkpoint import hf_safetensors
-from tests.support.models import CASES, Case, make_net, weights_of, wrap
+from tests.support.models import CASES, Case, local, make_net, weights_of, wrap
 from tests.support.states import STATEFUL, assert_same_state, shifted
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -105,7 +105,7 @@ def test_each_rank_reads_its_own_rows(tmp_path: Path, monkeypatch: pytest.Monkey
         given = Noted(there)
         result = real(given, piece, tensor)
         if piece is not None and piece.shape:
-            read.append((given.numel, tensor.shape.numel(), piece.part.shape[0] if tensor.dim() == 1 else piece.shape[-1]))
+            read.append((given.numel, local(tensor).numel(), piece.part.shape[0] if tensor.dim() == 1 else piece.shape[-1]))
         return result
 
     monkeypatch.setattr(hf_safetensors, "_read", noted)

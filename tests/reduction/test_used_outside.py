@@ -59,9 +59,9 @@ def test_each_backward_after_several_forwards_checks_for_such_values(strategy: s
             whole = model.get_parameter(name).grad
             assert whole is not None
             if parameter.grad is not None:
-                numel = parameter.shape.numel()
+                numel = local(parameter).numel()
                 first = {0: 0, 1: whole.numel() - numel}[rank]
-                part = whole.reshape(-1)[first : first + numel].view(parameter.shape)
+                part = whole.reshape(-1)[first : first + numel].view(local(parameter).shape)
                 assert_close({name: local(parameter.grad)}, {name: part})
 
     fsdp.simulate(2, fn)
@@ -71,7 +71,7 @@ def test_each_backward_after_several_forwards_checks_for_such_values(strategy: s
 def test_a_shard_may_reach_the_loss_of_some_ranks_only(strategy: str) -> None:
     def fn(rank: int) -> tuple[int, dict[str, Tensor]]:
         weight = wrapped(2, strategy).module.layer.weight
-        return weight.shape.numel(), trained(rank, 2, (0,), strategy, shard_before_forward)
+        return local(weight).numel(), trained(rank, 2, (0,), strategy, shard_before_forward)
 
     (held, found), (other, again) = fsdp.simulate(2, fn)
     assert held and other

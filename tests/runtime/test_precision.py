@@ -188,7 +188,7 @@ def test_an_overflow_on_one_rank_stops_every_rank_and_halves_every_scale() -> No
             optimizer.zero_grad()
             scaler.scale(loss_of(model(X))).backward()
             if overflow and rank == 1:
-                local(next(p.grad for p in model.parameters() if p.grad is not None and p.shape.numel()))[0] = float("inf")
+                local(next(p.grad for p in model.parameters() if p.grad is not None and local(p).numel()))[0] = float("inf")
             scaler.step(optimizer)
             scaler.update()
             stepped.append(any(not torch.equal(local(p), old) for p, old in zip(model.parameters(), before, strict=True)))

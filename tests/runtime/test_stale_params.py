@@ -79,14 +79,14 @@ def test_a_change_on_one_rank_is_seen_by_all(strategy: str, changed: int) -> Non
             loss_of(model(X)).backward()
         with torch.no_grad():
             for parameter in model.blocks[1].parameters():
-                if rank == changed and parameter.shape.numel():
+                if rank == changed and local(parameter).numel():
                     parameter.mul_(2)
         return model(X).detach()
 
     torch.manual_seed(0)
     plain = Net(BLOCKS)
     with torch.no_grad():
-        parts = fsdp.simulate(2, lambda rank: [p.shape.numel() for p in wrapped(strategy).blocks[1].parameters()])
+        parts = fsdp.simulate(2, lambda rank: [local(p).numel() for p in wrapped(strategy).blocks[1].parameters()])
         for number, parameter in enumerate(plain.blocks[1].parameters()):
             held = parts[changed][number]
             first = sum(parts[rank][number] for rank in range(changed))

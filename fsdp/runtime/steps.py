@@ -1,0 +1,70 @@
+"""Refuses steps of optimizers whose gradients are not there yet, or are not reduced, and parameters that no step can reach."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Final
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fsdp.errors import ShardingError
+from fsdp.params.module_params import owning_unit
+from fsdp.params.unit import Unit
+from fsdp.runtime.engine import Engine
+
+_engines: Final[WeakSet[Engine]] = WeakSet()
+"""All engines of the process. Simulated ranks have one each."""
+_looked_through: Final[WeakKeyDictionary[Optimizer, int]] = WeakKeyDictionary()
+"""The number of parameters of each optimizer when they were last looked through."""
+
+
+def watch_steps(engine: Engine) -> None:
+    """From now on, look at each step of an optimizer that has parameters of this engine."""
+    _hook_optimizers()
+    _engines.add(engine)
+
+
+@cache
+def _hook_optimizers() -> None:
+    register_optimizer_step_pre_hook(_look_at_step)
+
+
+def _look_at_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises:
+    ShardingError: the step would use gradients that are not reduced, or has a parameter that exists inside a forward alone.
+    """
+    name = f"{type(optimizer).__name__}.step"
+    count = sum([len(group["params"]) for group in optimizer.param_groups])
+    if _looked_through.get(optimizer) != count:
+        for parameter in _parameters_of(optimizer):
+            _refuse_unsharded(name, parameter)
+        _looked_through[optimizer] = count
+    for engine in [engine for engine in _engines if engine.has_unreduced_grads]:
+        # engines of other models and of other simulated ranks may keep gradients too
+        of_engine = engine.param_ids
+        unreduced = engine.unreduced_params() if any([id(p) in of_engine for p in _parameters_of(optimizer)]) else {}
+        found = next((unreduced[id(p)] for p in _parameters_of(optimizer) if id(p) in unreduced), None)
+        if found is not None and engine.is_before_commits:
+            raise ShardingError(
+                f"{name}: inside a backward the gradient of {found!r} is not reduced yet; step after the backward, or in "
+                "p.register_post_accumulate_grad_hook."
+            )
+        if found is not None:
+            raise ShardingError(
+                f"{name}: the gradient of {found!r} is kept under no_sync and not reduced, so each rank has another one; step "
+                "after a backward that synchronises."
+            )
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _refuse_unsharded(name: str, parameter: nn.Parameter) -> None:
+    unit = owning_unit(parameter)
+    if isinstance(unit, Unit) and unit.unsharded_of(parameter) is parameter:
+        raise ShardingError(
+            f"{name}: the optimizer was given a parameter of unit {unit.name!r} inside its forward, where the module shows an "
+            "unsharded parameter that exists only there; add parameters between forwards."
+        )

@@ -1,0 +1,338 @@
+"""What a user does between two hooks of the engine: right as in plain torch, or refused by a sentence before anything moves."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp
+from fsdp.compat.ddp import DistributedDataParallel
+from fsdp.compat.fully_shard import fully_shard
+from fsdp.compat.torch_fsdp import FullyShardedDataParallel
+from tests.support.models import assert_close, local
+
+STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER", "NO_SHARD")
+
+
+class Net(nn.Module):
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 1)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        x = checkpoint(self.second, x, use_reentrant=False) if self.checkpointed else self.second(x)
+        return self.last(torch.tanh(x))
+
+
+def natively(strategy: str) -> Callable[[nn.Module], nn.Module]:
+    return lambda net: fsdp.fully_shard(net, auto_wrap_policy={nn.Linear}, sharding_strategy=strategy)
+
+
+def by_fsdp1(net: nn.Module) -> nn.Module:
+    for name, child in list(net.named_children()):
+        setattr(net, name, FullyShardedDataParallel(child, use_orig_params=True))
+    return FullyShardedDataParallel(net, use_orig_params=True)
+
+
+def by_fsdp2(net: nn.Module) -> nn.Module:
+    for child in net.children():
+        fully_shard(child)
+    return fully_shard(net)
+
+
+DOORS: Final[dict[str, Callable[[nn.Module], nn.Module]]] = {
+    **{strategy: natively(strategy) for strategy in STRATEGIES},
+    "FSDP1": by_fsdp1,
+    "FSDP2": by_fsdp2,
+    "DDP": DistributedDataParallel,
+}
+
+
+def data(rank: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+
+
+def of_one_process(model: nn.Module, ranks: int, program: Callable[[nn.Module, list[Tensor]], Any]) -> Any:
+    return program(model, [data(rank) for rank in range(ranks)])
+
+
+def gradients(model: nn.Module) -> list[bool]:
+    return [p.grad is not None for p in model.parameters()]
+
+
+def stepped(model: nn.Module) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    if isinstance(model, DistributedDataParallel):
+        return {name: value.clone() for name, value in model.module.state_dict().items()}
+    return fsdp.full_state_dict(model, rank0_only=False)
+
+
+# requires_grad --------------------------------------------------------------------------
+
+
+def policy_and_reference(model: nn.Module, batches: list[Tensor]) -> None:
+    """As DPO does with peft: the reference is the same model with its adapters off."""
+    outputs = [model(x) for x in batches]
+    model.requires_grad_(False)
+    with torch.no_grad():
+        references = [model(x) for x in batches]
+    model.requires_grad_(True)
+    pairs = zip(outputs, references, strict=True)
+    torch.stack([(one - other + 1).square().mean() for one, other in pairs]).mean().backward()
+    stepped(model)
+
+
+def critic_then_frozen(model: nn.Module, batches: list[Tensor]) -> None:
+    """As a GAN does that computes D(real) before it freezes D for the step of the generator."""
+    real = torch.stack([model(x).square().mean() for x in batches]).mean()
+    model.requires_grad_(False)
+    fake = batches[0].clone().requires_grad_()
+    model(fake).sum().backward()
+    assert fake.grad is not None
+    model.requires_grad_(True)
+    real.backward()
+    stepped(model)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("program", [policy_and_reference, critic_then_frozen])
+@pytest.mark.parametrize("door", DOORS)
+def test_parameters_that_are_frozen_for_a_while_get_their_gradients(door: str, program: Any, checkpointed: bool) -> None:
+    plain = Net(checkpointed)
+    program(plain, [data(0), data(1)])
+
+    def fn(rank: int) -> dict[str, Tensor]:
+        model = DOORS[door](Net(checkpointed))
+        program(model, [data(rank)])
+        return weights(model)
+
+    for found in fsdp.simulate(2, fn):
+        assert_close(found, dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_parameter_that_is_frozen_when_its_gradient_arrives_gets_none(strategy: str) -> None:
+    def program(model: nn.Module, batches: list[Tensor]) -> list[bool]:
+        loss = torch.stack([model(x).square().mean() for x in batches]).mean()
+        model.second.requires_grad_(False)
+        loss.backward()
+        return gradients(model)
+
+    wanted = program(Net(), [data(0), data(1)])
+    assert wanted == [True, True, False, False, True, True]
+    assert fsdp.simulate(2, lambda rank: program(natively(strategy)(Net()), [data(rank)])) == [wanted] * 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_frozen_inside_a_forward_is_frozen_outside_and_can_be_trained_again(strategy: str) -> None:
+    def program(model: nn.Module, x: Tensor) -> list[Any]:
+        handle = model.second.register_forward_pre_hook(lambda module, args: (module.weight.requires_grad_(False), None)[1])
+        model(x).sum().backward()
+        handle.remove()
+        found: list[Any] = [[p.requires_grad for p in model.parameters()], gradients(model)]
+        model.zero_grad()
+        model.requires_grad_(True)
+        model(x).sum().backward()
+        return [*found, gradients(model)]
+
+    wanted = program(Net(), data(0))
+    assert fsdp.simulate(2, lambda rank: program(natively(strategy)(Net()), data(rank))) == [wanted] * 2
+
+
+# gradients that are kept under no_sync -----------------------------------------------------
+
+
+@contextmanager
+def unsynced(model: nn.Module) -> Iterator[None]:
+    if hasattr(model, "no_sync"):
+        with model.no_sync():
+            yield
+    elif hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+    else:
+        with fsdp.no_sync(model):
+            yield
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_step_while_gradients_are_kept_under_no_sync_is_refused(door: str) -> None:
+    def fn(rank: int) -> None:
+        model = DOORS[door](Net())
+        optimizer = torch.optim.AdamW(model.parameters())
+        before = weights(model)
+        with unsynced(model):
+            model(data(rank)).sum().backward()
+        with pytest.raises(fsdp.ShardingError, match=r"AdamW\.step: the gradient of '.*' is kept under no_sync"):
+            optimizer.step()
+        assert_close(weights(model), before, within=0)
+        model(data(rank)).sum().backward()
+        optimizer.step()
+        assert float((weights(model)["first.weight"] - before["first.weight"]).abs().max()) > 0
+
+    fsdp.simulate(2, fn)
+
+
+READS: Final[dict[str, Callable[[nn.Parameter], Any]]] = {
+    "a perturbation": lambda p: p.add_(p.grad, alpha=0.1),
+    "a norm": lambda p: p.grad.norm(),
+    "scaling": lambda p: p.grad.mul_(0.5),
+    "scaling by .data": lambda p: p.grad.data.mul_(0.5),
+    "lists": lambda p: torch._foreach_mul_([p.grad], 0.5),
+    "a copy": lambda p: p.grad.clone(),
+}
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRADIENTS"])
+@pytest.mark.parametrize("read", READS)
+def test_a_gradient_that_is_kept_under_no_sync_is_not_read(read: str, strategy: str) -> None:
+    def program(model: nn.Module, batches: list[Tensor]) -> None:
+        for x in batches:
+            (model(x).square().mean() / len(batches)).backward()
+
+    plain = Net()
+    program(plain, [data(0), data(1), data(0), data(1)])
+
+    def fn(rank: int) -> None:
+        model = natively(strategy)(Net())
+        with fsdp.no_sync(model):
+            (model(data(rank)).square().mean() / 2).backward()
+        with torch.no_grad(), pytest.raises(fsdp.ShardingError, match=r"kept under no_sync: it is not reduced"):
+            READS[read](model.first.weight)
+        (model(data(rank)).square().mean() / 2).backward()
+        found = {name: fsdp.full_tensor(p.grad) for name, p in model.named_parameters()}
+        assert_close(found, {name: p.grad for name, p in plain.named_parameters()})
+        assert float(model.first.weight.grad.norm()) > 0
+
+    fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("zero", [lambda model: model.zero_grad(), lambda model: model.zero_grad(set_to_none=False)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_that_are_kept_can_be_zeroed_and_then_steps_go_on(strategy: str, zero: Callable[[nn.Module], None]) -> None:
+    plain = Net()
+    stepped_plain = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x in (data(0), data(1)):
+        (plain(x).square().mean() / 2).backward()
+    stepped_plain.step()
+
+    def fn(rank: int) -> dict[str, Tensor]:
+        model = natively(strategy)(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fsdp.no_sync(model):
+            model(data(rank)).sum().backward()
+        zero(model)
+        optimizer.step()
+        model(data(rank)).square().mean().backward()
+        optimizer.step()
+        return fsdp.full_state_dict(model, rank0_only=False)
+
+    for found in fsdp.simulate(2, fn):
+        assert_close(found, dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("door", ["NO_SHARD", "DDP", "FULL_SHARD"])
+def test_a_gradient_that_is_replaced_between_micro_batches_is_refused(door: str) -> None:
+    def fn(rank: int) -> None:
+        model = DOORS[door](Net())
+        with unsynced(model):
+            model(data(rank)).sum().backward()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        with pytest.raises(fsdp.ShardingError, match=r"was replaced while gradients are kept under no_sync"):
+            model(data(rank)).sum().backward()
+
+    fsdp.simulate(2, fn)
+
+
+# inside a backward ----------------------------------------------------------------------------
+
+
+def in_tensor_hook(act: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> Callable[[int], None]:
+    def fn(rank: int) -> None:
+        model = natively("FULL_SHARD")(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(data(rank)).sum().backward()
+        before = [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+        handle = model.second.weight.register_hook(lambda gradient: (act(model, optimizer), None)[1])
+        with pytest.raises(fsdp.ShardingError, match=r"tensor hook|inside a backward the gradient of"):
+            model(data(rank)).sum().backward()
+        handle.remove()
+        for p, gradient in zip(model.parameters(), before, strict=True):
+            p.requires_grad_(True)
+            if p.grad is not None:
+                assert p.grad.shape == p.shape and local(p.grad).shape == gradient.shape
+        optimizer.zero_grad()
+        model(data(rank)).sum().backward()
+        assert all(map(torch.allclose, before, [local(p.grad) for p in model.parameters() if p.grad is not None]))
+
+    return fn
+
+
+ACTS: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "a step": lambda model, optimizer: optimizer.step(),
+    "clipping": lambda model, optimizer: fsdp.clip_grad_norm_(model, 1.0),
+    "zero_grad": lambda model, optimizer: optimizer.zero_grad(),
+    "zero_grad in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "another gradient": lambda model, optimizer: model.first.weight.grad.mul_(2),
+    "freezing another": lambda model, optimizer: model.first.weight.requires_grad_(False),
+    "an evaluation": lambda model, optimizer: torch.no_grad()(model)(data(0)),
+    "a forward of one module": lambda model, optimizer: model.first(data(0)),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_what_needs_the_gradients_of_this_backward_is_refused_in_a_tensor_hook(act: str) -> None:
+    fsdp.simulate(2, in_tensor_hook(ACTS[act]))
+
+
+def test_a_step_in_a_recompute_is_refused() -> None:
+    def fn(rank: int) -> None:
+        model = natively("FULL_SHARD")(Net(checkpointed=True))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        calls: list[int] = []
+
+        def step_in_recompute(*_: Any) -> None:
+            calls.append(0)
+            if len(calls) == 2:
+                optimizer.step()
+
+        handle = model.second.register_forward_pre_hook(step_in_recompute)
+        loss = model(data(rank)).sum()
+        with pytest.raises(fsdp.ShardingError, match=r"SGD\.step: inside a backward the gradient of"):
+            loss.backward()
+        handle.remove()
+        model(data(rank)).sum().backward()
+        optimizer.step()
+
+    fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_parameter_that_an_optimizer_gets_inside_a_forward_is_refused_before_its_step(strategy: str) -> None:
+    def fn(rank: int) -> None:
+        model = natively(strategy)(Net())
+        optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
+        optimizer.step()
+
+        def add(module: nn.Module, args: Any) -> None:
+            optimizer.add_param_group({"params": [module.weight]})
+
+        handle = model.second.register_forward_pre_hook(add)
+        model(data(rank)).sum().backward()
+        handle.remove()
+        with pytest.raises(fsdp.ShardingError, match=r"was given a parameter of unit 'second' inside its forward"):
+            optimizer.step()
+
+    fsdp.simulate(2, fn)
