@@ -29,6 +29,12 @@ def player(door: str, rank: int) -> Player:
     return _player(door, model, net, (rank,), synchronise)
 
 
+def kind_of(door: str) -> str:
+    """A door whose plain player is the same."""
+    alike = [other for other in DOORS if WITHOUT.get(other) == WITHOUT.get(door) and (other in REPLICATED) == (door in REPLICATED)]
+    return alike[0]
+
+
 def _player(door: str, *things: Any, plain: bool = False) -> Player:
     return Player(*things, plain, WITHOUT.get(door, ()), replicated=door in REPLICATED)
 

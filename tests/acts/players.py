@@ -82,6 +82,7 @@ class Due:
     """An act that is to happen once, when a moment comes."""
 
     moment: str
+    name: str
     act: Callable[[], None]
     cancel: Callable[[], None] = _nothing
 
@@ -172,9 +173,9 @@ class Player:
         while self.due:
             self.due.pop().cancel()
 
-    def arm(self, moment: str, act: Callable[[], None]) -> None:
+    def arm(self, moment: str, name: str, act: Callable[[], None]) -> None:
         """Do `act` when `moment` comes for the first time."""
-        one = Due(moment, act)
+        one = Due(moment, name, act)
         weight = self.parameters()["blocks.0.linear.weight"]
         match moment:
             case "in a pre-hook":

@@ -72,8 +72,10 @@ def program_of(act: str, moment: str, block: int) -> Program:
 
 
 def pairs(act: str, moment: str) -> Iterator[Pair]:
-    """A pair in all its worlds of two ranks."""
-    yield from (Pair(act, moment, block, door) for block in BLOCKS for door in DOORS)
+    """A pair in all its worlds of two ranks: fully sharded on either unit, and through every other door on one of them."""
+    for number, door in enumerate(DOORS):
+        both = door == "FULL_SHARD"
+        yield from (Pair(act, moment, block, door) for block in (BLOCKS if both else (number % 2,)))
 
 
 def sample() -> list[Pair]:

@@ -8,13 +8,14 @@ too, the ranks may raise what they like. Anything else is a fault.
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 import fsdp
-from tests.acts.doors import plain_player, player
+from tests.acts.doors import kind_of, plain_player, player
 from tests.acts.players import Player, Raised
 from tests.acts.vocabulary import ACTS
 from tests.support.models import distance, join, local
@@ -106,6 +107,10 @@ class Verdict:
     too: list[str] = field(default_factory=list)
     """What plain torch raises as well."""
 
+    def with_fault(self, fault: str) -> "Verdict":
+        self.fault = fault
+        return self
+
 
 def play(program: Program, door: str, rank: int) -> list[Seen]:
     """On one rank."""
@@ -192,7 +197,7 @@ def execute(at: Player, number: int, move: Move) -> None:
         case Do(name, block):
             act_of(at, name, block)()
         case Arm(moment, name, block):
-            at.arm(moment, act_of(at, name, block))
+            at.arm(moment, name, act_of(at, name, block))
         case Undo():
             at.undo()
 
@@ -212,64 +217,71 @@ def judge(program: Program, door: str, size: int, seed: int = 0) -> Verdict:
 def against_plain(program: Program, door: str, ranks: Sequence[Sequence[Seen]], late: bool = False) -> Verdict:
     """`late`: what is due in a post-accumulate hook happens at the end of the backward, when averages are known."""
     verdict = Verdict()
-    at = plain_player(door, len(ranks))
-    at.late = late
-    try:
-        for number, move in enumerate(program):
-            found = [seen[number] for seen in ranks]
-            where = f"move {number}, {move}: "
-            raised = [one for one in found if one.raised]
-            if raised and len(raised) < len(found):
-                verdict.fault = where + "raised on some ranks only: " + raised[0].text
+    happened = tuple((one.raised in ("refused", "accident"), tuple(one.ran)) for one in ranks[0])
+    plain = plain_run(tuple(program), kind_of(door), len(ranks), happened, late)
+    for number, move in enumerate(program):
+        found, wanted = [seen[number] for seen in ranks], plain[number]
+        where = f"move {number}, {move}: "
+        kinds = {one.raised for one in found}
+        if len(kinds) > 1 and "" in kinds:
+            texts = [one.text or one.raised for one in found if one.raised]
+            return verdict.with_fault(where + "raised on some ranks only: " + texts[0])
+        if kinds & {"refused", "accident"}:
+            said = plain_raises(program, door, len(ranks), happened, number)
+            own = [one for one in found if not one.text.startswith("PeerFailed")]
+            if said:
+                verdict.too.append(said)
+            elif "accident" in kinds or not own:
+                return verdict.with_fault(f"{where}an accident: {(own or found)[0].text}\n{(own or found)[0].trace}")
+            else:
+                verdict.refusals.append(own[0].text)
+        elif wanted.raised == "accident":
+            if wanted.text.startswith("CheckpointError"):
+                # plain torch notices that a recompute is not what the forward was; nothing can be compared from here on
+                verdict.too.append(first_line(wanted.text))
                 return verdict
-            kinds = {one.raised for one in found}
-            if kinds & {"refused", "accident"}:
-                said = plain_raises(program, door, ranks, number)
-                text = next(one.text for one in found if not one.text.startswith("PeerFailed") or len(found) == 1 or one is found[-1])
-                if said:
-                    verdict.too.append(said)
-                elif "accident" in kinds or all(one.text.startswith("PeerFailed") for one in found):
-                    verdict.fault = where + "an accident: " + text + "\n" + found[0].trace
-                    return verdict
-                else:
-                    verdict.refusals.append(text)
-            wanted = follow(at, number, move, found)
-            if wanted.raised == "accident" and not kinds & {"refused", "accident"}:
-                if wanted.text.startswith("CheckpointError"):
-                    # plain torch notices that a recompute is not what the forward was; nothing can be compared from here on
-                    verdict.too.append(first_line(wanted.text))
-                else:
-                    verdict.fault = where + "goes on where plain torch raises " + first_line(wanted.text)
-                return verdict
-            wrong = differs(found, wanted)
-            if wrong:
-                verdict.fault = where + wrong
-                return verdict
-    finally:
-        finish(at)
+            return verdict.with_fault(where + "goes on where plain torch raises " + first_line(wanted.text))
+        wrong = differs(found, wanted)
+        if wrong:
+            return verdict.with_fault(where + wrong)
     return verdict
 
 
-def follow(at: Player, number: int, move: Move, found: Sequence[Seen]) -> Seen:
+Happened = tuple[tuple[bool, tuple[str, ...]], ...]
+"""Of each move, whether it was refused, and the acts that ended in it."""
+
+
+@lru_cache(maxsize=64)
+def plain_run(program: tuple[Move, ...], kind: str, size: int, happened: Happened, late: bool) -> list[Seen]:
+    """What each move leaves in the plain model, which leaves out what was refused."""
+    at = plain_player(kind, size)
+    at.late = late
+    try:
+        return [follow(at, number, move, *happened[number]) for number, move in enumerate(program)]
+    finally:
+        finish(at)
+
+
+def follow(at: Player, number: int, move: Move, refused: bool, ran: tuple[str, ...]) -> Seen:
     """The plain model does what the ranks did: a move that was refused it leaves out, but not the acts that ended before."""
-    if found[0].raised not in ("refused", "accident"):
+    if not refused:
         return perform(at, number, move)
     at.reads, at.ran = [], []
-    for due in [one for one in at.due if found[0].ran]:
+    for due in [one for one in at.due if one.name in ran]:
         at.due.remove(due)
         due.cancel()
         due.act()
     if isinstance(move, Forward | Backward | Evaluate):
         at.abandon()
-    return see(at, Seen(found[0].raised))
+    return see(at, Seen("refused"))
 
 
-def plain_raises(program: Program, door: str, ranks: Sequence[Sequence[Seen]], number: int) -> str:
+def plain_raises(program: Program, door: str, size: int, happened: Happened, number: int) -> str:
     """What the plain model raises at this move, if it does."""
-    at = plain_player(door, len(ranks))
+    at = plain_player(door, size)
     try:
         for before, move in enumerate(program[:number]):
-            follow(at, before, move, [seen[before] for seen in ranks])
+            follow(at, before, move, *happened[before])
         seen = perform(at, number, program[number])
     finally:
         finish(at)
