@@ -19,14 +19,14 @@ Wrap = Callable[[Net], tuple[nn.Module, Callable[[bool], None]]]
 def plain_player(door: str, size: int) -> Player:
     """What the players of a door are compared with."""
     net = _net(door)
-    return _player(door, net, net, tuple(range(size)), lambda synchronises: None, plain=True)
+    return _player(door, net, net, tuple(range(size)), lambda synchronises: None, lambda: _net(door), plain=True)
 
 
 def player(door: str, rank: int) -> Player:
     """On one rank of a simulated world."""
     net = _net(door)
     model, synchronise = DOORS[door](net)
-    return _player(door, model, net, (rank,), synchronise)
+    return _player(door, model, net, (rank,), synchronise, lambda: DOORS[door](_net(door))[0])
 
 
 def kind_of(door: str) -> str:

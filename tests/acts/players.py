@@ -98,6 +98,8 @@ class Player:
     """Whose data it computes on."""
     synchronise: Callable[[bool], None]
     """Says whether backwards reduce gradients from now on."""
+    another: Callable[[], nn.Module]
+    """Makes one more model like this one, wrapped."""
     plain: bool = False
     without: tuple[str, ...] = ()
     """Acts that the users of this door do not have: nothing happens."""
@@ -201,6 +203,8 @@ class Player:
         """Everything that an act has set and that stays, as it was in the beginning."""
         for name, parameter in self.parameters().items():
             parameter.requires_grad_(name in self.trained)
+            if parameter.grad_dtype != parameter.dtype:
+                parameter.grad, parameter.grad_dtype = None, parameter.dtype
         while self.handles:
             self.handles.pop().remove()
         self.model.train()

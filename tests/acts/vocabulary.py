@@ -6,6 +6,10 @@ Rule 3: what it reads it gives to `Player.read`; the values of the plain player 
 """
 
 import copy
+import os
+import pickle
+import select
+import signal
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -17,6 +21,7 @@ from tests.acts.players import WIDTH, Player, Raised, clean
 
 Act = Callable[[Player, int], None]
 """The number says in which block: 0 or 1."""
+SECONDS_OF_A_FORK: Final = 5.0
 ACTS: Final[dict[str, Act]] = {}
 
 
@@ -76,6 +81,14 @@ def _(at: Player, block: int) -> None:
     at.read("outputs", at.evaluate())
     for p in trained:
         p.requires_grad_(True)
+
+
+@act("call the model frozen, thaw it")
+def _(at: Player, block: int) -> None:
+    at.model.requires_grad_(False)
+    at.read("outputs", [output.detach() for output in at.outputs(at.model(at.data(996)))])
+    for name in at.trained:
+        at.parameters()[name].requires_grad_(True)
 
 
 # p.data -----------------------------------------------------------------------------------------
@@ -162,6 +175,11 @@ def _(at: Player, block: int) -> None:
     weight.grad = kept
 
 
+@act("set p.grad_dtype")
+def _(at: Player, block: int) -> None:
+    weight_of(at, block).grad_dtype = torch.float32 if at.dtype is torch.float64 else torch.float64
+
+
 # weights ----------------------------------------------------------------------------------------
 
 
@@ -184,6 +202,14 @@ def _(at: Player, block: int) -> None:
 @act("initialise a weight")
 def _(at: Player, block: int) -> None:
     nn.init.constant_(weight_of(at, block), 0.25)
+
+
+@act("look rows up with max_norm")
+@torch.no_grad()
+def _(at: Player, block: int) -> None:
+    # every rank looks another row up, whose norm becomes at most 0.3
+    rows = torch.tensor([(3 * rank + block) % WIDTH for rank in at.ranks])
+    nn.functional.embedding(rows, weight_of(at, block), max_norm=0.3)
 
 
 @act("add the gradient to a weight")
@@ -510,6 +536,17 @@ def _(at: Player, block: int) -> None:
         at.read("outputs", [output.clone() for output in at.outputs(at.model(at.data(990)))])
 
 
+@act("make and wrap a model in inference mode")
+def _(at: Player, block: int) -> None:
+    with torch.inference_mode():
+        at.read("outputs of another model", [output.clone() for output in at.outputs(at.another()(at.data(994)))])
+
+
+@act("call the model in a forked process")
+def _(at: Player, block: int) -> None:
+    in_fork(lambda: at.model(at.data(995)))
+
+
 @act("a forward whose output is dropped")
 def _(at: Player, block: int) -> None:
     at.read("outputs", [output.detach() for output in at.outputs(at.model(at.data(991)))])
@@ -547,3 +584,32 @@ def _(at: Player, block: int) -> None:
         pass
     finally:
         at.blocks[block].during = before
+
+
+def in_fork(call: Callable[[], object]) -> None:
+    """Call it in a child of this process. Raises what it raises there, and TimeoutError if it does not end."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        said = b""
+        try:
+            with torch.no_grad():
+                call()
+        except fsdp.ShardingError as refusal:
+            said = pickle.dumps(fsdp.ShardingError(str(refusal)))
+        except BaseException as error:
+            said = pickle.dumps(RuntimeError(str(error)))
+        finally:
+            os.write(theirs, said or b".")
+            os._exit(0)
+    os.close(theirs)
+    try:
+        if not select.select([ours], [], [], SECONDS_OF_A_FORK)[0]:
+            os.kill(child, signal.SIGKILL)
+            raise TimeoutError("the model waits in a forked process")
+        said = os.read(ours, 2**16)
+    finally:
+        os.close(ours)
+        os.waitpid(child, 0)
+    if said != b".":
+        raise pickle.loads(said)
