@@ -360,7 +360,10 @@ def end_of(ranks: "list[subprocess.Popen[bytes]]") -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", nargs="?", choices=("both", "faults", "programs", "paths", "paths-gloo", "uneven", "acts", "accelerator"), default="both"
+        "what",
+        nargs="?",
+        choices=("both", "faults", "programs", "paths", "paths-gloo", "uneven", "acts", "accelerator"),
+        default="both",
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="go on for so long")
     parser.add_argument("--programs", type=int, default=0, help="and until there were so many programs")

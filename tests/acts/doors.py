@@ -31,12 +31,15 @@ def player(door: str, rank: int) -> Player:
 
 def kind_of(door: str) -> str:
     """A door whose plain player is the same."""
-    alike = [other for other in DOORS if WITHOUT.get(other) == WITHOUT.get(door) and (other in REPLICATED) == (door in REPLICATED)]
+    alike = [
+        other for other in DOORS if WITHOUT.get(other) == WITHOUT.get(door) and (other in REPLICATED) == (door in REPLICATED)
+    ]
     return alike[0]
 
 
 def _player(door: str, *things: Any, plain: bool = False) -> Player:
-    return Player(*things, plain, WITHOUT.get(door, ()), replicated=door in REPLICATED)
+    made: Player = partial(Player, *things)(plain=plain, without=WITHOUT.get(door, ()), replicated=door in REPLICATED)
+    return made
 
 
 def _net(door: str) -> Net:
@@ -114,7 +117,7 @@ _OF_PARTS: Final = (
 )
 WITHOUT: Final[dict[str, tuple[str, ...]]] = {
     "torch_fsdp": _OF_PARTS,
-    "fairscale": (*_OF_PARTS, "load the state dict with assign=True"),
+    "fairscale": (*_OF_PARTS, "load the kept state dict with assign=True"),
 }
-"""What the users of these names see of a parameter is a part, as with the engines that have these names; and fairscale knows no `assign`."""
+"""What users of these two doors see of a parameter is a part, as with the engines of these names. fairscale knows no `assign`."""
 REPLICATED: Final = ("NO_SHARD", "ddp")

@@ -5,7 +5,6 @@ python -m tests.acts.page     plays every pair in every world, about half an hou
 
 import os
 import re
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -47,7 +46,12 @@ def printed(outcomes: Outcomes) -> str:
         lines.append(f"| {act} | {' | '.join(cells)} |")
     lines += ["", "| code | what the refusal says |", "| --- | --- |", *(f"| {codes[said]} | {said} |" for said in sentences)]
     if reasons:
-        lines += ["", "| code | different from plain torch |", "| --- | --- |", *(f"| {codes[said]} | {said} |" for said in reasons)]
+        lines += [
+            "",
+            "| code | different from plain torch |",
+            "| --- | --- |",
+            *(f"| {codes[said]} | {said} |" for said in reasons),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -58,7 +62,9 @@ def _order(code: str) -> tuple[int, int]:
 def shown() -> Outcomes:
     """What the page says of each pair."""
     text = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    rows = [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in text.splitlines() if line.startswith("| ")]
+    rows = [
+        [cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in text.splitlines() if line.startswith("| ")
+    ]
     said = {"R": "right", "T": "too"} | {row[0]: row[1] for row in rows if re.fullmatch(r"[SD]\d+", row[0])}
     return {
         (row[0], moment): {said[code] for code in cell.split()}
@@ -79,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

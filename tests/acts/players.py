@@ -5,8 +5,7 @@ Rule 1: the plain player is one model that computes on the data of all ranks, on
 Rule 2: a move or an act reads no value that differs between the ranks, unless it treats values linearly.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,7 +20,7 @@ _WRAPPERS: Final = ("_fsdp_wrapped_module.", "_fpw_module.", "module.")
 
 
 class Block(nn.Module):
-    """A unit: a matrix and a vector to train, a vector that is frozen from the beginning, a buffer, and a mode that can be seen."""
+    """A unit: a matrix and a vector to train, a vector that is frozen in the beginning, a buffer, and a mode that can be seen."""
 
     scale: Tensor
 
@@ -58,7 +57,8 @@ class Net(nn.Module):
         x = torch.tanh(self.enter(x))
         x = self.blocks[0](x)
         x = checkpoint(self.blocks[1], x, use_reentrant=False)
-        return self.head(x)
+        y: Tensor = self.head(x)
+        return y
 
 
 def loss_of(output: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def clean(name: str) -> str:
     return name
 
 
-class Raised(Exception):  # noqa: N818
+class Raised(Exception):
     """Raised by an act, as by code of the user's that fails."""
 
 

@@ -1,7 +1,7 @@
 """Every act at every moment: the programs of a pair, and what becomes of them.
 
-A cell of the table is a set of codes: R for right; T where plain torch raises too; S and a number for a refusal by that sentence; D
-and a number where the model is different from the plain one, for the reason of that number. More than one code: it depends on the
+A cell of the table is a set of codes: R for right; T where plain torch raises too; S and a number for a refusal by that sentence;
+D and a number where the model is different from the plain one, for the reason of that number. More than one code: it depends on the
 strategy or the door, or on whose parameter it is.
 """
 
@@ -12,7 +12,7 @@ from zlib import crc32
 
 from tests.acts.doors import DOORS
 from tests.acts.trial import Arm, Backward, Do, Forward, Move, Program, Step, Sync, Undo, Verdict, Zero, judge
-from tests.acts.vocabulary import ACTS
+from tests.acts.vocabulary import ACTS, FIRST
 
 MOMENTS_OF_HOOKS: Final = (
     "in a pre-hook",
@@ -51,8 +51,9 @@ class Pair(NamedTuple):
 
 
 def program_of(act: str, moment: str, block: int) -> Program:
-    """An ordinary step; a step in which the act happens; what the act has set is undone; an ordinary step."""
+    """What the act needs; an ordinary step; a step in which the act happens; what it has set is undone; an ordinary step."""
     do: Move = Do(act, block)
+    first = (Do(FIRST[act], block),) if act in FIRST else ()
     match moment:
         case "before a forward":
             middle: Program = (do, *ORDINARY)
@@ -68,7 +69,7 @@ def program_of(act: str, moment: str, block: int) -> Program:
             middle = (Forward(0), Backward(0), Step(), do, Zero(), *ORDINARY)
         case _:
             middle = (Arm(moment, act, block), *ORDINARY)
-    return (*ORDINARY, *middle, Undo(), *ORDINARY)
+    return (*first, *ORDINARY, *middle, Undo(), *ORDINARY)
 
 
 def pairs(act: str, moment: str) -> Iterator[Pair]:
@@ -101,12 +102,12 @@ def outcome(pair: Pair) -> tuple[str, Verdict]:
 
 
 def sentence(text: str) -> str:
-    """What a refusal says, without what differs: names, numbers, and all but the first clause."""
+    """The first sentence of a refusal, or its part before a semicolon, without the names and numbers of this model."""
     text = re.sub(r"^\w+: ", "", text).partition("\n")[0]
-    text = re.sub(r"^(\w+)\.step: ", "optimizer.step: ", text)
-    text = re.sub(r"'[^']*'|\(\d[^()]*\)|\b(enter|head|blocks\.\d|linear|gain)[\w.]*|\baten[.\w]+", "…", text)
-    text = re.sub(r"\d+", "…", text).replace("|", "/").replace("`", "")
-    return re.split(r"[;:] |\. ", text, maxsplit=2 if text.startswith(("copy.", "clip_", "optimizer.")) else 1)[0].strip().rstrip(".")
+    text = re.sub(r"^\w+\.step\b", "optimizer.step", text)
+    text = re.sub(r"'[^']*'|\(\d[^()]*\)|\baten[.\w]+|\d+", "…", text)
+    text = re.split(r"; |\. ", text, maxsplit=1)[0].strip().rstrip(".")
+    return text.replace("|", "/").replace("`", "")
 
 
 DIFFERS: Final[dict[tuple[str, str], str]] = {}

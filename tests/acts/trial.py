@@ -148,7 +148,11 @@ def perform(at: Player, number: int, move: Move) -> Seen:
 
 
 def see(at: Player, seen: Seen) -> Seen:
-    seen.ran, seen.reads, seen.local_gradients = list(at.ran), [(name, frozen(value)) for name, value in at.reads], at.local_gradients
+    seen.ran, seen.reads, seen.local_gradients = (
+        list(at.ran),
+        [(name, frozen(value)) for name, value in at.reads],
+        at.local_gradients,
+    )
     for name, parameter in at.parameters().items():
         seen.weights[name] = local(parameter).clone()
         seen.gradients[name] = None if parameter.grad is None else local(parameter.grad).clone()
@@ -350,7 +354,11 @@ def reads_differ(one: Seen, wanted: Seen, rank: int) -> str:
             return f"reads {name}, in plain torch {other_name}"
         if name.startswith("outputs"):
             if not near(value[0], other[rank]):
-                return f"{name} are off by {distance(value[0], other[rank]):.3g}" if value[0].shape == other[rank].shape else f"{name} differ in shape"
+                return (
+                    f"{name} are off by {distance(value[0], other[rank]):.3g}"
+                    if value[0].shape == other[rank].shape
+                    else f"{name} differ in shape"
+                )
         elif not same(value, other):
             return f"reads {name} as {value}, in plain torch {other}"
     return "" if len(one.reads) == len(wanted.reads) else "reads more or less than plain torch"

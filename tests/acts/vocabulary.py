@@ -1,4 +1,4 @@
-"""What a user may do between two hooks of the engine. Each act is a function that works alike on a plain model and on a wrapped one.
+"""What a user may do between two hooks of the engine. Each act is one function for a plain model and for a wrapped one.
 
 Rule 1: an act changes one thing, so that a refusal leaves nothing half done.
 Rule 2: it finds parameters by name when it runs, as code that walks over `named_parameters()` does.
@@ -391,24 +391,29 @@ def _(at: Player, block: int) -> None:
 # state dicts ------------------------------------------------------------------------------------
 
 
-@act("load the full state dict")
-@torch.no_grad()
+@act("keep a copy of the state dict")
 def _(at: Player, block: int) -> None:
-    state = {name: value * 0.9 for name, value in at.model.state_dict().items()}
-    at.model.load_state_dict(state)
+    at.kept["state"] = copy.deepcopy(at.model.state_dict())
 
 
-@act("load a part of the state dict")
-@torch.no_grad()
+@act("load the kept state dict")
 def _(at: Player, block: int) -> None:
-    state = {name: value * 0.9 for name, value in at.model.state_dict().items() if f"blocks.{block}.linear.weight" in clean(name)}
-    at.model.load_state_dict(state, strict=False)
+    if "state" in at.kept:
+        at.model.load_state_dict(at.kept["state"])
 
 
-@act("load the state dict with assign=True")
-@torch.no_grad()
+@act("load a part of the kept state dict")
 def _(at: Player, block: int) -> None:
-    at.model.load_state_dict({name: value * 0.9 for name, value in at.model.state_dict().items()}, assign=True)
+    state = at.kept.get("state", {})
+    at.model.load_state_dict(
+        {name: value for name, value in state.items() if f"blocks.{block}.linear" in clean(name)}, strict=False
+    )
+
+
+@act("load the kept state dict with assign=True")
+def _(at: Player, block: int) -> None:
+    if "state" in at.kept:
+        at.model.load_state_dict(at.kept["state"], assign=True)
 
 
 @act("read the names of the state dict")
@@ -613,3 +618,14 @@ def in_fork(call: Callable[[], object]) -> None:
         os.waitpid(child, 0)
     if said != b".":
         raise pickle.loads(said)
+
+
+FIRST: Final = {
+    "thaw what was trained": "freeze a parameter",
+    "put the kept p.data back": "replace p.data, keep the old one",
+    "remove the last hook": "add a tensor hook",
+    "load the kept state dict": "keep a copy of the state dict",
+    "load a part of the kept state dict": "keep a copy of the state dict",
+    "load the kept state dict with assign=True": "keep a copy of the state dict",
+}
+"""Acts that need another one before them."""
