@@ -1,8 +1,8 @@
 """Every act at every moment: the programs of a pair, and what becomes of them.
 
 A cell of the table is a set of codes: R for right; T where plain torch raises too; S and a number for a refusal by that sentence;
-D and a number where the model is different from the plain one, for the reason of that number. More than one code: it depends on the
-strategy or the door, or on whose parameter it is.
+D and a number where the model is different from the plain one, for the reason of that number. More than one code: it depends on
+the strategy or the door, or on whose parameter it is.
 """
 
 import re
