@@ -1,6 +1,6 @@
 """Random programs of moves and acts, as a Hypothesis state machine.
 
-Rule 1: a rule only writes a move down. The teardown plays the program on simulated ranks, from beginning to end, then on the plain
+Rule 1: a rule only writes a move down. The teardown plays the program on simulated ranks, from beginning to end, then on a plain
         model. A simulated world runs one function on all ranks, so a world that waits for the next rule would need threads that
         wait for Hypothesis, and a rank that waits for ever would stop it. Written down, a program is a value: it is played again,
         cut and printed as it is, and the same program gives the same run.

@@ -1,4 +1,4 @@
-"""Every act at every moment is what docs/reference/patterns.md says: right, refused by a sentence, or raised by plain torch too."""
+"""Every act at every moment does what docs/reference/patterns.md says: it is right, refused, or raised by plain torch too."""
 
 import pytest
 
