@@ -92,6 +92,7 @@ def is_noticed(name: str, programs: int) -> bool:
     settings = hypothesis.settings(
         max_examples=BATCH,
         deadline=None,
+        report_multiple_bugs=False,
         database=None,
         stateful_step_count=12,
         suppress_health_check=list(hypothesis.HealthCheck),

@@ -123,7 +123,6 @@ class Player:
     local_gradients: bool = False
     """Whether gradients are kept under no_sync, so that they are not averages."""
     syncs: bool = True
-    evaluations: int = 0
     late: bool = False
     """Whether what is due in a post-accumulate hook waits for the end of the backward."""
 
@@ -152,11 +151,10 @@ class Player:
     def loss(self, output: Tensor) -> Tensor:
         return torch.stack([loss_of(part) for part in self.outputs(output)]).mean()
 
-    def evaluate(self, model: nn.Module | None = None) -> tuple[Tensor, ...]:
+    def evaluate(self, number: int, model: nn.Module | None = None) -> tuple[Tensor, ...]:
         """The outputs of a forward without a graph."""
-        self.evaluations += 1
         with torch.no_grad():
-            return self.outputs((model or self.model)(self.data(900 + self.evaluations)))
+            return self.outputs((model or self.model)(self.data(number)))
 
     def read(self, name: str, value: Any) -> None:
         self.reads.append((name, value))
@@ -176,16 +174,18 @@ class Player:
             self.due.pop().cancel()
 
     def arm(self, moment: str, name: str, act: Callable[[], None]) -> None:
-        """Do `act` when `moment` comes for the first time."""
+        """Do `act` when `moment` comes for the first time. Hooks on shards wait for a backward that synchronises."""
         one = Due(moment, name, act)
         weight = self.parameters()["blocks.0.linear.weight"]
         match moment:
             case "in a pre-hook":
                 handle: Any = self.blocks[0].register_forward_pre_hook(lambda module, args: self.reached(moment))
             case "in a tensor hook":
-                handle = weight.register_hook(lambda gradient: self.reached(moment))
+                handle = weight.register_hook(lambda gradient: self.reached(moment, self.syncs))
             case "in a post-accumulate hook":
-                handle = weight.register_post_accumulate_grad_hook(lambda parameter: self.reached(moment, not self.late))
+                handle = weight.register_post_accumulate_grad_hook(
+                    lambda parameter: self.reached(moment, self.syncs and not self.late)
+                )
             case _:
                 handle = None
         if handle is not None:

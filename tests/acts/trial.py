@@ -186,7 +186,7 @@ def execute(at: Player, number: int, move: Move) -> None:
             if slot in at.losses:
                 loss = at.losses[slot] if retain else at.losses.pop(slot)
                 loss.backward(retain_graph=retain)
-                at.reached(POST, at.late)
+                at.reached(POST, at.syncs and at.late)
                 at.local_gradients = not at.syncs
         case Step():
             at.optimizer.step()
@@ -194,7 +194,7 @@ def execute(at: Player, number: int, move: Move) -> None:
             at.optimizer.zero_grad()
             at.local_gradients = False
         case Evaluate():
-            at.read("outputs", at.evaluate())
+            at.read("outputs", at.evaluate(number))
         case Sync(on):
             at.synchronise(on)
             at.syncs = on

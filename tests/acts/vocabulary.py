@@ -78,17 +78,21 @@ def _(at: Player, block: int) -> None:
     trained = [p for p in at.model.parameters() if p.requires_grad]
     for p in trained:
         p.requires_grad_(False)
-    at.read("outputs", at.evaluate())
-    for p in trained:
-        p.requires_grad_(True)
+    try:
+        at.read("outputs", at.evaluate(901))
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
 
 
 @act("call the model frozen, thaw it")
 def _(at: Player, block: int) -> None:
     at.model.requires_grad_(False)
-    at.read("outputs", [output.detach() for output in at.outputs(at.model(at.data(996)))])
-    for name in at.trained:
-        at.parameters()[name].requires_grad_(True)
+    try:
+        at.read("outputs", [output.detach() for output in at.outputs(at.model(at.data(996)))])
+    finally:
+        for name in at.trained:
+            at.parameters()[name].requires_grad_(True)
 
 
 # p.data -----------------------------------------------------------------------------------------
@@ -106,7 +110,7 @@ def _(at: Player, block: int) -> None:
     kept = weight.data
     weight.data = torch.zeros_like(kept)
     try:
-        at.read("outputs", at.evaluate())
+        at.read("outputs", at.evaluate(902))
     finally:
         weight_of(at, block).data = kept
 
@@ -460,7 +464,7 @@ def _(at: Player, block: int) -> None:
 @act("deepcopy the model, and evaluate the copy")
 def _(at: Player, block: int) -> None:
     other = copy.deepcopy(at.model)
-    at.read("outputs of the copy", at.evaluate(other))
+    at.read("outputs of the copy", at.evaluate(903, other))
 
 
 @act("deepcopy a parameter")
@@ -527,12 +531,12 @@ def _(at: Player, block: int) -> None:
 
 @act("evaluate the model")
 def _(at: Player, block: int) -> None:
-    at.read("outputs", at.evaluate())
+    at.read("outputs", at.evaluate(904))
 
 
 @act("evaluate one module")
 def _(at: Player, block: int) -> None:
-    at.read("outputs", at.evaluate(unit_of(at, block)))
+    at.read("outputs", at.evaluate(905, unit_of(at, block)))
 
 
 @act("evaluate in inference mode")
@@ -560,6 +564,7 @@ def _(at: Player, block: int) -> None:
 @act("a complete forward and backward")
 def _(at: Player, block: int) -> None:
     at.loss(at.model(at.data(992))).backward()
+    at.local_gradients = not at.syncs
 
 
 @act("raise")
