@@ -122,6 +122,23 @@ def check_devices(plan: Sequence[Planned], comm: Communicator) -> None:
             )
 
 
+def check_renormalised(plan: Sequence[Planned], comm: Communicator) -> None:
+    """Check that no embedding changes the rows that it looks up (`max_norm`): each rank looks up others.
+
+    Raises:
+        ShardingError: one does, and there are several ranks.
+    """
+    for one in plan if comm.size > 1 else ():
+        for info in one.param_infos if one.unit is None else ():
+            for module, _ in info.slots:
+                if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+                    raise ShardingError(
+                        f"{info.names[0]!r}: {type(module).__name__}(max_norm={module.max_norm}) changes in its forward the rows "
+                        "that this rank looks up, and each rank looks up others. Set max_norm to None, and after each step scale "
+                        "the rows: norm = weight.norm(dim=1, keepdim=True); weight.mul_((max_norm / (norm + 1e-7)).clamp(max=1))."
+                    )
+
+
 def device_of(plan: Sequence[Planned]) -> torch.device:
     """The device of the parameters. A parameter on the meta device has none yet."""
     found = (info.parameter.device for one in plan for info in one.param_infos if not info.parameter.is_meta)
@@ -163,6 +180,12 @@ def _parameter_problem(parameter: Tensor, dtensors: bool) -> str | None:
         return (
             "is on the meta device and in use by an autograd graph or a weak reference, so it cannot get memory; drop those "
             "first."
+        )
+    if parameter.grad_dtype not in (None, parameter.dtype):
+        return (
+            f"has grad_dtype {parameter.grad_dtype}, and its reduced gradient will be {parameter.dtype}, like the parameter. "
+            "Keep the parameter in the dtype of its gradient, and give mp_policy=fsdp.MixedPrecisionPolicy(param_dtype="
+            f"{parameter.dtype}), which computes in the other one."
         )
     return _gradient_problem(parameter)
 

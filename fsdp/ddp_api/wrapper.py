@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from fsdp.api import comm_hooks, join, wrap
+from fsdp.build.copies import Memo, copy_wrapper
 from fsdp.build.other_engines import refuse_other_engines
 from fsdp.comm.connect import Mesh, ProcessGroup
 from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
@@ -170,6 +171,10 @@ class DistributedDataParallel(ReplicatedModule):
         if name in ABSENT:
             raise AttributeError(f"DistributedDataParallel.{name} is part of torch's engine: {ABSENT[name]}.")
         return super().__getattr__(name)
+
+    def __deepcopy__(self, memo: Memo) -> nn.Module:
+        """A copy with parameters and hooks of its own, on the same ranks."""
+        return copy_wrapper(self, (self.process_group, self.device_mesh), memo)
 
     @property
     def broadcast_buffers(self) -> bool:

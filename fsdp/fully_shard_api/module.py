@@ -14,7 +14,7 @@ from fsdp.api.reductions import set_divide_factors
 from fsdp.api.wrap import set_requires_gradient_sync
 from fsdp.errors import ShardingError
 from fsdp.fully_shard_api import residence
-from fsdp.fully_shard_api.convert import apply_to_tensors, is_on_meta, leave_meta
+from fsdp.fully_shard_api.convert import apply_to_tensors, make_room
 from fsdp.fully_shard_api.residence import UnshardHandle
 from fsdp.fully_shard_api.settings import Settings, settings_of
 from fsdp.runtime.registry import UnitRef, unit_ref_of
@@ -196,18 +196,16 @@ class FSDPModule:
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Apply a conversion such as `to_empty` or `double` to the shards and buffers. Parameters keep their objects."""
         assert isinstance(self, nn.Module)
-        return apply_to_tensors(self, fn)
+        return apply_to_tensors(self, fn, recurse)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load values. Parameters and saved buffers on the meta device get memory first, without regard to `assign`.
+        """Load values into the parameters and buffers. Those on the meta device that `state_dict` names get memory first.
 
-        What the state dict leaves out of these is NaN.
+        With `assign` they get the dtype of the given values, too. The objects stay.
         """
         assert isinstance(self, nn.Module)
-        if is_on_meta(self):
-            leave_meta(self)
-            assign = False
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]  # nn.Module's, or the user's
+        make_room(self, state_dict, assign)
+        return super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]  # nn.Module's, or the user's
 
 
 def _ref(module: Any) -> UnitRef:

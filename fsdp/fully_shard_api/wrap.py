@@ -11,9 +11,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from fsdp.api import forward_methods
 from fsdp.api import wrap as native
 from fsdp.build.builder import stay_on_meta
+from fsdp.build.plan import is_bare_container
 from fsdp.comm import simulated
 from fsdp.errors import ShardingAssertion, ShardingError
+from fsdp.fully_shard_api.convert import convert_inside
 from fsdp.fully_shard_api.module import FSDPModule, become_fsdp_module
+from fsdp.runtime.registry import unit_ref_of
 
 
 def fully_shard(
@@ -64,6 +67,9 @@ def fully_shard(
     except ShardingError as refusal:
         _say_as_torch(modules, refusal)
         raise
+    ref = unit_ref_of(modules[0])
+    if ref is not None:
+        convert_inside(ref.unit)
     for one in modules:
         become_fsdp_module(one)
     return module
@@ -77,7 +83,7 @@ def _say_as_torch(modules: Sequence[nn.Module], refusal: ShardingError) -> None:
                 "Each distinct composable distributed API can only be applied to a module once. fully_shard: "
                 f"{type(module).__name__} is wrapped already; wrap a module once."
             ) from refusal
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if is_bare_container(module):
             raise ShardingError(
                 f"fully_shard does not support containers that do not implement forward: {type(module).__name__}. Wrap its "
                 "members, or the module that contains it."

@@ -14,6 +14,7 @@ import torch
 
 from fsdp import compat
 from fsdp.errors import ShardingError
+from fsdp.torch_fsdp_api.sharding import plain_name
 
 try:
     from accelerate.state import PartialState
@@ -98,6 +99,27 @@ def _load_into_new_optimizers(theirs: Method) -> Method:
     return load_fsdp_optimizer
 
 
+def _load_adapters(theirs: Method) -> Method:
+    """With version 1 and `adapter_only=True` nothing is loaded, without a word: peft compares with the names of the wrapper."""
+
+    @functools.wraps(theirs)
+    def _set_model_state_dict(model: Any, state_dict: Any, adapter_only: bool = False, sd_options: Any = None) -> Any:
+        def named_parameters(*args: Any, **kwargs: Any) -> Any:
+            return ((plain_name(name), parameter) for name, parameter in type(model).named_parameters(model, *args, **kwargs))
+
+        if not adapter_only or sd_options is not None:
+            return theirs(model, state_dict, adapter_only, sd_options)
+        shown = {"named_parameters": named_parameters, "state_dict": lambda: dict(named_parameters())}
+        model.__dict__.update(shown)
+        try:
+            return theirs(model, state_dict, adapter_only, sd_options)
+        finally:
+            for name in shown:
+                del model.__dict__[name]
+
+    return _set_model_state_dict
+
+
 PATCHES: Final = (
     Patch(
         "accelerate.state.AcceleratorState",
@@ -113,6 +135,11 @@ PATCHES: Final = (
         "accelerate.utils.fsdp_utils",
         "load_fsdp_optimizer",
         _load_into_new_optimizers,
+    ),
+    Patch(
+        "accelerate.utils.fsdp_utils",
+        "_set_model_state_dict",
+        _load_adapters,
     ),
 )
 """What `install` changes in Accelerate, and why."""

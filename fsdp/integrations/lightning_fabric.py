@@ -25,6 +25,7 @@ from fsdp.integrations.lightning_common import (
     refuse_precision,
     save_folder,
     shard,
+    with_mesh,
 )
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.state_dict.full_state import full_state_dict, load_full_state_dict
@@ -97,7 +98,7 @@ class FabricFSDPStrategy(DDPStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a module in place. Communicates."""
         self._modules.append(module)
-        return shard(module, self._options)
+        return shard(module, with_mesh(self._options, self.num_nodes, self.num_processes))
 
     # checkpoints --------------------------------------------------------------------------
 

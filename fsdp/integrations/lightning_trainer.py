@@ -29,6 +29,7 @@ from fsdp.integrations.lightning_common import (
     save_folder,
     shard,
     shard_children,
+    with_mesh,
 )
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.state_dict.full_state import full_state_dict, load_full_state_dict
@@ -104,6 +105,10 @@ class FSDPStrategy(DDPStrategy):
         """Checkpoints are loaded into shards."""
         return True
 
+    @property
+    def _ranked_options(self) -> Mapping[str, Any]:
+        return with_mesh(self._options, self.num_nodes, self.num_processes)
+
     # from a module to shards --------------------------------------------------------------
 
     @contextmanager
@@ -120,7 +125,7 @@ class FSDPStrategy(DDPStrategy):
 
     def _wrap(self, module: nn.Module) -> nn.Module:
         move_to_device(module, self.root_device)
-        return FullyShardedDataParallel(module, **self._options)
+        return FullyShardedDataParallel(module, **self._ranked_options)
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the LightningModule, then make its optimizers."""
@@ -134,9 +139,9 @@ class FSDPStrategy(DDPStrategy):
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self._module.automatic_optimization:
-            return shard(model, self._options)
+            return shard(model, self._ranked_options)
         # a manual step computes, goes backward and updates weights in turn, which cannot happen inside one forward
-        shard_children(model, self._options)
+        shard_children(model, self._ranked_options)
         return model
 
     @property

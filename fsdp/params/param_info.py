@@ -64,7 +64,8 @@ class ParamInfo:
 
 def kept_accumulator(parameter: nn.Parameter) -> Any:
     """The AccumulateGrad node of `parameter` if some other code keeps it; else None."""
-    if not parameter.requires_grad or torch.is_inference_mode_enabled():
+    # a leaf that was made in inference mode has no node
+    if not parameter.requires_grad or parameter.is_inference() or torch.is_inference_mode_enabled():
         return None
     node = get_gradient_edge(parameter).node
     return node if sys.getrefcount(node) > _UNKEPT else None

@@ -40,8 +40,11 @@ def warn_of(optim_input: Any) -> None:
 
 
 def broadcast(given: Any, model: nn.Module, group: Any) -> dict[str, Any]:
-    """The state dict that rank 0 gives. Communicates."""
-    found: dict[str, Any] = torch_names.from_rank_0(given, instances_in(model)[0].process_group if group is None else group)
+    """The state dict that rank 0 gives. `group` is None or the group of ranks that share the shards. Communicates."""
+    instance = instances_in(model)[0]
+    if instance._inter_node_pg is not None and group in (None, instance.process_group):
+        given = torch_names.from_rank_0(given, instance._inter_node_pg)  # to the first rank of each replica
+    found: dict[str, Any] = torch_names.from_rank_0(given, instance.process_group if group is None else group)
     return found
 
 

@@ -12,6 +12,7 @@ from fsdp.api.wrap import fully_shard
 from fsdp.autograd.pytree import modules_within
 from fsdp.build.convert import change_precision
 from fsdp.build.other_engines import refuse_other_engines
+from fsdp.build.plan import is_bare_container
 from fsdp.comm.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.device.streams import current_accelerator
@@ -127,7 +128,7 @@ def ignored_modules(module: nn.Module, modules: Any, states: Any) -> tuple[set[n
 
 def check(module: nn.Module) -> None:
     """Warn of a module that has no forward, as FSDP1 does."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if is_bare_container(module):
         warnings.warn(
             f"FSDP will not all-gather parameters for containers that do not implement forward: wrap the members of "
             f"{type(module).__name__}.",

@@ -37,7 +37,7 @@ def names_of(instance: Any) -> dict[str, ParamShard]:
         path + name: shards[id(info.parameter)]
         for info in unit.param_infos
         for owner, name in info.slots
-        for path in paths[id(owner)]
+        for path in paths.get(id(owner), ())  # a module may have been replaced
     }
 
 
@@ -193,8 +193,8 @@ def take_values(
 def _take_parts(instance: Any, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
     for name, param_shard in names_of(instance).items():
         given = state_dict.get(prefix + name)
-        if given is None:
-            continue
+        if given is None or given is param_shard.parameter:
+            continue  # torch's functions for state dicts put the parameters themselves in place of values that are not given
         value = torch_names.full_value(given, instance.process_group)
         if not isinstance(value, Tensor) or tuple(value.shape) != param_shard.shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -30,8 +30,9 @@ def summoned(
                 with summoned_unit(ref, writeback=False):
                     pass  # to join the collective
             else:
-                # a rank that holds all of it changes it in place under FSDP1
-                writes = writeback or one.sharding_strategy is ShardingStrategy.NO_SHARD
+                # under FSDP1 a rank that holds all of it changes it in place, unless what it shows is a copy of the host's
+                in_place = one.sharding_strategy is ShardingStrategy.NO_SHARD and not one.cpu_offload.offload_params
+                writes = writeback or in_place
                 grads = stack.enter_context(_full_grads(ref, writes)) if with_grads else {}
                 stack.enter_context(summoned_unit(ref, writes))
                 stack.enter_context(_grads_shown(ref, grads))

@@ -34,6 +34,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp._flat_param import _ShardParamInfo as ShardParamInfo
 from torch.distributed.fsdp._shard_utils import _create_chunk_dtensor, _create_chunk_sharded_tensor
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -69,6 +70,7 @@ __all__ = [
     "ModuleWrapPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ShardParamInfo",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fsdp.api.wrap import no_sync, run_forward
+from fsdp.autograd.frames import own_method
 from fsdp.params.module_params import owning_unit
 from fsdp.runtime.registry import UnitRef, unit_ref_of
 from fsdp.torch_fsdp_api import gradients, optim_states, sharding, state_types, states, summon, torch_names
@@ -395,5 +396,5 @@ class FullyShardedDataParallel(InstanceState):
         given = optim_states.broadcast(optim_state_dict, model, group) if rank0_only else optim_state_dict
         result = optim_states.to_load(given, model, optim_states.order_of(model, optim, None), is_named_optimizer)
         if load_directly:
-            optim.load_state_dict(result)
+            own_method(optim, "load_state_dict")(result)
         return result

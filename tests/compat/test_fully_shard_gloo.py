@@ -32,3 +32,8 @@ def test_the_schedules_of_pipelining_train_as_with_fsdp2(tmp_path: Path, size: i
         for kind in ("gpipe", "1f1b", "interleaved"):
             torch.testing.assert_close(result[kind]["ours"], result[kind]["torch"])
     assert len(results[-1]["gpipe"]["ours"]["losses"]) == 12
+
+
+def test_a_pipeline_that_is_imported_after_install_trains_as_one_process(tmp_path: Path) -> None:
+    for result in results_of("tests.compat.installed_pipeline_program", 2, tmp_path):
+        torch.testing.assert_close(result["found"], result["expected"])

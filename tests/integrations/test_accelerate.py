@@ -11,9 +11,11 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="true", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
 
 import accelerate
+import peft
 import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import load_fsdp_model, save_fsdp_model
 from tiny_llama import LAYER, Source, make_model
 from torch.utils.data import DataLoader, Subset
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -132,6 +134,30 @@ def test_the_plugin_loads_what_it_saved(kind: str, version: int, tmp_path: Path)
     expected, found = twice(1), twice(2)
     assert found["losses"] == pytest.approx(expected["losses"], abs=SAME)
     assert largest_difference(found["weights"], expected["weights"]) < WEIGHTS
+
+
+def adapted(kind: str, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
+    """The adapters of a peft model before they were saved, after they were changed and loaded, and the names left over."""
+    install("torch_fsdp")
+    plugin = plugin_of(1, auto_wrap_policy="no_wrap", transformer_cls_names_to_wrap=None, state_dict_type=kind)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = accelerator.prepare(peft.get_peft_model(make_model(0), config))
+    before = {name: fsdp.full_tensor(p).detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    save_fsdp_model(plugin, accelerator, model, str(folder), adapter_only=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0 if parameter.requires_grad else 0.0)
+    result = load_fsdp_model(plugin, accelerator, model, str(folder), adapter_only=True)
+    after = {name: fsdp.full_tensor(p).detach() for name, p in model.named_parameters() if p.requires_grad}
+    return before, after, [*result.unexpected_keys, *(name for name in result.missing_keys if "lora" in name)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_alone_are_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    for before, after, left_over in run(2, lambda rank: adapted(kind, tmp_path)):
+        assert before and not left_over
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 BROADCASTS = {1: {"sync_module_states": True}, 2: {"cpu_ram_efficient_loading": True}}

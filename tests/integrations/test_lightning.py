@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import fsdp
 from fsdp.integrations.lightning import NAME, FabricFSDPStrategy, FSDPStrategy
+from fsdp.integrations.lightning_common import with_mesh
 from tests.integrations.forked import KILLED, alone, largest_difference, mean_over_ranks, run, script_of_page
 
 BATCH = 8
@@ -364,6 +365,17 @@ def test_fabric_trains_as_one_process_does(accumulates: bool) -> None:
     expected = alone(lambda rank: fabric_run(rank, 1, 4, accumulates=accumulates))
     for weights in run(2, lambda rank: fabric_run(rank, 2, 4, accumulates=accumulates)):
         assert largest_difference(weights, expected) < SAME
+
+
+def test_hybrid_sharding_without_a_mesh_shards_inside_a_host_and_replicates_between_hosts() -> None:
+    expected = alone(lambda rank: fabric_run(rank, 1, 4))
+    for weights in run(2, lambda rank: fabric_run(rank, 2, 4, sharding_strategy="HYBRID_SHARD")):
+        assert largest_difference(weights, expected) < SAME
+    assert_same(fit_on_two(strategy=FSDPStrategy(auto_wrap_policy={Block}, sharding_strategy="HYBRID_SHARD")), fit_alone())
+    hybrid = {"sharding_strategy": "HYBRID_SHARD"}
+    assert with_mesh(hybrid, num_nodes=3, num_processes=8) == {**hybrid, "mesh": (3, 8)}
+    assert with_mesh({**hybrid, "mesh": (2, 12)}, num_nodes=3, num_processes=8) == {**hybrid, "mesh": (2, 12)}
+    assert with_mesh({}, num_nodes=3, num_processes=8) == {}
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
