@@ -11,17 +11,21 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, Final
 from unittest.mock import patch
 
 import torch
 
+from fsdp.api import wrap
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.reduction import accumulated
 from fsdp.reduction.reducer import Reducer
 from fsdp.runtime import steps
 from fsdp.runtime.engine import Engine
+from fsdp.shards import shard_tensor
 from fsdp.shards.shard_tensor import ShardTensor
 
 
@@ -67,6 +71,30 @@ def _forwards_in_tensor_hooks() -> None:
     patch.object(Engine, "refuse_in_grad_hook", _nothing).start()
 
 
+def _data_where_it_was() -> None:
+    patch.object(FlatBuffer, "_are_at_home", lambda flat: True).start()
+
+
+def _changes_through_aliases() -> None:
+    patch.object(shard_tensor, "_count_change", _nothing).start()
+
+
+def _any_grad_dtype() -> None:
+    patch.object(ShardTensor, "grad_dtype", torch.Tensor.grad_dtype).start()
+
+
+def _forked_processes() -> None:
+    patch.object(Unit, "refuse_forked", _nothing).start()
+
+
+def _shards_made_in_inference_mode() -> None:
+    patch.object(wrap, "torch", SimpleNamespace(inference_mode=lambda on: nullcontext())).start()
+
+
+def _embeddings_that_renormalise() -> None:
+    patch.object(wrap, "check_renormalised", _nothing).start()
+
+
 MENDS: Final[dict[str, Callable[[], None]]] = {
     "requires_grad set between a forward and its backward": _flags_at_the_forward_only,
     "requires_grad set inside a forward": _flags_of_shards_only,
@@ -74,6 +102,12 @@ MENDS: Final[dict[str, Callable[[], None]]] = {
     "the shape of a shard is that of its parameter": _sizes_of_parts,
     "gradients set in a tensor hook": _any_gradient_in_tensor_hooks,
     "forwards in a tensor hook": _forwards_in_tensor_hooks,
+    "p.data is replaced and put back": _data_where_it_was,
+    "weights changed through p.data": _changes_through_aliases,
+    "grad_dtype": _any_grad_dtype,
+    "forked processes": _forked_processes,
+    "models that are wrapped in inference mode": _shards_made_in_inference_mode,
+    "embeddings with max_norm": _embeddings_that_renormalise,
 }
 """By name, what takes the mend out."""
 BATCH: Final = 100

@@ -19,14 +19,14 @@ Wrap = Callable[[Net], tuple[nn.Module, Callable[[bool], None]]]
 def plain_player(door: str, size: int) -> Player:
     """What the players of a door are compared with."""
     net = _net(door)
-    return _player(door, net, net, tuple(range(size)), lambda synchronises: None, lambda: _net(door), plain=True)
+    return _player(door, net, net, tuple(range(size)), lambda synchronises: None, lambda norm: _net(door, norm), plain=True)
 
 
 def player(door: str, rank: int) -> Player:
     """On one rank of a simulated world."""
     net = _net(door)
     model, synchronise = DOORS[door](net)
-    return _player(door, model, net, (rank,), synchronise, lambda: DOORS[door](_net(door))[0])
+    return _player(door, model, net, (rank,), synchronise, lambda norm: DOORS[door](_net(door, norm))[0])
 
 
 def kind_of(door: str) -> str:
@@ -42,9 +42,9 @@ def _player(door: str, *things: Any, plain: bool = False) -> Player:
     return made
 
 
-def _net(door: str) -> Net:
+def _net(door: str, max_norm: float | None = None) -> Net:
     """fairscale's names accept float32 alone, and no frozen parameter beside others."""
-    return Net(frozen=False) if door == "fairscale" else Net().double()
+    return Net(False, max_norm) if door == "fairscale" else Net(True, max_norm).double()
 
 
 class _Context:

@@ -46,14 +46,17 @@ def _nothing() -> None:
 class Net(nn.Module):
     """Two units between two layers of the root's own. The second unit is checkpointed."""
 
-    def __init__(self, frozen: bool = True) -> None:
+    def __init__(self, frozen: bool = True, max_norm: float | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.table = nn.Embedding(2, WIDTH, max_norm=max_norm) if max_norm else None
         self.enter = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList([Block(frozen), Block(frozen)])
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.table is not None:
+            x = x + self.table((x[:, 0] > 0).long())
         x = torch.tanh(self.enter(x))
         x = self.blocks[0](x)
         x = checkpoint(self.blocks[1], x, use_reentrant=False)
@@ -98,8 +101,8 @@ class Player:
     """Whose data it computes on."""
     synchronise: Callable[[bool], None]
     """Says whether backwards reduce gradients from now on."""
-    another: Callable[[], nn.Module]
-    """Makes one more model like this one, wrapped."""
+    another: Callable[[float | None], nn.Module]
+    """Makes one more model like this one, wrapped. The number is the `max_norm` of an embedding that it has."""
     plain: bool = False
     without: tuple[str, ...] = ()
     """Acts that the users of this door do not have: nothing happens."""
@@ -159,6 +162,11 @@ class Player:
     def read(self, name: str, value: Any) -> None:
         self.reads.append((name, value))
 
+    @property
+    def hooked(self) -> bool:
+        """Whether what is due in a post-accumulate hook happens there."""
+        return self.syncs and not self.late
+
     # acts that are due ----------------------------------------------------------------------
 
     def reached(self, moment: str, really: bool = True) -> None:
@@ -183,9 +191,7 @@ class Player:
             case "in a tensor hook":
                 handle = weight.register_hook(lambda gradient: self.reached(moment, self.syncs))
             case "in a post-accumulate hook":
-                handle = weight.register_post_accumulate_grad_hook(
-                    lambda parameter: self.reached(moment, self.syncs and not self.late)
-                )
+                handle = weight.register_post_accumulate_grad_hook(lambda parameter: self.reached(moment, self.hooked))
             case _:
                 handle = None
         if handle is not None:

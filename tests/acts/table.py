@@ -105,7 +105,7 @@ def sentence(text: str) -> str:
     """The first sentence of a refusal, or its part before a semicolon, without the names and numbers of this model."""
     text = re.sub(r"^\w+: ", "", text).partition("\n")[0]
     text = re.sub(r"^\w+\.step\b", "optimizer.step", text)
-    text = re.sub(r"'[^']*'|\(\d[^()]*\)|\baten[.\w]+|\d+", "…", text)
+    text = re.sub(r"'[^']*'|\(\d[^()]*\)|\baten[.\w]+|\d+(\.\d+)?", "…", text)
     text = re.split(r"; |\. ", text, maxsplit=1)[0].strip().rstrip(".")
     return text.replace("|", "/").replace("`", "")
 

@@ -548,7 +548,17 @@ def _(at: Player, block: int) -> None:
 @act("make and wrap a model in inference mode")
 def _(at: Player, block: int) -> None:
     with torch.inference_mode():
-        at.read("outputs of another model", [output.clone() for output in at.outputs(at.another()(at.data(994)))])
+        at.read("outputs of another model", [output.clone() for output in at.outputs(at.another(None)(at.data(994)))])
+
+
+@act("make and wrap a model whose embedding has max_norm")
+@torch.no_grad()
+def _(at: Player, block: int) -> None:
+    other = at.another(0.3)
+    at.read("outputs of another model", at.outputs(other(at.data(997))))
+    # the rows that were looked up are smaller from now on
+    next(m for m in other.modules() if isinstance(m, nn.Embedding)).max_norm = None
+    at.read("outputs of another model", at.outputs(other(at.data(998))))
 
 
 @act("call the model in a forked process")

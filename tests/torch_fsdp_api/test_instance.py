@@ -10,8 +10,8 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 
 import fsdp
 from fsdp.comm.simulated import simulate
-from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP
 from fsdp.compat.torch_fsdp import CPUOffload, FlatParameter, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP
 from state_machine import ResidencyState
 from tests.compat.test_torch_fsdp import Block, Net, batch, wrapped
 
