@@ -1,4 +1,4 @@
-"""Parameters that are put into a wrapped model: the values of one that takes the place of another are kept, new ones stay whole."""
+"""Parameters that are put into a wrapped model: what takes the place of another one keeps its values, and new ones stay whole."""
 
 import warnings
 from collections.abc import Callable
