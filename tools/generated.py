@@ -43,7 +43,8 @@ def installed_names() -> str:
 
 PARTS: Final[dict[str, dict[str, Callable[[], str]]]] = {
     "state-machine.md": {"tables": tables},
-    "errors.md": {"illegal moves": remedies, "options of other engines": peer_options},
+    "errors.md": {"illegal moves": remedies},
+    "options.md": {"options of other engines": peer_options},
     "optimizers.md": {"optimizers": optimizer_table.page},
     "../migration/install.md": {"installed names": installed_names},
 }

@@ -30,7 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 RUNNABLE = [
-    page for page in PAGES if page.relative_to(DOCS).parts[0] in ("index.md", "tutorial", "how-to", "migration", "explanation")
+    page
+    for page in PAGES
+    if page.relative_to(DOCS).parts[0] in ("index.md", "tutorial", "how-to", "migration", "explanation", "reference")
 ]
 OUTPUT = 'text title="output"'
 FENCE = re.compile(r"^(?P<indent>[ ]*)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL)
