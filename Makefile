@@ -69,7 +69,7 @@ test-browser: $(VENV)/.made-for-tests
 	@$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[browser]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.report_in_browser $(ARGS)
 
-# measures everything, on a machine that should be idle, and writes docs/development/benchmarks.md and the table in README.md
+# measures everything, on a machine that should be idle, and writes docs/development/benchmarks.md
 bench: $(VENV)/.made-for-tests
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/host.py

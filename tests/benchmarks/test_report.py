@@ -1,9 +1,8 @@
-"""The page and the table in README say what the results say, and nothing else."""
+"""The page says what the results say, and nothing else."""
 
 import re
 from pathlib import Path
 
-import pytest
 import report
 import result_file
 from common import Bar
@@ -13,8 +12,6 @@ def test_the_page_is_what_the_script_makes_of_the_results() -> None:
     results = report.load()
     remedy = "run: python benchmarks/report.py"
     assert report.PAGE.read_text() == report.page(results), remedy
-    readme = report.README.read_text()
-    assert readme == report.between_marks(readme, report.main_table(results)), remedy
 
 
 def test_every_figure_of_the_page_is_there_and_small_and_no_other_is() -> None:
@@ -34,10 +31,7 @@ def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
     results = report.load(tmp_path)
     assert [*results] == ["wire"]
     assert "Not measured yet: `python benchmarks/step.py`." in report.page(results)
-    assert (
-        "Not measured yet: step, host, instructions, memory, overlap, scale, hosts, accelerator, offload."
-        in report.main_table(results)
-    )
+    assert report.page(results).count("Not measured yet: ") == len(report.TITLES) - 1
 
 
 def test_bars_of_several_cases_are_one_line_and_no_miss_is_lost() -> None:
@@ -47,10 +41,16 @@ def test_bars_of_several_cases_are_one_line_and_no_miss_is_lost() -> None:
         "| step: a / b | 0.8 | 0.7 to 0.9 | there | holds in 1 of 2 |",
         "| wire: c | 0 | 0 | d | holds |",
     ]
-    assert report.bars_table(results, only=["wire: c"]).count("\n") == 2
 
 
-def test_a_text_without_marks_is_refused() -> None:
-    assert report.between_marks("a\n{}\nold\n{}\nb".format(*report.MARKS), "new").splitlines()[3] == "new"
-    with pytest.raises(SystemExit, match="to write between"):
-        report.between_marks("nothing", "new")
+def test_every_bar_is_on_the_page_also_those_that_are_missed() -> None:
+    results = report.load()
+    page = report.page(results)
+    measures = {bar["measure"] for one in results.values() for bar in one["bars"]}
+    assert len(measures) > 50 and all(f"| {measure} | " in page for measure in measures)
+    assert "missed" in page
+
+
+def test_text_of_the_page_is_wrapped_and_tables_are_not() -> None:
+    lines = report.page(report.load()).splitlines()
+    assert max(len(line) for line in lines if not line.startswith("|")) <= report.WIDTH < max(map(len, lines))
