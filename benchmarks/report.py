@@ -87,7 +87,8 @@ def _number(value: float) -> str:
 
 def page(results: Mapping[str, Report]) -> str:
     parts = [
-        "# Benchmarks\n\nWritten by `python benchmarks/report.py` from the raw numbers in `benchmarks/results/`. "
+        "# Benchmarks",
+        "Written by `python benchmarks/report.py` from the raw numbers in `benchmarks/results/`. "
         "`benchmarks/README.md` says how everything is measured, [Performance](../explanation/performance.md) what it means.",
         f"## The bars\n\n{bars_table(results)}",
     ]

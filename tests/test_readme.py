@@ -1,5 +1,6 @@
 """What README says is what happens, and what it counts is what the other pages have."""
 
+import json
 import re
 from pathlib import Path
 
@@ -85,6 +86,24 @@ def test_failures_are_counted_as_the_page_has_them(heading: str, sign: str, row:
         assert cells, engine
         count = sum(sign in cell for cell in cells)
         assert re.search(rf"\b{count} of {len(cells)}\b", said.split("|")[column]), (engine, count, len(cells))
+        if engine == "fsdp":
+            assert f": {count} of {len(cells)}" in README.partition("## ")[0]
+
+
+@pytest.mark.parametrize(
+    ("measure", "said"), [("step: ours / FSDP2", "of FSDP2's time"), ("step: ours / the faster FSDP1", "of FSDP1's")]
+)
+def test_the_speed_is_that_of_the_results(measure: str, said: str) -> None:
+    step = json.loads((ROOT / "benchmarks" / "results" / "step.json").read_text(encoding="utf-8"))
+    found = [bar["value"] for bar in step["bars"] if bar["measure"] == measure]
+    (line,) = [line for line in README.splitlines() if line.startswith("- **Speed**")]
+    assert f"{min(found):.2f} to {max(found):.2f} {said}" in line
+    assert f", {len(found)} cases: " in line
+
+
+def test_no_line_of_readme_has_a_footnote_or_a_measure_that_is_missed() -> None:
+    assert not re.search("[¹²³]", README)
+    assert "missed" not in README
 
 
 def test_the_quoted_refusal_is_the_one_that_is_raised() -> None:
