@@ -410,16 +410,32 @@ def all_over_gloo() -> dict[str, str]:
 
 
 def page(rows: dict[tuple[str, str], dict[str, str]]) -> str:
+    """A table of `rows`, in which strategies with the same cells share a line."""
     lines = [f"| what fails | strategy | {' | '.join(PHASES)} |", "| --- | --- |" + " --- |" * len(PHASES)]
+    shared: dict[tuple[str, str], list[str]] = {}
     for (name, strategy), row in rows.items():
-        lines.append(f"| {name} | {strategy} | {' | '.join(row[phase] for phase in PHASES)} |")
+        shared.setdefault((name, " | ".join(row[phase] for phase in PHASES)), []).append(strategy)
+    lines += [f"| {name} | {', '.join(strategies)} | {cells} |" for (name, cells), strategies in shared.items()]
     return "\n".join(lines)
+
+
+def rows_of(text: str) -> dict[tuple[str, str], dict[str, str]]:
+    """The rows of a table that `page` made."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for line in text.splitlines():
+        if line.startswith("| ") and not line.startswith(("| what", "| ---")):
+            name, strategies, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            for strategy in strategies.split(", "):
+                assert (name, strategy) not in found, f"{name} under {strategy} is there twice"
+                found[name, strategy] = dict(zip(PHASES, cells, strict=True))
+    return found
 
 
 def row_of(name: str, strategy: str, find: Callable[[str, str, str], str]) -> dict[str, str]:
     return {phase: find(name, strategy, phase) for phase in PHASES}
 
 
+ALONE: Final = "## One rank fails alone, over gloo"
 HEAD: Final = """# When a step fails
 
 Written by `python -m tools.failures gloo`; the first table is checked by `tests/failure/test_failures.py`. In each cell
@@ -447,7 +463,7 @@ def write() -> None:
     alone = {one: row_of(*one, lambda name, strategy, phase: gloo[f"{name}/{strategy}/{phase}"]) for one in cells}
     beside = "".join(PAGE.read_text(encoding="utf-8").partition(BESIDE)[1:])
     PAGE.write_text(
-        f"{HEAD}\n## All ranks fail alike, simulated\n\n{page(alike)}\n\n## One rank fails alone, over gloo\n\n"
+        f"{HEAD}\n## All ranks fail alike, simulated\n\n{page(alike)}\n\n{ALONE}\n\n"
         f"The others raise `fsdp.PeerFailed`, and start the step again as it does.\n\n{page(alone)}\n{beside}",
         encoding="utf-8",
     )

@@ -1,4 +1,4 @@
-"""The parts of pages that are printed from tables: of the state machine, of other engines' options, of doors, and of optimizers.
+"""The parts of pages that are printed from tables: of illegal moves, of other engines' options, of doors, and of optimizers.
 
 python -m tools.generated     writes them
 """
@@ -10,7 +10,7 @@ from typing import Final
 
 from fsdp.build.peer_options import PEER_OPTIONS
 from fsdp.compat.doors import DOORS, replacements
-from state_machine.markdown import remedies, tables
+from state_machine.markdown import remedies
 from tests.shards import optimizer_table
 
 REFERENCE: Final = Path(__file__).resolve().parents[1] / "docs" / "reference"
@@ -42,7 +42,6 @@ def installed_names() -> str:
 
 
 PARTS: Final[dict[str, dict[str, Callable[[], str]]]] = {
-    "state-machine.md": {"tables": tables},
     "errors.md": {"illegal moves": remedies},
     "options.md": {"options of other engines": peer_options},
     "optimizers.md": {"optimizers": optimizer_table.page},

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeGuard
 
 import pytest
@@ -13,6 +14,7 @@ from state_machine import bucket, residency, staleness, table
 from state_machine.lifecycle import REMEDIES
 from state_machine.markdown import MACHINES, _step, remedies, tables
 from state_machine.vocabulary import Action, Event, MachineEnum, State
+from tools import site_hook
 from tools.generated import PARTS, REFERENCE, generated
 
 
@@ -20,6 +22,21 @@ from tools.generated import PARTS, REFERENCE, generated
 def test_the_page_shows_the_tables(page: str) -> None:
     shown = (REFERENCE / page).read_text(encoding="utf-8")
     assert shown == generated(page, shown), "run: python -m tools.generated"
+
+
+def test_the_site_shows_the_tables_of_the_state_machine_and_leaves_other_pages_alone() -> None:
+    source = (REFERENCE / "state-machine.md").read_text(encoding="utf-8")
+    shown = site_hook.on_page_markdown(source, page=page_of("reference/state-machine.md"), config=None, files=None)
+    assert shown == source.replace(site_hook.MARK, tables()) and "## The lifecycle of a unit" in shown
+    assert site_hook.on_page_markdown(source, page=page_of("reference/errors.md")) == source
+    with pytest.raises(ValueError, match="0 times"):
+        site_hook.on_page_markdown("no mark", page=page_of("reference/state-machine.md"))
+    configured = (REFERENCE.parents[1] / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "\nhooks:\n  - tools/site_hook.py\n" in configured
+
+
+def page_of(path: str) -> SimpleNamespace:
+    return SimpleNamespace(file=SimpleNamespace(src_uri=path))
 
 
 def test_every_table_of_the_package_is_listed() -> None:

@@ -5,12 +5,12 @@ import os
 import pytest
 
 from tools.failures import (
+    ALONE,
     APART,
     BESIDE,
     HEAD,
     NOT_REACHED,
     PAGE,
-    PHASES,
     POINTS,
     RECOVERED,
     STRATEGIES,
@@ -18,6 +18,7 @@ from tools.failures import (
     in_processes,
     page,
     row_of,
+    rows_of,
     simulated,
 )
 from tools.peer_engines import ENGINES
@@ -30,26 +31,27 @@ SOME = [(name, tuple(STRATEGIES)[number % len(STRATEGIES)]) for number, name in 
 
 @pytest.mark.parametrize(("name", "strategy"), ALL if os.environ.get("ALL_FAILURES") else SOME)
 def test_what_happens_when_a_step_fails_is_on_the_page(name: str, strategy: str) -> None:
-    row = {(name, strategy): row_of(name, strategy, simulated)}
-    assert page(row).splitlines()[-1] in PAGE.read_text(encoding="utf-8").partition("over gloo")[0]
+    written = rows_of(PAGE.read_text(encoding="utf-8").partition(ALONE)[0])
+    assert row_of(name, strategy, simulated) == written[name, strategy]
 
 
 def test_the_page_has_every_row_twice_and_nothing_that_is_not_recovered_but_late_hooks() -> None:
     text = PAGE.read_text(encoding="utf-8").partition(BESIDE)[0]
     assert text.startswith(HEAD)
-    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| what", "| ---"))]
-    assert len(rows) == 2 * len(ALL)
-    for number, row in enumerate(rows):
-        name, _, *cells = (cell.strip() for cell in row.strip("|").split("|"))
-        assert len(cells) == len(PHASES)
-        good = {NOT_REACHED, TOO_LATE if name == "a post-accumulate hook" else RECOVERED}
-        assert set(cells) <= good | ({APART} if number >= len(ALL) else set())
+    alike, _, alone = text.partition(ALONE)
+    for table, late in ((alike, set()), (alone, {APART})):
+        rows = rows_of(table)
+        assert set(rows) == set(ALL)
+        assert page(rows) in table
+        for (name, _), row in rows.items():
+            good = {NOT_REACHED, TOO_LATE if name == "a post-accumulate hook" else RECOVERED}
+            assert set(row.values()) <= good | late
 
 
 @pytest.mark.gloo
 def test_what_happens_when_one_rank_fails_alone_is_on_the_page() -> None:
     """Cells that are recovered, some unheard by any hook, one where all are told, and one under NO_SHARD, in two processes."""
-    text = PAGE.read_text(encoding="utf-8").partition(BESIDE)[0].partition("over gloo\n")[2]
+    text = PAGE.read_text(encoding="utf-8").partition(BESIDE)[0].partition(ALONE)[2]
     cells = [
         ("a node of the backward", "FULL_SHARD", "backward"),
         ("the loss", "FULL_SHARD", "forward"),
@@ -59,9 +61,7 @@ def test_what_happens_when_one_rank_fails_alone_is_on_the_page() -> None:
     ]
     found = in_processes(cells, limit=60)
     for name, strategy, phase in cells:
-        (row,) = (line for line in text.splitlines() if line.startswith(f"| {name} | {strategy} |"))
-        written = dict(zip(PHASES, (one.strip() for one in row.strip("|").split("|")[2:]), strict=True))
-        assert found[f"{name}/{strategy}/{phase}"] == written[phase]
+        assert found[f"{name}/{strategy}/{phase}"] == rows_of(text)[name, strategy][phase]
     assert set(found.values()) == {RECOVERED, APART}
 
 

@@ -1,0 +1,24 @@
+"""What mkdocs does with a page when the site is built: the tables of the state machine are printed where the page has its mark.
+
+mkdocs.yml names this file. `python -m state_machine tables` prints the same.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from state_machine.markdown import tables
+
+PAGE: Final = "reference/state-machine.md"
+MARK: Final = "<!-- tables -->"
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """The text of a page as the site has it."""
+    if page.file.src_uri != PAGE:
+        return markdown
+    if markdown.count(MARK) != 1:
+        raise ValueError(f"{PAGE} has the mark {MARK} {markdown.count(MARK)} times; it must be there once.")
+    return markdown.replace(MARK, tables())
