@@ -239,3 +239,14 @@ def test_every_public_name_is_in_the_reference_once() -> None:
 def test_the_navigation_lists_every_page_and_no_other() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
     assert sorted(re.findall(r"[\w/-]+\.md$", navigation, re.MULTILINE)) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+
+
+def test_lines_outside_tables_can_be_read() -> None:
+    """A table's row is one line, and code of a page may quote what a program prints."""
+    long = []
+    for page in (*PAGES, ROOT / "README.md", ROOT / "CHANGELOG.md"):
+        text = FENCE.sub(lambda block: "\n" * block.group().count("\n"), page.read_text(encoding="utf-8"))
+        for number, line in enumerate(text.splitlines(), start=1):
+            if len(line) > 200 and not line.lstrip().startswith("|"):
+                long.append(f"{page.relative_to(ROOT)}:{number}")
+    assert not long
