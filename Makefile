@@ -91,11 +91,11 @@ bench: $(VENV)/.made-for-tests
 
 # builds the documentation into site/; every warning is an error
 docs: $(DOCS_VENV)/.made
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --clean
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --clean
 
 # serves the documentation at http://127.0.0.1:8000 and builds it again when a page changes
 docs-serve: $(DOCS_VENV)/.made
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs serve
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs serve
 
 $(VENV)/.made: pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -1,13 +1,9 @@
 """What mkdocs does with a page when the site is built: the tables of the state machine are printed where the page has its mark.
 
-mkdocs.yml names this file. `python -m state_machine tables` prints the same.
+mkdocs.yml names this file; `make docs` puts the root on the path. torch is not needed. `python -m state_machine tables` prints the same.
 """
 
-import sys
-from pathlib import Path
 from typing import Any, Final
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from state_machine.markdown import tables
 
