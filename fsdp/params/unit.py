@@ -8,6 +8,8 @@ Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,9 @@ from fsdp.params.module_params import forget_owner, module_params_of, register_o
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.unit_observer import UnitObserver
 from fsdp.params.versions import Versions
+from fsdp.shards.shard_tensor import quick_attributes
+
+_GRAD: Final = attrgetter("grad")
 
 
 class Unit:
@@ -377,8 +382,31 @@ class Unit:
         for module_params in self._module_params:
             module_params.use_unsharded()
 
+    def refuse_lost_acts(self) -> None:
+        """Check at the end of a forward what the user did with the unsharded parameters that the modules show.
+
+        Raises:
+            ShardingError: a gradient was set, which no shard would get, or a parameter was put in the place of another.
+        """
+        self.check_modules()
+        with quick_attributes():
+            gradients = [*map(_GRAD, self.unsharded_params)]
+        if gradients.count(None) < len(gradients):
+            name = next(info.names[0] for info, one in zip(self.param_infos, gradients, strict=True) if one is not None)
+            self.clear_unsharded_grads()
+            raise ShardingError(
+                f"`.grad` of {name!r} was set inside the forward of unit {self.name!r}, where the module shows an unsharded "
+                "parameter, whose gradient does not stay; set it before or after the forward."
+            )
+
+    def clear_unsharded_grads(self) -> None:
+        """Drop the gradients of the unsharded parameters."""
+        for unsharded in self.unsharded_params:
+            unsharded.grad = None
+
     def use_sharded(self) -> None:
         """Let the modules show the shards."""
+        self.sync_requires_grad()  # from now on the user sees the flags of the shards
         if self._read_by_recompute:
             self.write_back_inplace_of_recompute()
         self._open = False

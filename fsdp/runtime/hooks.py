@@ -211,7 +211,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
                     self._unit.write_back_inplace_of_recompute()
                 else:
                     call.path.add_updates(self._unit.write_back_inplace())
-                    self._unit.sync_requires_grad()
+                    self._unit.refuse_lost_acts()
                 self._find_outputs(call, output)
             except ShardingError as refusal:
                 self._engine.note(refusal, self._index)
@@ -227,7 +227,6 @@ class UnitHooks(RefuseCopy, UnitObserver):
             self._calls.pop()
             self._side_outputs.end(call.carried)
             if recompute:
-                self._unit.sync_requires_grad()
                 self._unit.intercept_reads()
         policy = self._unit.config.mp_policy
         return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
