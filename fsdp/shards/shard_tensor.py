@@ -171,6 +171,9 @@ class ShardTensor(Tensor):
 
     reshape_as = view_as
 
+    def ravel(self) -> Any:
+        return self.flatten()
+
     def __getitem__(self, index: Any) -> Any:
         """All elements in another shape, or what tensors select."""
         if not _has_numbers_alone(index):
@@ -268,10 +271,26 @@ def _viewed(shard: ShardTensor, shape: Sequence[int]) -> Tensor:
     viewed = info.viewed(tuple(shape))
     if viewed is info or not shard.is_reduced:
         return Tensor.view(shard, info.local_shape)
-    if viewed is None or (shard.requires_grad and torch.is_grad_enabled()):
-        # autograd's formula would use the sizes of the part
+    if viewed is None:
         refuse(f"a view of shape {tuple(shape)}", info)
+    return cast(Tensor, _View.apply(shard, viewed))  # type: ignore[no-untyped-call]
+
+
+def _as_viewed(shard: ShardTensor, viewed: ShardInfo) -> ShardTensor:
     return as_shard(plain(shard).view(viewed.local_shape), viewed)
+
+
+class _View(torch.autograd.Function):
+    """A view of another shape. The formula of torch's own would ask for the sizes of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: ShardTensor, viewed: ShardInfo) -> ShardTensor:  # type: ignore[override]
+        ctx.info = shard.shard_info
+        return _as_viewed(shard, viewed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[ShardTensor, None]:  # type: ignore[override]
+        return as_shard(plain(gradient).reshape(ctx.info.local_shape), ctx.info), None
 
 
 def _has_numbers_alone(index: Any) -> bool:
@@ -393,8 +412,9 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What composite operators of torch ask for by the sizes of this rank's part. Methods of shards know the full shape."""
     info, sizes = _first_info(args), tuple(args[1])
-    if sizes in ((-1,), (info.local_shape.numel(),)) and len(info.shape) > 1 and func is not torch.ops.aten.expand.default:
-        return _viewed(args[0], (info.numel,))
+    in_a_row = info.viewed((info.numel,))
+    if in_a_row is not None and sizes in ((-1,), in_a_row.local_shape) and func is not torch.ops.aten.expand.default:
+        return _as_viewed(args[0], in_a_row)
     keeps = len(sizes) == len(info.shape) == len(info.local_shape) and all(
         size in (-1, here, full) for size, here, full in zip(sizes, info.local_shape, info.shape, strict=True)
     )
