@@ -33,7 +33,11 @@ ORDER: dict[str, tuple[str, ...]] = {
         "measure",
         "comparison",
         "choices",
-        "rehearsal",
+    ),
+    "rehearsal": (
+        "rehearse",
+        "memory",
+        "kernels",
         "communicator",
         "recall",
         "clock",
@@ -259,6 +263,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     "failure": (
         "watchdog",
         "peers",
+        "notices",
+        "process_end",
         "liveness",
         "desync",
         "pending_call",
@@ -270,6 +276,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "cutter",
         "storage",
     ),
+    "newer_peers": (),
     "config": (),
     "file_errors": (),
     "errors": (),
@@ -413,8 +420,8 @@ def test_only_engine_and_its_neighbours_import_state_machine() -> None:
     )
 
 
-# torch's configuration objects are given on, and nothing is called
-_NAMES_OF_FSDP2 = {"compat.fully_shard", "fully_shard_api.wrap"}
+# torch's configuration objects are given on, its names are compared with ours, and nothing is called
+_NAMES_OF_FSDP2 = {"compat.fully_shard", "fully_shard_api.wrap", "fully_shard_api.module"}
 
 
 def test_only_process_group_and_connect_import_torch_distributed() -> None:
@@ -463,6 +470,8 @@ def test_only_hooks_registers_a_hook() -> None:
         {
             # fused optimizers, whose steps no version counter shows
             "uneven.weight_changes",
+            # steps whose gradients are not there yet are refused
+            "runtime.steps",
             "runtime.hooks",
             "runtime.double_backward",
             "runtime.grad_hooks",
@@ -552,6 +561,7 @@ NOT_OURS = {
 }
 """The attributes of objects of torch and Python that this package writes, and why."""
 LOCALS_NOT_OURS = {
+    ("shards.shard_tensor", "made"): "a tensor that is made here",
     ("shards.shard_tensor", "torch"): "torch.numel, which asks no class of tensors and must count the elements of the parameter",
     ("params.external_use", "ctx"): "the context of a torch.autograd.Function is for attributes of its user",
     ("comm.simulated", "_this_thread"): "a threading.local is for attributes of its user",

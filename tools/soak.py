@@ -5,6 +5,7 @@ python -m tools.soak programs --seed 1234                begins with the batch o
 python -m tools.soak paths --seed 1234                   programs of ranks that go different ways (`uneven_paths`)
 python -m tools.soak paths-gloo --seed 1234              the same on three processes over gloo
 python -m tools.soak uneven --seed 1234                  the programs of random trees, of which each rank takes its own calls
+python -m tools.soak acts --seed 1234                    moves of training and acts of a user between them, at every moment
 python -m tools.soak accelerator --seed 1234             programs on the pretend accelerator, with the bits of the host
 python -m tools.soak faults --seed 7 --first 1234        begins with fault 1234 of that run
 python -m tools.soak RANK FOLDER SECONDS SEED FIRST      is one of the four processes of faults
@@ -25,10 +26,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +40,9 @@ from fsdp.debug import dump
 from tests.support.processes import command, environment
 from tools.failures import APART, LATE, NOT_REACHED, PAGE, PHASES, RECOVERED, STRATEGIES, TOO_LATE, cell, tight
 
+if TYPE_CHECKING:
+    import hypothesis
+
 SIZE: Final = 4
 PATHS: Final = "paths"
 PATHS_SIZE: Final = 3
@@ -44,6 +50,8 @@ HANGS: Final = 180
 """Seconds after which a fault, or a batch of programs, that is not over is a hang."""
 BATCH: Final = 50
 """Programs that Hypothesis draws from one seed."""
+MOVES: Final = 20
+"""Rules of the state machine of acts in one program, at most."""
 WARM: Final = 20
 """Faults after which what is held is taken for what a run needs."""
 WARM_BATCHES: Final = 6
@@ -171,13 +179,25 @@ def of_plain_torch(seconds: float, count: int, seed: int, uneven: bool = False) 
     programs(seconds, count, seed, check, uneven)
 
 
+def acts(seconds: float, count: int, seed: int) -> None:
+    """Random moves of training, and acts of a user between and inside them, against plain torch."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    batches(seconds, count, seed, batch_of_acts)
+
+
 def programs(seconds: float, count: int, seed: int, check: Callable[..., None], uneven: bool = False) -> None:
-    """Draw programs and check them until the time is over and there were `count` of them."""
+    """Random programs on random trees."""
+    batches(seconds, count, seed, lambda batch: batch_of(check, batch, uneven))
+
+
+def batches(seconds: float, count: int, seed: int, play: Callable[[int], int]) -> None:
+    """Draw batches of programs and check them until the time is over and there were `count` programs."""
     done, batch, begin, spoken, warm = 0, seed, time.monotonic(), time.monotonic(), held_now()
     while batch == seed or time.monotonic() - begin < seconds or done < count:
         faulthandler.dump_traceback_later(4 * HANGS, exit=True)
         try:
-            done += batch_of(check, batch, uneven)
+            done += play(batch)
         except BaseException:
             print(f"programs: failed with --seed {batch}", flush=True)
             raise
@@ -251,17 +271,10 @@ def batch_of(check: Callable[..., None], number: int, own_calls: bool) -> int:
 
     from tests.support.strategies import programs, trees, uneven, world_sizes
 
-    done, others = 0, set(dump._snapshots)
+    done = 0
 
     @hypothesis.seed(number)
-    @hypothesis.settings(
-        max_examples=BATCH,
-        deadline=None,
-        database=None,
-        print_blob=True,
-        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    @settings_of_batch()
     @hypothesis.given(st.data(), world_sizes, st.integers(0, 2**16))
     def some(data: st.DataObject, world_size: int, order: int) -> None:
         nonlocal done
@@ -273,14 +286,56 @@ def batch_of(check: Callable[..., None], number: int, own_calls: bool) -> int:
         check(tree, program, world_size, order)
         done += 1
 
-    some()
+    with no_engine_left():
+        some()
+    return done
+
+
+def batch_of_acts(number: int) -> int:
+    """The same of programs that the state machine of acts writes down."""
+    import hypothesis
+    from hypothesis.stateful import run_state_machine_as_test
+
+    from tests.acts import machine
+
+    done = 0
+
+    @hypothesis.seed(number)
+    class Counted(machine.ActsAtAnyMoment):
+        def teardown(self) -> None:
+            nonlocal done
+            super().teardown()
+            done += 1
+
+    with no_engine_left():
+        run_state_machine_as_test(Counted, settings=hypothesis.settings(settings_of_batch(), stateful_step_count=MOVES))
+    return done
+
+
+def settings_of_batch() -> "hypothesis.settings":
+    import hypothesis
+
+    return hypothesis.settings(
+        max_examples=BATCH,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+
+@contextmanager
+def no_engine_left() -> Iterator[None]:
+    """Raises AssertionError if an engine that is made inside lives on."""
+    others = set(dump._snapshots)
+    yield
     gc.collect()
     end = time.monotonic() + LATE_CLEAN_UP
     while (left := dump._snapshots - others) and time.monotonic() < end:
         time.sleep(0.01)
         gc.collect()
-    assert not left, f"{len(left)} engines are left of {done} programs"
-    return done
+    assert not left, f"{len(left)} engines are left"
 
 
 def start_ranks(size: int, *arguments: object) -> "list[subprocess.Popen[bytes]]":
@@ -305,7 +360,10 @@ def end_of(ranks: "list[subprocess.Popen[bytes]]") -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", nargs="?", choices=("both", "faults", "programs", "paths", "paths-gloo", "uneven", "accelerator"), default="both"
+        "what",
+        nargs="?",
+        choices=("both", "faults", "programs", "paths", "paths-gloo", "uneven", "acts", "accelerator"),
+        default="both",
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="go on for so long")
     parser.add_argument("--programs", type=int, default=0, help="and until there were so many programs")
@@ -317,6 +375,9 @@ def main() -> None:
         return
     if asked.what == "uneven":
         of_plain_torch(asked.seconds, asked.programs, asked.seed, uneven=True)
+        return
+    if asked.what == "acts":
+        acts(asked.seconds, asked.programs, asked.seed)
         return
     if asked.what == "accelerator":
         on_accelerator(asked.seconds, asked.programs, asked.seed)

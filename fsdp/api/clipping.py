@@ -2,6 +2,7 @@
 
 import math
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +47,24 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         refuse_unless_resting("clip_grad_norm_", engine)
         if engine.reducer.keeps_gradients:
             raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
+    spread = {
+        id(p)
+        for engine in engines
+        for unit in engine.units
+        for flat in unit.flats
+        if flat.is_tensor_parallel
+        for p in flat.sharded_params
+    }
     # only parameters of which this rank holds elements
-    strided, sparse = _gradients_of(parameters)
+    strided, sparse = _gradients_of([p for p in parameters if id(p) not in spread])
     # every rank must choose one dtype, also one that holds no gradient
     is_double = any(flat.shard.dtype is torch.float64 for engine in engines for unit in engine.units for flat in unit.flats)
     local = _local_norm(strided, sparse, power, torch.float64 if is_double else torch.float32, engines[0].units[0].shard_device)
     total = _combine(comms.reduce_comm, local, power)
+    gradients = [p.grad for p in parameters if id(p) in spread and p.grad is not None]
+    if gradients:
+        total = torch.linalg.vector_norm(torch.stack([total, _norm_of_dtensors(gradients, power).to(total)]), power)
+        strided += _gradients_of([p for p in parameters if id(p) in spread])[0]
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     _scale(strided, factor)
     for gradient in sparse:
@@ -125,6 +138,16 @@ def _local_norm(strided: list[Tensor], sparse: list[Tensor], power: float, dtype
     return total
 
 
+def _norm_of_dtensors(gradients: list[Tensor], power: float) -> Tensor:
+    """The norm over gradients that tensor parallelism has spread as well. Communicates.
+
+    torch counts each element once, also where it is replicated.
+    """
+    norm: Any = torch.nn.utils.get_total_norm(gradients, power)
+    total: Tensor = norm.full_tensor()
+    return total
+
+
 def _combine(comm: Communicator, local: Tensor, power: float) -> Tensor:
     if math.isinf(power):
         comm.all_reduce(local, "max", "gradient norm").wait()
@@ -159,6 +182,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         engine = engines_in(model, "ShardedGradScaler")[0]
+        if any(flat.is_tensor_parallel for unit in engine.units for flat in unit.flats):
+            raise ShardingError(
+                "ShardedGradScaler: tensor parallelism has spread parameters, so ranks of other groups must agree as well; use "
+                "torch.amp.GradScaler."
+            )
         self._found_on = engine.units[0].shard_device
         kind = device or self._found_on.type
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)

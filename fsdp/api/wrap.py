@@ -8,6 +8,7 @@ from enum import Enum
 from functools import wraps
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from fsdp.api import clipping
@@ -18,7 +19,15 @@ from fsdp.build.consistency import agree
 from fsdp.build.other_engines import refuse_other_engines
 from fsdp.build.peer_options import accepts_peer_options
 from fsdp.build.plan import Planned, WrapPolicy, make_plan
-from fsdp.build.shardable import check_devices, check_shardable, check_triggers, choose_shard_dims, device_of
+from fsdp.build.shardable import (
+    check_devices,
+    check_renormalised,
+    check_shardable,
+    check_triggers,
+    choose_dtypes,
+    choose_shard_dims,
+    device_of,
+)
 from fsdp.build.torch_policies import PrecisionFields, offload_of, precision_of
 from fsdp.comm.connect import Mesh, ProcessGroup, open_comms
 from fsdp.comm.context import CommContext
@@ -319,6 +328,7 @@ def fully_shard(
         )
         plan = _plan(modules, auto_wrap_policy, ignored_modules, ignored_params, comms, config)
         choose_shard_dims(plan, config, mesh, shard_placement_fn)
+        choose_dtypes(plan, config, mp_policy)
         check_initialisation(plan, param_init_fn)
         return config, plan
 
@@ -326,7 +336,8 @@ def fully_shard(
     intercept_engine_calls(translate_shards)
     dtensor_mesh = make_dtensor_mesh(open_mesh(process_group, mesh, device_of(plan))) if config.dtensors else None
     comms = open_comms(*ranks, config.reduction.streams)
-    build(plan, config, comms, param_init_fn, (*(ignored_modules or ()), *(ignored_params or ())), dtensor_mesh)
+    with torch.inference_mode(False):  # the shards can be trained, also if the module is wrapped in inference mode
+        build(plan, config, comms, param_init_fn, (*(ignored_modules or ()), *(ignored_params or ())), dtensor_mesh)
     return module
 
 
@@ -359,6 +370,7 @@ def _plan(
                 "another way; wrap all units of a model alike."
             )
     check_devices(plan, comms.world_comm)
+    check_renormalised(plan, comms.world_comm)
     return plan
 
 

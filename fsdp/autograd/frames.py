@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Collection, Iterator
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
@@ -112,6 +113,16 @@ def caller_of_torch_states() -> tuple[str, dict[str, Any]]:
     """The name of the function of torch's for state dicts that runs, the outermost one, and its globals; "" without any."""
     found = [frame for frame in _frames() if frame.f_globals.get("__name__") == _TORCH_STATE]
     return (found[-1].f_code.co_name, found[-1].f_globals) if found else ("", {})
+
+
+def own_method(target: Any, name: str) -> Any:
+    """The method of `target`, or that of its class where torch's functions for state dicts have put one of theirs before it.
+
+    Theirs ask this engine, which would ask it again.
+    """
+    method = getattr(target, name)
+    is_theirs = _TORCH_STATE in sys.modules and method in sys.modules[_TORCH_STATE]._patched_state_dict
+    return partial(getattr(type(target), name), target) if is_theirs else method
 
 
 def gets_gradient(leaf: Tensor) -> bool:

@@ -127,6 +127,10 @@ class BackwardPath:
         """Add tensors of which `autograd.grad` may compute gradients."""
         self.endpoints += references
 
+    def set_versions(self, versions: int) -> None:
+        """The gather has taken over data of the user, which the call computes with."""
+        self.versions = versions
+
     def add_updates(self, count: int) -> None:
         """The call has changed so many of the unit's parameters in place."""
         self.versions += count

@@ -25,17 +25,23 @@ from fsdp.shards.shard_tensor import plain
 Conversion = Callable[[Tensor], Tensor]
 
 
+def changed_flats(unit: Unit, fn: Conversion) -> list[FlatBuffer]:
+    """The flat buffers of a unit whose shards get another dtype or device by `fn`."""
+    probes = [(flat, flat.shard.new_empty(0)) for flat in unit.flats]
+    return [flat for flat, probe in probes if (made := fn(probe)).dtype is not probe.dtype or made.device != probe.device]
+
+
 def changes(unit: Unit, fn: Conversion) -> bool:
-    """Whether `fn` gives the shards of a unit another dtype or device."""
-    probes = [flat.shard.new_empty(0) for flat in unit.flats]
-    return any((made := fn(probe)).dtype is not probe.dtype or made.device != probe.device for probe in probes)
+    """Whether `fn` gives shards of a unit another dtype or device."""
+    return bool(changed_flats(unit, fn))
 
 
 @torch.no_grad()
-def convert(engine: Engine, fn: Conversion, units: Collection[int]) -> Engine:
+def convert(engine: Engine, fn: Conversion, units: Collection[int], chosen: Collection[FlatBuffer] | None = None) -> Engine:
     """Convert the parameters and gradients of some units of a root by `fn`; return the engine that drives the root from now on.
 
-    `units`: the numbers of the units. Parameter objects, hooks of the user, and the options of the root stay.
+    `units`: the numbers of the units. `chosen`: flat buffers of these units; the others stay as they are. None means all.
+    Parameter objects, hooks of the user, and the options of the root stay.
 
     Memory: the shards of these units twice.
 
@@ -45,9 +51,11 @@ def convert(engine: Engine, fn: Conversion, units: Collection[int]) -> Engine:
             was changed.
     """
     _refuse(engine, units, "to", fn)
-    shards = {index: [fn(flat.shard) for flat in engine.units[index].flats] for index in units}
+    fns = {
+        index: [fn if chosen is None or flat in chosen else _unchanged for flat in engine.units[index].flats] for index in units
+    }
     configs = {index: engine.units[index].config for index in units}
-    return _remade(engine, fn, shards, configs)
+    return _remade(engine, fns, configs)
 
 
 @torch.no_grad()
@@ -60,17 +68,26 @@ def change_precision(engine: Engine, policies: Mapping[int, MixedPrecisionPolicy
         ShardingError: see `convert`.
     """
     _refuse(engine, policies, function_name)
-    shards = {index: [flat.shard for flat in engine.units[index].flats] for index in policies}
+    fns: dict[int, list[Conversion]] = {index: [_unchanged] * len(engine.units[index].flats) for index in policies}
     configs = {index: replace(engine.units[index].config, mp_policy=policy) for index, policy in policies.items()}
-    return _remade(engine, lambda tensor: tensor, shards, configs)
+    return _remade(engine, fns, configs)
 
 
-def _remade(engine: Engine, fn: Conversion, shards: Mapping[int, list[Tensor]], configs: Mapping[int, Config]) -> Engine:
-    """An engine over units of which some are made anew, from their new shards and with their new options."""
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _remade(engine: Engine, fns: Mapping[int, list[Conversion]], configs: Mapping[int, Config]) -> Engine:
+    """An engine over units of which some are made anew, with new options. `fns`: how each of their flat buffers is converted."""
+    shards = {
+        index: [fn(flat.shard) for fn, flat in zip(of_unit, engine.units[index].flats, strict=True)]
+        for index, of_unit in fns.items()
+    }
     refs = [ref for unit in engine.units if (ref := unit_ref_of(unit.module)) is not None]
     detach(refs)
     made = [
-        _convert(unit, fn, shards[index], configs[index]) if index in shards else unit for index, unit in enumerate(engine.units)
+        _convert(unit, fns[index], shards[index], configs[index]) if index in shards else unit
+        for index, unit in enumerate(engine.units)
     ]
     new = attach(made, engine.descendants, engine.comms)
     _take_over(new, engine)
@@ -93,8 +110,11 @@ def _refuse(engine: Engine, units: Collection[int], function_name: str, fn: Conv
         unit.check_shards()
 
 
-def _convert(unit: Unit, fn: Conversion, shards: list[Tensor], config: Config) -> Unit:
-    grads = [[_converted_grad(parameter.grad, fn) for parameter in flat.sharded_params] for flat in unit.flats]
+def _convert(unit: Unit, fns: list[Conversion], shards: list[Tensor], config: Config) -> Unit:
+    grads = [
+        [_converted_grad(parameter.grad, fn) for parameter in flat.sharded_params]
+        for flat, fn in zip(unit.flats, fns, strict=True)
+    ]
     stepped = unit.versions.changed_since_made
     for flat, shard in zip(unit.flats, shards, strict=True):
         for number, slot in enumerate(flat.layout.slots):
@@ -108,7 +128,7 @@ def _convert(unit: Unit, fn: Conversion, shards: list[Tensor], config: Config) -
     flats = [
         FlatBuffer(
             flat.param_infos,
-            compute_dtype(shard.dtype, config),
+            compute_dtype(flat.param_infos[0], shard.dtype, config),
             unit.comm,
             flat.is_replicated,
             config.aligned,

@@ -64,6 +64,14 @@ class Copier(RefuseCopy):
         return _copy_root(self._engine, memo, self._attach)
 
 
+def copy_wrapper(wrapper: nn.Module, shared: Collection[object], memo: Memo) -> nn.Module:
+    """The copy of a wrapper around a unit, with the same objects `shared`, such as process groups, which cannot be copied."""
+    memo.update({id(one): one for one in shared})
+    copied = memo[id(wrapper)] = type(wrapper).__new__(type(wrapper))
+    copied.__dict__.update(copy.deepcopy(wrapper.__dict__, memo))
+    return copied
+
+
 def _copy_root(engine: Engine, memo: Memo, attach: Attach) -> nn.Module:
     _refuse_losses(engine)
     root = engine.units[0].module

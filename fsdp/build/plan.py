@@ -28,8 +28,12 @@ from fsdp.state_dict.fqns import TRANSPARENT
 
 WrapPolicy: TypeAlias = Collection[type[nn.Module]] | Choice | Fsdp1Policy | CustomPolicy | Literal["auto"]
 """Chooses units: by class; by size, for "auto"; by (name, module) -> bool; or a policy of FSDP1."""
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules without a forward."""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def is_bare_container(module: nn.Module) -> bool:
+    """Whether the module is a list or a dict without a forward. A subclass of ModuleList may have one."""
+    return isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward and "forward" not in module.__dict__
 
 
 class Planned(NamedTuple):
@@ -73,7 +77,7 @@ def make_plan(
             raise ShardingError(
                 "a ParametrizationList computes a parameter of another module and cannot be a unit; wrap that module."
             )
-        if isinstance(root, CONTAINERS):
+        if is_bare_container(root):
             raise ShardingError(
                 f"a {type(root).__name__} has no forward of its own and cannot be a unit; wrap its members, or the "
                 "module that contains it."
@@ -210,7 +214,7 @@ class _Walk:
                 f"auto_wrap_policy chose {path!r}, a ParametrizationList, which computes a parameter of another module; choose "
                 "that module."
             )
-        if isinstance(module, CONTAINERS):
+        if is_bare_container(module):
             raise ShardingError(
                 f"auto_wrap_policy chose {path!r}, a {type(module).__name__}, which has no forward; choose its members."
             )

@@ -86,6 +86,26 @@ def choose_shard_dims(plan: Sequence[Planned], config: Config, mesh: Any, placem
             check_joins(name, info.parameter, mesh)
 
 
+def choose_dtypes(plan: Sequence[Planned], config: Config, policy: Any) -> None:
+    """Note for each parameter of the new units whether it computes in its own dtype, as a policy of FSDP2 says for it.
+
+    Raises:
+        ShardingError: the policy chooses a third dtype.
+    """
+    choose, default = getattr(policy, "param_dtype_override_fn", None), config.mp_policy.param_dtype
+    if choose is None:
+        return
+    for info in (info for one in plan if one.unit is None for info in _not_sharded_yet(one)):
+        chosen, own = choose(info.parameter), info.parameter.dtype
+        if chosen not in (None, default, own):
+            raise ShardingError(
+                f"mp_policy.param_dtype_override_fn gives {chosen!r} for {info.names[0]!r}: param_dtype_override_fn must return "
+                f"None, param_dtype, which is {default}, or the parameter's original dtype, which is {own}."
+            )
+        if chosen is own and chosen is not default:
+            info.keep_dtype()
+
+
 def check_triggers(plan: Sequence[Planned], config: Config, module: nn.Module) -> None:
     """Check that the triggers of reductions are trainable parameters of the new units of `module`.
 
@@ -120,6 +140,23 @@ def check_devices(plan: Sequence[Planned], comm: Communicator) -> None:
                 f"parameter {name!r} is on {device}, where this process group cannot communicate; "
                 "move the module to the group's device before wrapping it."
             )
+
+
+def check_renormalised(plan: Sequence[Planned], comm: Communicator) -> None:
+    """Check that no embedding changes the rows that it looks up (`max_norm`): each rank looks up others.
+
+    Raises:
+        ShardingError: one does, and there are several ranks.
+    """
+    for one in plan if comm.size > 1 else ():
+        for info in one.param_infos if one.unit is None else ():
+            for module, _ in info.slots:
+                if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+                    raise ShardingError(
+                        f"{info.names[0]!r}: {type(module).__name__}(max_norm={module.max_norm}) changes in its forward the rows "
+                        "that this rank looks up, and each rank looks up others. Set max_norm to None, and after each step scale "
+                        "the rows: norm = weight.norm(dim=1, keepdim=True); weight.mul_((max_norm / (norm + 1e-7)).clamp(max=1))."
+                    )
 
 
 def device_of(plan: Sequence[Planned]) -> torch.device:
@@ -163,6 +200,12 @@ def _parameter_problem(parameter: Tensor, dtensors: bool) -> str | None:
         return (
             "is on the meta device and in use by an autograd graph or a weak reference, so it cannot get memory; drop those "
             "first."
+        )
+    if parameter.grad_dtype not in (None, parameter.dtype):
+        return (
+            f"has grad_dtype {parameter.grad_dtype}, and its reduced gradient will be {parameter.dtype}, like the parameter. "
+            "Keep the parameter in the dtype of its gradient, and give mp_policy=fsdp.MixedPrecisionPolicy(param_dtype="
+            f"{parameter.dtype}), which computes in the other one."
         )
     return _gradient_problem(parameter)
 

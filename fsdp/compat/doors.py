@@ -20,6 +20,8 @@ class Door(NamedTuple):
     """By module of the library: the names that are replaced there."""
     aliases: Mapping[tuple[str, str], str] = MappingProxyType({})
     """Other names of the same things: (module of the library, its attribute) -> our name."""
+    keeps: tuple[str, ...] = ()
+    """Modules of the library that keep its own names, also if nobody has imported them yet: they reach into its engine."""
 
 
 _STATE_DICT: Final = "torch.distributed.checkpoint.state_dict"
@@ -56,6 +58,8 @@ DOORS: Final[dict[str, Door]] = {
     "fully_shard": Door(
         "fsdp.compat.fully_shard",
         {"torch.distributed.fsdp": WHAT_IT_HAS, "torch.distributed._composable.fsdp": WHAT_IT_HAS},
+        # for a module of torch's FSDP2 it reduces gradients by itself; stages that are ours reduce with each micro-batch
+        keeps=("torch.distributed.pipelining",),
     ),
     "ddp": Door(
         "fsdp.compat.ddp",
@@ -108,6 +112,8 @@ def is_absent(place: str) -> bool:
 def replacements(door: Door) -> list[Replacement]:
     """The attributes that the door replaces, in the order of its places. Imports the door, and the places that there are."""
     ours = importlib.import_module(door.module)
+    for place in door.keeps:
+        _module(place)
     found = []
     for place, listed in door.places.items():
         names = ours.__all__ if listed == WHAT_IT_HAS else listed

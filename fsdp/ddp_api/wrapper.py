@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from torch import Tensor, nn
 from torch.futures import Future
 
 from fsdp.api import comm_hooks, join, wrap
+from fsdp.build.copies import Memo, copy_wrapper
 from fsdp.build.other_engines import refuse_other_engines
 from fsdp.comm.connect import Mesh, ProcessGroup
 from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
@@ -22,7 +23,10 @@ from fsdp.ddp_api.arguments import (
     refuse_other_options,
 )
 from fsdp.errors import ShardingError
-from fsdp.runtime.registry import UnitRef, unit_ref_of
+from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
+
+TorchDDP: Final = nn.parallel.DistributedDataParallel
+"""torch's own class, whatever that name is bound to later."""
 
 
 class ReplicatedModule(nn.Module):
@@ -149,6 +153,7 @@ class DistributedDataParallel(ReplicatedModule):
         self._error = ""
         self._iteration = 0
         """The number of forwards."""
+        self._is_manual = False
         self.device_ids = list(device_ids) if device_ids else None
         self.output_device = output_device
         self.process_group = getattr(self._unit_ref.engine.comms.world_comm, "group", None)
@@ -170,6 +175,10 @@ class DistributedDataParallel(ReplicatedModule):
         if name in ABSENT:
             raise AttributeError(f"DistributedDataParallel.{name} is part of torch's engine: {ABSENT[name]}.")
         return super().__getattr__(name)
+
+    def __deepcopy__(self, memo: Memo) -> nn.Module:
+        """A copy with parameters and hooks of its own, on the same ranks."""
+        return copy_wrapper(self, (self.process_group, self.device_mesh), memo)
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -209,6 +218,31 @@ class DistributedDataParallel(ReplicatedModule):
             divides_by_all_ranks=divide_by_initial_world_size,
             stops_at_first=throw_on_early_termination,
         )
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether `finalize_backward` may be called. It may be set. Gradients are ready at the end of a backward anyway."""
+        return self._is_manual
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        self.__dict__["_is_manual"] = bool(required)
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward` must wait for the end of the backward."""
+        return self._is_manual
+
+    def finalize_backward(self) -> None:
+        """Do nothing: the backward that has ended has averaged its gradients.
+
+        Raises:
+            RuntimeError: `require_manual_backward_finalization` is False.
+            ShardingError: a backward is running, whose gradients are not ready.
+        """
+        if not self._is_manual:
+            raise RuntimeError("finalize_backward: set require_manual_backward_finalization to True first.")
+        refuse_unless_resting("finalize_backward", self._unit_ref.engine)
 
     def join_hook(self, **kwargs: object) -> NoReturn:
         """Raises:
@@ -268,4 +302,4 @@ class DistributedDataParallel(ReplicatedModule):
 
 
 # frameworks ask whether a model is one of torch's wrapper, through whatever reference they kept
-nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
+TorchDDP.register(DistributedDataParallel)

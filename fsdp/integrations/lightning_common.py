@@ -15,13 +15,16 @@ from lightning.pytorch.plugins import precision as trainer_plugins
 from torch import nn
 
 from fsdp.api.wrap import fully_shard
-from fsdp.build.peer_options import refused_options, remedies_for
+from fsdp.build.peer_options import PEER_OPTIONS, refused_options, remedies_for
+from fsdp.build.plan import is_bare_container
 from fsdp.checkpoint.atomic_folder import not_written
 from fsdp.checkpoint.load import Loaded, load
 from fsdp.checkpoint.manifest import NAME as MANIFEST
 from fsdp.checkpoint.save import save
 from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
+from fsdp.config import MeshKind, find_strategy
 from fsdp.errors import ShardingError
+from fsdp.newer_peers import refuse_unknown_argument
 from fsdp.runtime.registry import engines_in, unit_ref_of
 from fsdp.state_dict.optim_state import FullOptimState
 
@@ -35,14 +38,19 @@ _TORCH_METADATA: Final = "meta.pt"
 """The file by which a folder of Lightning's own FSDPStrategy is known."""
 
 
-def checked_options(strategy: str, state_dict_type: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def checked_options(strategy: str, state_dict_type: str, options: dict[str, Any], theirs: type) -> dict[str, Any]:
     """The options for `fully_shard`. Parameters and buffers of rank 0 are broadcast unless the user says otherwise.
+
+    `theirs`: Lightning's own strategy, whose arguments may be given with their default values.
 
     Raises:
         ShardingError: an option is unknown, or Lightning could not work with its value.
     """
     if state_dict_type not in (FULL, SHARDED):
         raise ShardingError(f"{strategy}: state_dict_type must be {FULL!r} or {SHARDED!r}, not {state_dict_type!r}.")
+    for name in [name for name in options if name not in (*_OPTIONS, *PEER_OPTIONS)]:
+        if refuse_unknown_argument(strategy, name, options[name], theirs.__init__):  # type: ignore[misc]  # of this very class
+            del options[name]
     foreign = {name: value for name, value in options.items() if name not in _OPTIONS}
     if refused := refused_options(foreign):
         raise ShardingError(
@@ -55,6 +63,16 @@ def checked_options(strategy: str, state_dict_type: str, options: Mapping[str, A
             "norms are taken over all ranks."
         )
     return {"sync_module_states": True, **options}
+
+
+def with_mesh(options: Mapping[str, Any], num_nodes: int, num_processes: int) -> Mapping[str, Any]:
+    """The options, with HYBRID_SHARD that shards inside a host and replicates between hosts if they name no ranks.
+
+    `num_nodes`, `num_processes`: hosts, and processes of one host.
+    """
+    is_hybrid = find_strategy(options.get("sharding_strategy", "FULL_SHARD")).mesh_kind is MeshKind.HYBRID
+    has_ranks = options.get("mesh") is not None or options.get("process_group") is not None
+    return {**options, "mesh": (num_nodes, num_processes)} if is_hybrid and not has_ranks else options
 
 
 def refuse_precision(strategy: str, plugin: Precision | None) -> None:
@@ -99,7 +117,7 @@ def shard_children(module: nn.Module, options: Mapping[str, Any]) -> None:
             "children are sharded one by one, so move the parameter into a module with a forward of its own."
         )
     for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if is_bare_container(child):
             shard_children(child, options)
         elif next(child.parameters(), None) is not None:
             shard(child, options)

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import FSDPStrategy as TheirStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp.wrap import enable_wrap
@@ -29,6 +30,7 @@ from fsdp.integrations.lightning_common import (
     save_folder,
     shard,
     shard_children,
+    with_mesh,
 )
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.state_dict.full_state import full_state_dict, load_full_state_dict
@@ -75,7 +77,7 @@ class FSDPStrategy(DDPStrategy):
         sync_each_backward: bool = True,
         **options: Any,
     ) -> None:
-        self._options = checked_options(type(self).__name__, state_dict_type, options)
+        self._options = checked_options(type(self).__name__, state_dict_type, options, TheirStrategy)
         self._state_dict_type = state_dict_type
         self._sync_each_backward = sync_each_backward
         super().__init__(
@@ -104,6 +106,10 @@ class FSDPStrategy(DDPStrategy):
         """Checkpoints are loaded into shards."""
         return True
 
+    @property
+    def _ranked_options(self) -> Mapping[str, Any]:
+        return with_mesh(self._options, self.num_nodes, self.num_processes)
+
     # from a module to shards --------------------------------------------------------------
 
     @contextmanager
@@ -120,7 +126,7 @@ class FSDPStrategy(DDPStrategy):
 
     def _wrap(self, module: nn.Module) -> nn.Module:
         move_to_device(module, self.root_device)
-        return FullyShardedDataParallel(module, **self._options)
+        return FullyShardedDataParallel(module, **self._ranked_options)
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the LightningModule, then make its optimizers."""
@@ -134,9 +140,9 @@ class FSDPStrategy(DDPStrategy):
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self._module.automatic_optimization:
-            return shard(model, self._options)
+            return shard(model, self._ranked_options)
         # a manual step computes, goes backward and updates weights in turn, which cannot happen inside one forward
-        shard_children(model, self._options)
+        shard_children(model, self._ranked_options)
         return model
 
     @property

@@ -16,12 +16,14 @@ from fsdp.errors import ShardingError
 from fsdp.params.layout import Layout, ShardExtent, make_layout, make_row_layout
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.use_after_free import refuse_freed_reads
-from fsdp.shards.dtensors import DTensorLayout, DTensorMesh, local_of, replace_by_dtensor, set_local
+from fsdp.shards.dtensors import DTensorLayout, DTensorMesh, local_of, replace_by_dtensor
 from fsdp.shards.info import ShardInfo
-from fsdp.shards.shard_parameter import become_full, become_local, become_shard
+from fsdp.shards.refusals import refuse_grad_dtype
+from fsdp.shards.shard_parameter import become_full, become_local, become_shard, moved_empty
 from fsdp.shards.shard_tensor import as_shard, plain, quick_attributes
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
+_GRAD_DTYPE: Final = attrgetter("grad_dtype")
 SavedShards = list[tuple[Tensor, Tensor]]
 """Views into shards, each with its values from before an in-place update was written back."""
 
@@ -85,7 +87,7 @@ class FlatBuffer:
         local_parts = [self.parts[i] for i in self.local_params]
         self._local_cutter = Cutter([(part.offset, part.numel, part.shape) for part in local_parts], self.device)
         with torch.no_grad():
-            self.shard = shard_memory(self.layout.shard_numel, originals[0].dtype, self.device, self.is_offloaded, self.pins)
+            self.shard = self._own_shard = self._shard_memory(originals[0].dtype)
             self.is_shared = replicated and dtype == self.shard.dtype and not self.is_offloaded
             self.unsharded = self.shard if self.is_shared else torch.empty(self.layout.numel, dtype=dtype, device=self.device)
             self.unsharded_params = tuple(
@@ -113,10 +115,11 @@ class FlatBuffer:
         The gradient has no elements, so one serves all steps. Its version says whether the user has zeroed it, so it is no view
         of the shard, which would share the version.
         """
-        self._shard_pointers = self._pointers()
+        self._own_pointers = (self._own_shard.data_ptr(), self._pointers())
+        """Where the own memory of the shard lies, and where each sharded parameter lies in it."""
         self.requires_grad_flags = [p.requires_grad for p in originals]
         """`requires_grad` of each parameter, as of the last forward."""
-        self._nonempty_params = [p for p in self._local_unsharded if p.numel()]
+        self._nonempty = [i for i, p in enumerate(self._local_unsharded) if p.numel()]
         starts = (slot.start for slot in self.layout.slots if slot.numel)
         self._byte_offsets = [start * self.unsharded.element_size() for start in starts]
         self._inplace_updates = self.count_inplace_updates()
@@ -215,9 +218,15 @@ class FlatBuffer:
 
     def shard_view(self, index: int, chunk: Tensor | None = None) -> Tensor:
         """This rank's part of parameter `index` in the shard, or in another tensor (C,) that is cut like it."""
+        return self._view_of(index, self.shard if chunk is None else chunk)
+
+    def _view_of(self, index: int, chunk: Tensor) -> Tensor:
         part = self.parts[index]
-        view = (self.shard if chunk is None else chunk)[part.offset : part.offset + part.numel].view(part.shape)
-        return self._shown(index, view)
+        return self._shown(index, chunk[part.offset : part.offset + part.numel].view(part.shape))
+
+    def _shard_memory(self, dtype: torch.dtype) -> Tensor:
+        """Memory (C,) where the shard belongs: on the device, or on the host."""
+        return shard_memory(self.layout.shard_numel, dtype, self.device, self.is_offloaded, self.pins)
 
     def local_part(self, index: int, full: Tensor) -> Tensor:
         """This rank's part of a tensor with the shape of the unsharded parameter `index`."""
@@ -251,9 +260,16 @@ class FlatBuffer:
 
     def load_shard(self, values: Tensor) -> None:
         """Overwrite the whole shard (C,), as a change in place of each sharded parameter."""
-        self.shard.copy_(values)
+        self.set_shard(values, self.sharded_params)
         for parameter in self.sharded_params:
             increment_version(parameter)
+
+    def set_shard(self, values: Tensor, parameters: Sequence[Tensor]) -> None:
+        """Overwrite the whole shard (C,). `parameters`: the tensors that show it, of which some may have memory of their own."""
+        self.shard.copy_(values)
+        if self.is_elsewhere:
+            for i, parameter in enumerate(parameters):
+                plain(parameter).copy_(self.shard_view(i))
 
     def local_chunk(self, flat: Tensor) -> Tensor:
         """This rank's chunk of an unsharded flat tensor: (W * C,) -> (C,)."""
@@ -271,8 +287,26 @@ class FlatBuffer:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the user pointed a sharded parameter at other memory."""
-        return self._pointers() != self._shard_pointers
+        """Whether a sharded parameter lies, or has lain at the last gather, in memory where the user put it (`p.data = x`)."""
+        return self.is_elsewhere or not self._are_at_home()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether, at the last gather, a sharded parameter lay in memory where the user put it."""
+        return self.shard is not self._own_shard
+
+    @property
+    def places(self) -> int:
+        """Where the sharded parameters lie: equal as long as the user points none of them at other memory."""
+        pointers = self._pointers()
+        moved = [moved_empty[p] for p in self.sharded_params if p in moved_empty] if moved_empty else ()
+        return hash((*pointers, *moved))
+
+    def _are_at_home(self) -> bool:
+        if self._own_shard.data_ptr() != self._own_pointers[0]:  # the memory has moved as a whole, see `fsdp.offload`
+            own = [self._view_of(i, self._own_shard).data_ptr() for i in range(len(self.parts))]
+            self._own_pointers = (self._own_shard.data_ptr(), own)
+        return self._pointers() == self._own_pointers[1]
 
     def _pointers(self) -> list[int]:
         """Where this rank's part of each parameter lies."""
@@ -287,34 +321,47 @@ class FlatBuffer:
         return self.shard.view(words).sum(dtype=torch.int64)
 
     def check_shards(self, unit: str) -> bool:
-        """Copy data that the user put into sharded parameters (`p.data = x`, `model.to(...)`) into the shard.
+        """Let the shard hold what the sharded parameters are, also those that the user pointed at other memory (`p.data = x`).
 
-        Returns whether there was any.
+        Such a parameter stays where the user put it, and what it pointed at before keeps its values: the shard is then other
+        memory, into which all parameters are copied here. A tensor of the full shape is cut.
+
+        Returns whether any lies elsewhere, or has lain there until now.
 
         Raises:
             ShardingError: the new data has another shape, dtype or device.
         """
         if not self.is_replaced:
             return False
-        for i, (info, param) in enumerate(zip(self.param_infos, self.sharded_params, strict=True)):
-            shard, parameter = self.shard_view(i), plain(param)
-            if parameter.shape != shard.shape or parameter.dtype != shard.dtype or parameter.device != shard.device:
-                raise ShardingError(
-                    f"parameter {info.names[0]!r} of unit {unit!r} was replaced from outside by a tensor of shape "
-                    f"{tuple(parameter.shape)}, {parameter.dtype} on {parameter.device}; "
-                    f"its shard is {tuple(shard.shape)}, {shard.dtype} on {shard.device}. "
-                    "Convert or move the module before wrapping it; for another compute precision give mp_policy."
-                )
-        for i, parameter in enumerate(self.sharded_params):
-            shard = self.shard_view(i)
-            if self.dtensor_layouts is None and parameter.data_ptr() != shard.data_ptr():
-                shard.copy_(plain(parameter))
-                parameter.data = shard.data
-            elif plain(parameter).data_ptr() != shard.data_ptr():
-                shard.copy_(plain(parameter))
-                set_local(parameter, shard)
-        self._shard_pointers = self._pointers()
+        if self._are_at_home():
+            self.shard = self._own_shard
+        else:
+            for i, parameter in enumerate(self.sharded_params):
+                self._check_replaced(i, plain(parameter), unit)
+            if not self.is_elsewhere:
+                self.shard = self._shard_memory(self.shard.dtype)
+            with torch.no_grad():
+                for i, parameter in enumerate(self.sharded_params):
+                    self.shard_view(i).copy_(plain(parameter))
+        if self.is_shared:
+            for unsharded, parameter in zip(self.unsharded_params, self.sharded_params, strict=True):
+                unsharded.data = parameter.data
         return True
+
+    def _check_replaced(self, i: int, data: Tensor, unit: str) -> None:
+        """Check that the user's data for a parameter fits. Data of the full shape is cut: the parameter is a part of it then."""
+        shard, parameter = self._view_of(i, self._own_shard), self.sharded_params[i]
+        fits = data.dtype == shard.dtype and data.device == shard.device
+        if fits and data.shape == shard.shape:
+            return
+        if fits and self.dtensor_layouts is None and data.shape == self.layout.slots[i].shape:
+            parameter.data = self.local_part(i, data)
+            return
+        raise ShardingError(
+            f"parameter {self.param_infos[i].names[0]!r} of unit {unit!r} was replaced from outside by a tensor of shape "
+            f"{tuple(data.shape)}, {data.dtype} on {data.device}; its shard is {tuple(shard.shape)}, {shard.dtype} on "
+            f"{shard.device}. Convert or move the module before wrapping it; for another compute precision give mp_policy."
+        )
 
     def sync_requires_grad(self) -> bool:
         """Set `requires_grad` of sharded and unsharded parameters alike; return whether the user has changed any.
@@ -323,6 +370,10 @@ class FlatBuffer:
         """
         with quick_attributes():
             sharded, unsharded = ([*map(_REQUIRES_GRAD, of)] for of in (self.sharded_params, self.unsharded_params))
+            if self.shard_infos[0] is None:  # a shard refuses at once
+                for i, dtype in enumerate(map(_GRAD_DTYPE, self.sharded_params)):
+                    if dtype is not self.shard.dtype and dtype is not None:
+                        refuse_grad_dtype(self.param_infos[i].names[0], self.shard.dtype)
         before = self.requires_grad_flags
         if sharded == before and unsharded == before:
             return False
@@ -350,8 +401,7 @@ class FlatBuffer:
             ShardingError: the unsharded parameters have another dtype than the shard.
         """
         before, self._inplace_updates = self._inplace_updates, self.count_inplace_updates()
-        start = self.unsharded.data_ptr()
-        is_repointed = [p.data_ptr() for p in self._nonempty_params] != [start + offset for offset in self._byte_offsets]
+        is_repointed = [self._local_unsharded[i].data_ptr() for i in self._nonempty] != self._unsharded_pointers()
         if not is_repointed and before == self._inplace_updates:
             return 0
         with torch.no_grad():
@@ -362,6 +412,14 @@ class FlatBuffer:
                 self._write_back(i, unit, saved)
         return len(updated)
 
+    def _unsharded_pointers(self) -> list[int]:
+        """Where each unsharded parameter with elements lies, unless a forward has pointed it at other memory."""
+        if self.is_shared:
+            pointers = self._pointers()
+            return [pointers[i] for i in self._nonempty]
+        start = self.unsharded.data_ptr()
+        return [start + offset for offset in self._byte_offsets]
+
     def _write_back(self, i: int, unit: str, saved: SavedShards | None) -> None:
         """Copy this rank's part of unsharded parameter `i` to the shard."""
         if self.unsharded.dtype != self.shard.dtype:
@@ -370,7 +428,7 @@ class FlatBuffer:
                 f"is {self.unsharded.dtype}; its shard is {self.shard.dtype} and would lose precision. Change it between "
                 "forwards."
             )
-        shard = self.shard_view(i)
+        shard = plain(self.sharded_params[i])
         if saved is not None:
             saved.append((shard, shard.clone()))
         shard.copy_(self.local_part(i, self.unsharded_params[i].detach()))
@@ -379,7 +437,8 @@ class FlatBuffer:
     def _take_repointed(self, unit: str) -> set[int]:
         """Copy the data at which a forward pointed unsharded parameters (`p.data = x`) into the buffer; return their indices."""
         repointed = set()
-        for i, (parameter, view) in enumerate(zip(self._local_unsharded, self.views_of(self.unsharded), strict=True)):
+        places = [plain(p) for p in self.sharded_params] if self.is_shared else self.views_of(self.unsharded)
+        for i, (parameter, view) in enumerate(zip(self._local_unsharded, places, strict=True)):
             if parameter.data_ptr() == view.data_ptr():
                 continue
             if parameter.shape != view.shape or parameter.dtype != view.dtype:

@@ -1,6 +1,7 @@
 """The full parameters of a unit inside `summon_full_params`."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +68,9 @@ class FullParams:
         for info, view in views:
             if info.parameter.data_ptr() != view.data_ptr():
                 view.copy_(info.parameter.detach())
+        shards = iter([shard for _, shard in self._exchanged])
         for flat, buffer in zip(self._flats, self._buffers, strict=True):
-            flat.shard.copy_(flat.local_chunk(buffer))
+            flat.set_shard(flat.local_chunk(buffer), list(islice(shards, len(flat.param_infos))))
         for parameter, shard in self._exchanged:
             if parameter._version:
                 increment_version(shard)

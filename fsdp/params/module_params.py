@@ -63,24 +63,18 @@ def owning_unit(parameter: Tensor) -> Owner | None:
     return None if owner is None else owner()
 
 
-class _Reads(threading.local):
-    """How this thread reads parameters. Simulated ranks are threads."""
-
-    in_hook = False
-    """Whether a hook of the user on reduced gradients runs. It runs at the end of a backward, and belongs to no forward."""
-
-
-_reads: Final = _Reads()
+_in_grad_hook: Final = threading.local()
+"""Of this thread, whether a hook of the user on reduced gradients runs: at the end of a backward, as a part of no forward."""
 
 
 @contextmanager
 def reading_shards() -> Iterator[None]:
     """Inside, reads of parameters give what the modules show, also in a backward."""
-    before, _reads.in_hook = _reads.in_hook, True
+    _in_grad_hook.__dict__["is_set"] = True
     try:
         yield
     finally:
-        _reads.in_hook = before
+        _in_grad_hook.__dict__.clear()
 
 
 class ParamDict(dict[str, nn.Parameter | None]):
@@ -121,7 +115,7 @@ class InterceptingParamDict(ParamDict):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
         owner = None if parameter is None else owning_unit(parameter)
-        if parameter is None or owner is None or _reads.in_hook or not (in_backward() or in_a_forward()):
+        if parameter is None or owner is None or _in_grad_hook.__dict__ or not (in_backward() or in_a_forward()):
             return parameter
         # frames: this one, nn.Module.__getattr__, the reader
         module, reader = sys._getframe(1).f_locals["self"], sys._getframe(2).f_locals.get("self")

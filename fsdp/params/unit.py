@@ -5,6 +5,7 @@ Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE
         they show shards, so that nothing reads freed memory.
 """
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -43,6 +44,7 @@ class Unit:
         self.shard_device = self._device
         """The device of numbers about the gradients of the root: the host's if shards of any of its units are there."""
         self._works: list[Work] = []
+        self._process = os.getpid()
         self.is_put_away = False
         """Whether `fsdp.offload` has moved the shards to the host, until `fsdp.onload`."""
         self._open = False
@@ -201,8 +203,17 @@ class Unit:
         if self.is_put_away:
             raise ShardingError(f"unit {self.name!r} is in host memory since fsdp.offload; call fsdp.onload(model) first.")
 
+    def refuse_forked(self) -> None:
+        """Raise ShardingError in a process that was forked from this rank: it shares the rank's connections."""
+        if os.getpid() != self._process:
+            raise ShardingError(
+                f"unit {self.name!r} is called in a process that was forked from a rank, such as a worker of a DataLoader, which "
+                "has no connections of its own and would wait for ever. Call the model in the rank itself; give the worker data "
+                "or a plain copy of the module."
+            )
+
     def check_shards(self) -> bool:
-        """Copy data that the user put into sharded parameters (`p.data = x`) into the shards; return whether any was copied.
+        """Check the shards, the modules and the copies for changes by the user; return whether a shard has data of the user.
 
         Raises:
             ShardingError: the data does not fit, a module shows another parameter, or a copy was changed in place.
@@ -210,6 +221,14 @@ class Unit:
         self.refuse_put_away()
         self._read_copies.check(self.name)
         self.check_modules()
+        return self.follow_replaced()
+
+    def follow_replaced(self) -> bool:
+        """Let the shards hold data that the user put into sharded parameters (`p.data = x`); return whether there is any.
+
+        Raises:
+            ShardingError: the data does not fit.
+        """
         return any([flat.check_shards(self.name) for flat in self.flats])
 
     def check_modules(self) -> None:
@@ -276,6 +295,7 @@ class Unit:
         return self._used_outside(local_param(*self._locate(self._indices[id(parameter)]), self._on_external_grad))
 
     def _gather_param(self, index: int, dtype: torch.dtype, copies: GatheredCopies | None = None) -> Tensor:
+        self.refuse_forked()
         self.check_shards()
         self.sync_requires_grad()
         flat, place = self._locate(index)

@@ -18,7 +18,17 @@ _VERSION: Final = attrgetter("_version")
 class Versions:
     """The clocks of the shards of one unit."""
 
-    __slots__ = ("_at_forward", "_at_gather", "_at_pass", "_flats", "_repeated", "_sums", "_when_made", "_written_back")
+    __slots__ = (
+        "_at_forward",
+        "_at_gather",
+        "_at_pass",
+        "_flats",
+        "_places",
+        "_repeated",
+        "_sums",
+        "_when_made",
+        "_written_back",
+    )
 
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
         self._flats = tuple(flats)
@@ -29,6 +39,7 @@ class Versions:
         self._at_forward = 0
         self._at_gather = 0
         self._at_pass = 0
+        self._places = 0
         self._sums: Tensor | None = None
         """The checksums that were noted last; None before the first time."""
         self._when_made = self.now()
@@ -39,12 +50,16 @@ class Versions:
         return bool(self._flats)
 
     def now(self) -> int:
-        """Grows with every in-place change of a shard, but for those that a recompute repeats."""
+        """Another number after every in-place change of a shard, but for those that a recompute repeats.
+
+        Also another one while the user has pointed a sharded parameter at other memory.
+        """
         with quick_attributes():
             return self._count()
 
     def _count(self) -> int:
-        return sum([sum(map(_VERSION, flat.sharded_params)) for flat in self._flats]) - self._repeated
+        counts: int = sum([sum(map(_VERSION, flat.sharded_params)) + flat.places for flat in self._flats])
+        return counts - self._repeated
 
     @property
     def changed_since_made(self) -> bool:
@@ -61,7 +76,7 @@ class Versions:
 
     @property
     def of_others(self) -> int:
-        """Grows with every in-place change of a shard, but for those that this library makes."""
+        """Another number after every in-place change of a shard, but for those that this library makes."""
         return self.now() + self._repeated - self._written_back
 
     def invalidate(self) -> None:
@@ -90,6 +105,18 @@ class Versions:
     def gathered(self) -> None:
         """A copy is about to be gathered, outside any backward."""
         self._at_gather = self.now()
+
+    def note_places(self) -> None:
+        """A copy is about to be gathered: note where the shards lie."""
+        self._places = self._count_places()
+
+    @property
+    def is_copy_of_others(self) -> bool:
+        """Whether the last copy was gathered while a sharded parameter lay in other memory than now."""
+        return self._places != self._count_places()
+
+    def _count_places(self) -> int:
+        return sum([flat.places for flat in self._flats])
 
     @property
     def moved(self) -> bool:

@@ -174,6 +174,7 @@ class Engine:
             self.refuse_two_threads()
             self.abandon_step()
         if not self._forward_stack:
+            self.units[0].refuse_forked()
             self.units[0].refuse_put_away()
             self.pending_backward.await_end()
             if self.root.in_backward:
@@ -354,6 +355,8 @@ class Engine:
 
     def _unshard(self, index: int) -> None:
         self._gathers.prefetch(self._schedule.gathered_with(index), self._prefetch)
+        if self.root.in_backward and not self.is_unsharded(index) and self.units[index].versions.is_copy_of_others:
+            self.request(index, Request.RESHARD)  # an evaluation has gathered other weights, which the user has put back since
         if done := self.request(index, Request.UNSHARD):
             self.reducer.gathered(index)  # without effect outside a backward: the next one begins anew
         self.streams.unit_begins(Effect.WAIT_ALL_GATHER in done)

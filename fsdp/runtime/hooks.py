@@ -170,6 +170,8 @@ class UnitHooks(RefuseCopy, UnitObserver):
             else:
                 self._accumulate_grad_checks.check()
                 self._engine.pre_forward(self._index)
+                if any([flat.is_elsewhere for flat in self._unit.flats]):
+                    call.path.set_versions(self._unit.versions.forward_begins())
         call.accept()
         unsharded = self._engine.is_unsharded(self._index)
         if unsharded:
@@ -225,6 +227,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
             self._calls.pop()
             self._side_outputs.end(call.carried)
             if recompute:
+                self._unit.sync_requires_grad()
                 self._unit.intercept_reads()
         policy = self._unit.config.mp_policy
         return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)

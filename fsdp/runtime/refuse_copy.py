@@ -28,10 +28,11 @@ class RefuseCopy:
 
 def refuse_on_meta(engine: Engine) -> list[RemovableHandle]:
     """Let the forwards of all units raise, if some are on the meta device. A rehearsal computes there."""
-    without_memory = [unit for unit in engine.units if unit.flats and unit.device == META]
+    without_memory = [unit for unit in engine.units if any(flat.device == META for flat in unit.flats)]
     if not without_memory or default_device(engine.comms.world_comm.supports_device) == META:
         return []
-    root, wanted = engine.units[0], {id(parameter) for parameter in without_memory[0].sharded_params}
+    root = engine.units[0]
+    wanted = {id(p) for flat in without_memory[0].flats if flat.device == META for p in flat.sharded_params}
 
     def refuse(*_: object) -> None:
         raise NoMemoryYet(

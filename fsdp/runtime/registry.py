@@ -78,6 +78,7 @@ def units_in(model: nn.Module, function_name: str) -> list[UnitRef]:
             "first."
         )
     for engine in {ref.engine: None for ref in refs}:
+        engine.units[0].refuse_forked()
         if engine.units[0].is_put_away and function_name not in WHILE_PUT_AWAY:
             raise ShardingError(
                 f"{function_name}: the model is in host memory since fsdp.offload; call fsdp.onload(model) first."

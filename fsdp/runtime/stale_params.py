@@ -79,8 +79,10 @@ class StaleParams:
             self._queued[index] = self._units[index].versions.of_others
         actions = self._root.before_gather(index)
         versions = self._units[index].versions
-        if CopyAction.CHECK in actions:
-            replaced = self._units[index].check_shards()
+        check = CopyAction.CHECK in actions
+        replaced = self._units[index].check_shards() if check else self._units[index].follow_replaced()
+        versions.note_places()
+        if check:
             versions.gathered()
             # a forward may write shards after its pass began, and the gather stream has waited for the beginning alone
             if replaced or (not self._streams.on_host and versions.moved_in_pass):

@@ -2,6 +2,8 @@
 
 from typing import NoReturn
 
+import torch
+
 from fsdp.autograd.frames import stepping_optimizer
 from fsdp.errors import ShardingError
 from fsdp.shards.info import ShardInfo
@@ -27,6 +29,14 @@ def refuse_unreduced(operation: str, info: ShardInfo) -> NoReturn:
     raise ShardingError(
         f"{operation} on the gradient of {info.name!r}, which is kept under no_sync: it is not reduced, so each rank has another "
         "one. Step, clip, scale and read gradients after a backward that synchronises."
+    )
+
+
+def refuse_grad_dtype(name: str, dtype: torch.dtype) -> NoReturn:
+    """Raise the error for a sharded parameter that shall have gradients of another dtype."""
+    raise ShardingError(
+        f"grad_dtype of {name!r}: its reduced gradient is {dtype}, like the parameter. Keep the parameter in the dtype of its "
+        "gradient, and give mp_policy, which computes in the other one."
     )
 
 

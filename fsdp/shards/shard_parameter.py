@@ -3,10 +3,11 @@
 torch.utils.swap_tensors refuses parameters that have weak references, and units have some. `exchange` does without it.
 """
 
-from typing import cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.shard_tensor import ShardTensor, make_shard
@@ -15,6 +16,15 @@ from fsdp.shards.shard_tensor import ShardTensor, make_shard
 class ShardParameter(ShardTensor, nn.Parameter):
     """This rank's part of a parameter."""
 
+    is_parameter = True
+
+
+moved_empty: Final = WeakIdKeyDictionary()
+"""For each shard without elements that the user has pointed at another tensor (`p.data = x`): what stands for that tensor.
+
+It has no address by which that could be seen. All ranks must see it alike, because they gather anew then.
+"""
+
 
 class EmptyShardParameter(ShardParameter):
     """A parameter of which this rank holds no element.
@@ -22,6 +32,24 @@ class EmptyShardParameter(ShardParameter):
     Its gradient exists as on the other ranks, so that each rank gives equal lists of gradients to a collective. A step of an
     optimizer that works element by element does not see it, see optimizer_steps.py.
     """
+
+    @property
+    def data(self) -> Tensor:
+        data: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        data.__dict__[_PLACE] = moved_empty.get(self)  # type: ignore[no-untyped-call]
+        return data
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        Tensor.data.__set__(self, data)  # type: ignore[attr-defined]
+        place = data.__dict__.get(_PLACE, data.__dict__)
+        if place is None:
+            moved_empty.pop(self, None)  # type: ignore[no-untyped-call]
+        else:
+            moved_empty[self] = place if isinstance(place, int) else id(place)
+
+
+_PLACE: Final = "_fsdp_place"
 
 
 _PARAMETER_CLASSES: dict[tuple[type, bool], type[ShardParameter]] = {
@@ -43,8 +71,8 @@ def become_shard(parameter: nn.Parameter, local: Tensor, info: ShardInfo) -> Non
 
 
 def become_local(parameter: nn.Parameter, local: Tensor) -> None:
-    """Let the object `parameter` be `local`, which may be on another device, and stay an ordinary parameter."""
-    if local.device == parameter.device:
+    """Let the object `parameter` be `local`, which may be on another device, and be an ordinary parameter that can be trained."""
+    if local.device == parameter.device and not parameter.is_inference():
         parameter.data = local
         return
     full = nn.Parameter(local, parameter.requires_grad)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import in_backward
@@ -24,7 +25,7 @@ from fsdp.shards.dtensors import local_of
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.operators import Rule, outputs_of, rule_of
 from fsdp.shards.reductions import REDUCTIONS, Reduction, gather_and_combine, only_element
-from fsdp.shards.refusals import refuse, refuse_dcp, refuse_unreduced
+from fsdp.shards.refusals import refuse, refuse_dcp, refuse_grad_dtype, refuse_unreduced
 
 local_operators = torch._C._DisableTorchDispatch
 """A context in which operators treat shards as ordinary tensors: for code of the engine that means this rank's part."""
@@ -41,6 +42,9 @@ class ShardTensor(Tensor):
 
     shard_info: ShardInfo
     """What this is a part of."""
+    is_parameter = False
+    alias_of: "ShardTensor | None" = None
+    """The parameter whose memory this shares, if it is `p.data` or the like: torch does not count what is changed through it."""
     is_reduced = True
     """Whether it can be combined with other shards: whether it is the same on all ranks that hold it."""
 
@@ -125,6 +129,16 @@ class ShardTensor(Tensor):
         if requires_grad and not isinstance(self, torch.nn.Parameter):
             refuse("requires_grad_", self.shard_info)
         return super().requires_grad_(requires_grad)
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype of the gradient: the parameter's."""
+        return self.dtype
+
+    @grad_dtype.setter
+    def grad_dtype(self, dtype: torch.dtype | None) -> None:
+        if dtype not in (None, self.dtype):
+            refuse_grad_dtype(self.shard_info.name, self.dtype)
 
     def storage(self) -> NoReturn:
         refuse("storage", self.shard_info)
@@ -329,7 +343,14 @@ def _element_wise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         args = tuple([_part_of(func, arg, info) for arg in args])
         kwargs = {name: _part_of(func, arg, info) for name, arg in kwargs.items()}
     result = func(*args, **kwargs)
-    return result if func._schema.is_mutable else _wrap(func, result, info)
+    if func._schema.is_mutable:
+        for target in [kwargs[name] for name in outputs_of(func)] or args[:1]:
+            _count_change(target)
+        return result
+    made = _wrap(func, result, info)
+    if func in _ALIASES:
+        made.alias_of = args[0] if args[0].is_parameter else args[0].alias_of
+    return made
 
 
 def _check_target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], info: ShardInfo) -> None:
@@ -363,8 +384,20 @@ def _element_wise_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     results = func(*map(parts_of, args), **{name: parts_of(arg) for name, arg in kwargs.items()})
     if results is None or func._schema.is_mutable:
+        for changed in lists[0]:
+            if isinstance(changed, ShardTensor):
+                _count_change(changed)
         return results
     return [one if info is None else _wrap(func, one, info) for one, info in zip(results, infos, strict=True)]
+
+
+_ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+def _count_change(changed: ShardTensor) -> None:
+    """Count a change through an alias as a change of the parameter, so that copies of the parameter are known to be old."""
+    if changed.alias_of is not None:
+        increment_version(changed.alias_of)
 
 
 def _common_cut(func: Any, operands: Iterable[Tensor]) -> ShardInfo:

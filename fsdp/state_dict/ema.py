@@ -152,6 +152,8 @@ class EMA:
 
     def _weights(self) -> list[Tensor]:
         """The shard of each flat buffer, then the other parameters: what the averages are of, in their order."""
+        for flat in self._flats:
+            flat.check_shards("averaged")
         return [*(flat.shard for flat in self._flats), *(parameter.detach() for parameter in self._others())]
 
     def _places(self) -> Iterator[tuple[str, ParamShard | None, Tensor]]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor, nn
 
+from fsdp.autograd.frames import own_method
 from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
@@ -92,7 +93,9 @@ class OptimizerView:
             ShardingError: a key is none of the optimizer's.
         """
         known: dict[Any, Tensor] = dict(self.parameters)
-        for group, mine in zip(self.optimizer.state_dict()["param_groups"], self.optimizer.param_groups, strict=True):
+        for group, mine in zip(
+            own_method(self.optimizer, "state_dict")()["param_groups"], self.optimizer.param_groups, strict=True
+        ):
             known.update(
                 (number, p) for number, p in zip(group["params"], mine["params"], strict=True) if isinstance(number, int)
             )
@@ -112,7 +115,7 @@ class OptimizerView:
 
     def options(self) -> list[dict[str, Any]]:
         """The groups as in the optimizer's state dict, with names in place of numbers."""
-        options = self._options or self.optimizer.state_dict()["param_groups"]
+        options = self._options or own_method(self.optimizer, "state_dict")()["param_groups"]
         return [
             {**{key: deepcopy(value) for key, value in group.items() if key != "param_names"}, "params": list(names)}
             for group, names in zip(options, self.groups, strict=True)
@@ -212,7 +215,7 @@ class OptimizerView:
     def numbered(self, state: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """This rank's state by the numbers of the optimizer, as its own `load_state_dict` takes it."""
         numbers = {name: number for number, name in enumerate(name for names in self.groups for name in names)}
-        current = self.optimizer.state_dict()["param_groups"]
+        current = own_method(self.optimizer, "state_dict")()["param_groups"]
         renumbered = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": numbered["params"]}
             for group, numbered in zip(groups, current, strict=True)
@@ -223,7 +226,7 @@ class OptimizerView:
 
     def install(self, state: State, groups: list[dict[str, Any]]) -> None:
         """Load this rank's state by the optimizer's own `load_state_dict`, which converts dtypes and devices."""
-        self.optimizer.load_state_dict(self.numbered(state, groups))
+        own_method(self.optimizer, "load_state_dict")(self.numbered(state, groups))
         adopt_state(self.optimizer)
 
     def holds(self, name: str) -> bool:

@@ -140,7 +140,7 @@ class StateHooks(RefuseCopy):
         if call is None or module is not next(module for module in call[0].modules() if _checks(module)):
             return
         target, given, strict = call
-        if strict and not _renames(target):
+        if strict and not loads_other_names(target):
             check_names(operation, [*(name for name, _ in entries(target)), *extra_states(target)], given)
         check_values(operation, target, given)
 
@@ -152,7 +152,7 @@ class StateHooks(RefuseCopy):
                 state_dict[prefix + slot] = param_shard.flat.as_shown(param_shard.number, local)
 
 
-def _renames(target: nn.Module) -> bool:
+def loads_other_names(target: nn.Module) -> bool:
     """True if some module may load from other names than its own, so that only torch knows which names are missing."""
     return any(_takes_other_names(module) for module in target.modules())
 
@@ -160,9 +160,11 @@ def _renames(target: nn.Module) -> bool:
 def _takes_other_names(module: nn.Module) -> bool:
     foreign = [hook for hook in _load_hooks(module) if not isinstance(getattr(hook, "__self__", None), StateHooks)]
     overridden = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-    # torch's own modules load from plain names; so does a wrapper whose only hook removes the wrapper's name
-    known = type(module).__module__.startswith("torch.nn.") or TRANSPARENT & module._modules.keys()
-    return bool(foreign or overridden) and not known
+    # torch's own modules load from plain names; the only hook of a wrapper removes the wrapper's name
+    return bool(
+        (foreign and not TRANSPARENT & module._modules.keys())
+        or (overridden and not type(module).__module__.startswith("torch.nn."))
+    )
 
 
 def _checks(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""What code asks of FSDP1's `_handle` and `_flat_param`: the parameters of one instance, end to end. Nothing is stored here."""
+"""What code asks of FSDP1's flat parameters: `params`, `_handle` and `_flat_param` of an instance. Nothing is stored here."""
 
 from collections.abc import Collection
 from typing import Any
@@ -7,10 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.build.convert import Conversion, convert
+from fsdp.fully_shard_api import residence
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.shards.shard_tensor import plain
+from fsdp.state_dict.param_shard import ParamShard
+from fsdp.torch_fsdp_api.torch_names import ShardParamInfo
 
 
 def convert_units(engine: Engine, fn: Conversion, units: Collection[int]) -> None:
@@ -24,6 +27,42 @@ def drop_state_hooks(engine: Engine) -> None:
         ref = unit_ref_of(unit.module)
         for handle in () if ref is None else ref.state_dict_handles:
             handle.remove()
+
+
+class FlatPart(nn.Parameter):
+    """This rank's part of one parameter as a vector, which shares its memory and its gradient: an item of `instance.params`.
+
+    Its names and ranges are those of a flat parameter of FSDP1 that holds this parameter alone.
+    """
+
+    _is_flat_param = True
+    _parameter: nn.Parameter
+    _fqns: tuple[str, ...]
+    """The name of the parameter in the instance."""
+    _shapes: tuple[torch.Size, ...]
+    """The shape of the full parameter."""
+    _shard_param_infos: tuple[ShardParamInfo, ...]
+    """The range of the full parameter, end to end, that this rank has."""
+
+    @classmethod
+    def of(cls, name: str, param_shard: ParamShard) -> "FlatPart":
+        """The vector of a sharded parameter with this name."""
+        parameter, part = param_shard.parameter, param_shard.part
+        made: FlatPart = torch.Tensor._make_subclass(cls, plain(parameter).reshape(-1), parameter.requires_grad)
+        made._parameter, made._fqns, made._shapes = parameter, (name,), (torch.Size(param_shard.shape),)
+        whole = ShardParamInfo(True, 0, part.numel, part.first, part.first + part.numel - 1)
+        made._shard_param_infos = (whole if part.numel else ShardParamInfo(False, None, None, None, None),)
+        return made
+
+    @property
+    def grad(self) -> Tensor | None:
+        """This rank's part of the gradient as a vector, which shares its memory."""
+        gradient = self._parameter.grad
+        return None if gradient is None or gradient.is_sparse else plain(gradient).reshape(-1)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        self._parameter.grad = None if gradient is None else gradient.view(self._parameter.shape)
 
 
 class FlatParamView:
@@ -107,6 +146,7 @@ class FlatParamHandle:
     """What `instance._handle` returns for an instance that has parameters."""
 
     def __init__(self, instance: Any, module: nn.Module) -> None:
+        self._module = module
         self.flat_param = FlatParamView(module)
         self.uses_sharded_strategy = instance.sharding_strategy.name != "NO_SHARD"
         """Whether ranks hold different parts."""
@@ -115,3 +155,25 @@ class FlatParamHandle:
     def sharded_grad(self) -> Tensor | None:
         """The gradients that this rank has."""
         return self.flat_param.grad
+
+    def reshard(self, free_unsharded_flat_param: bool) -> None:
+        """Free the gathered parameters of the instance. Does nothing while it computes."""
+        ref = unit_ref_of(self._module)
+        if ref is not None and free_unsharded_flat_param:
+            residence.reshard(ref)
+
+    def post_reshard(self) -> None:
+        """Do nothing: `reshard` has freed what can be freed."""
+
+
+class NoEvents:
+    """Stands for the device, its events and the queue of them in which torch's `_reshard` notes a release of memory."""
+
+    def Event(self) -> "NoEvents":
+        return self
+
+    def record(self) -> None:
+        """Do nothing: the streams of the engine wait for each other."""
+
+    def enqueue(self, event: "NoEvents") -> None:
+        """Do nothing: see `record`."""

@@ -9,10 +9,13 @@ from torch import Tensor, nn
 
 from fsdp.autograd.frames import caller_of_torch_states
 from fsdp.build.convert import changes
+from fsdp.build.copies import Memo, copy_wrapper
 from fsdp.errors import ShardingError
 from fsdp.fully_shard_api import residence
 from fsdp.runtime.registry import unit_ref_of
-from fsdp.torch_fsdp_api.flat_param import FlatParamHandle, FlatParamView, convert_units
+from fsdp.state_dict.param_shard import ParamShard
+from fsdp.torch_fsdp_api import states
+from fsdp.torch_fsdp_api.flat_param import FlatParamHandle, FlatParamView, FlatPart, NoEvents, convert_units, drop_state_hooks
 from fsdp.torch_fsdp_api.torch_names import (
     CPUOffload,
     FullOptimStateDictConfig,
@@ -27,6 +30,10 @@ class InstanceState(nn.Module):
 
     _unit_module: nn.Module
     """The module that is the unit."""
+    process_group: Any
+    _inter_node_pg: Any
+    _device_mesh: Any
+    _mesh: Any
     cpu_offload: CPUOffload
 
     def __init__(self) -> None:
@@ -41,6 +48,16 @@ class InstanceState(nn.Module):
         self._comm_hook_state: Any = None
         self._is_summoned = False
         self.compute_device = torch.device("cpu")
+        self._device_handle = self._free_event_queue = NoEvents()
+
+    def __deepcopy__(self, memo: Memo) -> nn.Module:
+        """A copy with shards of its own, on the same ranks. Only the outermost instance can be copied by itself."""
+        ref = unit_ref_of(self._unit_module)
+        copied = copy_wrapper(self, (self.process_group, self._inter_node_pg, self._device_mesh, self._mesh), memo)
+        of_copy = unit_ref_of(memo[id(self._unit_module)])
+        if ref is not None and ref.index == 0 and of_copy is not None:
+            drop_state_hooks(of_copy.engine)
+        return copied
 
     def set_settings(self, settings: StateDictSettings) -> None:
         """From now on `state_dict()` gives this kind of state."""
@@ -63,8 +80,9 @@ class InstanceState(nn.Module):
             if changed:
                 convert_units(ref.engine, fn, changed)
         applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.params and not self.cpu_offload.offload_params:
-            self.set_compute_device(self.params[0].device)
+        ref = unit_ref_of(self._unit_module)
+        if ref is not None and ref.unit.flats and not self.cpu_offload.offload_params:
+            self.set_compute_device(ref.unit.device)
         return applied
 
     def set_summoned(self, is_summoned: bool) -> None:
@@ -80,10 +98,12 @@ class InstanceState(nn.Module):
         self._buffers_are_cast = are_cast
 
     @property
-    def params(self) -> list[nn.Parameter]:
-        """The parameters that this instance shards."""
-        ref = unit_ref_of(self._unit_module)
-        return [] if ref is None else [*ref.unit.sharded_params]
+    def params(self) -> list[FlatPart]:
+        """This rank's part of each parameter that this instance shards, as a vector with FSDP1's names and ranges."""
+        found: dict[ParamShard, FlatPart] = {}
+        for name, param_shard in states.names_of(self).items():
+            found.setdefault(param_shard, FlatPart.of(name, param_shard))
+        return [*found.values()]
 
     @property
     def _handle(self) -> FlatParamHandle | None:

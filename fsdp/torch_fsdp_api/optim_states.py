@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.autograd.frames import own_method as own_method  # for the class, which loads directly
 from fsdp.state_dict.fqns import first_names
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_placement import placement_from_full
@@ -36,12 +37,15 @@ def order_of(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input:
 def warn_of(optim_input: Any) -> None:
     """Warn of an argument that FSDP1 deprecates."""
     if optim_input is not None:
-        warnings.warn("the `optim_input` argument is deprecated; give optim, the optimizer.", FutureWarning, stacklevel=4)
+        warnings.warn("the `optim_input` argument is deprecated; give optim, the optimizer.", FutureWarning, stacklevel=5)
 
 
 def broadcast(given: Any, model: nn.Module, group: Any) -> dict[str, Any]:
-    """The state dict that rank 0 gives. Communicates."""
-    found: dict[str, Any] = torch_names.from_rank_0(given, instances_in(model)[0].process_group if group is None else group)
+    """The state dict that rank 0 gives. `group` is None or the group of ranks that share the shards. Communicates."""
+    instance = instances_in(model)[0]
+    if instance._inter_node_pg is not None and group in (None, instance.process_group):
+        given = torch_names.from_rank_0(given, instance._inter_node_pg)  # to the first rank of each replica
+    found: dict[str, Any] = torch_names.from_rank_0(given, instance.process_group if group is None else group)
     return found
 
 

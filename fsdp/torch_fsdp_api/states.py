@@ -18,6 +18,7 @@ from fsdp.state_dict.full_state import RANGE_BYTES
 from fsdp.state_dict.param_ranges import gather_range, memory_for, ranges_of
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 from fsdp.torch_fsdp_api import torch_names
+from fsdp.torch_fsdp_api.late_params import take_over
 from fsdp.torch_fsdp_api.sharding import WRAPPED_NAME, instances_in, plain_name
 from fsdp.torch_fsdp_api.torch_names import FullStateDictConfig, ShardingStrategy, StateDictType
 
@@ -37,7 +38,7 @@ def names_of(instance: Any) -> dict[str, ParamShard]:
         path + name: shards[id(info.parameter)]
         for info in unit.param_infos
         for owner, name in info.slots
-        for path in paths[id(owner)]
+        for path in paths.get(id(owner), ())  # a module may have been replaced
     }
 
 
@@ -65,6 +66,7 @@ def _check_resting(instance: Any, call: str) -> None:
     ref = instance._unit_ref
     if ref is not None and not instance._is_summoned:
         refuse_unless_resting(call, ref.engine)
+        take_over(ref.engine)
         ref.unit.check_shards()
 
 
@@ -193,8 +195,8 @@ def take_values(
 def _take_parts(instance: Any, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
     for name, param_shard in names_of(instance).items():
         given = state_dict.get(prefix + name)
-        if given is None:
-            continue
+        if given is None or given is param_shard.parameter:
+            continue  # torch's functions for state dicts put the parameters themselves in place of values that are not given
         value = torch_names.full_value(given, instance.process_group)
         if not isinstance(value, Tensor) or tuple(value.shape) != param_shard.shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     FlatParameter,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    FullyShardedDataParallel,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
@@ -34,6 +35,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp._flat_param import _ShardParamInfo as ShardParamInfo
 from torch.distributed.fsdp._shard_utils import _create_chunk_dtensor, _create_chunk_sharded_tensor
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -63,12 +65,14 @@ __all__ = [
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
     "ModuleWrapPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ShardParamInfo",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -168,7 +172,8 @@ def full_value(value: Any, group: Any) -> Any:
         return value.full_tensor()
     if not isinstance(value, ShardedTensor):
         return value
-    full = torch.zeros(tuple(value.size()), dtype=value.dtype)
+    metadata = value.metadata()  # what the tensor itself is asked for, torch answers with a warning of its format
+    full = torch.zeros(tuple(metadata.size), dtype=metadata.tensor_properties.dtype)
     parts: list[Any] = [None] * group.size()
     mine = [(shard.metadata.shard_offsets, shard.tensor.cpu()) for shard in value.local_shards()]
     dist.all_gather_object(parts, mine, group=group)

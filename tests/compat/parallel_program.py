@@ -45,6 +45,19 @@ def other_dim(parameter: nn.Parameter) -> Shard:
     return Shard(1 if parameter.dim() > 1 and 0 in cut else 0)
 
 
+def norms_of(model: nn.Module, api: Any) -> dict[float, torch.Tensor]:
+    """The norm over all elements of all ranks, each counted once; last the one after clipping to 0.05."""
+    if api is ours:
+        norms = {power: fsdp.clip_grad_norm_(model, 1e9, power) for power in (2.0, 1.0, float("inf"))}
+        fsdp.clip_grad_norm_(model, 0.05)
+        return {**norms, 0.05: fsdp.clip_grad_norm_(model, 1e9)}
+    # torch's own function does not combine parameters over one mesh and over two
+    gradients: list[Any] = [p.grad for p in model.parameters()]
+    full = [gradient.full_tensor() for gradient in gradients]
+    norms = {power: nn.utils.get_total_norm(full, power) for power in (2.0, 1.0, float("inf"))}
+    return {**norms, 0.05: torch.tensor(0.05)}
+
+
 def script(api: Any, rank: int, path: Path, placement_fn: Any = None) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -54,7 +67,7 @@ def script(api: Any, rank: int, path: Path, placement_fn: Any = None) -> dict[st
         api.fully_shard(block, mesh=mesh["dp"], shard_placement_fn=placement_fn)
     api.fully_shard(model, mesh=mesh["dp"], shard_placement_fn=placement_fn)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    losses = []
+    losses, norms = [], []
     for step in range(3):
         for micro in range(2):
             generator = torch.Generator().manual_seed(10 * step + 2 * micro + mesh["dp"].get_local_rank())
@@ -64,6 +77,7 @@ def script(api: Any, rank: int, path: Path, placement_fn: Any = None) -> dict[st
             loss.backward()
             losses.append(loss.item())
         optimizer.step()
+        norms.append(norms_of(model, api))
         optimizer.zero_grad()
     full = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
     for parameter in model.parameters():
@@ -82,7 +96,7 @@ def script(api: Any, rank: int, path: Path, placement_fn: Any = None) -> dict[st
     state = get_model_state_dict(model, options=FULL)
     set_model_state_dict(model, copy.deepcopy(state), options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     placements = {name: str(p.placements) for name, p in model.named_parameters()}
-    return {"losses": losses, "full": full, "state": state, "placements": placements}
+    return {"losses": losses, "norms": norms, "full": full, "state": state, "placements": placements}
 
 
 def refusals(path: Path) -> list[str]:

@@ -38,6 +38,7 @@ def test_tensor_parallel_parameters_are_cut_once_more(tmp_path: Path) -> None:
             theirs, mine = result[name]["torch"], result[name]["ours"]
             assert mine["placements"] == theirs["placements"]
             torch.testing.assert_close(mine["losses"], theirs["losses"])
+            torch.testing.assert_close(mine["norms"], theirs["norms"])
             torch.testing.assert_close(mine["full"], theirs["full"])
             torch.testing.assert_close(mine["state"], theirs["state"])
         assert "dim=1" in result["other"]["ours"]["placements"]["0.up.weight"]

@@ -25,3 +25,7 @@ def test_an_old_script_gives_the_losses_of_torch_and_sharded_states_load(tmp_pat
         assert result["by torch"][2].startswith("get_optimizer_state_dict would take this rank's part of the optimizer's state")
         assert len(result["resumed"]) == 11 and all(result["resumed"].values()), result["resumed"]
     assert results[0]["order"] == results[1]["order"] and len(results[0]["order"]) > 2
+
+
+def test_rank_0_alone_gives_the_states_of_a_model_with_replicas(tmp_path: Path) -> None:
+    assert results_of("tests.compat.replicas_program", 4, tmp_path) == [{"mesh": True, "groups": True}] * 4

@@ -1,5 +1,6 @@
 """Accelerate's FSDP plugin, Trainer and TRL with this engine, on two processes, against one process without it."""
 
+import dataclasses
 import importlib
 import os
 import signal
@@ -11,16 +12,18 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="true", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
 
 import accelerate
+import peft
 import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import load_fsdp_model, save_fsdp_model
 from tiny_llama import LAYER, Source, make_model
 from torch.utils.data import DataLoader, Subset
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fsdp
-from fsdp.integrations.accelerate import PATCHES, install
+from fsdp.integrations.accelerate import PATCHES, PLUGIN_FIELDS, _check_fields, install
 from tests.integrations.forked import KILLED, alone, largest_difference, run, script_of_page
 from tests.integrations.launched import engine_of
 
@@ -132,6 +135,30 @@ def test_the_plugin_loads_what_it_saved(kind: str, version: int, tmp_path: Path)
     expected, found = twice(1), twice(2)
     assert found["losses"] == pytest.approx(expected["losses"], abs=SAME)
     assert largest_difference(found["weights"], expected["weights"]) < WEIGHTS
+
+
+def adapted(kind: str, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
+    """The adapters of a peft model before they were saved, after they were changed and loaded, and the names left over."""
+    install("torch_fsdp")
+    plugin = plugin_of(1, auto_wrap_policy="no_wrap", transformer_cls_names_to_wrap=None, state_dict_type=kind)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = accelerator.prepare(peft.get_peft_model(make_model(0), config))
+    before = {name: fsdp.full_tensor(p).detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    save_fsdp_model(plugin, accelerator, model, str(folder), adapter_only=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0 if parameter.requires_grad else 0.0)
+    result = load_fsdp_model(plugin, accelerator, model, str(folder), adapter_only=True)
+    after = {name: fsdp.full_tensor(p).detach() for name, p in model.named_parameters() if p.requires_grad}
+    return before, after, [*result.unexpected_keys, *(name for name in result.missing_keys if "lora" in name)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_alone_are_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    for before, after, left_over in run(2, lambda rank: adapted(kind, tmp_path)):
+        assert before and not left_over
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 BROADCASTS = {1: {"sync_module_states": True}, 2: {"cpu_ram_efficient_loading": True}}
@@ -317,3 +344,15 @@ def test_without_accelerate_the_import_says_what_to_install() -> None:
     code = "import sys; sys.modules['accelerate'] = None; import fsdp.integrations.accelerate"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "needs the package accelerate: pip install 'fsdp[accelerate]'" in ended.stderr
+
+
+def test_the_fields_of_the_plugin_are_known() -> None:
+    assert {one.name for one in dataclasses.fields(FullyShardedDataParallelPlugin)} == {*PLUGIN_FIELDS}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_field_that_a_later_plugin_has_is_refused_by_name(version: int) -> None:
+    later = dataclasses.make_dataclass("Later", [("later", int, 0)], bases=(FullyShardedDataParallelPlugin,))
+    with install(), pytest.raises(fsdp.ShardingError, match="Later: later=3: this version of fsdp does not know it"):
+        Accelerator(fsdp_plugin=later(fsdp_version=version, later=3))
+    _check_fields(later(fsdp_version=version))

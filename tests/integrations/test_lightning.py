@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import logging
 import os
 import signal
@@ -14,11 +15,13 @@ import lightning
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.strategies import FSDPStrategy as FabricStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import fsdp
 from fsdp.integrations.lightning import NAME, FabricFSDPStrategy, FSDPStrategy
+from fsdp.integrations.lightning_common import with_mesh
 from tests.integrations.forked import KILLED, alone, largest_difference, mean_over_ranks, run, script_of_page
 
 BATCH = 8
@@ -366,6 +369,17 @@ def test_fabric_trains_as_one_process_does(accumulates: bool) -> None:
         assert largest_difference(weights, expected) < SAME
 
 
+def test_hybrid_sharding_without_a_mesh_shards_inside_a_host_and_replicates_between_hosts() -> None:
+    expected = alone(lambda rank: fabric_run(rank, 1, 4))
+    for weights in run(2, lambda rank: fabric_run(rank, 2, 4, sharding_strategy="HYBRID_SHARD")):
+        assert largest_difference(weights, expected) < SAME
+    assert_same(fit_on_two(strategy=FSDPStrategy(auto_wrap_policy={Block}, sharding_strategy="HYBRID_SHARD")), fit_alone())
+    hybrid = {"sharding_strategy": "HYBRID_SHARD"}
+    assert with_mesh(hybrid, num_nodes=3, num_processes=8) == {**hybrid, "mesh": (3, 8)}
+    assert with_mesh({**hybrid, "mesh": (2, 12)}, num_nodes=3, num_processes=8) == {**hybrid, "mesh": (2, 12)}
+    assert with_mesh({}, num_nodes=3, num_processes=8) == {}
+
+
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_fabric_resumes_from_what_it_saved(kind: str, tmp_path: Path) -> None:
     run(2, lambda rank: fabric_run(rank, 2, 4, save=tmp_path / "a", state_dict_type=kind))
@@ -404,3 +418,27 @@ def test_the_scripts_of_the_page_run(title: str, monkeypatch: pytest.MonkeyPatch
     script = script_of_page("lightning", title)
     run(2, lambda rank: exec(compile(script, title, "exec"), {"__name__": "__main__"}))
     assert (tmp_path / ("fabric.ckpt" if "fabric" in title else "after-fit")).exists()
+
+
+STRATEGIES = {"trainer": (FSDPStrategy, pl.strategies.FSDPStrategy), "fabric": (FabricFSDPStrategy, FabricStrategy)}
+
+
+@pytest.mark.parametrize("of", STRATEGIES)
+def test_an_argument_of_lightnings_strategy_is_known_or_may_be_left_at_its_default(of: str) -> None:
+    ours, theirs = STRATEGIES[of]
+    known = {*inspect.signature(ours.__init__).parameters, *inspect.signature(fsdp.fully_shard).parameters, "kwargs"}
+    for name, one in inspect.signature(theirs.__init__).parameters.items():
+        if name in known:
+            continue
+        ours(**{name: one.default})
+        with pytest.raises(fsdp.ShardingError, match=name):
+            ours(**{name: object()})
+
+
+@pytest.mark.parametrize("of", STRATEGIES)
+def test_an_argument_that_a_later_strategy_has_is_refused_by_name(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = STRATEGIES[of]
+    monkeypatch.setattr(theirs, "__init__", lambda self, later=0: None)
+    ours(later=0)
+    with pytest.raises(fsdp.ShardingError, match="Strategy: later=3: this version of fsdp does not know it"):
+        ours(later=3)

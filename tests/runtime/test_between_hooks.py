@@ -1,5 +1,6 @@
 """What a user does between two hooks of the engine: right as in plain torch, or refused by a sentence before anything moves."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -336,3 +337,286 @@ def test_a_parameter_that_an_optimizer_gets_inside_a_forward_is_refused_before_i
             optimizer.step()
 
     fsdp.simulate(2, fn)
+
+
+# p.data --------------------------------------------------------------------------------------
+
+
+def swapped_in(model: nn.Module, value: float) -> list[Tensor]:
+    """Point every parameter at other memory, as averages of weights are swapped in; return what they pointed at."""
+    kept = [p.data for p in model.parameters()]
+    for p in model.parameters():
+        p.data = torch.full_like(p.data, value)
+    return kept
+
+
+def put_back(model: nn.Module, kept: list[Tensor]) -> None:
+    for p, data in zip(model.parameters(), kept, strict=True):
+        p.data = data
+
+
+def around_an_evaluation(model: nn.Module, batches: list[Tensor]) -> list[Any]:
+    found: list[Any] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        kept = swapped_in(model, 0.1)
+        with torch.no_grad():
+            found += [model(x).sum().item() for x in batches[:1]]
+        put_back(model, kept)
+        torch.stack([model(x).square().mean() for x in batches]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def between_forward_and_backward(model: nn.Module, batches: list[Tensor]) -> list[Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = torch.stack([model(x).square().mean() for x in batches]).mean()
+    kept = swapped_in(model, 0.1)
+    with torch.no_grad():
+        found = model(batches[0]).sum().item()
+    put_back(model, kept)
+    loss.backward()
+    optimizer.step()
+    return [found]
+
+
+def trained_in_other_memory(model: nn.Module, batches: list[Tensor]) -> list[Any]:
+    """The parameters share the memory of what they were pointed at, and what they pointed at before keeps its values."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    kept = swapped_in(model, 0.1)
+    others = [p.data for p in model.parameters()]
+    for _ in range(3):
+        torch.stack([model(x).square().mean() for x in batches]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for other in others:
+            other.mul_(2)
+        found = model(batches[0]).sum().item()
+    put_back(model, kept)
+    with torch.no_grad():
+        return [found, model(batches[0]).sum().item()]
+
+
+def by_full_tensors(model: nn.Module, batches: list[Tensor]) -> list[Any]:
+    for p in model.parameters():
+        p.data = torch.arange(p.numel(), dtype=p.dtype).view(p.shape) / p.numel()
+    with torch.no_grad():
+        return [model(batches[0]).sum().item()]
+
+
+PROGRAMS: Final = (around_an_evaluation, between_forward_and_backward, trained_in_other_memory)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("door", [*STRATEGIES, "FSDP1", "DDP"])
+def test_weights_that_are_swapped_by_data_are_those_of_plain_torch(door: str, program: Any, size: int) -> None:
+    plain = Net()
+    wanted = program(plain, [data(rank) for rank in range(size)])
+
+    def fn(rank: int) -> tuple[list[Any], dict[str, Tensor]]:
+        torch.manual_seed(rank)
+        model = DOORS[door](Net())
+        return program(model, [data(rank)]), weights(model)
+
+    results = fsdp.simulate(size, fn)
+    assert results[0][0] == pytest.approx(wanted, rel=1e-4)
+    for _, found in results:
+        assert_close(found, dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_parameter_that_is_pointed_at_a_full_tensor_is_a_part_of_it(strategy: str, size: int) -> None:
+    plain = Net()
+    wanted = by_full_tensors(plain, [data(0)])
+
+    def fn(rank: int) -> list[Any]:
+        model = natively(strategy)(Net())
+        found = by_full_tensors(model, [data(0)])
+        assert_close(weights(model), dict(plain.state_dict()))
+        return found
+
+    for found in fsdp.simulate(size, fn):
+        assert found == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_that_are_swapped_in_a_forward_are_used_by_the_next_units(strategy: str) -> None:
+    def program(model: nn.Module, x: Tensor) -> float:
+        def swap(module: nn.Module, args: Any) -> None:
+            for p in list(model.parameters())[4:]:
+                p.data = torch.full_like(p.data, 0.1)
+
+        model(x)
+        handle = next(module for name, module in model.named_modules() if name.endswith("first")).register_forward_pre_hook(swap)
+        with torch.no_grad():
+            found = model(x).sum().item()
+        handle.remove()
+        return found
+
+    wanted = program(Net(), data(0))
+    assert fsdp.simulate(2, lambda rank: program(natively(strategy)(Net()), data(0))) == [pytest.approx(wanted)] * 2
+
+
+# processes, modes and options of torch ---------------------------------------------------------
+
+
+def in_child(act: Callable[[], Any]) -> str:
+    """What `act` raises, in words, in a process that is forked here; "nothing" if it raises nothing."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            act()
+            said = "nothing"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, said.encode()[:4000])
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader, "rb") as pipe:
+        return pipe.read().decode()
+
+
+FORKED: Final[dict[str, Callable[[nn.Module], Any]]] = {
+    "a forward": lambda model: model(data(0)),
+    "a forward of one unit": lambda model: model.second(torch.ones(1, 5)),
+    "an evaluation": lambda model: torch.no_grad()(model)(data(0)),
+    "a full state dict": lambda model: fsdp.full_state_dict(model),
+    "a full tensor": lambda model: fsdp.full_tensor(model.first.weight),
+}
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRADIENTS", "NO_SHARD"])
+@pytest.mark.parametrize("act", FORKED)
+def test_a_process_that_was_forked_from_a_rank_is_told_so_at_once(act: str, strategy: str) -> None:
+    def fn(rank: int) -> str:
+        model = natively(strategy)(Net())
+        model(data(rank)).sum().backward()
+        said = in_child(lambda: FORKED[act](model)) if rank == 0 else ""
+        model(data(rank)).sum().backward()
+        return said
+
+    assert "ShardingError: unit '" in (said := fsdp.simulate(2, fn)[0]) and "was forked from a rank" in said
+
+
+def test_a_forked_process_may_hold_the_model() -> None:
+    def fn(rank: int) -> str:
+        model = natively("FULL_SHARD")(Net())
+        return in_child(lambda: (list(model.parameters()), model.state_dict(), model.train(), str(model))) if rank == 0 else ""
+
+    assert fsdp.simulate(2, fn)[0] == "nothing"
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_model_of_inference_mode_can_be_used_and_trained(size: int, strategy: str, made: bool, wrapped: bool) -> None:
+    plain = Net()
+    with torch.no_grad():
+        wanted = plain(data(0)).sum().item()
+    torch.stack([plain(data(rank)).square().mean() for rank in range(size)]).mean().backward()
+    stepped(plain)
+
+    def fn(rank: int) -> float:
+        with torch.inference_mode(made):
+            model = Net()
+        with torch.inference_mode(wrapped):
+            model = natively(strategy)(model)
+        with torch.inference_mode():
+            found: float = model(data(0)).sum().item()
+        model(data(rank)).square().mean().backward()
+        stepped(model)
+        assert_close(weights(model), dict(plain.state_dict()))
+        return found
+
+    assert fsdp.simulate(size, fn) == [pytest.approx(wanted)] * size
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_gradient_of_another_dtype_is_refused_when_the_model_is_wrapped(door: str) -> None:
+    def fn(rank: int) -> None:
+        net = Net().bfloat16()
+        net.second.weight.grad_dtype = torch.float32
+        with pytest.raises(fsdp.ShardingError, match=r"weight' has grad_dtype torch\.float32"):
+            DOORS[door](net)
+
+    fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_gradient_of_another_dtype_is_refused_when_it_is_asked_for(door: str) -> None:
+    def fn(rank: int) -> None:
+        model = DOORS[door](Net().bfloat16())
+        with pytest.raises(fsdp.ShardingError, match=r"grad_dtype of '.*': its reduced gradient is torch\.bfloat16"):
+            for p in model.parameters():
+                p.grad_dtype = torch.float32
+            model(data(rank).bfloat16())
+        for p in model.parameters():
+            p.grad_dtype = torch.bfloat16
+        model(data(rank).bfloat16()).sum().backward()
+        assert all(p.grad is None or p.grad.dtype is torch.bfloat16 for p in model.parameters())
+
+    fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("door", DOORS)
+def test_an_embedding_that_renormalises_is_refused_among_several_ranks(door: str, make: Any) -> None:
+    def fn(rank: int) -> None:
+        net = nn.Sequential(make(4, 8, max_norm=1.0))
+        with pytest.raises(fsdp.ShardingError, match=r"max_norm=1\.0\) changes in its forward the rows that this rank looks up"):
+            DOORS[door](net)
+
+    fsdp.simulate(2, fn)
+
+
+def test_an_embedding_may_renormalise_on_one_rank_and_by_hand() -> None:
+    def alone(rank: int) -> Tensor:
+        model = fsdp.fully_shard(nn.Embedding(4, 8, max_norm=1.0))
+        with torch.no_grad():
+            model.weight.mul_(10)
+        model(torch.tensor([0, 3]))
+        return fsdp.full_state_dict(model)["weight"].norm(dim=1)
+
+    assert torch.allclose(fsdp.simulate(1, alone)[0][[0, 3]], torch.ones(2), atol=1e-4)
+
+    def by_hand(rank: int) -> Tensor:
+        model = fsdp.fully_shard(nn.Embedding(4, 8))
+        weight = model.weight
+        with torch.no_grad():
+            weight.mul_(10)
+            norm = weight.norm(dim=1, keepdim=True)
+            weight.mul_((1.0 / (norm + 1e-7)).clamp(max=1))
+        return fsdp.full_state_dict(model, rank0_only=False)["weight"].norm(dim=1)
+
+    for found in fsdp.simulate(2, by_hand):
+        assert torch.allclose(found, torch.ones(4), atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:-1])
+def test_a_change_through_data_of_a_unit_that_is_gathered_ahead_is_used(strategy: str) -> None:
+    def program(model: nn.Module, x: Tensor) -> list[float]:
+        later = [p for name, p in model.named_parameters() if name.startswith("last")]
+
+        def change(module: nn.Module, args: Any) -> None:
+            for p in later:
+                p.data.mul_(0.5)
+                torch._foreach_add_([p.data], 0.1)
+
+        found = [model(x).sum().item()]
+        handle = model.first.register_forward_pre_hook(change)
+        with torch.no_grad():
+            found.append(model(x).sum().item())
+        model(x).sum().backward()
+        handle.remove()
+        return [*found, *(float(p.grad.sum()) for p in model.parameters() if p.grad is not None)]
+
+    wanted = program(Net(), data(0))
+    for found in fsdp.simulate(2, lambda rank: program(natively(strategy)(Net()), data(0))):
+        assert found == pytest.approx(wanted, rel=1e-5)

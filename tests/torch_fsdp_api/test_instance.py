@@ -1,13 +1,18 @@
 """What an instance does after its constructor: other dtypes, full precision in evaluation, gathers ahead, the flat view."""
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp._runtime_utils import _reshard
 
 import fsdp
 from fsdp.comm.simulated import simulate
+from fsdp.compat.torch_fsdp import CPUOffload, FlatParameter, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP
-from fsdp.compat.torch_fsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from state_machine import ResidencyState
 from tests.compat.test_torch_fsdp import Block, Net, batch, wrapped
 
 
@@ -162,3 +167,89 @@ def test_warnings_and_errors_have_the_words_that_users_of_fsdp1_match() -> None:
         simulate(1, lambda rank: wrapped())
     with pytest.warns(UserWarning, match="on rank 0 with no gradients -- returning the total norm in the default dtype"):
         simulate(1, lambda rank: wrapped().clip_grad_norm_(1.0))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_what_is_written_into_summoned_copies_of_offloaded_parameters_is_dropped_without_writeback(
+    strategy: str, size: int
+) -> None:
+    def program(rank: int) -> None:
+        for offloads in (False, True):
+            # a rank that holds all of it, in the memory where it computes, is changed in place
+            in_place = not offloads and (size == 1 or strategy == "NO_SHARD")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
+                options: Any = {"sharding_strategy": ShardingStrategy[strategy], "cpu_offload": CPUOffload(offloads)}
+                model = FSDP(nn.Linear(3, 2), use_orig_params=True, **options)
+            for writeback in (False, True):
+                with torch.no_grad(), FSDP.summon_full_params(model, writeback=writeback):
+                    model.module.bias.fill_(7.0)
+                kept = bool((model.state_dict()["bias"] == 7).all())
+                assert kept is (writeback or in_place), (strategy, size, offloads, writeback)
+
+    fsdp.simulate(size, program)
+
+
+def test_params_are_vectors_over_the_parameters_with_names_and_ranges() -> None:
+    def program(rank: int) -> Tensor:
+        model = FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+        model(batch(0, rank)).sum().backward()
+        block = model.module.blocks[0]
+        assert [part._fqns for part in block.params] == [("up.weight",), ("up.bias",), ("down.weight",), ("down.bias",)]
+        full = model.state_dict()
+        for part, parameter in zip(block.params, block.parameters(), strict=True):
+            (name,), (shape,), (info,) = part._fqns, part._shapes, part._shard_param_infos
+            assert isinstance(part, FlatParameter) and part.dim() == 1 and part.numel() == parameter.numel()
+            assert shape == full[f"blocks.0.{name}"].shape
+            assert info.in_shard == bool(part.numel())
+            if info.in_shard:
+                there = full[f"blocks.0.{name}"].flatten()[info.intra_param_start_idx : info.intra_param_end_idx + 1]
+                torch.testing.assert_close(part[: info.numel_in_shard], there)
+            if parameter.grad is None:  # it is frozen, or all of it is elsewhere
+                assert part.grad is None
+                continue
+            assert torch.equal(part.grad, parameter.grad.reshape(-1))
+            part.grad = torch.ones_like(part)
+            assert torch.equal(parameter.grad, torch.ones_like(parameter))
+            part.grad = None
+            assert parameter.grad is None
+        with torch.no_grad():
+            torch._foreach_mul_(block.params, 0.0)
+            torch._foreach_add_(block.params, 0.25)
+        return torch.cat([value.flatten() for name, value in model.state_dict().items() if name.startswith("blocks.0")])
+
+    for found in fsdp.simulate(2, program):
+        assert bool((found == 0.25).all())
+
+
+def test_an_instance_is_resharded_by_its_handle() -> None:
+    def program(rank: int) -> None:
+        model = FSDP(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True)
+        model(torch.ones(1, 4))
+        ref = model._unit_ref
+        assert ref is not None and model._handle is not None
+        _reshard(model, model._handle, False)
+        assert ref.engine.snapshot().units[0].residency is not ResidencyState.SHARDED
+        _reshard(model, model._handle, True)
+        assert ref.engine.snapshot().units[0].residency is ResidencyState.SHARDED
+        model(torch.ones(1, 4)).sum().backward()
+
+    fsdp.simulate(2, program)
+
+
+def test_a_frozen_module_that_was_replaced_is_saved_and_loaded_as_it_is() -> None:
+    def program(rank: int) -> None:
+        inner = FSDP(nn.Linear(4, 4), use_orig_params=True)
+        model = FSDP(nn.Sequential(nn.Linear(4, 4), inner), use_orig_params=True)
+        model.module[0] = nn.Linear(4, 4).requires_grad_(False)
+        with torch.no_grad():
+            model.module[0].weight.fill_(3.0)
+        model(torch.ones(2, 4)).sum().backward()
+        state = model.state_dict()
+        assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias"] and bool((state["0.weight"] == 3).all())
+        model.load_state_dict({name: value + 1 for name, value in state.items()})
+        assert bool((model.module[0].weight == 4).all())
+        torch.testing.assert_close(model.state_dict()["1.weight"], state["1.weight"] + 1)
+
+    fsdp.simulate(2, program)

@@ -1,0 +1,123 @@
+"""Random programs of moves and acts, as a Hypothesis state machine.
+
+Rule 1: a rule only writes a move down. The teardown plays the program on simulated ranks, from beginning to end, then on a plain
+        model. A simulated world runs one function on all ranks, so a world that waits for the next rule would need threads that
+        wait for Hypothesis, and a rank that waits for ever would stop it. Written down, a program is a value: it is played again,
+        cut and printed as it is, and the same program gives the same run.
+Rule 2: a rule is not guarded by what plain torch would raise, since `trial.judge` knows it. Guards keep programs interesting, and
+        leave out the pairs that `table.DIFFERS` names.
+"""
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from tests.acts.doors import DOORS
+from tests.acts.table import DIFFERS, MOMENTS_OF_HOOKS
+from tests.acts.trial import Arm, Backward, Do, Evaluate, Forward, Move, Step, Sync, Undo, Zero, judge
+from tests.acts.vocabulary import ACTS
+
+GRAPHS = 2
+"""At one time."""
+LATER = (Sync(True), Zero(), Undo(), Forward(9), Backward(9), Step())
+"""What every program ends with."""
+acts = st.sampled_from(sorted(ACTS))
+blocks = st.integers(0, 1)
+
+
+class ActsAtAnyMoment(RuleBasedStateMachine):
+    """A model that is trained, on which a user acts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.door = ""
+        self.size = 1
+        self.order = 0
+        self.program: list[Move] = []
+        self.graphs: dict[int, bool] = {}
+        """By slot, whether one of its backwards has come."""
+        self.syncs = True
+        self.stepped = True
+
+    @initialize(door=st.sampled_from(list(DOORS)), size=st.sampled_from((2, 1, 3)), order=st.integers(0, 7), warm=st.booleans())
+    def wrap(self, door: str, size: int, order: int, warm: bool) -> None:
+        self.door, self.size, self.order = door, size, order
+        if warm:
+            self.ordinary_step()
+
+    @rule()
+    def ordinary_step(self) -> None:
+        self.program += [Forward(9), Backward(9), Step(), Zero()]
+        self.stepped = True
+
+    @precondition(lambda self: len(self.graphs) < GRAPHS)
+    @rule()
+    def forward(self) -> None:
+        slot = len(self.program)
+        self.graphs[slot] = False
+        self.program.append(Forward(slot))
+
+    @precondition(lambda self: self.graphs)
+    @rule(last=st.booleans(), retain=st.sampled_from((False, False, True)))
+    def backward(self, last: bool, retain: bool) -> None:
+        slot = list(self.graphs)[-1 if last else 0]
+        self.graphs[slot] = True
+        if not retain:
+            del self.graphs[slot]
+        self.program.append(Backward(slot, retain))
+        self.stepped = False
+
+    @rule()
+    def step(self) -> None:
+        self.program.append(Step())
+        self.stepped = True
+
+    @rule()
+    def zero(self) -> None:
+        self.program.append(Zero())
+
+    @rule()
+    def evaluate(self) -> None:
+        self.program.append(Evaluate())
+
+    @rule(on=st.booleans())
+    def sync(self, on: bool) -> None:
+        self.program.append(Sync(on))
+        self.syncs = on
+
+    @rule(act=acts, block=blocks)
+    def do(self, act: str, block: int) -> None:
+        if not any((act, moment) in DIFFERS for moment in self.moments()):
+            self.program.append(Do(act, block))
+
+    @rule(moment=st.sampled_from(MOMENTS_OF_HOOKS), act=acts, block=blocks)
+    def arm(self, moment: str, act: str, block: int) -> None:
+        if (act, moment) not in DIFFERS:
+            self.program.append(Arm(moment, act, block))
+
+    @rule()
+    def undo(self) -> None:
+        self.program.append(Undo())
+
+    def moments(self) -> set[str]:
+        """What the moment is called in the table. Several may come together."""
+        found = {"before a forward"}
+        if self.graphs:
+            found.add("between forward and backward")
+        if any(self.graphs.values()):
+            found.add("between two backwards of one graph")
+        if not self.syncs:
+            found.add("between micro-batches")
+        return found | {"after the step" if self.stepped else "after the backward"}
+
+    def teardown(self) -> None:
+        """Equal, or refused on all ranks by a sentence, and the next legal step is right."""
+        if self.door:
+            check([*self.program, *LATER], self.door, self.size, self.order)
+
+
+def check(program: Sequence[Move], door: str, size: int, order: int) -> None:
+    """Raises AssertionError with a line that plays the program again, where this module and tests.acts.trial are imported."""
+    fault = judge(program, door, size, order).fault
+    assert not fault, f"{fault}\ncheck([{', '.join(map(repr, program))}], {door!r}, {size}, {order})"

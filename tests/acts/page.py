@@ -1,0 +1,99 @@
+"""The table of acts and moments in docs/reference/patterns.md, which is the record of what each pair does.
+
+python -m tests.acts.page     plays every pair in every world, about half an hour, and writes the table
+"""
+
+import os
+import re
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from tests.acts.table import DIFFERS, MOMENTS, outcome, pairs
+from tests.acts.vocabulary import ACTS
+
+PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "reference" / "patterns.md"
+BEGIN: Final = "<!-- acts: written by python -m tests.acts.page -->\n"
+END: Final = "<!-- /acts -->\n"
+Outcomes = dict[tuple[str, str], set[str]]
+"""Of each pair, what happens in its worlds: "right", "too", or a sentence."""
+
+
+def play(key: tuple[str, str]) -> set[str]:
+    """What a pair does in all its worlds of two ranks. Raises AssertionError if it is a fault that is not known."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found, faults = set(), []
+    for pair in pairs(*key):
+        said, verdict = outcome(pair)
+        if said == "fault" and key not in DIFFERS:
+            faults.append(f"{pair}: {verdict.fault}")
+        found.add(DIFFERS.get(key, "") if said == "fault" else said)
+    assert not faults, "\n".join(faults)
+    return found
+
+
+def printed(outcomes: Outcomes) -> str:
+    """The table, and below it the sentences."""
+    sentences = sorted({said for found in outcomes.values() for said in found} - {"right", "too", *DIFFERS.values()})
+    reasons = sorted({said for found in outcomes.values() for said in found} & set(DIFFERS.values()))
+    codes = {"right": "R", "too": "T"}
+    codes |= {said: f"S{number}" for number, said in enumerate(sentences, 1)}
+    codes |= {said: f"D{number}" for number, said in enumerate(reasons, 1)}
+    lines = [f"| act | {' | '.join(MOMENTS)} |", f"| --- |{' --- |' * len(MOMENTS)}"]
+    for act in ACTS:
+        cells = [" ".join(sorted((codes[said] for said in outcomes[act, moment]), key=_order)) for moment in MOMENTS]
+        lines.append(f"| {act} | {' | '.join(cells)} |")
+    lines += ["", "| code | what the refusal says |", "| --- | --- |", *(f"| {codes[said]} | {said} |" for said in sentences)]
+    if reasons:
+        lines += [
+            "",
+            "| code | different from plain torch |",
+            "| --- | --- |",
+            *(f"| {codes[said]} | {said} |" for said in reasons),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _order(code: str) -> tuple[int, int]:
+    return "RTSD".index(code[0]), int(code[1:] or 0)
+
+
+def shown() -> Outcomes:
+    """What the page says of each pair."""
+    text = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    rows = [
+        [cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    said = {"R": "right", "T": "too"} | {row[0]: row[1] for row in rows if re.fullmatch(r"[SD]\d+", row[0])}
+    return {
+        (row[0], moment): {said[code] for code in cell.split()}
+        for row in rows
+        if row[0] in ACTS
+        for moment, cell in zip(MOMENTS, row[1:], strict=True)
+    }
+
+
+def main() -> None:
+    keys = [(act, moment) for act in ACTS for moment in MOMENTS]
+    outcomes: Outcomes = {}
+    with ProcessPoolExecutor(int(os.environ.get("PROCESSES", "2")), get_context("fork")) as pool:
+        for key, played in {key: pool.submit(play, key) for key in keys}.items():
+            fault = played.exception()
+            if fault:
+                print(f"{key}:\n{fault}\n", flush=True)
+            else:
+                outcomes[key] = played.result()
+    assert len(outcomes) == len(keys), "faults are printed above; mend them, or enter them into DIFFERS with the reason"
+    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"{PAGE} has no {BEGIN}...{END}"
+    PAGE.write_text(before + BEGIN + printed(outcomes) + END + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

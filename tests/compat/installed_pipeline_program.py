@@ -1,0 +1,48 @@
+"""One rank of two over gloo: a pipeline of torch's, imported after the names of FSDP2 were replaced, with two sharded stages."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp
+import fsdp.compat
+
+
+def run(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    assert not any(name.startswith("torch.distributed.pipelining") for name in sys.modules)
+    fsdp.compat.install("fully_shard")
+    from torch.distributed import pipelining
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+    mine, x = layers[rank], torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    fully_shard(mine[0], mesh=mesh["dp"])
+    fully_shard(mine, mesh=mesh["dp"])
+    assert isinstance(mine, fsdp.compat.fully_shard.FSDPModule)
+    stage = pipelining.PipelineStage(mine, rank, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    losses: list[torch.Tensor] = []
+    for kind in (pipelining.ScheduleGPipe, pipelining.Schedule1F1B):
+        mine.zero_grad()
+        schedule = kind(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+        schedule.step(x) if rank == 0 else schedule.step(target=torch.zeros(4, 8), losses=losses)
+    grads = [parameter.grad.full_tensor() for parameter in mine.parameters()]  # type: ignore[union-attr]
+    torch.manual_seed(0)
+    alone = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+    alone_losses = [nn.functional.mse_loss(alone(part), torch.zeros(2, 8)) for part in x.split(2)]
+    (sum(alone_losses) / 2).backward()  # type: ignore[union-attr]
+    expected = [parameter.grad for parameter in alone[rank].parameters()]
+    torch.save({"found": (losses, grads), "expected": (alone_losses if rank else [], expected)}, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

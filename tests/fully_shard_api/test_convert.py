@@ -1,0 +1,106 @@
+"""Modules inside a unit get memory or another dtype by themselves; `load_state_dict` gives memory to what it names."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp
+from fsdp.compat.fully_shard import fully_shard
+
+
+def made(device: str = "meta") -> Any:
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    fully_shard(model[1])
+    return fully_shard(model)
+
+
+def on_meta(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.is_meta]
+
+
+def test_the_layers_of_a_model_on_the_meta_device_get_memory_one_by_one() -> None:
+    def program(rank: int) -> None:
+        model = made()
+        parameters = [*model.parameters()]
+        with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['0.weight', '0.bias'\]"):
+            model(torch.ones(2, 4))
+        model[0].to_empty(device="cpu")
+        with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['1.0.weight', '1.0.bias', '1.1.weight', '1.1.bias'\]"):
+            model(torch.ones(2, 4))
+        model[1][0].to_empty(device="cpu")
+        model[1][1].to_empty(device="cpu")
+        assert not on_meta(model) and all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.fill_(0.5)
+            model[1][1].reset_running_stats()
+        model(torch.ones(2, 4)).sum().backward()
+        assert all(parameter.grad is not None for parameter in parameters)
+
+    fsdp.simulate(2, program)
+
+
+@pytest.mark.filterwarnings("ignore:for 1.1.num_batches_tracked")  # BatchNorm adds it to a state dict that leaves it out
+def test_two_loads_give_memory_to_what_each_of_them_names() -> None:
+    def program(rank: int) -> None:
+        model = made()
+        model.load_state_dict({"0.weight": torch.ones(4, 4), "0.bias": torch.ones(4)}, strict=False, assign=True)
+        assert on_meta(model) == ["1.0.weight", "1.0.bias", "1.1.weight", "1.1.bias"]
+        assert model[1][1].running_mean.is_meta
+        rest = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).state_dict(prefix="1.")
+        model.load_state_dict(rest, strict=False, assign=True)
+        assert not on_meta(model) and not model[1][1].running_mean.is_meta
+        assert bool((fsdp.full_tensor(model[0].weight) == 1).all())
+        assert torch.equal(fsdp.full_tensor(model[1][0].weight), rest["1.0.weight"])
+
+    fsdp.simulate(2, program)
+
+
+def test_all_of_a_model_gets_memory_if_a_module_loads_from_other_names() -> None:
+    def program(rank: int) -> None:
+        def rename(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}old")
+
+        with torch.device("meta"):
+            model: Any = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+        model[0].register_load_state_dict_pre_hook(rename)
+        fully_shard(model)
+        model.load_state_dict({"0.old": torch.ones(4, 4)}, strict=False)
+        assert not on_meta(model) and bool((fsdp.full_tensor(model[0].weight) == 1).all())
+        assert bool(fsdp.full_tensor(model[1][0].weight).isnan().all())
+
+    fsdp.simulate(2, program)
+
+
+def test_a_layer_that_shares_a_buffer_is_converted_with_its_unit_only() -> None:
+    def program(rank: int) -> None:
+        model = made("cpu")
+        model[0].double()
+        assert model[0].weight.dtype is torch.float64
+        with pytest.raises(fsdp.ShardingError, match=r"inside fsdp.simulate, parameter '1.weight' lies in one buffer with those"):
+            model[1][0].double()
+        assert model[1][0].weight.dtype is torch.float32
+
+    fsdp.simulate(2, program)
+
+
+def test_the_layers_of_a_copy_are_those_of_the_copy() -> None:
+    def program(rank: int) -> None:
+        model = made("cpu")
+        other = copy.deepcopy(model)
+        other[0].double()
+        assert (other[0].weight.dtype, model[0].weight.dtype) == (torch.float64, torch.float32)
+
+    fsdp.simulate(2, program)
+
+
+def test_a_layer_of_a_model_that_is_no_longer_sharded_is_converted_as_ever() -> None:
+    def program(rank: int) -> None:
+        model = fsdp.unwrap(made("cpu"))
+        assert model[1][0].double().weight.dtype is torch.float64
+
+    fsdp.simulate(2, program)
