@@ -291,7 +291,7 @@ def _viewed(shard: ShardTensor, shape: Sequence[int]) -> Tensor:
 
 
 def _as_viewed(shard: ShardTensor, viewed: ShardInfo) -> ShardTensor:
-    return as_shard(plain(shard).view(viewed.local_shape), viewed)
+    return _as_alias(as_shard(plain(shard).view(viewed.local_shape), viewed), shard)
 
 
 class _View(torch.autograd.Function):
@@ -348,9 +348,7 @@ def _element_wise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             _count_change(target)
         return result
     made = _wrap(func, result, info)
-    if func in _ALIASES:
-        made.alias_of = args[0] if args[0].is_parameter else args[0].alias_of
-    return made
+    return _as_alias(made, args[0]) if func in _ALIASES else made
 
 
 def _check_target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], info: ShardInfo) -> None:
@@ -392,6 +390,12 @@ def _element_wise_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+def _as_alias(made: ShardTensor, shard: ShardTensor) -> ShardTensor:
+    """`made`, which shares the memory of `shard`."""
+    made.alias_of = shard if shard.is_parameter else shard.alias_of
+    return made
 
 
 def _count_change(changed: ShardTensor) -> None:
@@ -453,7 +457,7 @@ def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     if not keeps and sizes != tuple(info.local_shape):
         refuse(f"{func} to {sizes}", info)
-    return as_shard(args[0].detach(), info)
+    return _as_alias(as_shard(args[0].detach(), info), args[0])
 
 
 def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

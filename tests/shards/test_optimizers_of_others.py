@@ -188,14 +188,43 @@ def test_what_is_refused_names_the_parameter_and_changes_nothing(name: str) -> N
 
 @pytest.mark.parametrize("view", [Tensor.abs, lambda p: p.view(-1), lambda p: p.ravel(), torch.flatten])
 def test_a_loss_of_a_view_is_refused(view: Callable[[Tensor], Tensor]) -> None:
-    def fn(rank: int) -> str:
+    def fn(rank: int) -> None:
         weight = fsdp.fully_shard(nn.Linear(8, 12)).weight
-        with pytest.raises(fsdp.ShardingError, match=r"'weight'.*fsdp\.full_parameters\(model\)") as told:
+        with pytest.raises(fsdp.ShardingError, match=r"'weight'.*fsdp\.full_parameters\(model\)"):
             view(weight).square().sum().backward()
         assert weight.grad is None
-        return str(told.value)
 
-    assert len(set(fsdp.simulate(2, fn))) == 1
+    fsdp.simulate(2, fn)
+
+
+def halve(tensor: Any) -> None:
+    tensor.mul_(0.5)
+
+
+def halve_all(tensor: Any) -> None:
+    tensor[...] = tensor * 0.5
+
+
+def halve_into(tensor: Any) -> None:
+    torch.mul(tensor, 0.5, out=tensor)
+
+
+@pytest.mark.parametrize("change", [halve, halve_all, halve_into])
+@pytest.mark.parametrize("view", [lambda p: p.data.view(-1), lambda p: p.data[:], lambda p: p.data, lambda p: p.view(-1)])
+def test_what_is_changed_through_a_view_is_seen_by_a_unit_that_is_gathered_ahead(
+    view: Callable[[Tensor], Tensor], change: Callable[[Tensor], None]
+) -> None:
+    def fn(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 12, bias=False))
+        fsdp.fully_shard(model, auto_wrap_policy={nn.Linear})
+        weight = model[1].weight
+        with torch.no_grad():
+            before = model(torch.ones(2, 8))
+            model[0].register_forward_pre_hook(lambda *_: change(view(weight)))
+            assert torch.allclose(model(torch.ones(2, 8)), before * 0.5)
+
+    fsdp.simulate(2, fn)
 
 
 @pytest.mark.parametrize("shape", [(13,), (1, 65), (5, 13, 1)])
