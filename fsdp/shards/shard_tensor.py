@@ -284,7 +284,7 @@ def _viewed(shard: ShardTensor, shape: Sequence[int]) -> Tensor:
     info = shard.shard_info
     viewed = info.viewed(tuple(shape))
     if viewed is info or not shard.is_reduced:
-        return Tensor.view(shard, info.local_shape)
+        return Tensor.view_as(shard, shard)
     if viewed is None:
         refuse(f"a view of shape {tuple(shape)}", info)
     return cast(Tensor, _View.apply(shard, viewed))  # type: ignore[no-untyped-call]
@@ -298,12 +298,12 @@ class _View(torch.autograd.Function):
     """A view of another shape. The formula of torch's own would ask for the sizes of this rank's part."""
 
     @staticmethod
-    def forward(ctx: Any, shard: ShardTensor, viewed: ShardInfo) -> ShardTensor:  # type: ignore[override]
+    def forward(ctx: Any, shard: ShardTensor, viewed: ShardInfo) -> ShardTensor:
         ctx.info = shard.shard_info
         return _as_viewed(shard, viewed)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[ShardTensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[ShardTensor, None]:
         return as_shard(plain(gradient).reshape(ctx.info.local_shape), ctx.info), None
 
 
@@ -450,7 +450,7 @@ def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What composite operators of torch ask for by the sizes of this rank's part. Methods of shards know the full shape."""
     info, sizes = _first_info(args), tuple(args[1])
     in_a_row = info.viewed((info.numel,))
-    if in_a_row is not None and sizes in ((-1,), in_a_row.local_shape) and func is not torch.ops.aten.expand.default:
+    if in_a_row not in (info, None) and sizes in ((-1,), in_a_row.local_shape) and func is not torch.ops.aten.expand.default:
         return _as_viewed(args[0], in_a_row)
     keeps = len(sizes) == len(info.shape) == len(info.local_shape) and all(
         size in (-1, here, full) for size, here, full in zip(sizes, info.local_shape, info.shape, strict=True)
