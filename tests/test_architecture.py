@@ -563,6 +563,7 @@ NOT_OURS = {
 LOCALS_NOT_OURS = {
     ("shards.shard_tensor", "made"): "a tensor that is made here",
     ("shards.shard_tensor", "torch"): "torch.numel, which asks no class of tensors and must count the elements of the parameter",
+    ("shards.shard_tensor", "ctx"): "the context of a torch.autograd.Function is for attributes of its user",
     ("params.external_use", "ctx"): "the context of a torch.autograd.Function is for attributes of its user",
     ("comm.simulated", "_this_thread"): "a threading.local is for attributes of its user",
     ("shards.optimizer_steps", "kind"): "a class of optimizers of torch, whose step is wrapped",
