@@ -114,6 +114,7 @@ _OF_PARTS: Final = (
     "read the norm of every gradient",
     "read which parameters have a gradient",
     "make state by the shape of p",
+    "look a row up with max_norm",
 )
 WITHOUT: Final[dict[str, tuple[str, ...]]] = {
     "torch_fsdp": _OF_PARTS,

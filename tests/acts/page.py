@@ -1,10 +1,12 @@
 """The table of acts and moments in docs/reference/patterns.md, which is the record of what each pair does.
 
-python -m tests.acts.page     plays every pair in every world, about half an hour, and writes the table
+python -m tests.acts.page          plays every pair in every world, about half an hour on two cores, and writes the table
+python -m tests.acts.page "freeze a parameter" ...     plays the pairs of these acts, and writes the table
 """
 
 import os
 import re
+import sys
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -79,10 +81,11 @@ def shown() -> Outcomes:
 
 
 def main() -> None:
+    played_now = sys.argv[1:] or list(ACTS)
     keys = [(act, moment) for act in ACTS for moment in MOMENTS]
-    outcomes: Outcomes = {}
+    outcomes: Outcomes = {key: said for key, said in shown().items() if key in keys and key[0] not in played_now}
     with ProcessPoolExecutor(int(os.environ.get("PROCESSES", "2")), get_context("fork")) as pool:
-        for key, played in {key: pool.submit(play, key) for key in keys}.items():
+        for key, played in {key: pool.submit(play, key) for key in keys if key[0] in played_now}.items():
             fault = played.exception()
             if fault:
                 print(f"{key}:\n{fault}\n", flush=True)
