@@ -5,11 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 DOCS_VENV := .venv-docs
 FRAMEWORKS_VENV := .venv-frameworks
+# the versions of what is installed
+CONSTRAINTS := constraints.txt
 NPROC ?= 2
 DATA ?=
 ARGS ?=
 
-.PHONY: train test types tests test-all test-browser test-frameworks wander mutants soak bench docs docs-serve clean
+.PHONY: train test types tests test-all test-python test-torch test-browser test-frameworks wander mutants soak bench docs docs-serve clean
 
 train: $(VENV)/.made
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.launch --standalone --nproc-per-node=$(NPROC) examples/train.py $(if $(DATA),"$(DATA)") $(ARGS)
@@ -28,6 +30,22 @@ tests: $(VENV)/.made-for-tests
 # the same with every training pattern in every simulated world, and over gloo with three processes as well
 test-all: export FSDP_TESTS = all
 test-all: test
+
+# the tests on other Pythons, each in an environment of its own: make test-python PYTHONS="python3.12 /usr/bin/python3.13"
+PYTHONS ?= python3.12 python3.13
+test-python:
+	@for python in $(PYTHONS); do \
+	  environment=.venv-$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])') && \
+	  $(MAKE) --no-print-directory tests PYTHON=$$python VENV=$$environment || exit 1; \
+	done
+
+# the tests on another torch, in an environment of its own: make test-torch TORCH=2.15.0
+test-torch: TORCH_VENV = .venv-torch-$(TORCH)
+test-torch:
+	@test -n "$(TORCH)" || { echo "Say on which torch, as in: make test-torch TORCH=2.15.0" >&2; exit 1; }
+	@mkdir -p $(TORCH_VENV)
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_VENV)/constraints.txt
+	@$(MAKE) --no-print-directory tests VENV=$(TORCH_VENV) CONSTRAINTS=$(TORCH_VENV)/constraints.txt
 
 # training frameworks on this engine, in an environment that has them; `make test` needs none of them
 test-frameworks: $(FRAMEWORKS_VENV)/.made
@@ -48,7 +66,7 @@ soak: $(VENV)/.made-for-tests
 
 # uses a report in a headless Chromium; needs Debian's chromium and chromium-driver
 test-browser: $(VENV)/.made-for-tests
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[browser]'
+	@$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[browser]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.report_in_browser $(ARGS)
 
 # measures everything, on a machine that should be idle, and writes docs/development/benchmarks.md and the table in README.md
@@ -84,28 +102,28 @@ $(VENV)/.made: pyproject.toml constraints.txt setup.py
 	  echo "fsdp needs Python 3.11 or later, and $(PYTHON) is older; name another, as in: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "Installing torch, numpy, matplotlib, tqdm and this folder into $(VENV). Downloads once: 0.2 GB, or 3 GB with torch for CUDA."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[examples]'
+	@$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) torch setuptools wheel
+	@$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[examples]'
 	@touch $@
 
 $(VENV)/.made-for-tests: $(VENV)/.made
 	@echo "Installing what only tests and benchmarks need into $(VENV): pytest, hypothesis, mypy, ruff, safetensors, fairscale."
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[bench,examples,test,fairscale]'
+	@$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[bench,examples,test,fairscale]'
 	@touch $@
 
 # The sources are read for the API reference, not imported, so this environment holds the `docs` extra and neither torch nor fsdp.
 $(DOCS_VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
 	$(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" > $(DOCS_VENV)/requirements.txt
-	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(DOCS_VENV)/requirements.txt
+	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --requirement $(DOCS_VENV)/requirements.txt
 	touch $@
 
 $(FRAMEWORKS_VENV)/.made: pyproject.toml constraints.txt setup.py
 	@echo "Installing torch, Lightning, Accelerate, transformers, TRL, peft, pytest and this folder into $(FRAMEWORKS_VENV): 1.5 GB."
 	@$(PYTHON) -m venv $(FRAMEWORKS_VENV)
-	@$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
-	@$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[lightning,accelerate]' datasets peft trl pytest pytest-timeout
+	@$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) torch setuptools wheel
+	@$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[lightning,accelerate]' datasets peft trl pytest pytest-timeout
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(FRAMEWORKS_VENV) site runs .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(FRAMEWORKS_VENV) .venv-3.* .venv-torch-* site runs .mypy_cache .pytest_cache .ruff_cache

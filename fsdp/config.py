@@ -65,13 +65,15 @@ class MixedPrecisionPolicy:
     """Whether floating-point inputs of a unit's forward are cast to `param_dtype`."""
     cast_root_forward_inputs: bool = False
     """Whether those of the root's own unit are cast even if `cast_forward_inputs` is False, as in FSDP1."""
+    reduce_in_shard_dtype: bool = False
+    """Whether `reduce_dtype=None` means the dtype of a unit's shards, as in FSDP2 since torch 2.15."""
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ShardingError(f"mp_policy.{name} must be a floating-point torch.dtype or None, not {dtype!r}.")
-        for name in ("cast_forward_inputs", "cast_root_forward_inputs"):
+        for name in ("cast_forward_inputs", "cast_root_forward_inputs", "reduce_in_shard_dtype"):
             if not isinstance(getattr(self, name), bool):
                 raise ShardingError(f"mp_policy.{name} must be True or False, not {getattr(self, name)!r}.")
 

@@ -33,7 +33,11 @@ ORDER: dict[str, tuple[str, ...]] = {
         "measure",
         "comparison",
         "choices",
-        "rehearsal",
+    ),
+    "rehearsal": (
+        "rehearse",
+        "memory",
+        "kernels",
         "communicator",
         "recall",
         "clock",
@@ -259,6 +263,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     "failure": (
         "watchdog",
         "peers",
+        "notices",
+        "process_end",
         "liveness",
         "desync",
         "pending_call",
@@ -270,6 +276,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "cutter",
         "storage",
     ),
+    "newer_peers": (),
     "config": (),
     "file_errors": (),
     "errors": (),
@@ -413,8 +420,8 @@ def test_only_engine_and_its_neighbours_import_state_machine() -> None:
     )
 
 
-# torch's configuration objects are given on, and nothing is called
-_NAMES_OF_FSDP2 = {"compat.fully_shard", "fully_shard_api.wrap"}
+# torch's configuration objects are given on, its names are compared with ours, and nothing is called
+_NAMES_OF_FSDP2 = {"compat.fully_shard", "fully_shard_api.wrap", "fully_shard_api.module"}
 
 
 def test_only_process_group_and_connect_import_torch_distributed() -> None:

@@ -24,6 +24,7 @@ from fsdp.build.shardable import (
     check_renormalised,
     check_shardable,
     check_triggers,
+    choose_dtypes,
     choose_shard_dims,
     device_of,
 )
@@ -327,6 +328,7 @@ def fully_shard(
         )
         plan = _plan(modules, auto_wrap_policy, ignored_modules, ignored_params, comms, config)
         choose_shard_dims(plan, config, mesh, shard_placement_fn)
+        choose_dtypes(plan, config, mp_policy)
         check_initialisation(plan, param_init_fn)
         return config, plan
 

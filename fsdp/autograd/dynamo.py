@@ -1,6 +1,8 @@
 """Keeps torch.compile out of functions of the engine."""
 
 from collections.abc import Callable
+from inspect import getclosurevars
+from types import FunctionType
 from typing import Any, Final, TypeVar
 
 import torch
@@ -21,3 +23,10 @@ def uncompiled(function: Function) -> Function:
     function.__dict__["_torchdynamo_disable_msg"] = "fsdp gathers and releases parameters here"
     _FRAMES.set_code_exec_strategy(function.__code__, _SKIP)
     return function
+
+
+def is_full_graph(function: object) -> bool:
+    """Whether torch.compile made `function` with fullgraph=True. It fails where another would run without being compiled."""
+    if not isinstance(function, FunctionType) or not hasattr(function, "_torchdynamo_orig_callable"):
+        return False
+    return bool(getattr(getclosurevars(function).nonlocals.get("self"), "fullgraph", False))

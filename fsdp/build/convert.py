@@ -68,7 +68,7 @@ def change_precision(engine: Engine, policies: Mapping[int, MixedPrecisionPolicy
         ShardingError: see `convert`.
     """
     _refuse(engine, policies, function_name)
-    fns = {index: [_unchanged] * len(engine.units[index].flats) for index in policies}
+    fns: dict[int, list[Conversion]] = {index: [_unchanged] * len(engine.units[index].flats) for index in policies}
     configs = {index: replace(engine.units[index].config, mp_policy=policy) for index, policy in policies.items()}
     return _remade(engine, fns, configs)
 
@@ -128,7 +128,7 @@ def _convert(unit: Unit, fns: list[Conversion], shards: list[Tensor], config: Co
     flats = [
         FlatBuffer(
             flat.param_infos,
-            compute_dtype(shard.dtype, config),
+            compute_dtype(flat.param_infos[0], shard.dtype, config),
             unit.comm,
             flat.is_replicated,
             config.aligned,

@@ -86,6 +86,26 @@ def choose_shard_dims(plan: Sequence[Planned], config: Config, mesh: Any, placem
             check_joins(name, info.parameter, mesh)
 
 
+def choose_dtypes(plan: Sequence[Planned], config: Config, policy: Any) -> None:
+    """Note for each parameter of the new units whether it computes in its own dtype, as a policy of FSDP2 says for it.
+
+    Raises:
+        ShardingError: the policy chooses a third dtype.
+    """
+    choose, default = getattr(policy, "param_dtype_override_fn", None), config.mp_policy.param_dtype
+    if choose is None:
+        return
+    for info in (info for one in plan if one.unit is None for info in _not_sharded_yet(one)):
+        chosen, own = choose(info.parameter), info.parameter.dtype
+        if chosen not in (None, default, own):
+            raise ShardingError(
+                f"mp_policy.param_dtype_override_fn gives {chosen!r} for {info.names[0]!r}: param_dtype_override_fn must return "
+                f"None, param_dtype, which is {default}, or the parameter's original dtype, which is {own}."
+            )
+        if chosen is own and chosen is not default:
+            info.keep_dtype()
+
+
 def check_triggers(plan: Sequence[Planned], config: Config, module: nn.Module) -> None:
     """Check that the triggers of reductions are trainable parameters of the new units of `module`.
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from fsdp.config import MixedPrecisionPolicy, OffloadPolicy
 from fsdp.errors import ShardingError
+from fsdp.newer_peers import refuse_unknown_fields
 from fsdp.params.module_params import owning_unit
 
 Choice = Callable[[str, nn.Module], bool]
@@ -24,6 +25,12 @@ class CustomPolicy(Protocol):
 
 
 COMMON: Final = ("param_dtype", "reduce_dtype", "cast_forward_inputs")
+OF_FSDP2: Final = (*COMMON, "output_dtype", "param_dtype_override_fn")
+"""The fields of FSDP2's `MixedPrecisionPolicy`."""
+OF_FSDP1: Final = (*COMMON, "buffer_dtype", "keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore")
+"""The fields of FSDP1's `MixedPrecision`."""
+OFFLOADS: Final = ("pin_memory", "offload_params")
+"""The fields of FSDP2's and FSDP1's policies for offload."""
 
 
 class PrecisionFields(Protocol):
@@ -98,6 +105,7 @@ def precision_of(policy: PrecisionFields | None, root: nn.Module, wraps: bool) -
             "mp_policy must be a fsdp.MixedPrecisionPolicy (fields param_dtype, reduce_dtype, output_dtype, cast_forward_inputs, "
             f"cast_root_forward_inputs), FSDP2's class of that name, or FSDP1's MixedPrecision, not {policy!r}."
         )
+    refuse_unknown_fields(policy, OF_FSDP2 if is_fsdp2 else OF_FSDP1)
     if not is_fsdp2:
         _refuse_what_fsdp1_alone_does(policy, root, wraps)
     return MixedPrecisionPolicy(
@@ -106,6 +114,8 @@ def precision_of(policy: PrecisionFields | None, root: nn.Module, wraps: bool) -
         getattr(policy, "output_dtype", None),
         policy.cast_forward_inputs,
         getattr(policy, "cast_root_forward_inputs", False),
+        # what None means for `reduce_dtype` changed in the version that brought this field
+        policy.reduce_dtype is None and hasattr(policy, "param_dtype_override_fn"),
     )
 
 
@@ -140,6 +150,7 @@ def offload_of(policy: object) -> OffloadPolicy | None:
     """
     if policy is None or isinstance(policy, OffloadPolicy):
         return policy
+    refuse_unknown_fields(policy, OFFLOADS)
     if hasattr(policy, "pin_memory"):
         return OffloadPolicy(policy.pin_memory)
     if hasattr(policy, "offload_params"):

@@ -3,7 +3,7 @@
 Each process group has a `PeerMonitor`, which all communicators over its ranks share.
 """
 
-import atexit
+import os
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +24,7 @@ from fsdp.comm.process_group import DeviceCommunicator, GlooCommunicator, Proces
 from fsdp.config import MeshKind
 from fsdp.errors import ShardingError, require_package
 from fsdp.failure.peers import PeerMonitor
+from fsdp.failure.process_end import at_end
 from fsdp.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 
 ProcessGroup: TypeAlias = dist.ProcessGroup
@@ -39,6 +40,8 @@ _CUDA: Final = torch.device("cuda")
 _watchdog: Final = DeviceWatchdog()
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] = weakref.WeakKeyDictionary()
 _peers_of: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerMonitor | None] = weakref.WeakKeyDictionary()
+_of_parent: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""The default group of the process that this one is a fork of, whose rank does not end with the fork."""
 _background: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
 _Flattened = weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
 _flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Flattened] = weakref.WeakKeyDictionary()
@@ -243,15 +246,23 @@ def _meet(group: dist.ProcessGroup) -> None:
         peers.meet()
 
 
-@atexit.register
 def _on_exit() -> None:
     """Write for ranks that wrap a module, and wait for this one, that this process ends without having wrapped any."""
     if not dist.is_available() or not dist.is_initialized():
         return
     group = c10d._get_default_group()
-    if group not in _peers_of and dist.get_backend(group) != "fake":
+    if group not in _peers_of and group not in _of_parent and dist.get_backend(group) != "fake":
         with suppress(RuntimeError):  # the store may have gone
             PeerMonitor(*_in_store(group, c10d._get_default_store()), None).on_exit()
+
+
+def _after_fork() -> None:
+    if dist.is_available() and dist.is_initialized():
+        _of_parent.add(c10d._get_default_group())
+
+
+at_end(_on_exit)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _abort(reference: "weakref.ref[dist.ProcessGroup]") -> None:
@@ -265,7 +276,7 @@ def _carries_on_device(group: dist.ProcessGroup) -> bool:
     """Whether the group's collectives on CUDA can be aborted, as NCCL's can."""
     if not torch.accelerator.is_available() or not any(device.type == _CUDA.type for device in group._device_types):
         return False
-    return isinstance(group._get_backend(_CUDA), getattr(dist, "ProcessGroupNCCL", ()))
+    return "nccl" in group._get_backend(_CUDA).name()  # "nccl", or since torch 2.15 "nccl2", which is another class
 
 
 def _gloo(group: dist.ProcessGroup) -> Any:

@@ -1,15 +1,20 @@
 """The names of torch's FSDP2, on this engine: import them from here instead of from torch.distributed.fsdp."""
 
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from typing import Any
 
+from torch.distributed import fsdp as _torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from fsdp.fully_shard_api import wrap as _ours
 from fsdp.fully_shard_api.module import FSDPModule
-from fsdp.fully_shard_api.residence import UnshardHandle
-from fsdp.fully_shard_api.wrap import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from fsdp.fully_shard_api.residence import GradientReductionHandle, UnshardHandle
+from fsdp.newer_peers import stands_in_for, takes_arguments_of
 
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
@@ -17,3 +22,13 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
+
+DataParallelMeshDims: Any = getattr(_torch, "DataParallelMeshDims", None)  # not in torch 2.11
+stands_in_for(_torch.FSDPModule, FSDPModule)
+# torch's own functions, whatever these names are bound to later
+_fully_shard, _register, _share = _torch.fully_shard, _torch.register_fsdp_forward_method, _torch.share_comm_ctx
+fully_shard = takes_arguments_of(lambda: _fully_shard, "fully_shard")(_ours.fully_shard)
+register_fsdp_forward_method = takes_arguments_of(lambda: _register, "register_fsdp_forward_method")(
+    _ours.register_fsdp_forward_method
+)
+share_comm_ctx = takes_arguments_of(lambda: _share, "share_comm_ctx")(_ours.share_comm_ctx)

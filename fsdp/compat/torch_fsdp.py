@@ -1,5 +1,6 @@
 """The names of torch's FSDP1, on this engine: import them from here instead of from torch.distributed.fsdp."""
 
+from fsdp.newer_peers import refuses_names_of, stands_in_for
 from fsdp.torch_fsdp_api.sharding import instance_of as instance_of  # what torch calls in get_state_dict
 from fsdp.torch_fsdp_api.torch_names import (
     BackwardPrefetch,
@@ -28,6 +29,7 @@ from fsdp.torch_fsdp_api.torch_names import (
     transformer_auto_wrap_policy,
     wrap,
 )
+from fsdp.torch_fsdp_api.torch_names import FullyShardedDataParallel as _Theirs
 from fsdp.torch_fsdp_api.wrapper import FullyShardedDataParallel
 
 __all__ = [
@@ -58,3 +60,5 @@ __all__ = [
     "transformer_auto_wrap_policy",
     "wrap",
 ]
+
+refuses_names_of(_Theirs, stands_in_for(_Theirs, FullyShardedDataParallel))

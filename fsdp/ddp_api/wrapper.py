@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from torch import Tensor, nn
 from torch.futures import Future
@@ -23,7 +23,10 @@ from fsdp.ddp_api.arguments import (
     refuse_other_options,
 )
 from fsdp.errors import ShardingError
-from fsdp.runtime.registry import UnitRef, unit_ref_of
+from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
+
+TorchDDP: Final = nn.parallel.DistributedDataParallel
+"""torch's own class, whatever that name is bound to later."""
 
 
 class ReplicatedModule(nn.Module):
@@ -150,6 +153,7 @@ class DistributedDataParallel(ReplicatedModule):
         self._error = ""
         self._iteration = 0
         """The number of forwards."""
+        self._is_manual = False
         self.device_ids = list(device_ids) if device_ids else None
         self.output_device = output_device
         self.process_group = getattr(self._unit_ref.engine.comms.world_comm, "group", None)
@@ -215,6 +219,31 @@ class DistributedDataParallel(ReplicatedModule):
             stops_at_first=throw_on_early_termination,
         )
 
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether `finalize_backward` may be called. It may be set. Gradients are ready at the end of a backward anyway."""
+        return self._is_manual
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        self.__dict__["_is_manual"] = bool(required)
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward` must wait for the end of the backward."""
+        return self._is_manual
+
+    def finalize_backward(self) -> None:
+        """Do nothing: the backward that has ended has averaged its gradients.
+
+        Raises:
+            RuntimeError: `require_manual_backward_finalization` is False.
+            ShardingError: a backward is running, whose gradients are not ready.
+        """
+        if not self._is_manual:
+            raise RuntimeError("finalize_backward: set require_manual_backward_finalization to True first.")
+        refuse_unless_resting("finalize_backward", self._unit_ref.engine)
+
     def join_hook(self, **kwargs: object) -> NoReturn:
         """Raises:
         ShardingError: torch's `Join` cannot serve this engine's collectives.
@@ -273,4 +302,4 @@ class DistributedDataParallel(ReplicatedModule):
 
 
 # frameworks ask whether a model is one of torch's wrapper, through whatever reference they kept
-nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
+TorchDDP.register(DistributedDataParallel)

@@ -11,7 +11,8 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from struct import unpack_from
-from typing import Final, TypeVar
+from threading import Thread
+from typing import Any, Final, TypeVar
 
 _ESTABLISHED: Final = 1
 _PROBES: Final = 3
@@ -29,6 +30,10 @@ class Connections:
         """For how long a host may be silent."""
         self._watched: set[tuple[int, int]] = set()
         """The file descriptor and the inode of each connection."""
+        self._closing: set[tuple[int, int]] = set()
+        """The same of those that this rank closes, which takes until their collectives in flight have ended."""
+        self._closer: Thread | None = None
+        """The last thread that closes connections."""
         self._were_lost = False
         """Whether one was lost at the last look."""
 
@@ -41,16 +46,39 @@ class Connections:
                 self._watched.add((descriptor, inode))
         return result
 
+    def close(self, groups: dict[str, Any]) -> None:
+        """Drop the process groups of these connections, which closes them, in a thread.
+
+        That waits for collectives in flight, and these may wait for peers that have not disconnected yet.
+        """
+        self.forget()
+        closer = Thread(target=groups.clear, name="fsdp disconnects", daemon=True)
+        try:
+            closer.start()
+            self._closer = closer
+        except RuntimeError:  # Python 3.12 starts no thread when the process ends
+            self.cut()
+            groups.clear()
+
+    def wait_until_closed(self, seconds: float) -> None:
+        """Wait for the thread that closes; if it takes longer than `seconds`, end what is in flight."""
+        if self._closer is not None:
+            self._closer.join(seconds)
+            if self._closer.is_alive():
+                self.cut()
+                self._closer.join(seconds)
+
     def forget(self) -> None:
         """This rank closes its connections."""
+        self._closing = {one for one in self._closing | self._watched if _is_open(*one)}
         self._watched = set()
         self._were_lost = False
 
     def cut(self) -> None:
         """End all collectives in flight with an error. The backend alone would wait for those that a lost host is part of."""
-        for descriptor, inode in self._watched:
-            with suppress(OSError):
-                if os.fstat(descriptor).st_ino == inode:
+        for descriptor, inode in self._closing | self._watched:
+            if _is_open(descriptor, inode):
+                with suppress(OSError):
                     _with_socket(descriptor, lambda one: one.shutdown(socket.SHUT_RDWR))
         self.forget()
 
@@ -67,9 +95,9 @@ class Connections:
         return any(self._is_lost(*one) for one in self._watched)
 
     def _is_lost(self, descriptor: int, inode: int) -> bool:
+        if not _is_open(descriptor, inode):
+            return True  # the backend closed it, after an error
         try:
-            if os.fstat(descriptor).st_ino != inode:
-                return True  # the backend closed it, after an error
             info = _with_socket(descriptor, lambda one: one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES))
         except OSError:
             return True
@@ -79,6 +107,14 @@ class Connections:
         # a process that is stopped fills its window, and then nothing is unacknowledged
         silent = unacknowledged and retransmits and silent_milliseconds > 1000 * self._seconds
         return state != _ESTABLISHED or bool(silent)
+
+
+def _is_open(descriptor: int, inode: int) -> bool:
+    """Whether a connection is not closed yet: another file may have its descriptor."""
+    try:
+        return os.fstat(descriptor).st_ino == inode
+    except OSError:
+        return False
 
 
 def _sockets() -> set[tuple[int, int]]:

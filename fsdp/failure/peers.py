@@ -9,7 +9,6 @@ named. When every rank has disconnected and wants to go on, they meet in the sto
 rank reads the store. NCCL has no connections that could be closed: see watchdog.py.
 """
 
-import atexit
 import json
 import os
 import sys
@@ -18,7 +17,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from threading import Thread
 from typing import Any, Final, NamedTuple, NoReturn
 
 from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, WorldError
@@ -26,7 +24,9 @@ from fsdp.failure.connections import Connections
 from fsdp.failure.desync import TIME_OUT, DesyncDetector, Store
 from fsdp.failure.environment import seconds
 from fsdp.failure.liveness import Neighbours
+from fsdp.failure.notices import RESTART, Abandonment, Exit, abandoned_by
 from fsdp.failure.pending_call import OPENS, RESTART_CALL, PendingCall
+from fsdp.failure.process_end import at_end
 
 SECONDS: Final = "FSDP_PEER_SECONDS"
 """The environment variable for the time in which a rank whose connections broke looks for the reason. 2 by default."""
@@ -36,23 +36,9 @@ HOST_SECONDS: Final = "FSDP_HOST_SECONDS"
 """The environment variable for the time after which a host that acknowledges nothing is lost. 30 by default."""
 CLOSING: Final = 2.0
 """Seconds that are spent on closing connections when a group is destroyed or the process ends."""
-_GONE: Final = ("has ended", "does not answer", "has not come back")
-"""How the reasons begin that a rank gives for one that cannot speak for itself."""
-_ABSENT: Final = "has not called"
-"""How the reason begins that a rank gives for one that has not made a call within the time-out, and may still come."""
-RESTART: Final = "Start the job again from a checkpoint."
 ENDED: Final = "has ended, while this rank waited for it"
 OPENING: Final = "opening"
 """The calls of ranks that are about to connect to each other, as if on a communicator of this name."""
-
-
-class Exit(NamedTuple):
-    """What a process writes into the store when it ends by itself."""
-
-    launched: dict[str, int]
-    """Its launches on a device, by communicator."""
-    failure: str
-    """The exception that ended it. Empty if there was none."""
 
 
 class PendingError(NamedTuple):
@@ -95,7 +81,9 @@ class PeerMonitor:
         self._tcp = Connections(seconds(HOST_SECONDS, 30.0))
         self._epoch = 0
         self._abandoned = -1
-        """The last epoch whose abandoned step this rank has written to the store."""
+        """The last epoch whose abandoned step this rank has written to the store, or tried to."""
+        self._written = -1
+        """The last epoch whose abandoned step is in the store."""
         self._neighbours = Neighbours(store, rank)
         self._process, self._exit_published = os.getpid(), False
         self.connections: dict[str, Any] = {}
@@ -103,7 +91,6 @@ class PeerMonitor:
         self._device_may_wait_forever = True
         """True if collectives launched on a device may never finish once this group is declared dead. The watchdog then aborts
         the communicators."""
-        self._closing: Thread | None = None
         self.down = False
         """True if this rank has disconnected. The next call reconnects."""
         self.pending_error: PendingError | None = None
@@ -166,6 +153,7 @@ class PeerMonitor:
         with suppress(RuntimeError):  # the store may have gone
             number = self._store.add(f"abandoned/{self._epoch}", 1)
             self._store.set(f"abandoned/{self._epoch}/{number}", json.dumps((*why, self._rank, self.launched())))
+            self._written = self._epoch
         self.disconnect()
 
     def backward_completed(self) -> None:
@@ -219,17 +207,19 @@ class PeerMonitor:
             return
         self.down = self._publishes
         connections, self.connections = self.connections, {}
-        self._tcp.forget()
-        # closing waits for collectives in flight, which may wait for peers that have not disconnected yet
-        self._closing = Thread(target=connections.clear, name="fsdp disconnects", daemon=True)
-        self._closing.start()
+        self._tcp.close(connections)
 
     def close(self) -> None:
-        """Disconnect for good, at the end of the group or process. Waits, because an end would abort a closing thread."""
+        """Disconnect for good, at the end of the group or process. Waits, because an end would abort a closing thread.
+
+        A fork leaves the connections of its parent alone.
+        """
+        if os.getpid() != self._process:
+            return
+        self._wait_until_known()
         self.disconnect()
         self._connect, self._publishes = None, False
-        if self._closing is not None:
-            self._closing.join(CLOSING)
+        self._tcp.wait_until_closed(CLOSING)
 
     def reconnect(self) -> None:
         """Wait until every rank has abandoned the step, and connect to all.
@@ -308,9 +298,9 @@ class PeerMonitor:
             gone = self._ended_ranks()
             self.detector.read_fatal()
             self.detector.raise_fatal()
-            if self._store.add(f"abandoned/{self._epoch}", 0):
+            if found := self.abandonments(self._epoch):
                 self._raise_fatal()
-                self._raise_abandoned()
+                raise abandoned_by(*found[0][:3])
             if gone:
                 self._fail_ended(gone, ENDED, f" in {where}" if where else "")
             if not broken:
@@ -323,10 +313,22 @@ class PeerMonitor:
                 return
             time.sleep(0.02)
 
-    def _raise_abandoned(self) -> None:
-        key = f"abandoned/{self._epoch}/1"
-        if self._store.check([key]):  # the number is counted before the text is written
-            raise abandoned_by(*json.loads(self._store.get(key))[:3])
+    def abandonments(self, epoch: int) -> list[Abandonment]:
+        """What ranks have written about the step of an epoch."""
+        keys = [f"abandoned/{epoch}/{number + 1}" for number in range(self._store.add(f"abandoned/{epoch}", 0))]
+        # the number is counted before the text is written
+        return [Abandonment(*json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
+
+    def _wait_until_known(self) -> None:
+        """Wait until the other ranks know of the step that this one has abandoned: the store may end with rank 0."""
+        end, here = time.monotonic() + self._patience, self._ranks[self._rank] == 0 and self._written == self._epoch
+        with suppress(RuntimeError):
+            while here and time.monotonic() < end:
+                found = self.abandonments(self._epoch)
+                know = {*(one.writer for one in found), *self._ended_ranks()}
+                if {self._ranks[rank] for rank in know} | {one.rank for one in found if one.is_lost} >= {*self._ranks}:
+                    return
+                time.sleep(0.02)
 
     def report_restart(self, rank: int) -> NoReturn:
         """Raise PeerFailed: `rank` has started another forward while this rank waited for it."""
@@ -374,21 +376,12 @@ class PeerMonitor:
         raise PeerFailed(f"{who} {reason}{rest}", names[0], None, reason)
 
 
-def abandoned_by(
-    rank: int, unit: str | None, reason: str, remedy: str = " This step is over here too; start it again on all ranks, or end."
-) -> PeerFailed:
-    if reason.startswith(_GONE):  # another rank has found that
-        return PeerFailed(f"rank {rank} {reason}. {RESTART}", rank, unit, reason)
-    if reason.startswith(_ABSENT):
-        return PeerFailed(f"rank {rank} {reason}.{remedy}", rank, unit, reason)
-    where = "" if unit is None else f", in unit {unit!r},"
-    return PeerFailed(f"rank {rank} has abandoned the step{where} with {reason}.{remedy}", rank, unit, reason)
-
-
 _living: "weakref.WeakSet[PeerMonitor]" = weakref.WeakSet()
 
 
-@atexit.register
 def _on_exit() -> None:
     for monitor in list(_living):
         monitor.on_exit()
+
+
+at_end(_on_exit)

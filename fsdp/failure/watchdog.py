@@ -10,7 +10,6 @@ which frees the streams, and the next call of the engine raises. The job cannot 
 ahead, and computed with what the aborted collectives left. Ranks that failed after the same launches do go on.
 """
 
-import json
 import time
 import weakref
 from collections import Counter
@@ -21,7 +20,8 @@ from typing import Any, Final
 
 from fsdp.errors import PeerFailed, WorldError
 from fsdp.failure.desync import STALL_SECONDS, TIME_OUT, Store
-from fsdp.failure.peers import CLOSING, ENDED, RESTART, PeerMonitor, PendingError, abandoned_by
+from fsdp.failure.notices import RESTART, abandoned_by
+from fsdp.failure.peers import CLOSING, ENDED, PeerMonitor, PendingError
 from fsdp.failure.pending_call import PendingCall
 
 POLL: Final = 0.5
@@ -192,9 +192,7 @@ class DevicePeerMonitor(PeerMonitor):
             WorldError: a rank has written that no rank can go on.
         """
         gone = self._ended_ranks()  # read first: a rank that has ended since may have abandoned the step before
-        keys = [f"abandoned/{epoch}/{number + 1}" for number in range(self._store.add(f"abandoned/{epoch}", 0))]
-        # the number is counted before the text is written
-        failures = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+        failures = self.abandonments(epoch)
         for rank, unit, reason, _, theirs in failures:
             if _is_more(launched, theirs):
                 raise abandoned_by(rank, unit, reason, remedy="")

@@ -2,5 +2,5 @@
 
 Start with wrap.py, the function. module.py has the methods that a wrapped module gets; each maps to a capability of the engine.
 May use: every package below.
-Must not: decide what a unit does; that is the engine's. Import torch's FSDP2, but for its configuration objects.
+Must not: decide what a unit does; that is the engine's. Import torch's FSDP2, but for its configuration objects and its names.
 """

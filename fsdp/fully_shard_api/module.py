@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule as _Theirs
 
 from fsdp.api.reductions import set_divide_factors
 from fsdp.api.wrap import set_requires_gradient_sync
 from fsdp.errors import ShardingError
 from fsdp.fully_shard_api import residence
 from fsdp.fully_shard_api.convert import apply_to_tensors, make_room
-from fsdp.fully_shard_api.residence import UnshardHandle
+from fsdp.fully_shard_api.residence import GradientReductionHandle, UnshardHandle
 from fsdp.fully_shard_api.settings import Settings, settings_of
-from fsdp.runtime.registry import UnitRef, unit_ref_of
+from fsdp.newer_peers import refused_methods
+from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
 
 _CUSTOM = "communication is the engine's own: reduce gradients by fsdp.register_comm_hook(model, state, hook), or leave it out."
 
@@ -49,6 +51,14 @@ class FSDPModule:
     def reshard(self) -> None:
         """Free the unsharded parameters of this unit; those of inner units stay."""
         residence.reshard(_ref(self))
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Refused if it is True: unsharded parameters have other memory after each gather."""
+        if keep:
+            raise ShardingError(
+                "set_keep_unsharded_storage: resharding frees unsharded parameters, and the next gather gives them other memory; "
+                "leave it out, and capture no CUDA graph of their addresses."
+            )
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """From now on, free the unsharded parameters after the forward, or keep them until the backward."""
@@ -119,6 +129,29 @@ class FSDPModule:
         settings = settings_of(ref.unit.module)
         has_replicas = ref.engine.comms.replica_comm.size > 1
         set_requires_gradient_sync(ref.unit.module, settings.reduces and (settings.all_reduces or not has_replicas))
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Do nothing: a backward reduces its gradients, and `finalize_backward` those that were kept. Call it on the root.
+
+        Raises:
+            ShardingError: this is not the root, or a backward is running.
+        """
+        refuse_unless_resting("set_manual_backward_finalization", self._root_ref("set_manual_backward_finalization").engine)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce the gradients that backwards without synchronisation have kept. Call it on the root. Communicates.
+
+        Raises:
+            ShardingError: this is not the root, or a forward or backward is running.
+        """
+        residence.reduce_kept(self._root_ref("finalize_backward"))
+        return GradientReductionHandle() if async_op else None
+
+    def _root_ref(self, method: str) -> UnitRef:
+        ref = _ref(self)
+        if ref.index:
+            raise ShardingError(f"{method} must be called on the root; call it on the outermost module.")
+        return ref
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Do nothing: each backward waits for its own reductions."""
@@ -238,5 +271,6 @@ def become_fsdp_module(module: nn.Module) -> None:
     kind = type(module)
     if not isinstance(module, FSDPModule):
         if kind not in _classes:
-            _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__})
+            namespace = {"__module__": kind.__module__, **refused_methods(_Theirs, FSDPModule)}
+            _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), namespace)
         module.__class__ = _classes[kind]

@@ -1,13 +1,15 @@
 """Where the unsharded parameters of a unit are, as FSDP2's methods ask for it: now, ahead of time, and for how long."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
 from fsdp.errors import ShardingError
+from fsdp.params.external_use import backward_without_a_loss
 from fsdp.runtime.prefetch import PrefetchSchedule
 from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
-from state_machine import Request, ReshardPolicy, State
+from state_machine import Event, Request, ReshardPolicy, State
 
 
 class UnshardHandle:
@@ -21,6 +23,24 @@ class UnshardHandle:
         ref, self._ref = self._ref, None
         if ref is not None and _rests(ref):
             ref.engine.request(ref.index, Request.UNSHARD)
+
+
+class GradientReductionHandle:
+    """What `finalize_backward(async_op=True)` returns."""
+
+    def wait(self) -> None:
+        """Do nothing: the gradients are reduced already."""
+
+
+def reduce_kept(ref: UnitRef) -> None:
+    """Reduce the gradients that backwards without synchronisation have kept, unless gradients are not to be reduced.
+
+    Raises:
+        ShardingError: a forward or a backward is running.
+    """
+    refuse_unless_resting("finalize_backward", ref.engine)
+    if ref.engine.synchronises and ref.engine.reducer.keeps_gradients:
+        backward_without_a_loss(partial(ref.engine.on_event, 0, Event.EXTERNAL_GRAD))
 
 
 def unshard(ref: UnitRef) -> UnshardHandle:

@@ -12,10 +12,12 @@ from fsdp.api import forward_methods
 from fsdp.api import wrap as native
 from fsdp.build.builder import stay_on_meta
 from fsdp.build.plan import is_bare_container
+from fsdp.build.torch_policies import OFFLOADS
 from fsdp.comm import simulated
 from fsdp.errors import ShardingAssertion, ShardingError
 from fsdp.fully_shard_api.convert import convert_inside
 from fsdp.fully_shard_api.module import FSDPModule, become_fsdp_module
+from fsdp.newer_peers import refuse_unknown_fields
 from fsdp.runtime.registry import unit_ref_of
 
 
@@ -43,6 +45,7 @@ def fully_shard(
         raise ValueError(f"fully_shard takes a module or a list of modules, not {module!r}.")
     if dp_mesh_dims is not None:
         raise ShardingError("dp_mesh_dims is not supported: give a mesh of these dimensions alone, such as mesh=mesh['shard'].")
+    refuse_unknown_fields(offload_policy, OFFLOADS)
     ndim = 1 if mesh is None else 2 if isinstance(mesh, tuple) else mesh.ndim
     if ndim > 2:
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh!r}.")
@@ -96,7 +99,7 @@ def _reshards(given: Any) -> bool | None:
         return given
     if not isinstance(given, int):
         raise ValueError(f"reshard_after_forward must be True, False, None or a number of ranks, not {given!r}.")
-    warnings.warn(f"reshard_after_forward={given}: parameters are resharded over all ranks, as with True.", stacklevel=3)
+    warnings.warn(f"reshard_after_forward={given}: parameters are resharded over all ranks, as with True.", stacklevel=4)
     return True
 
 

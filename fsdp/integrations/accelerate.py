@@ -6,6 +6,7 @@ Rule: PATCHES is all that is changed in Accelerate. Whatever else its FSDP plugi
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Final, NamedTuple
@@ -14,6 +15,7 @@ import torch
 
 from fsdp import compat
 from fsdp.errors import ShardingError
+from fsdp.newer_peers import refuse_unknown_fields
 from fsdp.torch_fsdp_api.sharding import plain_name
 
 try:
@@ -26,6 +28,14 @@ __all__ = ["DOORS", "PATCHES", "Patch", "install", "uninstall"]
 
 DOORS: Final = ("torch_fsdp", "fully_shard")
 """What `fsdp.compat.install` puts in: for version 1 of Accelerate's FSDP plugin, and for version 2."""
+PLUGIN_FIELDS: Final = (
+    *("fsdp_version", "sharding_strategy", "reshard_after_forward", "backward_prefetch", "mixed_precision_policy"),
+    *("auto_wrap_policy", "cpu_offload", "ignored_modules", "state_dict_type", "state_dict_config", "optim_state_dict_config"),
+    *("limit_all_gathers", "use_orig_params", "param_init_fn", "sync_module_states", "forward_prefetch"),
+    *("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"),
+    *("transformer_cls_names_to_wrap", "min_num_params"),
+)
+"""The fields of Accelerate's FSDP plugin. What it makes of them, it does with the names of the doors."""
 Method = Callable[..., Any]
 
 
@@ -46,6 +56,7 @@ def _shard_on_cpus(theirs: Method) -> Method:
     def __init__(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         if fsdp_plugin is not None:
             _check_door(fsdp_plugin.fsdp_version)
+            _check_fields(fsdp_plugin)
         theirs(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is None or self.distributed_type != DistributedType.MULTI_CPU:
             return
@@ -68,6 +79,15 @@ def _check_door(version: int) -> None:
             f'the FSDP plugin with fsdp_version={version} needs the door "{door}"; installed are {", ".join(found) or "none"}: '
             f'call fsdp.integrations.accelerate.install("{door}") before the Accelerator is made, or give another fsdp_version.'
         )
+
+
+def _check_fields(plugin: Any) -> None:
+    """Raises:
+    ShardingError: the plugin asks for something in a field that a later version of Accelerate has.
+    """
+    # the plugin writes False for None
+    left_out = (one.name for one in fields(plugin) if one.default is None and getattr(plugin, one.name) is False)
+    refuse_unknown_fields(plugin, {*PLUGIN_FIELDS, *left_out})
 
 
 def _initialise_on_cpus(theirs: Method) -> Method:

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import precision as trainer_plugins
 from torch import nn
 
 from fsdp.api.wrap import fully_shard
-from fsdp.build.peer_options import refused_options, remedies_for
+from fsdp.build.peer_options import PEER_OPTIONS, refused_options, remedies_for
 from fsdp.build.plan import is_bare_container
 from fsdp.checkpoint.atomic_folder import not_written
 from fsdp.checkpoint.load import Loaded, load
@@ -24,6 +24,7 @@ from fsdp.checkpoint.save import save
 from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
 from fsdp.config import MeshKind, find_strategy
 from fsdp.errors import ShardingError
+from fsdp.newer_peers import refuse_unknown_argument
 from fsdp.runtime.registry import engines_in, unit_ref_of
 from fsdp.state_dict.optim_state import FullOptimState
 
@@ -37,14 +38,19 @@ _TORCH_METADATA: Final = "meta.pt"
 """The file by which a folder of Lightning's own FSDPStrategy is known."""
 
 
-def checked_options(strategy: str, state_dict_type: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def checked_options(strategy: str, state_dict_type: str, options: dict[str, Any], theirs: type) -> dict[str, Any]:
     """The options for `fully_shard`. Parameters and buffers of rank 0 are broadcast unless the user says otherwise.
+
+    `theirs`: Lightning's own strategy, whose arguments may be given with their default values.
 
     Raises:
         ShardingError: an option is unknown, or Lightning could not work with its value.
     """
     if state_dict_type not in (FULL, SHARDED):
         raise ShardingError(f"{strategy}: state_dict_type must be {FULL!r} or {SHARDED!r}, not {state_dict_type!r}.")
+    for name in [name for name in options if name not in (*_OPTIONS, *PEER_OPTIONS)]:
+        if refuse_unknown_argument(strategy, name, options[name], theirs.__init__):  # type: ignore[misc]  # of this very class
+            del options[name]
     foreign = {name: value for name, value in options.items() if name not in _OPTIONS}
     if refused := refused_options(foreign):
         raise ShardingError(

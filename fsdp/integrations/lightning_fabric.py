@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.plugins import Precision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies import FSDPStrategy as TheirStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.types import _Stateful
 from torch import nn
@@ -58,7 +59,7 @@ class FabricFSDPStrategy(DDPStrategy):
         state_dict_type: str = FULL,
         **options: Any,
     ) -> None:
-        self._options = checked_options(type(self).__name__, state_dict_type, options)
+        self._options = checked_options(type(self).__name__, state_dict_type, options, TheirStrategy)
         self._state_dict_type = state_dict_type
         self._modules: list[nn.Module] = []
         refuse_precision(type(self).__name__, precision)

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import FSDPStrategy as TheirStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp.wrap import enable_wrap
@@ -76,7 +77,7 @@ class FSDPStrategy(DDPStrategy):
         sync_each_backward: bool = True,
         **options: Any,
     ) -> None:
-        self._options = checked_options(type(self).__name__, state_dict_type, options)
+        self._options = checked_options(type(self).__name__, state_dict_type, options, TheirStrategy)
         self._state_dict_type = state_dict_type
         self._sync_each_backward = sync_each_backward
         super().__init__(

@@ -1,4 +1,4 @@
-"""The plan of flat buffers: which parameters of a unit share one. By dtype, trainable or frozen, and up to the bucket cap."""
+"""The plan of flat buffers: which parameters of a unit share one. By dtypes, trainable or frozen, and up to the bucket cap."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ def make_flat_buffers(
     return tuple(
         FlatBuffer(
             members,
-            compute_dtype(members[0].parameter.dtype, config),
+            compute_dtype(members[0], members[0].parameter.dtype, config),
             comm,
             replicated,
             config.aligned,
@@ -35,10 +35,10 @@ def make_flat_buffers(
     )
 
 
-def compute_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
-    """The dtype in which parameters of `dtype` are gathered."""
+def compute_dtype(param_info: ParamInfo, dtype: torch.dtype, config: Config) -> torch.dtype:
+    """The dtype in which a parameter is gathered whose shard has `dtype`."""
     param_dtype = config.mp_policy.param_dtype
-    return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
+    return dtype if param_dtype is None or param_info.keeps_dtype or not dtype.is_floating_point else param_dtype
 
 
 def _plan(param_infos: Sequence[ParamInfo], config: Config) -> Iterator[list[ParamInfo]]:
@@ -50,7 +50,8 @@ def _plan(param_infos: Sequence[ParamInfo], config: Config) -> Iterator[list[Par
     groups: dict[tuple[Any, ...], list[ParamInfo]] = {}
     for info in param_infos:
         alone = id(info) if info.is_sparse and config.mesh_kind is MeshKind.REPLICATE else None
-        groups.setdefault((info.parameter.dtype, info.parameter.requires_grad, alone), []).append(info)
+        kind = info.parameter.dtype, compute_dtype(info, info.parameter.dtype, config), info.parameter.requires_grad
+        groups.setdefault((*kind, alone), []).append(info)
     for members in groups.values():
         yield from _cut(members, config)
 

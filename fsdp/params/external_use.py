@@ -42,6 +42,14 @@ def full_tensor(parameter: Tensor) -> Tensor:
     return _known_owner(parameter, owner, "full_tensor").full_value(cast(nn.Parameter, parameter))
 
 
+def backward_without_a_loss(on_gradient: Callable[[], object]) -> None:
+    """Run a backward that reaches no parameter and calls `on_gradient`."""
+    with torch.enable_grad():
+        start = torch.zeros((), requires_grad=True)
+        loss = GatherParam.apply(start, start.detach, on_gradient)  # type: ignore[no-untyped-call]
+    loss.backward()
+
+
 def to_local(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter, for loss terms that are sums over its elements: sum(p ** 2), sum(|p|). Differentiable.
 

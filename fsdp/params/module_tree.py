@@ -61,22 +61,32 @@ class ModuleTree:
             ShardingError: a parameter that is trained was added, a unit's was taken away or replaced, or one is borrowed.
         """
         self.refuse_borrowing(units[0].name)
-        # about 0.1 µs a module
-        content = list(chain.from_iterable(map(dict.values, self._dicts)))
-        if len(content) == len(self._content) and not any(map(is_not, content, self._content)):
+        if not self.is_changed:
             return
         for unit in units:
             unit.check_modules()
+        for name, _ in self.added():
+            raise ShardingError(
+                f"parameter {name!r} was added after wrapping: it is not sharded, and each rank would train its own. Add it "
+                "before wrapping, or shard the new module with fsdp.fully_shard before you put it in."
+            )
+        self._remember()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether anything was added, removed or replaced since the last look."""
+        # about 0.1 µs a module
+        content = list(chain.from_iterable(map(dict.values, self._dicts)))
+        return len(content) != len(self._content) or any(map(is_not, content, self._content))
+
+    def added(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that are trained and belong to no unit, with their names. Ignored ones are left out."""
         for path, module in self._modules():
             for name, parameter in module._parameters.items():
                 if parameter is None or IGNORED in parameter.__dict__:
                     continue
                 if parameter.requires_grad and owning_unit(parameter) is None:
-                    raise ShardingError(
-                        f"parameter {path + name!r} was added after wrapping: it is not sharded, and each rank would train its "
-                        "own. Add it before wrapping, or shard the new module with fsdp.fully_shard before you put it in."
-                    )
-        self._remember()
+                    yield path + name, parameter
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         seen: set[int] = set()

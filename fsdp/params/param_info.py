@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 class ParamInfo:
     """One parameter of a unit, its names, and every module attribute that holds it."""
 
-    __slots__ = ("_slots", "kept_accumulator", "names", "parameter", "shard_dim")
+    __slots__ = ("_slots", "keeps_dtype", "kept_accumulator", "names", "parameter", "shard_dim")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
@@ -22,6 +22,8 @@ class ParamInfo:
         self._slots: list[tuple[weakref.ref[nn.Module], str]] = []
         self.shard_dim = 0
         """The dimension along which the parameter is cut, if its shard is a DTensor."""
+        self.keeps_dtype = False
+        """Whether the parameter computes in its own dtype, whatever mixed precision says."""
         self.kept_accumulator: Any = None
         """The AccumulateGrad node of the parameter from before it was sharded, if some other code keeps it."""
 
@@ -37,6 +39,8 @@ class ParamInfo:
             module = copies.get(id(reference()))
             if module is not None:
                 copied.add(name, module, slot)
+        if self.keeps_dtype:
+            copied.keep_dtype()
         return copied
 
     def replace(self, parameter: nn.Parameter) -> None:
@@ -46,6 +50,10 @@ class ParamInfo:
     def cut_along(self, dim: int) -> None:
         """Cut the parameter along another dimension than the first. Its shard is a DTensor."""
         self.shard_dim = dim
+
+    def keep_dtype(self) -> None:
+        """Let the parameter compute in its own dtype."""
+        self.keeps_dtype = True
 
     def remember_accumulator(self) -> None:
         """The parameter is about to be sharded: note the AccumulateGrad node that some other code keeps."""

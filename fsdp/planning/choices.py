@@ -17,7 +17,7 @@ from torch import nn
 from fsdp.build.auto_units import auto_units
 from fsdp.config import OffloadPolicy, find_strategy
 from fsdp.errors import ShardingError
-from fsdp.planning.rehearsal import Rehearsal
+from fsdp.rehearsal.rehearse import Rehearsal
 
 STRATEGIES: Final = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
 """Those that are compared if nobody asks for others. SHARD_GRADIENTS and SHARD_OPTIMIZER communicate as SHARD_GRAD_OP does."""

@@ -17,10 +17,10 @@ from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError, require_package
 from fsdp.file_errors import file_errors
 from fsdp.planning.choices import AUTO, STRATEGIES, UnitsOfClasses
-from fsdp.planning.hardware import DEVICES, NETWORKS
 from fsdp.planning.page import write_plan
 from fsdp.planning.plan import OPTIMIZERS, plan
 from fsdp.planning.shapes import SHAPES, Decoder, make_tokens
+from fsdp.rehearsal.hardware import DEVICES, NETWORKS
 
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

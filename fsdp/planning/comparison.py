@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from fsdp.planning.choices import Choice
-from fsdp.planning.hardware import Cluster
-from fsdp.planning.rehearsal import ACTIVATIONS, BUCKETS, UNSHARDED, Rehearsal
+from fsdp.rehearsal.hardware import Cluster
+from fsdp.rehearsal.memory import ACTIVATIONS, BUCKETS, UNSHARDED
+from fsdp.rehearsal.rehearse import Rehearsal
 from fsdp.reporting.formats import size, table
 
 HEADER: Final = ("choice", "fits", "peak", "engine", "activations", "optimizer", "collectives", "received", "step", "exposed")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.errors import ShardingError
-from fsdp.planning.hardware import Device, Link
+from fsdp.rehearsal.hardware import Device, Link
 
 REPEATS: Final = 5
 SMALL: Final = 2**10

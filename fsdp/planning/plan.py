@@ -15,8 +15,9 @@ from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError
 from fsdp.planning.choices import AUTO, STRATEGIES, Choice, NamedUnits, UnitsOfClasses, make_choices, other_sizes
 from fsdp.planning.comparison import Candidate, Fewest, Plan
-from fsdp.planning.hardware import Cluster, Device, Link, find_device, find_network
-from fsdp.planning.rehearsal import Batch, Job, rehearse
+from fsdp.rehearsal.hardware import Cluster, Device, Link, find_device, find_network
+from fsdp.rehearsal.kernels import ATTENTION, Attention
+from fsdp.rehearsal.rehearse import Batch, Job, rehearse
 
 OPTIMIZERS: Final[dict[str, Callable[..., torch.optim.Optimizer]]] = {
     "adamw": torch.optim.AdamW,
@@ -45,13 +46,14 @@ def plan(
     max_ranks: int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     micro_batches: int = 1,
+    attention: Attention = "auto",
     options: Mapping[str, object] | None = None,
 ) -> Plan:
     """Say what a job needs with each choice of options, and which choice is the fastest that fits. Needs no process group.
 
     The engine itself runs two steps of rank 0 for each choice, on the meta device and over communicators that send nothing. So
     the bytes of the engine, and the number and bytes of collectives, are exact. Activations are counted from the operators of
-    the model. Seconds are an estimate, see `fsdp/planning/clock.py`.
+    the model. Seconds are an estimate, see `fsdp/rehearsal/clock.py`.
 
     Args:
         model_or_builder: a function that makes the model, called on the meta device; or a model, which is not changed.
@@ -60,7 +62,7 @@ def plan(
             dict of keyword arguments of the model.
         loss: from what the model returns to a scalar. Default None: `.loss` of it if it has that, else the sum of it.
         optimizer: "adamw", "adam", "sgd", "adagrad", "rmsprop", or a function of a list of parameters. None: none.
-        device: a name of the table in `fsdp/planning/hardware.py`, or a `Device`.
+        device: a name of the table in `fsdp/rehearsal/hardware.py`, or a `Device`.
         network: what connects hosts: a name of that table, or a `Link`.
         per_host: ranks on one host.
         memory: bytes of a rank that may be used. Default None: all of the device's.
@@ -72,6 +74,8 @@ def plan(
         max_ranks: find also the smallest number of ranks that fits, up to this one: powers of two inside a host, then full hosts.
         mp_policy: the dtypes, as for `fsdp.fully_shard`.
         micro_batches: forwards and backwards before each step of the optimizer.
+        attention: which kernel `scaled_dot_product_attention` takes: "auto" (the one that torch chooses on the device), "flash"
+            (always a fused one), or "math" (never a fused one).
         options: other options of `fsdp.fully_shard`, the same for every choice.
 
     Raises:
@@ -83,6 +87,8 @@ def plan(
         raise ShardingError(f"plan: per_host is {per_host!r}; give the number of ranks on one host, at least 1.")
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ShardingError(f"plan: micro_batches is {micro_batches!r}; give a number, at least 1.")
+    if attention not in ATTENTION:
+        raise ShardingError(f"plan: attention is {attention!r}; give one of {', '.join(ATTENTION)}.")
     found = find_device(device) if isinstance(device, str) else device
     link = find_network(network) if isinstance(network, str) else network
     cluster = Cluster(found, link, per_host)
@@ -95,6 +101,7 @@ def plan(
         world_size=world_size,
         cluster=cluster,
         micro_batches=micro_batches,
+        attention=attention,
     )
     own = {**(options or {}), **({} if mp_policy is None else {"mp_policy": mp_policy})}
     limit = found.memory if memory is None else memory

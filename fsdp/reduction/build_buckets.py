@@ -1,6 +1,7 @@
 """Make the buckets of a root, and decide which of them are early."""
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 
@@ -53,7 +54,11 @@ def bucket_kinds(count: int, early: frozenset[int], config: Config) -> list[Buck
 
 def _reduce_dtype(unit: Unit, flat: FlatBuffer, policy: ReductionPolicy) -> torch.dtype:
     """The dtype in which gradients of a flat buffer are reduced."""
-    given, dtype = unit.config.mp_policy.reduce_dtype, flat.unsharded.dtype
-    wanted = dtype if given is None or not dtype.is_floating_point else given
-    is_half = wanted.is_floating_point and wanted.itemsize < 4
-    return torch.float32 if is_half and policy.deterministic else wanted
+    precision, dtype = unit.config.mp_policy, flat.unsharded.dtype
+    if not dtype.is_floating_point:
+        return dtype
+    wanted = precision.reduce_dtype or dtype
+    if precision.reduce_dtype is None and precision.reduce_in_shard_dtype:
+        trained = (one.shard.dtype for one in unit.flats if one is flat or any(one.requires_grad_flags))
+        wanted = reduce(torch.promote_types, (kept for kept in trained if kept.is_floating_point))
+    return torch.float32 if wanted.itemsize < 4 and policy.deterministic else wanted

@@ -1,5 +1,6 @@
 """What a shard is a part of: the parameter, its full shape, and which ranks hold which elements."""
 
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ class ShardInfo(NamedTuple):
     """Whether a row of the tensor may lie on two ranks."""
     comm: Communicator
     """The communicator of the ranks that hold the parts."""
+    viewed_from: "ShardInfo | None" = None
+    """The shard of which this is a view of another shape, so that a view of that shape is cut as it was."""
 
     @property
     def shape(self) -> Shape:
@@ -66,7 +69,26 @@ class ShardInfo(NamedTuple):
             first=first,
             numel=self.shape[0] * prod(rest),
             cut_by_element=False,
+            viewed_from=None,
         )
+
+    def viewed(self, shape: Shape) -> "ShardInfo | None":
+        """The shard of a tensor of `shape` with the same elements in the same order; None if the number of elements differs."""
+        origin = self.viewed_from or self
+        if shape in (self.shape, origin.shape):
+            return self if shape == self.shape else origin
+        if prod(shape) != self.numel or not self.numel:
+            return None
+        cut, here = self.cut._replace(shape=shape), self.local_shape.numel()
+        # one row is cut by element, even if it lies on one rank: what is computed over it is wanted on all ranks
+        by_element = self.cut_by_element or shape[:1] == (1,) or any(end % cut.row for end in accumulate(cut.numels()))
+        if here == self.numel:
+            local_shape = shape
+        elif by_element or not shape:
+            local_shape = (*(1,) * (len(shape) - 1), here)
+        else:
+            local_shape = (here // cut.row, *shape[1:])
+        return self._replace(cut=cut, local_shape=Size(local_shape), cut_by_element=by_element, viewed_from=origin)
 
     @property
     def keeps_rows(self) -> bool:

@@ -22,7 +22,9 @@ class Rule(Enum):
     LIKE = auto()
     """A new shard with the same cut, of the given dtype and device."""
     SAME_SIZE = auto()
-    """A view. It is a shard if the shape stays the same, and refused otherwise."""
+    """A view. It is a shard if the shape stays the same or all elements lie in a row, and refused otherwise."""
+    MASKED_FILL = auto()
+    """An assignment to the elements that a mask of the same shape selects, `x[mask] = number`. Refused otherwise."""
     NEW = auto()
     """A new tensor. It is a shard if it has the shape of this rank's part, and an ordinary tensor otherwise."""
     QUERY = auto()
@@ -86,20 +88,37 @@ def rule_of(func: Any) -> Rule:
     if getattr(func, "namespace", "") != "aten":
         return Rule.REFUSED
     name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
-    if torch.Tag.nondeterministic_seeded in func.tags or any(argument.is_out for argument in func._schema.arguments):
+    if torch.Tag.nondeterministic_seeded in func.tags:
         return Rule.REFUSED
+    if outputs_of(func):
+        return Rule.ELEMENT_WISE if name in _ELEMENT_WISE or torch.Tag.pointwise in func.tags else Rule.REFUSED
     if name in REDUCTIONS or (name in ("max", "min") and overload == "default"):
         return Rule.REDUCTION
     if name in _LIKE:
         return Rule.LIKE
     if name in _SAME_SIZE:
         return Rule.SAME_SIZE
+    if name in ("index_put", "index_put_"):
+        return Rule.MASKED_FILL
     if name in _NEW:
         return Rule.NEW
     if name in _QUERY:
         return Rule.QUERY
     if name.removesuffix("_") in _FOREACH or name in _FUSED:
         return Rule.ELEMENT_WISE_LISTS
-    if name in _ELEMENT_WISE or torch.Tag.pointwise in func.tags:
+    if name in _ELEMENT_WISE or _is_pointwise(func, name):
         return Rule.ELEMENT_WISE
     return Rule.REFUSED
+
+
+@cache
+def outputs_of(func: Any) -> tuple[str, ...]:
+    """The names of the arguments that an operator writes its result into, such as `out`."""
+    return tuple(argument.name for argument in func._schema.arguments if argument.is_out)
+
+
+def _is_pointwise(func: Any, name: str) -> bool:
+    """Whether torch says that an operator works element by element. Of some in-place forms, such as `abs_`, it does not."""
+    functional = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    overloads = [] if functional is None else [getattr(functional, overload) for overload in functional.overloads()]
+    return any(torch.Tag.pointwise in one.tags for one in (func, *overloads))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fsdp.autograd.dynamo import is_full_graph
 from fsdp.autograd.frames import FullStateCall, full_state_call
 from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
@@ -69,9 +70,12 @@ def hook_state(optimizer: Optimizer, parameters: list[Any] | None = None) -> Non
     if not sharded or known == sharded:
         return
     if any(base.__module__.startswith("torchao.") for base in type(optimizer).__mro__):
-        refuse_compiled(type(optimizer).__name__)
+        refuse_compiled(type(optimizer).__name__, "torchao compiles it")
+    if any(map(is_full_graph, vars(optimizer).values())):
+        refuse_compiled(type(optimizer).__name__, "it calls functions that are compiled with fullgraph=True")
     adopt_state(optimizer)
-    if known is None:
+    # a wrapper that never calls Optimizer.__init__ has a state dict of its own, around that of the optimizer in it
+    if known is None and hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         optimizer.register_state_dict_post_hook(_give_values)
         optimizer.register_load_state_dict_pre_hook(_take_values)
     _hooked[optimizer] = sharded

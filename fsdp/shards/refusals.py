@@ -40,10 +40,10 @@ def refuse_grad_dtype(name: str, dtype: torch.dtype) -> NoReturn:
     )
 
 
-def refuse_compiled(optimizer: str) -> NoReturn:
+def refuse_compiled(optimizer: str, cause: str) -> NoReturn:
     """Raise the error for an optimizer whose step is compiled: dynamo's own error names a method of the shard and no remedy."""
     raise ShardingError(
-        f"{optimizer}.step: torchao compiles it, and a compiled step does not know shards. Use an optimizer that computes each "
+        f"{optimizer}.step: {cause}, and a compiled step does not know shards. Use an optimizer that computes each "
         "element of a parameter by itself, such as torch.optim.AdamW or SGD; docs/reference/optimizers.md lists them."
     )
 

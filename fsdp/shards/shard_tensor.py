@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import in_backward
 from fsdp.errors import ShardingError
 from fsdp.shards.dtensors import local_of
 from fsdp.shards.info import ShardInfo
-from fsdp.shards.operators import Rule, rule_of
+from fsdp.shards.operators import Rule, outputs_of, rule_of
 from fsdp.shards.reductions import REDUCTIONS, Reduction, gather_and_combine, only_element
 from fsdp.shards.refusals import refuse, refuse_dcp, refuse_grad_dtype, refuse_unreduced
 
@@ -50,6 +51,7 @@ class ShardTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
+    @uncompiled
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -165,6 +167,42 @@ class ShardTensor(Tensor):
     def new_full(self, size: Any, *value: Any, **options: Any) -> Any:
         return _new_of_size(Tensor.new_full, self, (size, *value), options)
 
+    # views, by the full shape; torch's own would use the sizes of this rank's part
+
+    def view(self, *shape: Any) -> Any:
+        if isinstance(shape[0], torch.dtype):
+            return super().view(*shape)
+        return _viewed(self, _as_full(self).view(*shape).shape)
+
+    def reshape(self, *shape: Any) -> Any:
+        return _viewed(self, _as_full(self).reshape(*shape).shape)
+
+    def flatten(self, *dims: Any, **named: Any) -> Any:
+        return _viewed(self, _as_full(self).flatten(*dims, **named).shape)
+
+    def view_as(self, other: Tensor) -> Any:
+        return self.view(other.shape)
+
+    reshape_as = view_as
+
+    def __getitem__(self, index: Any) -> Any:
+        """All elements in another shape, or what tensors select."""
+        if not _has_numbers_alone(index):
+            return super().__getitem__(index)
+        shape = _as_full(self)[index].shape
+        if shape.numel() != self.shard_info.numel:
+            refuse(f"an index {index}", self.shard_info)
+        return _viewed(self, shape)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Assign to all elements, or to those that a mask selects."""
+        if not _has_numbers_alone(index):
+            super().__setitem__(index, value)
+        elif isinstance(value, Tensor):
+            self[index].copy_(value)
+        else:
+            self[index].fill_(value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with local_operators():
             copied = make_shard(type(self), plain(self).clone(), self.requires_grad, self.shard_info)
@@ -233,6 +271,28 @@ def _new_of_size(make: Callable[..., Tensor], shard: ShardTensor, given: tuple[A
     return as_shard(make(plain(shard), made_info.local_shape, *rest, **options), made_info)
 
 
+def _as_full(shard: ShardTensor) -> Tensor:
+    """A tensor without memory that has the sizes of the full tensor, to ask torch for the sizes of a view."""
+    return torch.empty(shard.shard_info.shape, device="meta")
+
+
+def _viewed(shard: ShardTensor, shape: Sequence[int]) -> Tensor:
+    """A view with the elements of `shard` in the same order."""
+    info = shard.shard_info
+    viewed = info.viewed(tuple(shape))
+    if viewed is info or not shard.is_reduced:
+        return Tensor.view(shard, info.local_shape)
+    if viewed is None or (shard.requires_grad and torch.is_grad_enabled()):
+        # autograd's formula would use the sizes of the part
+        refuse(f"a view of shape {tuple(shape)}", info)
+    return as_shard(plain(shard).view(viewed.local_shape), viewed)
+
+
+def _has_numbers_alone(index: Any) -> bool:
+    """Whether an index has slices and numbers alone, no tensors or lists."""
+    return set(map(type, index if isinstance(index, tuple) else (index,))) <= {slice, int, type(None), type(...)}
+
+
 def _of_dim(sizes: Sequence[int], dim: int) -> int:
     if not -max(len(sizes), 1) <= dim < len(sizes):
         raise IndexError(f"Dimension out of range (the tensor has {len(sizes)} dimensions, but got {dim})")
@@ -258,20 +318,32 @@ def make_shard(cls: type[Tensor], local: Tensor, requires_grad: bool, info: Shar
 def _element_wise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     operands = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
     info = _common_cut(func, operands)
-    if func._schema.is_mutable and not isinstance(args[0], ShardTensor):
-        _refuse_ordinary(f"{func} into", args[0], info)
+    if func._schema.is_mutable:
+        _check_target(func, args, kwargs, info)
     if not all([isinstance(operand, ShardTensor) or info.fits(operand) for operand in operands]):
         args = tuple([_part_of(func, arg, info) for arg in args])
         kwargs = {name: _part_of(func, arg, info) for name, arg in kwargs.items()}
     result = func(*args, **kwargs)
     if func._schema.is_mutable:
-        _count_change(args[0])
-    if result is args[0]:
+        for target in [kwargs[name] for name in outputs_of(func)] or args[:1]:
+            _count_change(target)
         return result
     made = _wrap(func, result, info)
     if func in _ALIASES:
         made.alias_of = args[0] if args[0].is_parameter else args[0].alias_of
     return made
+
+
+def _check_target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], info: ShardInfo) -> None:
+    """Refuse to write into what is not a shard with the cut of the result. torch itself would resize what is given as out=."""
+    outputs = [kwargs[name] for name in outputs_of(func)]
+    for target in outputs or args[:1]:
+        if not isinstance(target, ShardTensor):
+            _refuse_ordinary(f"{func} into", target, info)
+    if outputs:
+        shape = torch.broadcast_shapes(*[arg.shape for arg in args if isinstance(arg, Tensor)])  # type: ignore[no-untyped-call]
+        if any(one.shard_info.cut != info.cut or one.shape != shape for one in outputs):
+            refuse(f"{func} into a tensor of another shape than {tuple(shape)}", info)
 
 
 def _element_wise_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -352,13 +424,26 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    info, sizes = _first_info(args), args[1]
+    """What composite operators of torch ask for by the sizes of this rank's part. Methods of shards know the full shape."""
+    info, sizes = _first_info(args), tuple(args[1])
+    if sizes in ((-1,), (info.local_shape.numel(),)) and len(info.shape) > 1 and func is not torch.ops.aten.expand.default:
+        return _viewed(args[0], (info.numel,))
     keeps = len(sizes) == len(info.shape) == len(info.local_shape) and all(
         size in (-1, here, full) for size, here, full in zip(sizes, info.local_shape, info.shape, strict=True)
     )
-    if not keeps and tuple(sizes) != tuple(info.local_shape):
-        refuse(f"{func} to {tuple(sizes)}", info)
+    if not keeps and sizes != tuple(info.local_shape):
+        refuse(f"{func} to {sizes}", info)
     return as_shard(args[0].detach(), info)
+
+
+def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, indices, value, *more = args
+    mask = indices[0]
+    is_mask = len(indices) == 1 and isinstance(mask, Tensor) and mask.dtype is torch.bool and mask.shape == target.shape
+    if not is_mask or value.numel() != 1 or isinstance(value, ShardTensor) or any((*more, *kwargs.values())):
+        _refuse(func, args, kwargs)
+    fill = torch.ops.aten.masked_fill_ if func._schema.is_mutable else torch.ops.aten.masked_fill
+    return _element_wise(fill.Tensor, (target, mask, value.view(())), {})
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -397,10 +482,11 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if over and 0 not in over and info.keeps_rows:
         result = func(*args, **kwargs)
         return as_shard(result, info.of_rows(result.shape))
-    if over and ndim and over != set(range(ndim)):
+    left = {dim for dim in range(ndim) if over and dim not in over}
+    if any(info.shape[dim] != 1 for dim in left):
         refuse(f"{func} over some dimensions", info)
     (result,) = gather_and_combine([REDUCTIONS[name](info, plain(target), given)], [info], name)
-    return result.view((1,) * ndim) if given.get("keepdim") else result
+    return result.view((1,) * (ndim if given.get("keepdim") else len(left)))
 
 
 def _reduce_lists(func: Any, name: str, tensors: Sequence[Tensor], given: dict[str, Any]) -> list[Tensor]:
@@ -476,6 +562,7 @@ _COMPUTE: dict[Rule, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     Rule.ELEMENT_WISE_LISTS: _element_wise_lists,
     Rule.LIKE: _like,
     Rule.SAME_SIZE: _same_size,
+    Rule.MASKED_FILL: _masked_fill,
     Rule.NEW: _new,
     Rule.QUERY: _query,
     Rule.REDUCTION: _reduce,

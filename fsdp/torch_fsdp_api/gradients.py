@@ -25,7 +25,7 @@ def clip_norm(instance: Any, max_norm: float, norm_type: float) -> Tensor:
         warnings.warn(
             f"clip_grad_norm_: on rank {instance.rank} with no gradients -- returning the total norm in the default dtype "
             f"{total.dtype}.",
-            stacklevel=3,
+            stacklevel=4,
         )
         return total
     return total.to(reduce(torch.promote_types, dtypes))

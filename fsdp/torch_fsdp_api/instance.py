@@ -54,8 +54,9 @@ class InstanceState(nn.Module):
         """A copy with shards of its own, on the same ranks. Only the outermost instance can be copied by itself."""
         ref = unit_ref_of(self._unit_module)
         copied = copy_wrapper(self, (self.process_group, self._inter_node_pg, self._device_mesh, self._mesh), memo)
-        if ref is not None and ref.index == 0:
-            drop_state_hooks(unit_ref_of(memo[id(self._unit_module)]).engine)
+        of_copy = unit_ref_of(memo[id(self._unit_module)])
+        if ref is not None and ref.index == 0 and of_copy is not None:
+            drop_state_hooks(of_copy.engine)
         return copied
 
     def set_settings(self, settings: StateDictSettings) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.autograd.frames import own_method as own_method  # for the class, which loads directly
 from fsdp.state_dict.fqns import first_names
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_placement import placement_from_full
@@ -36,7 +37,7 @@ def order_of(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input:
 def warn_of(optim_input: Any) -> None:
     """Warn of an argument that FSDP1 deprecates."""
     if optim_input is not None:
-        warnings.warn("the `optim_input` argument is deprecated; give optim, the optimizer.", FutureWarning, stacklevel=4)
+        warnings.warn("the `optim_input` argument is deprecated; give optim, the optimizer.", FutureWarning, stacklevel=5)
 
 
 def broadcast(given: Any, model: nn.Module, group: Any) -> dict[str, Any]:

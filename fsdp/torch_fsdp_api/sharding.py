@@ -13,10 +13,12 @@ from fsdp.autograd.pytree import modules_within
 from fsdp.build.convert import change_precision
 from fsdp.build.other_engines import refuse_other_engines
 from fsdp.build.plan import is_bare_container
+from fsdp.build.torch_policies import OF_FSDP1, OFFLOADS
 from fsdp.comm.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.device.streams import current_accelerator
 from fsdp.errors import ShardingError
+from fsdp.newer_peers import refuse_unknown_fields, refuse_unknown_member
 from fsdp.params.module_params import owning_unit
 from fsdp.params.module_tree import IGNORED
 from fsdp.runtime.registry import UnitRef, unit_ref_of
@@ -26,6 +28,8 @@ from fsdp.torch_fsdp_api.torch_names import HYBRID, CPUOffload, ShardingStrategy
 
 WRAPPED_NAME = "_fsdp_wrapped_module."
 CHECKPOINT_NAME = "_checkpoint_wrapped_module."
+PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
 def plain_name(name: str) -> str:
@@ -64,7 +68,7 @@ def device_of(device_id: Any) -> torch.device | None:
     device = torch.device(device_id)
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
-        warnings.warn(f"device_id={device_id!r} does not have an explicit index; {device} is used.", stacklevel=4)
+        warnings.warn(f"device_id={device_id!r} does not have an explicit index; {device} is used.", stacklevel=5)
     return device
 
 
@@ -116,7 +120,7 @@ def ignored_modules(module: nn.Module, modules: Any, states: Any) -> tuple[set[n
             warnings.warn(
                 "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all parameters "
                 "being ignored.",
-                stacklevel=4,
+                stacklevel=5,
             )
     left = {child for one in named for child in one.modules()}
     parameters = {one for one in given if isinstance(one, nn.Parameter)} | {p for one in left for p in one.parameters()}
@@ -126,13 +130,25 @@ def ignored_modules(module: nn.Module, modules: Any, states: Any) -> tuple[set[n
     return left, parameters
 
 
+def check_options(instance: Any) -> None:
+    """Check the options of an instance that are torch's own objects.
+
+    Raises:
+        ShardingError: one of them asks for what a later version of torch has and this door does not know.
+    """
+    precision(instance)
+    refuse_unknown_fields(instance.cpu_offload, OFFLOADS)
+    refuse_unknown_member(instance.backward_prefetch, PREFETCHES)
+    refuse_unknown_member(instance.sharding_strategy, STRATEGIES)
+
+
 def check(module: nn.Module) -> None:
     """Warn of a module that has no forward, as FSDP1 does."""
     if is_bare_container(module):
         warnings.warn(
             f"FSDP will not all-gather parameters for containers that do not implement forward: wrap the members of "
             f"{type(module).__name__}.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -178,6 +194,7 @@ def precision(instance: Any) -> MixedPrecisionPolicy:
         ShardingError: `keep_low_precision_grads` is asked for.
     """
     given = instance.mixed_precision
+    refuse_unknown_fields(given, OF_FSDP1)
     if given.keep_low_precision_grads:
         raise ShardingError("keep_low_precision_grads=True: `.grad` always has the dtype of the parameters; leave it out.")
     return MixedPrecisionPolicy(

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from fsdp.newer_peers import refuse_unknown_fields, refuse_unknown_member
 from fsdp.torch_fsdp_api.sharding import instances_in
 from fsdp.torch_fsdp_api.torch_names import (
     FullOptimStateDictConfig,
@@ -25,6 +26,8 @@ CONFIGS: Final[dict[StateDictType, tuple[type[Any], type[Any]]]] = {
 }
 """The classes of configurations that belong to each format."""
 CONFIG_NAMES: Final = ("state_dict_config", "optim_state_dict_config")
+FIELDS: Final = ("offload_to_cpu", "rank0_only", "_use_dtensor")
+"""The fields of all configurations."""
 
 
 def settings_of(module: nn.Module) -> Any:
@@ -57,9 +60,11 @@ def set_settings(module: nn.Module, kind: StateDictType, config: Any, optim_conf
         AssertionError: the instances have different formats now.
     """
     given = []
+    refuse_unknown_member(kind, [one.name for one in CONFIGS])
     for name, wanted, one in zip(CONFIG_NAMES, CONFIGS[kind], (config, optim_config), strict=True):
         if one is not None and type(one) is not wanted:
             raise RuntimeError(f"Expected {name} of type {wanted.__name__} for {kind.name} but got {type(one).__name__}.")
+        refuse_unknown_fields(one, FIELDS)
         given.append(wanted() if one is None else one)
     instances = instances_in(module)
     kinds = {one._settings.state_dict_type for one in instances}

@@ -18,6 +18,7 @@ from fsdp.state_dict.full_state import RANGE_BYTES
 from fsdp.state_dict.param_ranges import gather_range, memory_for, ranges_of
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 from fsdp.torch_fsdp_api import torch_names
+from fsdp.torch_fsdp_api.late_params import take_over
 from fsdp.torch_fsdp_api.sharding import WRAPPED_NAME, instances_in, plain_name
 from fsdp.torch_fsdp_api.torch_names import FullStateDictConfig, ShardingStrategy, StateDictType
 
@@ -65,6 +66,7 @@ def _check_resting(instance: Any, call: str) -> None:
     ref = instance._unit_ref
     if ref is not None and not instance._is_summoned:
         refuse_unless_resting(call, ref.engine)
+        take_over(ref.engine)
         ref.unit.check_shards()
 
 

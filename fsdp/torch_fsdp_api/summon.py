@@ -11,6 +11,7 @@ from torch import Tensor
 from fsdp.api.summon import summoned_unit
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.runtime.registry import UnitRef
+from fsdp.torch_fsdp_api.late_params import take_over
 from fsdp.torch_fsdp_api.torch_names import ShardingStrategy, TrainingState
 
 
@@ -21,6 +22,8 @@ def summoned(
     """See `FullyShardedDataParallel.summon_full_params`. Communicates on entry."""
     for one in instances:
         _check(one, writeback, rank0_only, offload_to_cpu, with_grads)
+        if one._unit_ref is not None:
+            take_over(one._unit_ref.engine)
     with ExitStack() as stack:
         for one in instances:
             ref = one._unit_ref
@@ -60,7 +63,7 @@ def _check(instance: Any, writeback: bool, rank0_only: bool, offload_to_cpu: boo
             raise NotImplementedError(f"summon_full_params: this is not supported: {text}.")
     if offload_to_cpu and not rank0_only:
         warnings.warn(
-            "offload_to_cpu=True copies the full parameters to the host on every rank; give rank0_only=True.", stacklevel=5
+            "offload_to_cpu=True copies the full parameters to the host on every rank; give rank0_only=True.", stacklevel=6
         )
 
 

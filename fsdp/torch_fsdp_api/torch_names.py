@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     FlatParameter,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    FullyShardedDataParallel,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
@@ -64,6 +65,7 @@ __all__ = [
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
@@ -170,7 +172,8 @@ def full_value(value: Any, group: Any) -> Any:
         return value.full_tensor()
     if not isinstance(value, ShardedTensor):
         return value
-    full = torch.zeros(tuple(value.size()), dtype=value.dtype)
+    metadata = value.metadata()  # what the tensor itself is asked for, torch answers with a warning of its format
+    full = torch.zeros(tuple(metadata.size), dtype=metadata.tensor_properties.dtype)
     parts: list[Any] = [None] * group.size()
     mine = [(shard.metadata.shard_offsets, shard.tensor.cpu()) for shard in value.local_shards()]
     dist.all_gather_object(parts, mine, group=group)

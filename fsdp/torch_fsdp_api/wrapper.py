@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fsdp.api.wrap import no_sync, run_forward
-from fsdp.autograd.frames import own_method
 from fsdp.params.module_params import owning_unit
 from fsdp.runtime.registry import UnitRef, unit_ref_of
-from fsdp.torch_fsdp_api import gradients, optim_states, sharding, state_types, states, summon, torch_names
+from fsdp.torch_fsdp_api import gradients, late_params, optim_states, sharding, state_types, states, summon, torch_names
 from fsdp.torch_fsdp_api.instance import InstanceState
 from fsdp.torch_fsdp_api.sharding import WRAPPED_NAME, instances_in
 from fsdp.torch_fsdp_api.torch_names import (
@@ -79,6 +78,7 @@ class FullyShardedDataParallel(InstanceState):
         self.mixed_precision = mixed_precision or MixedPrecision()
         self._use_orig_params = use_orig_params
         self._device_mesh = device_mesh
+        sharding.check_options(self)
         self._find_groups(process_group, auto_wrap_policy)
         own = [p for p in module.parameters() if p not in self._ignored_params and owning_unit(p) is None]
         device = sharding.device_of(device_id)
@@ -120,7 +120,7 @@ class FullyShardedDataParallel(InstanceState):
         if self.world_size == 1 and sharding.kind_of(self.sharding_strategy) == "shard":
             warnings.warn(
                 f"FSDP is switching to use `NO_SHARD` instead of {self.sharding_strategy} since the world size is 1.",
-                stacklevel=3,
+                stacklevel=4,
             )
             self.sharding_strategy = ShardingStrategy.NO_SHARD
         self._ranks_key = torch_names.ranks_of(self.process_group), sharding.kind_of(self.sharding_strategy)
@@ -214,6 +214,7 @@ class FullyShardedDataParallel(InstanceState):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the wrapped module. The outermost instance moves the inputs to its device."""
         if self._is_root:
+            late_params.take_over(self._unit_ref.engine)
             sharding.set_precision(self)
             if self.compute_device.type != "cpu":
                 args, kwargs = tree_map(self._to_device, (args, kwargs))
@@ -396,5 +397,5 @@ class FullyShardedDataParallel(InstanceState):
         given = optim_states.broadcast(optim_state_dict, model, group) if rank0_only else optim_state_dict
         result = optim_states.to_load(given, model, optim_states.order_of(model, optim, None), is_named_optimizer)
         if load_directly:
-            own_method(optim, "load_state_dict")(result)
+            optim_states.own_method(optim, "load_state_dict")(result)
         return result

@@ -16,7 +16,7 @@ from fsdp.debug.error_notes import add_note
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError, name_ranks
-from fsdp.params.external_use import GatherParam
+from fsdp.params.external_use import backward_without_a_loss
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
@@ -93,10 +93,7 @@ class UnevenEngine(Engine):
     def empty_backward(self) -> None:
         """Run a backward that reaches no unit."""
         self._forget_if_abandoned()
-        with torch.enable_grad():
-            start = torch.zeros((), requires_grad=True)
-            loss = GatherParam.apply(start, start.detach, partial(self.on_event, 0, Event.EXTERNAL_GRAD))  # type: ignore[no-untyped-call]
-        loss.backward()
+        backward_without_a_loss(partial(self.on_event, 0, Event.EXTERNAL_GRAD))
 
     def _forget_if_abandoned(self) -> None:
         """What a forward would begin with: another model on the same communicators may have abandoned a step."""

@@ -22,6 +22,7 @@ from report import page as report_page
 from workloads import SMALL, WORKLOADS, Adapted
 
 from tests.support.accelerator.build import missing
+from tests.support.jobs import run_alone
 from tests.support.processes import ROOT, START_METHOD, environment
 
 Run = Callable[..., None]
@@ -165,6 +166,39 @@ def test_memory_and_host_waits_are_counted_on_the_pretend_accelerator(tmp_path: 
             assert min(parts) > 0 and sum(parts) == pytest.approx(times["step"] - 1, rel=1e-6)
             assert times["apart"] <= times["step"] * (1 + 1e-6)
     assert "| FSDP2 |" in report_page({"accelerator": report})
+
+
+THREADS = """
+import threading
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.support.accelerator.device import Scheduler
+from tests.support.accelerator.threads import run_threads
+
+turns = threading.Barrier(2)
+
+
+def device_of_a_tensor_without_memory(rank):
+    for turn in range(2):  # one after the other
+        if turn == rank:
+            with FakeTensorMode():
+                found = str(torch.empty_strided((2,), (1,), device="pretend").device)
+        turns.wait(60)
+    return found
+
+
+print(*run_threads(2, device_of_a_tensor_without_memory, Scheduler.EAGER))
+"""
+
+
+@NEEDS_COMPILER
+def test_each_thread_of_the_pretend_accelerator_computes_the_shapes_of_dtensors_on_its_own_device(tmp_path: Path) -> None:
+    """FSDP2 was told of "at least two devices" now and then."""
+    (tmp_path / "threads.py").write_text(THREADS)
+    ended = run_alone(tmp_path / "threads.py", cwd=tmp_path)
+    assert (ended.status, ended.output) == (0, "pretend:0 pretend:1\n"), ended.errors
 
 
 @NEEDS_COMPILER

@@ -245,6 +245,8 @@ class TestPolicies:
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
+SINCE_2_15 = hasattr(FSDP2Precision, "param_dtype_override_fn")
+"""Whether None as FSDP2's `reduce_dtype` means the dtype of the shards."""
 
 
 class Normed(nn.Module):
@@ -260,7 +262,7 @@ class TestPrecision:
     @pytest.mark.parametrize(
         ("given", "wanted"),
         [
-            (FSDP2Precision(), fsdp.MixedPrecisionPolicy()),
+            (FSDP2Precision(), fsdp.MixedPrecisionPolicy(reduce_in_shard_dtype=SINCE_2_15)),
             (FSDP2Precision(BF16, FP32, BF16, False), fsdp.MixedPrecisionPolicy(BF16, FP32, BF16, False)),
             (MixedPrecision(), fsdp.MixedPrecisionPolicy(None, None, None, False, True)),
             (MixedPrecision(BF16, FP32), fsdp.MixedPrecisionPolicy(BF16, FP32, None, False, True)),
@@ -350,7 +352,7 @@ class TestPrecision:
     def test_a_field_that_cannot_be_followed_is_refused(self, make: Callable[[], nn.Module], policy: Any, text: str) -> None:
         refused_everywhere(2, lambda rank: fsdp.fully_shard(make(), auto_wrap_policy={nn.Linear}, mp_policy=policy), text)
 
-    @pytest.mark.parametrize("name", ["cast_forward_inputs", "cast_root_forward_inputs"])
+    @pytest.mark.parametrize("name", ["cast_forward_inputs", "cast_root_forward_inputs", "reduce_in_shard_dtype"])
     def test_a_flag_is_true_or_false(self, name: str) -> None:
         with pytest.raises(fsdp.ShardingError, match=f"mp_policy.{name} must be True or False, not 1"):
             fsdp.MixedPrecisionPolicy(**{name: 1})

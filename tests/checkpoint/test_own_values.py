@@ -301,7 +301,7 @@ def test_a_value_that_no_checksum_can_be_made_of_is_notified_to_every_rank(tmp_p
         model, _ = make()
         if rank == 1:
             model.codebook.words = {"function": lambda: None}
-        with pytest.raises(Exception, match="pickle"):
+        with pytest.raises(Exception, match=r"local object '.*<lambda>'"):  # Pythons differ in the words before it
             fsdp.save(tmp_path / "a", model)
 
     fsdp.simulate(2, fn)

@@ -119,6 +119,34 @@ def converted(api: Any, rank: int, late: bool) -> list[Any]:
     return seen
 
 
+def precise(api: Any, rank: int) -> list[torch.Tensor]:
+    """Gradients of a model with each policy of mixed precision, by its fields: the dtypes of parameters and of reductions."""
+    found: list[torch.Tensor] = []
+    policies: list[dict[str, Any]] = [
+        {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+        for param_dtype in (torch.bfloat16, None)
+        for reduce_dtype in (None, torch.float32, torch.bfloat16)
+    ]
+    if hasattr(api.MixedPrecisionPolicy, "param_dtype_override_fn"):  # since torch 2.15
+        policies += [{**one, "param_dtype_override_fn": lambda p: torch.float32 if p.ndim == 1 else None} for one in policies[:3]]
+    for fields in policies:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4, bias=False))
+        policy = api.MixedPrecisionPolicy(**fields, cast_forward_inputs="param_dtype_override_fn" not in fields)
+        for layer in (model[1], model[3]):
+            api.fully_shard(layer, mp_policy=policy)
+        if "param_dtype_override_fn" in fields:  # the layer of one dtype casts by itself
+            model[1].forward = lambda x, norm=model[1]: nn.functional.layer_norm(
+                x.float(), (16,), norm.weight, norm.bias
+            ).bfloat16()
+            model[0].forward = lambda x, first=model[0]: nn.functional.linear(x.bfloat16(), first.weight) + first.bias.bfloat16()
+        api.fully_shard(model, mp_policy=policy)
+        model(torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))).float().square().mean().backward()
+        found += [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
+    assert len(found) == 5 * len(policies)
+    return found
+
+
 def refusal_of_an_early_optimizer() -> str:
     """What the step of an optimizer that was made before wrapping says."""
     model = nn.Linear(3, 3)
@@ -134,7 +162,12 @@ def refusal_of_an_early_optimizer() -> str:
 def run(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    results = {"torch": script(torch_fsdp, rank), "ours": script(ours, rank), "refusal": refusal_of_an_early_optimizer()}
+    results: dict[str, Any] = {
+        "torch": script(torch_fsdp, rank),
+        "ours": script(ours, rank),
+        "refusal": refusal_of_an_early_optimizer(),
+    }
+    results["precise"] = {"torch": precise(torch_fsdp, rank), "ours": precise(ours, rank)}
     for late in (False, True):
         results[f"late={late}"] = {"torch": converted(torch_fsdp, rank, late), "ours": converted(ours, rank, late)}
     torch.save(results, folder / f"{rank}.pt")

@@ -407,9 +407,13 @@ def names_of_torch() -> list[str]:
     return names
 
 
+NOT_YET = {"GradientReductionHandle"} - {*torch_fsdp._fully_shard.__all__}
+"""Names of torch 2.15, on an older one."""
+
+
 @describes_this_torch
 def test_every_name_of_fsdp2_is_here() -> None:
-    assert set(torch_fsdp._fully_shard.__all__) == set(api.__all__)
+    assert set(torch_fsdp._fully_shard.__all__) == set(api.__all__) - NOT_YET
     for name in names_of_torch():
         assert (
             hasattr(api, name)
@@ -442,7 +446,7 @@ def test_methods_take_torchs_arguments(name: str) -> None:
 
 def test_the_policies_are_torchs_own() -> None:
     for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims"):
-        assert getattr(api, name) is getattr(torch_fsdp, name)
+        assert getattr(api, name) is getattr(torch_fsdp, name, None)
 
 
 def test_a_copy_trains_as_the_original() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 
+from fsdp.build.peer_options import PEER_OPTIONS
 from fsdp.compat import apex, ddp, fairscale
 from fsdp.compat.doors import DOORS
 from tests.docs.test_pages import DOCS
@@ -70,9 +71,11 @@ def test_every_method_of_ddp_has_a_row_with_its_arguments() -> None:
 @describes_this_torch
 def test_the_constructor_of_ddp_takes_the_arguments_of_torch() -> None:
     theirs, ours = (inspect.signature(cls.__init__).parameters for cls in (TORCH_DDP, ddp.DistributedDataParallel))
-    assert list(ours)[: len(theirs)] == list(theirs)
-    # what is left takes the options of Apex, which are refused by name
-    assert [one.kind for one in list(ours.values())[len(theirs) :]] == [inspect.Parameter.VAR_KEYWORD]
+    *known, others = ours.values()
+    assert [*theirs][: len(known)] == [one.name for one in known]
+    # the last one takes the options of Apex and of newer versions of torch, which are in the table of options
+    assert others.kind == inspect.Parameter.VAR_KEYWORD
+    assert {*theirs} - {one.name for one in known} <= {*PEER_OPTIONS}
 
 
 def test_every_argument_and_method_of_fairscale_has_a_row() -> None:

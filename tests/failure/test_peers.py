@@ -3,6 +3,8 @@
 import errno
 import pickle
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,41 @@ def test_a_rank_that_is_notified_of_a_failure_passes_it_on_as_it_is() -> None:
     error = said(lambda: waiting.check_peers(False))
     assert isinstance(error, PeerFailed)
     assert (error.rank, error.unit, error.reason) == (3, "blocks.1", "ValueError: no")
+
+
+def test_the_first_rank_ends_when_all_others_know_why_a_step_was_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may end with its process. A rank that has ended, or is lost, needs to know nothing."""
+    monkeypatch.setenv(module.SECONDS, "9")
+    first, second, third, lost = make(4, store=(store := MemoryStore()))
+    for one, ranks in zip((first, second, third, lost), [(0, 1, 2, 3)] * 4, strict=True):
+        one._ranks = ranks
+    failure = PeerFailed("text", 3, None, "does not answer: its connections broke 2 s ago")
+    order: list[str] = []
+
+    def end(one: PeerMonitor, name: str) -> None:
+        one.on_exit()
+        order.append(name)
+
+    first.abandon("Net", failure)
+    ends = threading.Thread(target=end, args=(first, "first"))
+    ends.start()
+    end(third, "third")  # it knows nothing, and its end waits for nobody
+    asked = store.asked
+    while store.asked < asked + 20:
+        time.sleep(0.01)
+    second.abandon("Net", failure)
+    order.append("second")
+    ends.join(9)
+    assert order == ["third", "second", "first"]
+
+
+def test_the_first_rank_waits_only_so_long_for_others() -> None:
+    first, _ = make(2)
+    first._ranks = (0, 1)
+    first.abandon("Net", ValueError("no"))
+    begin = time.monotonic()
+    first.on_exit()
+    assert 0.1 <= time.monotonic() - begin < 2
 
 
 def test_ranks_that_all_abandoned_connect_anew_and_start_from_nothing() -> None:

@@ -1,5 +1,6 @@
 """Accelerate's FSDP plugin, Trainer and TRL with this engine, on two processes, against one process without it."""
 
+import dataclasses
 import importlib
 import os
 import signal
@@ -22,7 +23,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fsdp
-from fsdp.integrations.accelerate import PATCHES, install
+from fsdp.integrations.accelerate import PATCHES, PLUGIN_FIELDS, _check_fields, install
 from tests.integrations.forked import KILLED, alone, largest_difference, run, script_of_page
 from tests.integrations.launched import engine_of
 
@@ -343,3 +344,15 @@ def test_without_accelerate_the_import_says_what_to_install() -> None:
     code = "import sys; sys.modules['accelerate'] = None; import fsdp.integrations.accelerate"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "needs the package accelerate: pip install 'fsdp[accelerate]'" in ended.stderr
+
+
+def test_the_fields_of_the_plugin_are_known() -> None:
+    assert {one.name for one in dataclasses.fields(FullyShardedDataParallelPlugin)} == {*PLUGIN_FIELDS}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_field_that_a_later_plugin_has_is_refused_by_name(version: int) -> None:
+    later = dataclasses.make_dataclass("Later", [("later", int, 0)], bases=(FullyShardedDataParallelPlugin,))
+    with install(), pytest.raises(fsdp.ShardingError, match="Later: later=3: this version of fsdp does not know it"):
+        Accelerator(fsdp_plugin=later(fsdp_version=version, later=3))
+    _check_fields(later(fsdp_version=version))

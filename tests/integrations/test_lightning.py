@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ import lightning
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.strategies import FSDPStrategy as FabricStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -416,3 +418,27 @@ def test_the_scripts_of_the_page_run(title: str, monkeypatch: pytest.MonkeyPatch
     script = script_of_page("lightning", title)
     run(2, lambda rank: exec(compile(script, title, "exec"), {"__name__": "__main__"}))
     assert (tmp_path / ("fabric.ckpt" if "fabric" in title else "after-fit")).exists()
+
+
+STRATEGIES = {"trainer": (FSDPStrategy, pl.strategies.FSDPStrategy), "fabric": (FabricFSDPStrategy, FabricStrategy)}
+
+
+@pytest.mark.parametrize("of", STRATEGIES)
+def test_an_argument_of_lightnings_strategy_is_known_or_may_be_left_at_its_default(of: str) -> None:
+    ours, theirs = STRATEGIES[of]
+    known = {*inspect.signature(ours.__init__).parameters, *inspect.signature(fsdp.fully_shard).parameters, "kwargs"}
+    for name, one in inspect.signature(theirs.__init__).parameters.items():
+        if name in known:
+            continue
+        ours(**{name: one.default})
+        with pytest.raises(fsdp.ShardingError, match=name):
+            ours(**{name: object()})
+
+
+@pytest.mark.parametrize("of", STRATEGIES)
+def test_an_argument_that_a_later_strategy_has_is_refused_by_name(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = STRATEGIES[of]
+    monkeypatch.setattr(theirs, "__init__", lambda self, later=0: None)
+    ours(later=0)
+    with pytest.raises(fsdp.ShardingError, match="Strategy: later=3: this version of fsdp does not know it"):
+        ours(later=3)

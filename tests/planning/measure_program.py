@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp
-from tests.planning.models import MODELS
+from tests.rehearsal.models import MODELS
 
 
 def main(rank: int, size: int, folder: Path) -> None:

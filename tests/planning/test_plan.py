@@ -12,11 +12,11 @@ from torch import nn
 import fsdp
 from fsdp.__main__ import main
 from fsdp.build.auto_units import auto_units
-from fsdp.planning.clock import COPIES, Clock
 from fsdp.planning.command import bytes_of
-from fsdp.planning.hardware import DEVICES, NETWORKS, Cluster, Device, Link
-from fsdp.planning.rehearsal import Rehearsal
-from tests.planning.models import MODELS, Block, Language, tokens
+from fsdp.rehearsal.clock import COPIES, Clock
+from fsdp.rehearsal.hardware import DEVICES, NETWORKS, Cluster, Device, Link
+from fsdp.rehearsal.rehearse import Rehearsal
+from tests.rehearsal.models import MODELS, Block, Language, tokens
 
 GPT = MODELS["GPT"]
 FAST = Device("test", 2**30, 1e12, 1e12, 1e12, Link(1e9, 1e-6))
@@ -295,11 +295,11 @@ def test_a_function_of_ones_own_is_a_target(capsys: pytest.CaptureFixture[str]) 
     target = ["plan", "tests.planning.test_plan:small", "--world-size", "2", "--strategies", "FULL_SHARD"]
     assert main(target) == 1
     assert "says nothing about its inputs; give --inputs package.module:function" in capsys.readouterr().err
-    assert main([*target, "--inputs", "tests.planning.models:tokens"]) == 0
+    assert main([*target, "--inputs", "tests.rehearsal.models:tokens"]) == 0
 
 
 def test_units_of_ones_own_are_compared_beside_auto(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "tests.planning.test_plan:small", "--inputs", "tests.planning.models:tokens", "--world-size", "2"]
+    command = ["plan", "tests.planning.test_plan:small", "--inputs", "tests.rehearsal.models:tokens", "--world-size", "2"]
     command += ["--strategies", "FULL_SHARD", "--units"]
     assert main([*command, "Block", "Block,Embedding", "auto"]) == 0
     printed = capsys.readouterr().out

@@ -97,7 +97,7 @@ _CASES: Final = {"Muon": MATRICES, "SparseAdam": CASES["sparse"]}
 """Other models than LAYERS, because the optimizer refuses LAYERS in one process as well."""
 _REFUSED: Final = {
     "Adafactor": ("Adafactor.step: ... it needs the full tensor", "means over rows and over columns"),
-    "LBFGS": ("LBFGS.step: aten.view.default to (-1,) ... it needs the full tensor", "one vector of all gradients"),
+    "LBFGS": ("LBFGS.step: aten.cat.default ... it needs the full tensor", "one vector of all gradients"),
     "Muon": ("Muon.step: aten.permute.default ... it needs the full tensor", "products of matrices"),
     "SparseAdam": ("SparseAdam does not support dense gradients", "gradients of shards are dense"),
 }

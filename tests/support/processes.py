@@ -12,6 +12,7 @@ import runpy
 import site
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -105,6 +106,8 @@ def _run_program(program: list[str], is_script: bool, variables: dict[str, str],
         site.addsitedir(folder)  # an interpreter reads PYTHONPATH only when it starts
     torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))  # torch reads it only when it is imported
     sys.argv = program
+    for kind in (FutureWarning, DeprecationWarning):  # as pyproject.toml says to pytest
+        warnings.filterwarnings("error", category=kind, module=r"(fsdp|state_machine)\.")
     try:
         if is_script:
             _namespaces.append(runpy.run_path(program[0], run_name="__main__"))

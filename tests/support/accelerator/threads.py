@@ -155,7 +155,9 @@ def run_threads(world_size: int, fn: Callable[[int], T], scheduler: Scheduler, s
     def ranked(rank: int) -> None:
         try:
             torch.get_device_module(NAME).set_device(rank)
-            with torch.autograd.set_multithreading_enabled(False):
+            # torch's cache of tensors without memory, which all threads share, gives one of another thread's device
+            no_cache = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+            with torch.autograd.set_multithreading_enabled(False), no_cache:
                 dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
                 results[rank] = fn(rank)  # type: ignore[call-overload]
                 torch.get_device_module(NAME).synchronize(rank)

@@ -9,7 +9,7 @@ shard was copied, and a pass ends when all of its copies have.
 from collections import defaultdict
 from typing import Final
 
-from fsdp.planning.hardware import Cluster, Device
+from fsdp.rehearsal.hardware import Cluster, Device
 
 COPIES: Final = "copies from and to the host"
 

@@ -7,9 +7,9 @@ import torch
 
 import fsdp
 from fsdp.comm.simulated import SimulatedCommunicator, current_rank
-from fsdp.planning.hardware import Cluster, find_device, find_network
-from fsdp.planning.rehearsal import WARM_UP, Batch, Job, rehearse
-from tests.planning.models import MODELS, Case
+from fsdp.rehearsal.hardware import Cluster, find_device, find_network
+from fsdp.rehearsal.rehearse import WARM_UP, Batch, Job, rehearse
+from tests.rehearsal.models import MODELS, Case
 from tests.support.everything import EVERYTHING
 
 STRATEGIES: Final = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRADIENTS", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")

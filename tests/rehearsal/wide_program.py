@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
-from tests.planning.models import MODELS, Case
+from tests.rehearsal.models import MODELS, Case
 
 SIZES = (64, 1024)
 STRATEGIES = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRADIENTS", "SHARD_GRAD_OP", "FULL_SHARD")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp.planning.recall import Recall, Recalling
-from fsdp.planning.rehearsal import rehearse
-from tests.planning.models import MODELS
-from tests.planning.test_rehearsal import BF16, STRATEGIES, job_of, options_of
+from fsdp.rehearsal.recall import Recall, Recalling
+from fsdp.rehearsal.rehearse import rehearse
+from tests.rehearsal.models import MODELS
+from tests.rehearsal.test_rehearse import BF16, STRATEGIES, job_of, options_of
 from tests.support.everything import EVERYTHING
 
 

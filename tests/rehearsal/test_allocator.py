@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdp.planning.rehearsal import Batch, rehearse
-from tests.planning.allocator_program import ROWS, SIZE, STRATEGIES
-from tests.planning.models import MODELS
-from tests.planning.test_rehearsal import job_of, options_of
+from fsdp.rehearsal.rehearse import Batch, rehearse
+from tests.rehearsal.allocator_program import ROWS, SIZE, STRATEGIES
+from tests.rehearsal.models import MODELS
+from tests.rehearsal.test_rehearse import job_of, options_of
 from tests.support.processes import results_of
 
 Peaks = dict[tuple[str, str], tuple[int, int]]
@@ -17,7 +17,7 @@ Peaks = dict[tuple[str, str], tuple[int, int]]
 
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peaks]:
-    yield results_of("tests.planning.allocator_program", 1, tmp_path_factory.mktemp("peaks"))[0]
+    yield results_of("tests.rehearsal.allocator_program", 1, tmp_path_factory.mktemp("peaks"))[0]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fsdp.comm.communicator import ReduceOp, SingleRankCommunicator
 from fsdp.comm.simulated import SimulatedRank
 from fsdp.comm.work import Work
-from fsdp.planning.clock import Clock
+from fsdp.rehearsal.clock import Clock
 
 
 class Collective(NamedTuple):

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.planning.rehearsal import rehearse
-from tests.planning.models import MODELS
-from tests.planning.test_rehearsal import job_of, options_of
-from tests.planning.wide_program import SIZES, STRATEGIES
+from fsdp.rehearsal.rehearse import rehearse
+from tests.rehearsal.models import MODELS
+from tests.rehearsal.test_rehearse import job_of, options_of
+from tests.rehearsal.wide_program import SIZES, STRATEGIES
 from tests.support.everything import EVERYTHING
 from tests.support.processes import results_of
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="60 trainings; make test-all runs them")
 def test_the_peak_on_many_ranks_is_exact(tmp_path: Path) -> None:
-    peaks = results_of("tests.planning.wide_program", 1, tmp_path)[0]
+    peaks = results_of("tests.rehearsal.wide_program", 1, tmp_path)[0]
     assert len(peaks) == len(MODELS) * len(STRATEGIES) * len(SIZES)
     for (name, strategy, ranks), peak in peaks.items():
         found = rehearse(job_of(MODELS[name], ranks), options_of(MODELS[name], strategy, ranks))

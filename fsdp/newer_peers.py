@@ -1,0 +1,144 @@
+"""What an installed peer has and its door does not know: refused by name where it is used.
+
+A later version of torch may add a field to a policy, a member to an enumeration, an argument or a method. A door that went on
+without it would compute something else than was asked for. A peer's default value asks for nothing, and is accepted.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
+from inspect import isfunction, signature
+from typing import Any, Final, NoReturn, TypeVar, cast
+
+from fsdp.errors import ShardingError
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
+UNKNOWN: Final = "this version of fsdp does not know it, and would go on without it; leave it out."
+_LEFT_ALONE: Final = ("forward",)
+"""Methods that are called too often to look at their arguments."""
+
+
+def refuse_unknown_fields(given: object, known: Collection[str]) -> None:
+    """Check that an object of a peer asks for nothing in a field that is none of `known`.
+
+    Raises:
+        ShardingError: such a field has another value than its default.
+    """
+    kind = type(given)
+    defaults = {one.name: _default_of(one) for one in fields(given)} if is_dataclass(given) else {}
+    others = (name for name in getattr(given, "__dict__", ()) if name not in defaults and not name.startswith("_"))
+    for name in (*defaults, *others):
+        if name not in known and not _are_alike(getattr(given, name), defaults.get(name, getattr(kind, name, MISSING))):
+            raise ShardingError(f"{kind.__name__}: {name}={getattr(given, name)!r}: {UNKNOWN}")
+
+
+def refuse_unknown_member(given: Any, known: Collection[str]) -> None:
+    """Check that a member of an enumeration is one of `known`, or None.
+
+    Raises:
+        ShardingError: it is none of them.
+    """
+    if given is not None and getattr(given, "name", given) not in known:
+        raise ShardingError(f"{given}: {UNKNOWN} Known are {', '.join(known)}.")
+
+
+def refuse_unknown_argument(where: str, name: str, value: object, theirs: Callable[..., Any]) -> bool:
+    """Whether the function of a peer has an argument of that name, which then has its default value.
+
+    Raises:
+        ShardingError: it has another value.
+    """
+    # a decorator may have added it
+    argument = signature(theirs).parameters.get(name) or signature(theirs, follow_wrapped=False).parameters.get(name)
+    if argument is None:
+        return False
+    if not _are_alike(value, argument.default):
+        raise ShardingError(f"{where}: {name}={value!r}: {UNKNOWN}")
+    return True
+
+
+def takes_arguments_of(find_theirs: Callable[[], Any], where: str, answered: Collection[str] = ()) -> Callable[[F], F]:
+    """Let a function be called with arguments that a peer's function has and it has not. See `refuse_unknown_argument`.
+
+    `find_theirs`: returns the peer's function, or None if there is none. `answered`: arguments that the function sees itself.
+    """
+
+    def decorate(function: F) -> F:
+        known = signature(function).parameters
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name in [name for name in kwargs if name not in known and name not in answered]:
+                theirs = find_theirs()
+                if theirs is not None and refuse_unknown_argument(where, name, kwargs[name], theirs):
+                    del kwargs[name]
+            return function(*args, **kwargs)
+
+        return cast(F, call)
+
+    return decorate
+
+
+def stands_in_for(peer: type, cls: C, answered: Collection[str] = ()) -> C:
+    """Let the methods of a class take the arguments of `peer`, whose place it takes; return the class.
+
+    `answered`: arguments that the methods see themselves.
+    """
+    for name, one in list(vars(cls).items()):
+        if name in _LEFT_ALONE or (name.startswith("_") and name != "__init__"):
+            continue
+        where = f"{cls.__name__}.{name}".removesuffix(".__init__")
+        decorate: Callable[[Any], Any] = takes_arguments_of(_method_of(peer, name), where, answered)
+        if isinstance(one, staticmethod):
+            setattr(cls, name, staticmethod(decorate(one.__func__)))
+        elif isfunction(one):
+            setattr(cls, name, decorate(one))
+    return cls
+
+
+def refuses_names_of(peer: type, cls: C) -> C:
+    """Let the objects of a class, all of them modules, refuse the public names of `peer` that they have not; return the class."""
+    get, set_ = getattr(cls, "__getattr__"), getattr(cls, "__setattr__")  # noqa: B009  # to mypy they are those of `type`
+
+    def __getattr__(self: Any, name: str) -> Any:
+        try:
+            return get(self, name)
+        except AttributeError as missing:
+            # a class may have a better answer for a name that it does not have
+            if name in vars(peer) and not name.startswith("_") and "object has no attribute" in str(missing):
+                raise AttributeError(f"{cls.__name__}.{name}: {UNKNOWN}") from missing
+            raise
+
+    def __setattr__(self: Any, name: str, value: object) -> None:
+        if isinstance(vars(peer).get(name), property) and not hasattr(cls, name):
+            raise ShardingError(f"{cls.__name__}.{name}={value!r}: {UNKNOWN}")
+        set_(self, name, value)
+
+    setattr(cls, "__getattr__", __getattr__)  # noqa: B010
+    setattr(cls, "__setattr__", __setattr__)  # noqa: B010
+    return cls
+
+
+def refused_methods(peer: type, cls: type) -> dict[str, Callable[..., NoReturn]]:
+    """For each public method of `peer` that a class has not: one that raises ShardingError."""
+    return {name: _refuse(f"{cls.__name__}.{name}") for name in vars(peer) if not (name.startswith("_") or hasattr(cls, name))}
+
+
+def _refuse(where: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise ShardingError(f"{where}: {UNKNOWN}")
+
+    return refuse
+
+
+def _method_of(peer: type, name: str) -> Callable[[], Any]:
+    return lambda: getattr(peer, name, None)
+
+
+def _default_of(field: Any) -> object:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _are_alike(value: object, default: object) -> bool:
+    return value is default or (type(value) is type(default) and bool(value == default))

@@ -1,0 +1,241 @@
+"""How processes end: in each way that Python knows, with and without `destroy_process_group`, while another rank waits for them.
+
+python -m tests.equivalence.end_programs FOLDER
+
+One interpreter imports everything and forks the two ranks of each program. A fork that returns from here ends as an interpreter
+does: it joins its threads, calls the functions of `atexit` and takes its modules apart. `multiprocessing` ends forks otherwise.
+"""
+
+import atexit
+import faulthandler
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp
+from tests.support.models import Block, Net, loss_of
+from tests.support.stalls import look_soon
+
+LIMIT: Final = 30
+"""Seconds until a rank prints its stacks and dies."""
+X: Final = torch.linspace(-1, 1, 12).view(2, 6)
+
+
+class Mine(Exception):
+    """What the user's own code raises."""
+
+
+def sharded() -> Any:
+    torch.manual_seed(3)
+    return fsdp.fully_shard(Net(1), auto_wrap_policy={Block})
+
+
+def trained(steps: int = 2) -> Any:
+    model = sharded()
+    for _ in range(steps):
+        loss_of(model(X)).backward()
+    return model
+
+
+def returns() -> None:
+    trained()
+
+
+def destroys() -> None:
+    trained()
+    dist.destroy_process_group()
+
+
+def destroys_at_exit() -> None:
+    atexit.register(dist.destroy_process_group)
+    trained()
+
+
+def exits() -> None:
+    trained()
+    sys.exit(0)
+
+
+def raises() -> None:
+    trained()
+    raise Mine("no")
+
+
+def is_killed() -> None:
+    trained()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ends_in(place: Callable[[nn.Module], Any], how: Callable[[], None]) -> Callable[[], None]:
+    """Ends inside a hook, with collectives in flight."""
+
+    def program() -> None:
+        model = trained()
+        place(model)(lambda *_: how())
+        loss_of(model(X)).backward()
+
+    return program
+
+
+def forward(model: Any) -> Any:
+    return model.blocks[0].up.register_forward_pre_hook
+
+
+def backward(model: Any) -> Any:
+    return model.blocks[0].up.register_full_backward_hook
+
+
+def fails() -> None:
+    raise Mine("no")
+
+
+def leaves(daemon: bool) -> Callable[[], None]:
+    """A thread is left: one that outlives the interpreter, or one for which the interpreter waits."""
+
+    def program() -> None:
+        trained()
+        threading.Thread(target=time.sleep, args=(LIMIT if daemon else 0.3,), daemon=daemon).start()
+
+    return program
+
+
+def abandons() -> None:
+    """A step fails, and nobody starts it again."""
+    model = trained()
+    forward(model)(lambda *_: fails())
+    with suppress(Mine):
+        model(X)
+
+
+def wraps_nothing() -> None:
+    """The process ends before it wraps a module."""
+
+
+def has_forked() -> None:
+    """A child of the rank says nothing for it, and leaves its connections alone."""
+    model = trained()
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.1,))
+    child.start()
+    child.join()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks of a process that has threads
+        other = os.fork()
+    if not other:
+        return
+    os.waitpid(other, 0)
+    loss_of(model(X)).backward()
+    (Path(sys.argv[1]) / "has forked" / "went on").touch()
+
+
+PROGRAMS: Final[dict[str, Callable[[], None]]] = {
+    "returns": returns,
+    "destroys": destroys,
+    "destroys at exit": destroys_at_exit,
+    "exits": exits,
+    "raises": raises,
+    "is killed": is_killed,
+    "exits in a forward": ends_in(forward, lambda: sys.exit(0)),
+    "exits in a backward": ends_in(backward, lambda: sys.exit(0)),
+    "raises in a forward": ends_in(forward, fails),
+    "raises in a backward": ends_in(backward, fails),
+    "leaves a daemon": leaves(True),
+    "leaves a thread": leaves(False),
+    "abandons a step": abandons,
+    "wraps nothing": wraps_nothing,
+    "has forked": has_forked,
+}
+"""What rank 1 does. Rank 0 trains until it is told."""
+
+
+def train_until_told(folder: Path) -> None:
+    """Rank 0: write what it is told, and how long after the end of rank 1."""
+    told: dict[str, Any] = {}
+    begin = time.monotonic()
+    try:
+        model = sharded()
+        while True:
+            begin = time.monotonic()
+            loss_of(model(X)).backward()
+    except fsdp.PeerFailed as failure:
+        told = {"rank": failure.rank, "text": str(failure), "seconds": time.monotonic() - begin}
+    (folder / "told.json").write_text(json.dumps(told))
+
+
+def run_rank(rank: int, program: Callable[[], None], folder: Path) -> None:
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    torch.set_num_threads(1)
+    look_soon()
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT))
+    if rank:
+        program()
+    else:
+        train_until_told(folder)
+
+
+def fork(rank: int, program: Callable[[], None], folder: Path) -> int | None:
+    """The number of the child. None in the child, which prints into a file of its own."""
+    child = os.fork()
+    if child:
+        return child
+    with open(folder / f"{rank}.txt", "wb") as output:
+        os.dup2(output.fileno(), sys.stdout.fileno())
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    return None
+
+
+def run_forked_by_multiprocessing(rank: int, program: Callable[[], None], folder: Path) -> None:
+    with open(folder / f"{rank}.txt", "wb") as output:
+        os.dup2(output.fileno(), sys.stdout.fileno())
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    run_rank(rank, program, folder)
+
+
+def main(out: Path) -> None:
+    fsdp.simulate(2, lambda rank: sharded()(X) is None)  # imports what a step needs; autograd must not begin before a fork
+    gc.freeze()  # a collection of garbage need not search what was there before the fork
+    for name, program in PROGRAMS.items():
+        folder = out / name
+        folder.mkdir()
+        children = []
+        for rank in range(2):
+            child = fork(rank, program, folder)
+            if child is None:
+                return run_rank(rank, program, folder)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        (folder / "codes.json").write_text(json.dumps(codes))
+    for name in IN_FORKS:
+        folder = out / f"{name}, in a fork"
+        folder.mkdir()
+        context = multiprocessing.get_context("fork")
+        ranks = [context.Process(target=run_forked_by_multiprocessing, args=(r, PROGRAMS[name], folder)) for r in range(2)]
+        for one in ranks:
+            one.start()
+        for one in ranks:
+            one.join()
+        (folder / "codes.json").write_text(json.dumps([one.exitcode for one in ranks]))
+    return None
+
+
+IN_FORKS: Final = ("returns", "exits", "raises", "is killed", "exits in a forward", "wraps nothing")
+"""Programs that run in forks of `multiprocessing` as well."""
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

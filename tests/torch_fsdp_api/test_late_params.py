@@ -1,0 +1,93 @@
+"""Parameters that are put into a wrapped model: the values of one that takes the place of another are kept, new ones stay whole."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP
+
+
+def wrapped() -> Any:
+    torch.manual_seed(0)
+    inner = FSDP(nn.Linear(4, 4), use_orig_params=True)
+    return FSDP(nn.Sequential(nn.Linear(4, 4), inner), use_orig_params=True)
+
+
+def forward(model: Any) -> object:
+    return model(torch.ones(2, 4))
+
+
+def summon(model: Any) -> None:
+    with FSDP.summon_full_params(model):
+        assert bool((model.module[0].weight == 2).all()) and bool((model.module[1].weight == 3).all())
+
+
+def save(model: Any) -> None:
+    state = model.state_dict()
+    assert bool((state["0.weight"] == 2).all()) and bool((state["1.weight"] == 3).all())
+
+
+@pytest.mark.parametrize("use", [forward, summon, save])
+def test_a_parameter_that_replaces_one_gives_it_its_values(use: Callable[[Any], object]) -> None:
+    def program(rank: int) -> Tensor:
+        model = wrapped()
+        before = [*model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.module[0].weight = nn.Parameter(torch.full_like(model.module[0].weight, 2.0))
+        model.module[1].module.weight = nn.Parameter(torch.full_like(model.module[1].module.weight, 3.0))
+        use(model)
+        assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+        loss: Tensor = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        optimizer.step()
+        full = model.state_dict()
+        assert not bool((full["0.weight"] == 2).any()) and not bool((full["1.weight"] == 3).any())
+        return loss.detach()
+
+    torch.manual_seed(0)
+    inner = nn.Linear(4, 4)
+    alone = nn.Sequential(nn.Linear(4, 4), inner)
+    with torch.no_grad():
+        alone[0].weight.fill_(2.0)
+        alone[1].weight.fill_(3.0)
+    for loss in fsdp.simulate(2, program):
+        torch.testing.assert_close(loss, alone(torch.ones(2, 4)).sum().detach())
+
+
+@pytest.mark.parametrize("use", [forward, summon, save])
+def test_one_that_does_not_fit_is_refused(use: Callable[[Any], object]) -> None:
+    def program(rank: int) -> None:
+        model = wrapped()
+        model.module[0].weight = nn.Parameter(torch.zeros(5, 5))
+        text = r"Cannot writeback when the parameter shape changes: '0.weight' of unit 'Sequential' is \(\d, 4\)"
+        with pytest.raises(RuntimeError, match=text):
+            use(model)
+
+    fsdp.simulate(2, program)
+
+
+def test_a_module_that_is_added_stays_unsharded_with_a_warning() -> None:
+    def program(rank: int) -> None:
+        model = wrapped()
+        model.module.append(nn.Linear(4, 2))
+        with pytest.warns(
+            UserWarning, match="parameter '2.weight' was added after wrapping: it is not sharded, and its gradients"
+        ):
+            out = model(torch.ones(2, 4) + rank)
+        out.sum().backward()
+        added = model.module[2]
+        assert out.shape == (2, 2) and added.weight.shape == (2, 4) and added.weight.grad is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(torch.ones(2, 4)).sum().backward()
+            state = model.state_dict()
+        assert torch.equal(state["2.weight"], added.weight) and state["0.weight"].shape == (4, 4)
+        model.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
+        assert not bool(added.weight.any()) and not bool(model.state_dict()["0.weight"].any())
+
+    fsdp.simulate(2, program)
