@@ -121,4 +121,5 @@ WITHOUT: Final[dict[str, tuple[str, ...]]] = {
     "fairscale": (*_OF_PARTS, "load the kept state dict with assign=True"),
 }
 """What users of these two doors see of a parameter is a part, as with the engines of these names. fairscale knows no `assign`."""
-REPLICATED: Final = ("NO_SHARD", "ddp")
+REPLICATED: Final = ("NO_SHARD", "HYBRID_SHARD", "ddp")
+"""Each of two ranks has all elements."""
