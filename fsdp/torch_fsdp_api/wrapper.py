@@ -214,7 +214,8 @@ class FullyShardedDataParallel(InstanceState):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the wrapped module. The outermost instance moves the inputs to its device."""
         if self._is_root:
-            late_params.take_over(self._unit_ref.engine)
+            if self._unit_ref is not None:
+                late_params.take_over(self._unit_ref.engine)
             sharding.set_precision(self)
             if self.compute_device.type != "cpu":
                 args, kwargs = tree_map(self._to_device, (args, kwargs))

@@ -110,7 +110,7 @@ def sentence(text: str) -> str:
     return text.replace("|", "/").replace("`", "")
 
 
-_HOOK: Final = (
+_HOOK: Final = "in a tensor hook no gradient of this backward is in .grad yet, so p.grad may be None"
     "in a tensor hook no gradient of this backward is in .grad yet, and p.grad may be None where plain torch has a gradient"
 )
 _RECOMPUTE: Final = "in a recompute gradients of units that autograd has left are not in .grad yet"
