@@ -111,8 +111,6 @@ def sentence(text: str) -> str:
 
 
 _HOOK: Final = "in a tensor hook no gradient of this backward is in .grad yet, so p.grad may be None"
-    "in a tensor hook no gradient of this backward is in .grad yet, and p.grad may be None where plain torch has a gradient"
-)
 _RECOMPUTE: Final = "in a recompute gradients of units that autograd has left are not in .grad yet"
 _ACCUMULATES: Final = "through the doors, and where every rank holds all elements, p.grad is this rank's own, as in torch's DDP"
 _LATE: Final = "hooks on shards see the sum of the micro-batches, in the backward that synchronises"
