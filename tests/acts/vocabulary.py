@@ -557,7 +557,7 @@ def _(at: Player, block: int) -> None:
     at.read("outputs of another model", at.outputs(other(at.data(997))))
     # the rows that were looked up are smaller from now on
     next(m for m in other.modules() if isinstance(m, nn.Embedding)).max_norm = None
-    at.read("outputs of another model", at.outputs(other(at.data(998))))
+    at.read("outputs of another model", at.outputs(other(at.data(997))))
 
 
 @act("call the model in a forked process")
