@@ -47,6 +47,7 @@ class InstanceState(nn.Module):
         self._comm_hook: Any = None
         self._comm_hook_state: Any = None
         self._is_summoned = False
+        self.has_started = False
         self.compute_device = torch.device("cpu")
         self._device_handle = self._free_event_queue = NoEvents()
 
@@ -57,6 +58,10 @@ class InstanceState(nn.Module):
         if ref is not None and ref.index == 0:
             drop_state_hooks(unit_ref_of(memo[id(self._unit_module)]).engine)
         return copied
+
+    def set_started(self) -> None:
+        """Remember that a forward has begun, before which the model was checked."""
+        self.has_started = True
 
     def set_settings(self, settings: StateDictSettings) -> None:
         """From now on `state_dict()` gives this kind of state."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from fsdp.api.summon import summoned_unit
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.runtime.registry import UnitRef
-from fsdp.torch_fsdp_api.late_params import take_over
+from fsdp.torch_fsdp_api.root_forward import take_over
 from fsdp.torch_fsdp_api.torch_names import ShardingStrategy, TrainingState
 
 
