@@ -68,7 +68,7 @@ def change_precision(engine: Engine, policies: Mapping[int, MixedPrecisionPolicy
         ShardingError: see `convert`.
     """
     _refuse(engine, policies, function_name)
-    fns = {index: [_unchanged] * len(engine.units[index].flats) for index in policies}
+    fns: dict[int, list[Conversion]] = {index: [_unchanged] * len(engine.units[index].flats) for index in policies}
     configs = {index: replace(engine.units[index].config, mp_policy=policy) for index, policy in policies.items()}
     return _remade(engine, fns, configs)
 

@@ -55,7 +55,7 @@ class FlatPart(nn.Parameter):
         return made
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """This rank's part of the gradient as a vector, which shares its memory."""
         gradient = self._parameter.grad
         return None if gradient is None or gradient.is_sparse else plain(gradient).reshape(-1)

@@ -53,10 +53,10 @@ class InstanceState(nn.Module):
 
     def __deepcopy__(self, memo: Memo) -> nn.Module:
         """A copy with shards of its own, on the same ranks. Only the outermost instance can be copied by itself."""
-        ref = unit_ref_of(self._unit_module)
         copied = copy_wrapper(self, (self.process_group, self._inter_node_pg, self._device_mesh, self._mesh), memo)
-        if ref is not None and ref.index == 0:
-            drop_state_hooks(unit_ref_of(memo[id(self._unit_module)]).engine)
+        ref = unit_ref_of(copied._unit_module)
+        if ref is not None:  # it has the whole engine: an inner instance gets it after the outermost one
+            drop_state_hooks(ref.engine)
         return copied
 
     def set_started(self) -> None:

@@ -52,12 +52,13 @@ def _refuse_optimizers(root: Any) -> None:
     """Refuse optimizers that torch's `_apply_optimizer_in_backward` has given to parameters."""
     for name, parameter in root.named_parameters():
         if hasattr(parameter, "_in_backward_optimizers"):
-            reason = "the gradients of all units are written together at the end of a backward"
-            if not all(one._use_orig_params for one in instances_in(root)):
-                reason = "FSDP1 says that this is only supported with use_orig_params=True, and here " + reason
+            # torch's words, which a user's code may look for
+            asked = (
+                "" if all(one._use_orig_params for one in instances_in(root)) else " (only supported with use_orig_params=True)"
+            )
             raise RuntimeError(
-                f"parameter {plain_name(name)!r} has an optimizer that steps inside the backward: {reason}. Step the optimizer "
-                "after the backward."
+                f"parameter {plain_name(name)!r} has an optimizer that steps inside the backward{asked}: the gradients of all "
+                "units are written together at its end. Step the optimizer after the backward."
             )
 
 

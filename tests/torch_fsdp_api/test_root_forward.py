@@ -76,7 +76,9 @@ def test_a_module_that_is_added_stays_unsharded_with_a_warning() -> None:
     def program(rank: int) -> None:
         model = wrapped()
         model.module.append(nn.Linear(4, 2))
-        with pytest.warns(UserWarning, match="parameter '2.weight' was added after wrapping: it is not sharded, and its gradients"):
+        with pytest.warns(
+            UserWarning, match="parameter '2.weight' was added after wrapping: it is not sharded, and its gradients"
+        ):
             out = model(torch.ones(2, 4) + rank)
         out.sum().backward()
         added = model.module[2]
@@ -97,7 +99,7 @@ def test_an_optimizer_inside_the_backward_is_refused(original: bool) -> None:
     def program(rank: int) -> None:
         model = FSDP(nn.Sequential(nn.Linear(4, 4)), use_orig_params=original)
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False)
-        text = "parameter '0.weight' has an optimizer that steps inside the backward: .*Step the optimizer after the backward."
+        text = r"parameter '0.weight' has an optimizer that steps inside the backward.* Step the optimizer after the backward\."
         with pytest.raises(RuntimeError, match=text) as error:
             model(torch.ones(2, 4))
         assert ("only supported with use_orig_params=True" in str(error.value)) is not original
@@ -117,7 +119,7 @@ def test_ranks_that_call_instances_in_other_orders_get_the_words_of_fsdp1() -> N
 
     def program(rank: int) -> None:
         model = FSDP(Either(), use_orig_params=True)
-        with pytest.raises(fsdp.WorldError, match="^Forward order differs across ranks. .*'one'"):
+        with pytest.raises(fsdp.WorldError, match=r"^Forward order differs across ranks\. .*'one'"):
             model(torch.ones(2, 4), rank == 0)
 
     fsdp.simulate(2, program)
