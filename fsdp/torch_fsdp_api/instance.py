@@ -54,7 +54,7 @@ class InstanceState(nn.Module):
     def __deepcopy__(self, memo: Memo) -> nn.Module:
         """A copy with shards of its own, on the same ranks. Only the outermost instance can be copied by itself."""
         copied = copy_wrapper(self, (self.process_group, self._inter_node_pg, self._device_mesh, self._mesh), memo)
-        ref = unit_ref_of(copied._unit_module)
+        ref = unit_ref_of(memo[id(self._unit_module)])
         if ref is not None:  # it has the whole engine: an inner instance gets it after the outermost one
             drop_state_hooks(ref.engine)
         return copied
@@ -106,7 +106,7 @@ class InstanceState(nn.Module):
         """This rank's part of each parameter that this instance shards, as a vector with FSDP1's names and ranges."""
         found: dict[ParamShard, FlatPart] = {}
         for name, param_shard in states.names_of(self).items():
-            found.setdefault(param_shard, FlatPart.of(name, param_shard))
+            found.setdefault(param_shard, FlatPart(name, param_shard))
         return [*found.values()]
 
     @property

@@ -18,7 +18,7 @@ from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.shards.shard_tensor import plain
 from fsdp.state_dict.param_shard import param_shards_of
-from fsdp.torch_fsdp_api.sharding import instances_in, plain_name, set_precision
+from fsdp.torch_fsdp_api.sharding import plain_name, set_precision
 
 
 def run(root: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -40,8 +40,7 @@ def run(root: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except PeerFailed:
         raise
     except WorldError as error:
-        error.args = (f"Forward order differs across ranks. {error}",)
-        raise
+        raise WorldError(f"Forward order differs across ranks. {error}") from error
 
 
 def _to_device(device: torch.device, thing: Any) -> Any:
@@ -52,13 +51,11 @@ def _refuse_optimizers(root: Any) -> None:
     """Refuse optimizers that torch's `_apply_optimizer_in_backward` has given to parameters."""
     for name, parameter in root.named_parameters():
         if hasattr(parameter, "_in_backward_optimizers"):
-            # torch's words, which a user's code may look for
-            asked = (
-                "" if all(one._use_orig_params for one in instances_in(root)) else " (only supported with use_orig_params=True)"
-            )
+            # torch's words are in it, which a user's code may look for
             raise RuntimeError(
-                f"parameter {plain_name(name)!r} has an optimizer that steps inside the backward{asked}: the gradients of all "
-                "units are written together at its end. Step the optimizer after the backward."
+                f"parameter {plain_name(name)!r} has an optimizer that steps inside the backward. In FSDP1 that is only supported "
+                "with use_orig_params=True; here the gradients of all units are written together at the end of a backward. Step "
+                "the optimizer after it."
             )
 
 
