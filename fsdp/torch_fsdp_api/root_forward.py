@@ -54,8 +54,8 @@ def _refuse_optimizers(root: Any) -> None:
             # torch's words are in it, which a user's code may look for
             raise RuntimeError(
                 f"parameter {plain_name(name)!r} has an optimizer that steps inside the backward. In FSDP1 that is only "
-                "supported with use_orig_params=True; here the gradients of all units are written together at the end of a backward. Step "
-                "the optimizer after it."
+                "supported with use_orig_params=True; here the gradients of all units are written together at the end of a "
+                "backward. Step the optimizer after it."
             )
 
 
