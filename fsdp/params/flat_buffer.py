@@ -269,7 +269,7 @@ class FlatBuffer:
         self.shard.copy_(values)
         if self.is_elsewhere:
             for i, parameter in enumerate(parameters):
-                plain(parameter).copy_(self.shard_view(i))
+                plain(parameter).data.copy_(self.shard_view(i))
 
     def local_chunk(self, flat: Tensor) -> Tensor:
         """This rank's chunk of an unsharded flat tensor: (W * C,) -> (C,)."""
@@ -428,7 +428,8 @@ class FlatBuffer:
                 f"is {self.unsharded.dtype}; its shard is {self.shard.dtype} and would lose precision. Change it between "
                 "forwards."
             )
-        shard = plain(self.sharded_params[i])
+        # through `.data`, which does not count the change: it is counted once, below
+        shard = plain(self.sharded_params[i]).data if self.is_elsewhere else self.shard_view(i)
         if saved is not None:
             saved.append((shard, shard.clone()))
         shard.copy_(self.local_part(i, self.unsharded_params[i].detach()))

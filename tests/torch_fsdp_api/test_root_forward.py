@@ -99,7 +99,10 @@ def test_an_optimizer_inside_the_backward_is_refused(original: bool) -> None:
     def program(rank: int) -> None:
         model = FSDP(nn.Sequential(nn.Linear(4, 4)), use_orig_params=original)
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False)
-        text = "parameter '0.weight' has an optimizer that steps inside the backward. In FSDP1 that is only supported with use_orig_params=True"
+        text = (
+            "parameter '0.weight' has an optimizer that steps inside the backward. In FSDP1 that is only supported with "
+            "use_orig_params=True"
+        )
         with pytest.raises(RuntimeError, match=text):
             model(torch.ones(2, 4))
 
