@@ -28,7 +28,6 @@ from fsdp.params.module_params import forget_owner, module_params_of, register_o
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.unit_observer import UnitObserver
 from fsdp.params.versions import Versions
-from fsdp.shards.shard_tensor import quick_attributes
 
 _GRAD: Final = attrgetter("grad")
 
@@ -84,6 +83,11 @@ class Unit:
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules whose forwards are the unit's: one, or those of a list."""
         return tuple(module for reference in self._modules if (module := reference()) is not None)
+
+    @property
+    def tensor_parallel_params(self) -> list[nn.Parameter]:
+        """The sharded parameters that tensor parallelism has spread as well."""
+        return [p for flat in self.flats if flat.is_tensor_parallel for p in flat.sharded_params]
 
     @property
     def has_opaque_shards(self) -> bool:
@@ -199,7 +203,7 @@ class Unit:
         self.versions.repeat(len(saved))
 
     def sync_requires_grad(self) -> None:
-        """Apply changes of `requires_grad` on the sharded parameters to the unsharded ones, and the other way round."""
+        """Apply changes of `requires_grad` on the sharded parameters to the unsharded ones."""
         if any([flat.sync_requires_grad() for flat in self.flats]):
             self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
 
@@ -227,6 +231,11 @@ class Unit:
         self._read_copies.check(self.name)
         self.check_modules()
         return self.follow_replaced()
+
+    @property
+    def has_replaced(self) -> bool:
+        """Whether the user has pointed a sharded parameter at other memory."""
+        return any([flat.is_elsewhere for flat in self.flats])
 
     def follow_replaced(self) -> bool:
         """Let the shards hold data that the user put into sharded parameters (`p.data = x`); return whether there is any.
@@ -386,11 +395,9 @@ class Unit:
         """Check at the end of a forward what the user did with the unsharded parameters that the modules show.
 
         Raises:
-            ShardingError: a gradient was set, which no shard would get, or a parameter was put in the place of another.
+            ShardingError: a gradient was set, which no shard would get.
         """
-        self.check_modules()
-        with quick_attributes():
-            gradients = [*map(_GRAD, self.unsharded_params)]
+        gradients = [*map(_GRAD, self.unsharded_params)]
         if gradients.count(None) < len(gradients):
             name = next(info.names[0] for info, one in zip(self.param_infos, gradients, strict=True) if one is not None)
             self.clear_unsharded_grads()
@@ -406,7 +413,8 @@ class Unit:
 
     def use_sharded(self) -> None:
         """Let the modules show the shards."""
-        self.sync_requires_grad()  # from now on the user sees the flags of the shards
+        if any([flat.take_requires_grad() for flat in self.flats]):
+            self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
         if self._read_by_recompute:
             self.write_back_inplace_of_recompute()
         self._open = False

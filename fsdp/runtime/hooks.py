@@ -162,7 +162,8 @@ class UnitHooks(RefuseCopy, UnitObserver):
         if self._calls and not call.path.recompute and self._is_nested(call):
             call.nest_in(self._calls[-1])
         self._calls.append(call)
-        self._engine.refuse_in_grad_hook(f"a forward of unit {self._unit.name!r}")
+        if self._engine.reducer.runs_grad_hooks:
+            self._engine.refuse_in_grad_hook(f"a forward of unit {self._unit.name!r}")
         if not call.nested:  # a nested call is a part of the call around it
             call.carry(self._side_outputs.begin())
             if call.path.recompute:
@@ -170,7 +171,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
             else:
                 self._accumulate_grad_checks.check()
                 self._engine.pre_forward(self._index)
-                if any([flat.is_elsewhere for flat in self._unit.flats]):
+                if self._unit.has_replaced:
                     call.path.set_versions(self._unit.versions.forward_begins())
         call.accept()
         unsharded = self._engine.is_unsharded(self._index)
