@@ -334,9 +334,10 @@ def _check_classes(policy: Any, roots: Sequence[nn.Module]) -> None:
     modules = [module for root in roots for module in root.modules()]
     if not any(isinstance(module, members) for module in modules):
         known = sorted({type(module).__name__ for module in modules if next(module.parameters(), None) is not None})
+        named = ", ".join(sorted(one.__name__ for one in members))
         raise ShardingError(
-            f"auto_wrap_policy names {', '.join(sorted(one.__name__ for one in members))}, and no module is one; the classes with "
-            f"parameters are {', '.join(known)}. Name some of these, or leave auto_wrap_policy out to make one unit of all."
+            f"auto_wrap_policy names {named}, and no module is one; the classes with parameters are {', '.join(known)}. "
+            "Name some of these, or leave auto_wrap_policy out to make one unit of all."
         )
 
 

@@ -47,7 +47,7 @@ class TestWrapping:
             ({"auto_wrap_policy": set()}, "auto_wrap_policy is empty; leave it out"),
             (
                 {"auto_wrap_policy": {nn.Conv2d, nn.Tanh}},
-                "names Conv2d, Tanh, and no module is one; the classes with parameters are Block, LayerNorm, Linear, ModuleList, Net.",
+                "names Conv2d, Tanh, and no module is one; the classes with parameters are Block, LayerNorm, Linear, ModuleList,",
             ),
             ({"auto_wrap_policy": {int}}, "auto_wrap_policy must name nn.Module classes; this is not one: <class 'int'>"),
             ({"auto_wrap_policy": lambda module: True}, "must be callable as policy(name, module) -> bool, or as"),
