@@ -275,7 +275,7 @@ def test_rank_0_does_not_end_before_the_others_have_read_the_reason() -> None:
 
     def gather(detector: DesyncDetector) -> None:
         if detector.rank:
-            threading.Event().wait(0.3)
+            threading.Event().wait(0.05)
             detector.read_fatal()
             return
         detector.declare_fatal("they disagree")
