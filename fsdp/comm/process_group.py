@@ -73,7 +73,7 @@ class ProcessGroupCommunicator:
             peers.reconnect()
         name = self._name
         if kind == "all_gather" and not torch.is_grad_enabled() and not in_backward():
-            peers.sequences[name].evaluated += 1
+            peers.sequences[name].count_evaluation()
         describe = peers.sequences[name].check_call(kind, label, tensor.nbytes if nbytes is None else nbytes)
         if tensor.device.type != "cpu":
             return cast(Work, peers.launch_on_device(name, describe, partial(launch, group)))

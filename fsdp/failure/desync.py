@@ -154,9 +154,9 @@ class DesyncDetector:
             raise WorldError(self.fatal)
 
     def _let_others_read(self) -> None:
-        """Rank 0 may hold the store, which ends with it: wait a moment until the other ranks have read the reason there."""
+        """Wait a moment until the other ranks have read the reason in the store, which ends with rank 0 if that holds it."""
         end = time.monotonic() + STALL_SECONDS
-        while self.rank == 0 and self.store.add("fatal read", 0) < self.size - 1 and time.monotonic() < end:
+        while self.rank == 0 and time.monotonic() < end and self.store.add("fatal read", 0) < self.size - 1:
             time.sleep(0.01)
 
     def declare_fatal(self, why: str) -> None:
@@ -270,6 +270,10 @@ class CallSequence:
         """The number of calls that have been checked."""
         self.evaluated = 0
 
+    def count_evaluation(self) -> None:
+        """Count a gather in a forward without gradients."""
+        self.evaluated += 1
+
     def check_call(self, kind: str, label: str, size: int) -> Callable[[], PendingCall]:
         """Check a call that is about to be made. Returns a function that describes it, for a rank that waits for it long.
 
@@ -283,9 +287,8 @@ class CallSequence:
         number = self._number = self._number + 1
 
         def describe() -> PendingCall:
-            agreed = text_of(here.agreed) if here.agreed else ""
-            where, launched = where_of(*call[:2]), detector.launched()
-            return PendingCall(self._comm, number, text_of(call), "", launched, agreed, where=where, evaluated=self.evaluated)
+            agreed, where = text_of(here.agreed) if here.agreed else "", where_of(*call[:2])
+            return PendingCall(self._comm, number, text_of(call), "", detector.launched(), agreed, False, where, self.evaluated)
 
         # one comparison and no hash for each call of a steady loop
         if here.agreed != call:

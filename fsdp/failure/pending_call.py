@@ -114,8 +114,10 @@ def remedies_for(calls: Iterable[str], alone: Sequence[int] = ()) -> list[str]:
     """What may help ranks that wait in different calls, the likely cause first. `alone`: the ranks that have evaluated alone."""
     calls = list(calls)
     if alone:
-        cause = f"Only {name_ranks(alone)} made a forward without gradients (an evaluation) before"
-        return [f"{cause}: make it on every rank, or pass uneven_paths=True."]
+        cause = (
+            f"Only {name_ranks(alone)} made a forward without gradients (an evaluation) before: make it on every rank, or pass"
+        )
+        return [f"{cause} uneven_paths=True."]
     # the collectives of units
     uneven = any(call.startswith(("all_gather(", "reduce_scatter(")) for call in calls)
     functions = sorted({found[1] for call in calls if (found := re.fullmatch(rf"{OBJECTS}\('([a-z_]+)'\)", call))})

@@ -112,11 +112,11 @@ def plan(
         attention=attention,
     )
     own = {**(options or {}), **({} if mp_policy is None else {"mp_policy": mp_policy})}
-    whole = found.memory if memory is None else memory
-    free = default_reserve(found, whole) if reserve is None else reserve
-    limit = whole - free
+    given = found.memory if memory is None else memory
+    free = default_reserve(found, given) if reserve is None else reserve
+    limit = given - free
     if limit <= 0:
-        raise ShardingError(f"plan: the reserve of {free} bytes leaves nothing of {whole} bytes of memory.")
+        raise ShardingError(f"plan: the reserve of {free} bytes leaves nothing of {given} bytes of memory.")
 
     def compare(policies: Mapping[str, WrapPolicy | None], offloads: Sequence[bool]) -> list[Candidate]:
         choices = make_choices(strategies, policies, checkpointing, offloads, world_size, per_host, own)
@@ -149,7 +149,7 @@ def plan(
     precision: Any = own.get("mp_policy")
     return Plan(
         ordered,
-        whole,
+        given,
         world_size,
         cluster,
         sum(parameter.numel() for parameter in template.parameters()),
@@ -231,7 +231,7 @@ def _copy_of(template: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             # weak references to parameters, which cannot get memory then
-            module._flat_weight_refs = [None] * len(module._flat_weight_refs)
+            module.__dict__["_flat_weight_refs"] = [None] * len(module._flat_weight_refs)
     return model
 
 

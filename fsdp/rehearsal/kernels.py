@@ -198,7 +198,7 @@ def _flex(taken: Counter[str], query: Tensor, key: Tensor, value: Tensor, *more:
     return (*result, query.new_empty(0))
 
 
-class WatchAutocast(TorchFunctionMode):
+class SeesAutocast(TorchFunctionMode):
     """Notices whether functions of torch are called under torch.autocast, which does nothing for tensors without memory."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from fsdp.params.unit import Unit
 from fsdp.rehearsal.clock import Clock
 from fsdp.rehearsal.communicator import Collective, RehearsedRank, last_of_reductions
 from fsdp.rehearsal.hardware import Cluster
-from fsdp.rehearsal.kernels import Attention, WatchAutocast, kernels_of
+from fsdp.rehearsal.kernels import Attention, SeesAutocast, kernels_of
 from fsdp.rehearsal.memory import GRADIENTS, OPTIMIZER_STATE, Memory
 from fsdp.rehearsal.recall import Recall, Recalling
 from fsdp.runtime.registry import engines_in
@@ -130,8 +130,8 @@ def rehearse(
         memory.observe(engine.tracker, chain(model.buffers(), _not_sharded(model, engine.units)), offloaded)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = job.optimizer(parameters) if job.optimizer is not None and parameters else None
-        watch = WatchAutocast()
-        with Recalling(job.recall), watch:
+        sees = SeesAutocast()
+        with Recalling(job.recall), sees:
             for _ in range(WARM_UP):
                 _step(job, model, optimizer, memory)
         if offloaded:
@@ -156,7 +156,7 @@ def rehearse(
             saved=memory.saved,
             attention=dict(taken),
             optimizer_dtypes="" if optimizer is None else _dtypes_of(optimizer),
-            autocast=watch.used,
+            autocast=sees.used,
             host_peak=memory.host_peak,
             host_held=dict(memory.host_at_peak),
         )
