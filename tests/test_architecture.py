@@ -31,6 +31,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "page",
         "plan",
         "measure",
+        "assumptions",
         "comparison",
         "choices",
     ),

@@ -22,7 +22,7 @@ OTHER_WORDS: Final = 6
 """Texts with fewer words, outside `raise`, are parts of other texts."""
 HELP: Final = ("ArgumentParser", "add_parser", "add_argument", "disable", "info", "warning")
 """Calls whose texts are no errors: help, and the log."""
-PRINTS: Final = (ROOT / "fsdp" / "reporting", ROOT / "fsdp" / "planning")
+PRINTS: Final = tuple(ROOT / "fsdp" / name for name in ("reporting", "planning", "rehearsal"))
 """The packages that print reports. Their errors are in `raise`."""
 _WORD: Final = re.compile(r"[A-Za-z']{2,}")
 
