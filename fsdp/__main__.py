@@ -23,23 +23,21 @@ OTHERS: Final[dict[str, Callable[[argparse.Namespace], int]]] = {
 """Commands that say themselves which files they read."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit status.
-
-    It is 0, or 1 if a checkpoint is damaged, a rank does not answer, no choice fits, a check of the selftest failed, or the
-    command failed.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """What the command line takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m fsdp", description="Examine checkpoints, traces, running jobs and this machine, and plan new jobs."
+        prog="python -m fsdp",
+        description="Examine checkpoints, traces, running jobs and this machine, and plan new jobs.",
+        epilog="The first command to try is selftest. `python -m fsdp COMMAND --help` lists the options of a command.",
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     inspect = commands.add_parser("inspect", help="describe a checkpoint, and check every byte against its checksums")
-    inspect.add_argument("path", type=Path)
+    inspect.add_argument("path", type=Path, help="a checkpoint, or a file or folder of safetensors")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     converting = commands.add_parser("convert", help="write a checkpoint in another form, without a GPU and without other ranks")
     converting.add_argument("path", type=Path, help="a checkpoint, a file of torch.save, a safetensors file or folder")
     converting.add_argument("out", type=Path, help="must not exist")
-    converting.add_argument("--to", choices=["safetensors", "torch", "dcp"], required=True)
+    converting.add_argument("--to", choices=["safetensors", "torch", "dcp"], required=True, help="the form to write")
     converting.add_argument(
         "--max-shard-size",
         default="5GB",
@@ -49,7 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_who(commands)
     add_plan(commands)
     add_selftest(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status.
+
+    It is 0, or 1 if a checkpoint is damaged, a rank does not answer, no choice fits, a check of the selftest failed, or the
+    command failed. Without a command the help is printed.
+    """
+    parser = make_parser()
     given = parser.parse_args(arguments)
+    if given.command is None:
+        parser.print_help()
+        return 0
     try:
         if given.command in OTHERS:
             return OTHERS[given.command](given)

@@ -249,6 +249,7 @@ class Config:
 
 
 def make_config(
+    *,
     sharding_strategy: str | Enum | None,
     reshard_after_forward: bool | None,
     mp_policy: MixedPrecisionPolicy,

@@ -24,7 +24,12 @@ def test_the_example_runs_as_printed(tmp_path: Path) -> None:
     script.write_text(example, encoding="utf-8")
     ran = run_alone(script, cwd=tmp_path)
     assert ran.status == 0, ran.errors
-    assert re.fullmatch(r"\[[\d.e-]+, [\d.e-]+\]\n", ran.output), ran.output
+    (printed,) = re.findall(r"# prints (.+)", example)
+    assert ran.output == f"{printed}\n"
+
+
+def test_the_selftest_is_on_the_first_screen() -> None:
+    assert any("python -m fsdp selftest" in line for line in README.splitlines()[:20])
 
 
 def test_it_is_short_and_its_first_screen_says_that_no_gpu_has_run_it() -> None:

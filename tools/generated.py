@@ -1,13 +1,15 @@
-"""The parts of pages that are printed from tables: of illegal moves, of other engines' options, of doors, and of optimizers.
+"""The parts of pages that are printed from tables: of illegal moves, of options, of doors, of commands, and of optimizers.
 
 python -m tools.generated     writes them
 """
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from fsdp.__main__ import make_parser
 from fsdp.build.peer_options import PEER_OPTIONS
 from fsdp.compat.doors import DOORS, replacements
 from state_machine.markdown import remedies
@@ -41,9 +43,43 @@ def installed_names() -> str:
     return "\n".join(rows)
 
 
+def command_line() -> str:
+    """Every command with its arguments, as `--help` has them."""
+    return "\n\n".join(_commands_of(make_parser()))
+
+
+def _commands_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            said = {one.dest: one.help for one in action._choices_actions}
+            for name, command in action.choices.items():
+                what = f"{said[name] or ''}."
+                rows = [_argument(one) for one in command._actions if not isinstance(one, _NO_ARGUMENTS)]
+                table = "\n".join(["| argument | meaning |", "| --- | --- |", *rows])
+                yield f"## `{command.prog}`\n\n{what[0].upper()}{what[1:]}" + (f"\n\n{table}" if rows else "")
+                yield from _commands_of(command)
+
+
+_NO_ARGUMENTS: Final = (argparse._HelpAction, argparse._SubParsersAction)
+
+
+def _argument(action: argparse.Action) -> str:
+    name = action.option_strings[-1] if action.option_strings else (action.metavar or action.dest).__str__().upper()
+    value = "" if not action.option_strings or action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
+    choices = f" One of {', '.join(f'`{one}`' for one in action.choices)}." if action.choices else ""
+    text = ((action.help or "") % {"default": _default(action.default)}).replace("|", "\\|")
+    needed = " Required." if action.option_strings and action.required else ""
+    return f"| `{name}{value}` | {text[:1].upper()}{text[1:]}.{choices}{needed} |"
+
+
+def _default(value: object) -> str:
+    return " ".join(value) if isinstance(value, list) else str(value)
+
+
 PARTS: Final[dict[str, dict[str, Callable[[], str]]]] = {
     "errors.md": {"illegal moves": remedies},
     "options.md": {"options of other engines": peer_options},
+    "command-line.md": {"commands": command_line},
     "optimizers.md": {"optimizers": optimizer_table.page},
     "../migration/install.md": {"installed names": installed_names},
 }

@@ -1,8 +1,10 @@
-"""Takes out, one at a time, what makes acts between two hooks right, until the random programs of tests/acts show it.
+"""Takes out, one at a time, what makes acts between two hooks right, until the programs of tests/acts show it.
+
+First an act and a moment are played that show it, with the mend and without. Then random programs, until one is a fault.
 
 python -m tools.take_out_mends                     all of them, each in a process of its own; fails if one is not noticed
 python -m tools.take_out_mends --one NAME          one of them, in this process
-python -m tools.take_out_mends --programs 2000     after so many programs a mend counts as not noticed
+python -m tools.take_out_mends --programs 5000     after so many programs a mend counts as not noticed; 0: plays one known program
 """
 
 import argparse
@@ -13,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -23,7 +25,6 @@ from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.reduction import accumulated
 from fsdp.reduction.reducer import Reducer
-from fsdp.runtime import steps
 from fsdp.runtime.engine import Engine
 from fsdp.shards import shard_tensor
 from fsdp.shards.shard_tensor import ShardTensor
@@ -55,7 +56,7 @@ def _flags_of_shards_only() -> None:
 
 
 def _steps_of_unreduced_gradients() -> None:
-    patch.object(steps, "_look_at_step", _nothing).start()
+    patch.object(Engine, "has_unreduced_grads", False).start()
     patch.object(accumulated, "mark_unreduced", _nothing).start()
 
 
@@ -95,34 +96,63 @@ def _embeddings_that_renormalise() -> None:
     patch.object(wrap, "check_renormalised", _nothing).start()
 
 
-MENDS: Final[dict[str, Callable[[], None]]] = {
-    "requires_grad set between a forward and its backward": _flags_at_the_forward_only,
-    "requires_grad set inside a forward": _flags_of_shards_only,
-    "steps and reads of gradients under no_sync": _steps_of_unreduced_gradients,
-    "the shape of a shard is that of its parameter": _sizes_of_parts,
-    "gradients set in a tensor hook": _any_gradient_in_tensor_hooks,
-    "forwards in a tensor hook": _forwards_in_tensor_hooks,
-    "p.data is replaced and put back": _data_where_it_was,
-    "weights changed through p.data": _changes_through_aliases,
-    "grad_dtype": _any_grad_dtype,
-    "forked processes": _forked_processes,
-    "models that are wrapped in inference mode": _shards_made_in_inference_mode,
-    "embeddings with max_norm": _embeddings_that_renormalise,
+class Mend(NamedTuple):
+    """What takes a mend out, and an act at a moment, on the second unit or the first, that shows it."""
+
+    take_out: Callable[[], None]
+    act: str
+    moment: str
+    block: int = 0
+
+
+MENDS: Final = {
+    "requires_grad set between a forward and its backward": Mend(
+        _flags_at_the_forward_only, "evaluate with the model frozen, and thaw it", "between forward and backward"
+    ),
+    "requires_grad set inside a forward": Mend(_flags_of_shards_only, "freeze a parameter", "in a pre-hook"),
+    "steps and reads of gradients under no_sync": Mend(
+        _steps_of_unreduced_gradients, "optimizer.step()", "between micro-batches"
+    ),
+    "the shape of a shard is that of its parameter": Mend(_sizes_of_parts, "read p.shape", "before a forward"),
+    "gradients set in a tensor hook": Mend(_any_gradient_in_tensor_hooks, "set p.grad to ones", "in a tensor hook", 1),
+    "forwards in a tensor hook": Mend(_forwards_in_tensor_hooks, "evaluate the model", "in a tensor hook"),
+    "p.data is replaced and put back": Mend(_data_where_it_was, "replace p.data, evaluate, put it back", "before a forward"),
+    "weights changed through p.data": Mend(_changes_through_aliases, "change a weight through .data", "in a pre-hook", 1),
+    "grad_dtype": Mend(_any_grad_dtype, "set p.grad_dtype", "before a forward"),
+    "forked processes": Mend(_forked_processes, "call the model in a forked process", "before a forward"),
+    "models that are wrapped in inference mode": Mend(
+        _shards_made_in_inference_mode, "make and wrap a model in inference mode", "before a forward"
+    ),
+    "embeddings with max_norm": Mend(
+        _embeddings_that_renormalise, "make and wrap a model whose embedding has max_norm", "before a forward"
+    ),
 }
-"""By name, what takes the mend out."""
 BATCH: Final = 100
 
 
 def is_noticed(name: str, programs: int) -> bool:
-    """Take out the mend, and play random programs until one is a fault. Print that one."""
+    """Take out the mend, and play the program that shows it, then random ones until one is a fault. Print that one."""
     import hypothesis
     from hypothesis.stateful import run_state_machine_as_test
 
+    from tests.acts import table
     from tests.acts.machine import ActsAtAnyMoment
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    MENDS[name]()
+    mend = MENDS[name]
+    pair = table.Pair(mend.act, mend.moment, mend.block, "FULL_SHARD")
+    before = table.outcome(pair)
+    mend.take_out()
+    after = table.outcome(pair)
+    print(
+        f"{name}: {mend.act}, {mend.moment}: {before[0]}; without the mend: {(after[1].fault or after[0]).partition(chr(10))[0]}",
+        flush=True,
+    )
+    if before[0] == "fault" or after[0] != "fault":
+        return False
+    if not programs:
+        return True
     settings = hypothesis.settings(
         max_examples=BATCH,
         deadline=None,

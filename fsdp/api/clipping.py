@@ -47,21 +47,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         refuse_unless_resting("clip_grad_norm_", engine)
         if engine.reducer.keeps_gradients:
             raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
-    spread = {
-        id(p)
-        for engine in engines
-        for unit in engine.units
-        for flat in unit.flats
-        if flat.is_tensor_parallel
-        for p in flat.sharded_params
-    }
+    spread = {id(p) for engine in engines for unit in engine.units if unit.has_dtensors for p in unit.tensor_parallel_params}
     # only parameters of which this rank holds elements
-    strided, sparse = _gradients_of([p for p in parameters if id(p) not in spread])
+    strided, sparse = _gradients_of([p for p in parameters if id(p) not in spread] if spread else parameters)
     # every rank must choose one dtype, also one that holds no gradient
     is_double = any(flat.shard.dtype is torch.float64 for engine in engines for unit in engine.units for flat in unit.flats)
     local = _local_norm(strided, sparse, power, torch.float64 if is_double else torch.float32, engines[0].units[0].shard_device)
     total = _combine(comms.reduce_comm, local, power)
-    gradients = [p.grad for p in parameters if id(p) in spread and p.grad is not None]
+    gradients = [p.grad for p in parameters if id(p) in spread and p.grad is not None] if spread else []
     if gradients:
         total = torch.linalg.vector_norm(torch.stack([total, _norm_of_dtensors(gradients, power).to(total)]), power)
         strided += _gradients_of([p for p in parameters if id(p) in spread])[0]

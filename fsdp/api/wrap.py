@@ -312,19 +312,19 @@ def fully_shard(
         if not modules or not all(isinstance(one, nn.Module) for one in modules):
             raise ShardingError(f"fully_shard takes an nn.Module or a list of them, not {type(module).__name__}.")
         config = make_config(
-            sharding_strategy,
-            reshard_after_forward,
-            precision_of(mp_policy, modules[0], auto_wrap_policy is not None),
-            prefetch,
-            sync_module_states,
-            guard,
-            reduction,
-            broadcast_buffers,
-            aligned,
-            plain_shards,
-            dtensors,
-            uneven_paths,
-            offload_of(offload_policy),
+            sharding_strategy=sharding_strategy,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=precision_of(mp_policy, modules[0], auto_wrap_policy is not None),
+            prefetch=prefetch,
+            sync_module_states=sync_module_states,
+            guard=guard,
+            reduction=reduction,
+            broadcast_buffers=broadcast_buffers,
+            aligned=aligned,
+            plain_shards=plain_shards,
+            dtensors=dtensors,
+            uneven_paths=uneven_paths,
+            offload=offload_of(offload_policy),
         )
         plan = _plan(modules, auto_wrap_policy, ignored_modules, ignored_params, comms, config)
         choose_shard_dims(plan, config, mesh, shard_placement_fn)

@@ -83,9 +83,9 @@ def make_plan(
                 "module that contains it."
             )
     left_alone = _modules_to_ignore(roots, ignored, unit_of)
-    walk = _Walk(
-        roots, _chooser(policy, roots[0], left_alone), unit_of, is_wrapper, left_alone, _params_to_ignore(ignored_params)
-    )
+    chosen = _chooser(policy, roots[0], left_alone)
+    _check_classes(policy, roots)
+    walk = _Walk(roots, chosen, unit_of, is_wrapper, left_alone, _params_to_ignore(ignored_params))
     for number, root in enumerate(roots):
         walk.visit(root, str(number) if len(roots) > 1 else "", ())
     return walk.planned()
@@ -326,6 +326,23 @@ def _params_to_ignore(ignored: Any) -> set[int]:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def _check_classes(policy: Any, roots: Sequence[nn.Module]) -> None:
+    """Raises:
+    ShardingError: the policy names classes, and none of the modules has one of them.
+    """
+    if policy == "auto" or not isinstance(policy, Collection):
+        return
+    members = tuple(policy)
+    modules = [module for root in roots for module in root.modules()]
+    if not any(isinstance(module, members) for module in modules):
+        known = sorted({type(module).__name__ for module in modules if next(module.parameters(), None) is not None})
+        named = ", ".join(sorted(one.__name__ for one in members))
+        raise ShardingError(
+            f"auto_wrap_policy names {named}, and no module is one; the classes with parameters are {', '.join(known)}. "
+            "Name some of these, or leave auto_wrap_policy out to make one unit of all."
+        )
 
 
 def _chooser(policy: Any, root: nn.Module, ignored: Collection[int]) -> Choice:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from fsdp.autograd.frames import in_backward
 from fsdp.comm.communicator import CallRecorder, CarriesHostTensors, ReduceOp, as_bytes
 from fsdp.comm.work import AllToAllReduceScatter, Work, WorkBatch, all_reduce_by_exchange, reduce_scatter_by_exchange
 from fsdp.errors import PeerFailed, ShardingError
@@ -71,6 +72,8 @@ class ProcessGroupCommunicator:
         if peers.down or peers.pending_error is not None:
             peers.reconnect()
         name = self._name
+        if kind == "all_gather" and not torch.is_grad_enabled() and not in_backward():
+            peers.sequences[name].count_evaluation()
         describe = peers.sequences[name].check_call(kind, label, tensor.nbytes if nbytes is None else nbytes)
         if tensor.device.type != "cpu":
             return cast(Work, peers.launch_on_device(name, describe, partial(launch, group)))

@@ -27,10 +27,11 @@ from typing import Any, Final, NoReturn, Protocol
 from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, WorldError, name_ranks
 from fsdp.failure.pending_call import (
     BETWEEN_STEPS,
+    History,
     PendingCall,
-    Signature,
     Wait,
     absent_ranks,
+    evaluated_alone,
     is_deadlock,
     place_of,
     remedies_for,
@@ -149,7 +150,14 @@ class DesyncDetector:
         """Raise WorldError if a rank has found that no rank can go on."""
         if self.fatal is not None:
             self._peers.disconnect()  # so that ranks that wait for this one read the reason at once
+            self._let_others_read()
             raise WorldError(self.fatal)
+
+    def _let_others_read(self) -> None:
+        """Wait a moment until the other ranks have read the reason in the store, which ends with rank 0 if that holds it."""
+        end = time.monotonic() + STALL_SECONDS
+        while self.rank == 0 and time.monotonic() < end and self.store.add("fatal read", 0) < self.size - 1:
+            time.sleep(0.01)
 
     def declare_fatal(self, why: str) -> None:
         """No rank of this group can go on: every further call raises a WorldError that says why."""
@@ -197,6 +205,7 @@ class DesyncDetector:
         """Read whether a rank has found that no rank can go on."""
         if self.fatal is None and self.store.check(["fatal"]):
             self.fatal = self.store.get("fatal").decode()
+            self.store.add("fatal read", 1)
 
     def _find_desync(self, found: dict[int, PendingCall]) -> str | None:
         """Name the ranks that wait for different calls in one place; None if there are none.
@@ -218,7 +227,9 @@ class DesyncDetector:
             if ahead or len(calls) > 1:
                 followers = sorted({*calls.pop(pending.agreed, ()), *ahead})
                 parts = [f"{self._name_all(ranks)} called {call}" for call, ranks in calls.items()]
-                remedy = " ".join((REMEDY, *remedies_for([*calls, *([pending.agreed] if followers else [])])))
+                alone = [self.name(one) for one in evaluated_alone(found, pending.comm)]
+                causes = remedies_for([*calls, *([pending.agreed] if followers else [])], alone)
+                remedy = " ".join(causes if alone else (REMEDY, *causes))
                 if followers:
                     agreed = f"the agreed schedule has {pending.agreed}, which {self._name_all(followers)} followed"
                     desync = desync or f"{place_of(pending)}: {' and '.join(parts)} where {agreed}. {remedy}"
@@ -257,6 +268,11 @@ class CallSequence:
         """Keys of counts that are still in the store, oldest first."""
         self.launched = 0
         """The number of calls that have been checked."""
+        self.evaluated = 0
+
+    def count_evaluation(self) -> None:
+        """Count a gather in a forward without gradients."""
+        self.evaluated += 1
 
     def check_call(self, kind: str, label: str, size: int) -> Callable[[], PendingCall]:
         """Check a call that is about to be made. Returns a function that describes it, for a rank that waits for it long.
@@ -271,8 +287,8 @@ class CallSequence:
         number = self._number = self._number + 1
 
         def describe() -> PendingCall:
-            agreed = text_of(here.agreed) if here.agreed else ""
-            return PendingCall(self._comm, number, text_of(call), "", detector.launched(), agreed, where=where_of(*call[:2]))
+            agreed, where = text_of(here.agreed) if here.agreed else "", where_of(*call[:2])
+            return PendingCall(self._comm, number, text_of(call), "", detector.launched(), agreed, False, where, self.evaluated)
 
         # one comparison and no hash for each call of a steady loop
         if here.agreed != call:
@@ -329,22 +345,6 @@ class CallSequence:
         if not silent and wait.rank == min(set(names) - set(wait.absent)):
             wait.tell()
         return True
-
-
-class History:
-    """The last calls of a communicator, and the call that all ranks have made after them."""
-
-    __slots__ = ("agreed", "recent", "then")
-
-    def __init__(self, recent: tuple[Signature, ...]) -> None:
-        self.recent = recent
-        self.agreed: Signature | None = None
-        self.then: History
-        """The history after `agreed`."""
-
-    def learn(self, call: Signature, then: "History") -> None:
-        """Predict `call` from now on; `then` is the history after it."""
-        self.agreed, self.then = call, then
 
 
 class WatchedWork:

@@ -1,9 +1,10 @@
 """The calls that the ranks of a group wait for, as plain data, and how errors and the dump name them."""
 
 import os
+import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from fsdp.errors import FEWER_BATCHES, UNEVEN_PATHS, name_ranks
@@ -37,6 +38,8 @@ class PendingCall(NamedTuple):
     """True if this is the last call launched on a device. The host may not be waiting for it."""
     where: str = ""
     """The call in words, such as "all_gather of blocks.3" or "save"."""
+    evaluated: int = 0
+    """The number of gathers on this communicator that this rank has launched in forwards without gradients."""
 
     def launched_on(self, comm: str) -> int:
         """The number of calls this rank has made on a communicator, which it may not have opened yet."""
@@ -71,6 +74,22 @@ class Wait(NamedTuple):
         os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, f"fsdp: {self.describe()}.\n".encode())
 
 
+class History:
+    """The last calls of a communicator, and the call that all ranks have made after them."""
+
+    __slots__ = ("agreed", "recent", "then")
+
+    def __init__(self, recent: tuple[Signature, ...]) -> None:
+        self.recent = recent
+        self.agreed: Signature | None = None
+        self.then: History
+        """The history after `agreed`."""
+
+    def learn(self, call: Signature, then: "History") -> None:
+        """Predict `call` from now on; `then` is the history after it."""
+        self.agreed, self.then = call, then
+
+
 def text_of(call: Signature) -> str:
     kind, label, size = call
     return f"{kind}({label!r}, {size} bytes)" if size else f"{kind}({label!r})"
@@ -91,12 +110,26 @@ def have_left_the_loop(calls: Iterable[str]) -> bool:
     return len({call.partition("(")[0] for call in calls}) > 1
 
 
-def remedies_for(calls: Iterable[str]) -> list[str]:
-    """What may help ranks that wait in different calls."""
+def remedies_for(calls: Iterable[str], alone: Sequence[int] = ()) -> list[str]:
+    """What may help ranks that wait in different calls, the likely cause first. `alone`: the ranks that have evaluated alone."""
     calls = list(calls)
+    if alone:
+        cause = (
+            f"Only {name_ranks(alone)} made a forward without gradients (an evaluation) before: make it on every rank, or pass"
+        )
+        return [f"{cause} uneven_paths=True."]
     # the collectives of units
     uneven = any(call.startswith(("all_gather(", "reduce_scatter(")) for call in calls)
+    functions = sorted({found[1] for call in calls if (found := re.fullmatch(rf"{OBJECTS}\('([a-z_]+)'\)", call))})
+    if uneven and functions:
+        return [*(f"Every rank must call {name}." for name in functions), FEWER_BATCHES]
     return [*([UNEVEN_PATHS] if uneven else ()), *([FEWER_BATCHES] if have_left_the_loop(calls) else ())]
+
+
+def evaluated_alone(found: Mapping[int, PendingCall], comm: str) -> list[int]:
+    """The ranks that have made forwards without gradients which others have not made; empty if all have made as many."""
+    counts = {rank: pending.evaluated for rank, pending in found.items() if pending.comm == comm}
+    return [rank for rank, count in counts.items() if count > min(counts.values())]
 
 
 def is_deadlock(found: dict[int, PendingCall], size: int) -> bool:

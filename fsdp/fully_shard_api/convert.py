@@ -115,9 +115,9 @@ def make_room(module: nn.Module, state_dict: Mapping[str, Any], assigns: bool) -
     with_values = {name.rpartition(".")[0] for name in state_dict}
     wanted: dict[torch.dtype, list[nn.Parameter]] = {}
     for name, tensor in entries(module):
-        given = state_dict.get(name)
-        adopts = assigns and isinstance(given, Tensor) and given.is_floating_point() and tensor.is_floating_point()
-        dtype = given.dtype if given is not None and adopts else tensor.dtype
+        given: Any = state_dict.get(name)
+        is_number = isinstance(given, Tensor) and given.is_floating_point() and tensor.is_floating_point()
+        dtype: torch.dtype = given.dtype if assigns and is_number else tensor.dtype
         # a module may fill in a buffer that an older state dict lacks, as BatchNorm does
         is_named = given is not None or (not isinstance(tensor, nn.Parameter) and name.rpartition(".")[0] in with_values)
         if not (tensor.is_meta and (takes_all or is_named)) and dtype is tensor.dtype:

@@ -19,7 +19,7 @@ from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.shards.dtensors import DTensorLayout, DTensorMesh, local_of, replace_by_dtensor
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.refusals import refuse_grad_dtype
-from fsdp.shards.shard_parameter import become_full, become_local, become_shard, moved_empty
+from fsdp.shards.shard_parameter import become_full, become_local, become_shard, moved_shards
 from fsdp.shards.shard_tensor import as_shard, plain, quick_attributes
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
@@ -115,6 +115,8 @@ class FlatBuffer:
         The gradient has no elements, so one serves all steps. Its version says whether the user has zeroed it, so it is no view
         of the shard, which would share the version.
         """
+        self._asks_pointers = self.shard_infos[0] is None
+        """Whether only their addresses say where the sharded parameters lie. Shards know by themselves."""
         self._own_pointers = (self._own_shard.data_ptr(), self._pointers())
         """Where the own memory of the shard lies, and where each sharded parameter lies in it."""
         self.requires_grad_flags = [p.requires_grad for p in originals]
@@ -269,7 +271,7 @@ class FlatBuffer:
         self.shard.copy_(values)
         if self.is_elsewhere:
             for i, parameter in enumerate(parameters):
-                plain(parameter).copy_(self.shard_view(i))
+                plain(parameter).data.copy_(self.shard_view(i))
 
     def local_chunk(self, flat: Tensor) -> Tensor:
         """This rank's chunk of an unsharded flat tensor: (W * C,) -> (C,)."""
@@ -297,12 +299,19 @@ class FlatBuffer:
 
     @property
     def places(self) -> int:
-        """Where the sharded parameters lie: equal as long as the user points none of them at other memory."""
-        pointers = self._pointers()
-        moved = [moved_empty[p] for p in self.sharded_params if p in moved_empty] if moved_empty else ()
-        return hash((*pointers, *moved))
+        """Where the sharded parameters lie: another number while the user has pointed one at other memory."""
+        if self._asks_pointers:
+            return hash(tuple(self._pointers()))
+        moved = self._moved() if moved_shards else ()
+        return hash(tuple(moved)) if moved else 0
+
+    def _moved(self) -> list[int]:
+        """What stands for the tensors at which the user has pointed shards."""
+        return [moved_shards[p] for p in self.sharded_params if p in moved_shards]
 
     def _are_at_home(self) -> bool:
+        if not self._asks_pointers:
+            return not moved_shards or not self._moved()
         if self._own_shard.data_ptr() != self._own_pointers[0]:  # the memory has moved as a whole, see `fsdp.offload`
             own = [self._view_of(i, self._own_shard).data_ptr() for i in range(len(self.parts))]
             self._own_pointers = (self._own_shard.data_ptr(), own)
@@ -364,20 +373,24 @@ class FlatBuffer:
         )
 
     def sync_requires_grad(self) -> bool:
-        """Set `requires_grad` of sharded and unsharded parameters alike; return whether the user has changed any.
-
-        Code inside a forward changes that of the unsharded parameter, all other code that of the sharded one.
-        """
+        """Copy `requires_grad` from the sharded to the unsharded parameters; return whether any changed."""
         with quick_attributes():
-            sharded, unsharded = ([*map(_REQUIRES_GRAD, of)] for of in (self.sharded_params, self.unsharded_params))
-            if self.shard_infos[0] is None:  # a shard refuses at once
+            flags = [*map(_REQUIRES_GRAD, self.sharded_params)]
+            if self._asks_pointers:  # a shard refuses at once
                 for i, dtype in enumerate(map(_GRAD_DTYPE, self.sharded_params)):
                     if dtype is not self.shard.dtype and dtype is not None:
                         refuse_grad_dtype(self.param_infos[i].names[0], self.shard.dtype)
-        before = self.requires_grad_flags
-        if sharded == before and unsharded == before:
-            return False
-        flags = [inside if outside is was else outside for inside, outside, was in zip(unsharded, sharded, before, strict=True)]
+        return flags != self.requires_grad_flags and self._set_requires_grad(flags)
+
+    def take_requires_grad(self) -> bool:
+        """Copy `requires_grad` from the unsharded to the sharded parameters, where code in a forward has changed it.
+
+        Returns whether any changed.
+        """
+        flags = [*map(_REQUIRES_GRAD, self.unsharded_params)]
+        return flags != self.requires_grad_flags and self._set_requires_grad(flags)
+
+    def _set_requires_grad(self, flags: list[bool]) -> bool:
         for one, other, requires_grad in zip(self.sharded_params, self.unsharded_params, flags, strict=True):
             one.requires_grad_(requires_grad)
             other.requires_grad_(requires_grad)
@@ -428,7 +441,8 @@ class FlatBuffer:
                 f"is {self.unsharded.dtype}; its shard is {self.shard.dtype} and would lose precision. Change it between "
                 "forwards."
             )
-        shard = plain(self.sharded_params[i])
+        # through `.data`, which does not count the change: it is counted once, below
+        shard = plain(self.sharded_params[i]).data if self.is_elsewhere else self.shard_view(i)
         if saved is not None:
             saved.append((shard, shard.clone()))
         shard.copy_(self.local_part(i, self.unsharded_params[i].detach()))

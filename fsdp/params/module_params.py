@@ -115,7 +115,7 @@ class InterceptingParamDict(ParamDict):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
         owner = None if parameter is None else owning_unit(parameter)
-        if parameter is None or owner is None or _in_grad_hook.__dict__ or not (in_backward() or in_a_forward()):
+        if parameter is None or owner is None or not ((in_backward() and not _in_grad_hook.__dict__) or in_a_forward()):
             return parameter
         # frames: this one, nn.Module.__getattr__, the reader
         module, reader = sys._getframe(1).f_locals["self"], sys._getframe(2).f_locals.get("self")
@@ -184,6 +184,8 @@ class ModuleParams:
         """
         shown = list(map(self._param_dict.get, self._sharded_params))
         if not any(map(is_not, shown, self._sharded_params.values())):
+            return
+        if not any(map(is_not, shown, self._unsharded_params.values())):
             return
         for name, current, sharded in zip(self._sharded_params, shown, self._sharded_params.values(), strict=True):
             if current is not sharded and current is not self._unsharded_params[name]:

@@ -8,6 +8,8 @@ Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,8 @@ from fsdp.params.module_params import forget_owner, module_params_of, register_o
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.unit_observer import UnitObserver
 from fsdp.params.versions import Versions
+
+_GRAD: Final = attrgetter("grad")
 
 
 class Unit:
@@ -79,6 +83,11 @@ class Unit:
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules whose forwards are the unit's: one, or those of a list."""
         return tuple(module for reference in self._modules if (module := reference()) is not None)
+
+    @property
+    def tensor_parallel_params(self) -> list[nn.Parameter]:
+        """The sharded parameters that tensor parallelism has spread as well."""
+        return [p for flat in self.flats if flat.is_tensor_parallel for p in flat.sharded_params]
 
     @property
     def has_opaque_shards(self) -> bool:
@@ -194,7 +203,7 @@ class Unit:
         self.versions.repeat(len(saved))
 
     def sync_requires_grad(self) -> None:
-        """Apply changes of `requires_grad` on the sharded parameters to the unsharded ones, and the other way round."""
+        """Apply changes of `requires_grad` on the sharded parameters to the unsharded ones."""
         if any([flat.sync_requires_grad() for flat in self.flats]):
             self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
 
@@ -222,6 +231,11 @@ class Unit:
         self._read_copies.check(self.name)
         self.check_modules()
         return self.follow_replaced()
+
+    @property
+    def has_replaced(self) -> bool:
+        """Whether the user has pointed a sharded parameter at other memory."""
+        return any([flat.is_elsewhere for flat in self.flats])
 
     def follow_replaced(self) -> bool:
         """Let the shards hold data that the user put into sharded parameters (`p.data = x`); return whether there is any.
@@ -377,8 +391,30 @@ class Unit:
         for module_params in self._module_params:
             module_params.use_unsharded()
 
+    def refuse_lost_acts(self) -> None:
+        """Check at the end of a forward what the user did with the unsharded parameters that the modules show.
+
+        Raises:
+            ShardingError: a gradient was set, which no shard would get.
+        """
+        gradients = [*map(_GRAD, self.unsharded_params)]
+        if gradients.count(None) < len(gradients):
+            name = next(info.names[0] for info, one in zip(self.param_infos, gradients, strict=True) if one is not None)
+            self.clear_unsharded_grads()
+            raise ShardingError(
+                f"`.grad` of {name!r} was set inside the forward of unit {self.name!r}, where the module shows an unsharded "
+                "parameter, whose gradient does not stay; set it before or after the forward."
+            )
+
+    def clear_unsharded_grads(self) -> None:
+        """Drop the gradients of the unsharded parameters."""
+        for unsharded in self.unsharded_params:
+            unsharded.grad = None
+
     def use_sharded(self) -> None:
         """Let the modules show the shards."""
+        if any([flat.take_requires_grad() for flat in self.flats]):
+            self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
         if self._read_by_recompute:
             self.write_back_inplace_of_recompute()
         self._open = False

@@ -17,12 +17,15 @@ from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError, require_package
 from fsdp.file_errors import file_errors
 from fsdp.planning.choices import AUTO, STRATEGIES, UnitsOfClasses
-from fsdp.planning.page import write_plan
+from fsdp.planning.page import check_packages, write_plan
 from fsdp.planning.plan import OPTIMIZERS, plan
 from fsdp.planning.shapes import SHAPES, Decoder, make_tokens
 from fsdp.rehearsal.hardware import DEVICES, NETWORKS
+from fsdp.rehearsal.kernels import ATTENTION
 
-_UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS: Final = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def add_plan(commands: Any) -> None:
@@ -36,7 +39,19 @@ def add_plan(commands: Any) -> None:
     parser.add_argument("--per-host", type=int, default=8, help="ranks on one host (default: %(default)s)")
     parser.add_argument("--device", default="h100", choices=[*DEVICES], help="default: %(default)s")
     parser.add_argument("--network", default="ib-ndr", choices=[*NETWORKS], help="between hosts (default: %(default)s)")
-    parser.add_argument("--memory", help="bytes of a rank that may be used, as in 70GiB (default: all of the device's)")
+    parser.add_argument("--memory", help="of a rank's device, with its unit, as in 80GiB (default: what the device has)")
+    parser.add_argument(
+        "--reserve", help="of this memory, what stays free for the context, communicators and fragmentation (default: 6 %% of it)"
+    )
+    parser.add_argument(
+        "--params", choices=[*_DTYPES], help="dtype of parameters, gradients and optimizer state (default: as the model is made)"
+    )
+    parser.add_argument(
+        "--attention",
+        default="auto",
+        choices=[*ATTENTION],
+        help="kernel of scaled_dot_product_attention: torch's choice, a fused one, or none (default: %(default)s)",
+    )
     parser.add_argument("--inputs", help="package.module:function that makes one micro-batch; not needed for language models")
     parser.add_argument("--batch", type=int, default=1, help="rows of a micro-batch of tokens (default: %(default)s)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a row (default: %(default)s)")
@@ -59,6 +74,11 @@ def add_plan(commands: Any) -> None:
 
 def run_plan(given: argparse.Namespace) -> int:
     """Run `plan`; return the exit status: 0 if a choice fits."""
+    if given.html is not None:
+        check_packages()
+    for name in ("batch", "length"):
+        if getattr(given, name) < 1:
+            raise ShardingError(f"plan: --{name} is {getattr(given, name)}; give a number, at least 1.")
     build, inputs = _target(given)
     if given.inputs is not None:
         inputs = _import(given.inputs)
@@ -72,7 +92,10 @@ def run_plan(given: argparse.Namespace) -> int:
         device=given.device,
         network=given.network,
         per_host=given.per_host,
-        memory=None if given.memory is None else bytes_of(given.memory),
+        memory=None if given.memory is None else bytes_of("--memory", given.memory),
+        reserve=None if given.reserve is None else bytes_of("--reserve", given.reserve),
+        params=None if given.params is None else _DTYPES[given.params],
+        attention=given.attention,
         strategies=given.strategies,
         units=None if given.units is None else {name: _units(name) for name in given.units},
         mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if given.bf16 else None,
@@ -90,16 +113,18 @@ def run_plan(given: argparse.Namespace) -> int:
     return 0 if found.best is not None else 1
 
 
-def bytes_of(text: str) -> int:
+def bytes_of(option: str, text: str) -> int:
     """The number of bytes in a text such as 80GiB.
 
     Raises:
-        ShardingError: it is not one.
+        ShardingError: it is not one, or has no unit.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b|b)?\s*", text, re.IGNORECASE)
     if match is None:
-        raise ShardingError(f"plan: --memory is {text!r}; give a number of bytes, as in 80GiB.")
-    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+        raise ShardingError(f"plan: {option} is {text!r}; give a number with its unit, as in 80GiB.")
+    if match[2] is None and float(match[1]):
+        raise ShardingError(f"plan: {option} is {text!r}, without a unit; give {match[1]}GiB, {match[1]}GB or {match[1]}B.")
+    return int(float(match[1]) * _UNITS[(match[2] or "B").upper()])
 
 
 def _units(text: str) -> UnitsOfClasses | Literal["auto"]:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from fsdp.planning.choices import Choice
 from fsdp.rehearsal.hardware import Cluster
-from fsdp.rehearsal.memory import ACTIVATIONS, BUCKETS, UNSHARDED
+from fsdp.rehearsal.memory import ACTIVATIONS, BUCKETS, OPTIMIZER, UNSHARDED
 from fsdp.rehearsal.rehearse import Rehearsal
 from fsdp.reporting.formats import size, table
 
@@ -50,12 +50,21 @@ class Plan:
     cluster: Cluster
     parameters: int
     """Elements of all parameters."""
+    reserve: int = 0
+    """Bytes of these that stay free."""
+    assumed: tuple[str, ...] = ()
+    """What the numbers assume, a sentence each."""
     fewest: Fewest | None = None
     """None if nobody asked for it."""
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether the peak of a choice is within the memory."""
-        return candidate.rehearsal is not None and candidate.rehearsal.peak <= self.memory
+        """Whether the peak of a choice is within the memory, but for the reserve."""
+        return candidate.rehearsal is not None and candidate.rehearsal.peak <= self.usable
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a choice may need."""
+        return self.memory - self.reserve
 
     @property
     def best(self) -> Candidate | None:
@@ -74,6 +83,8 @@ class Plan:
                 "per_host": self.cluster.per_host,
                 "device": self.cluster.device.name,
                 "memory": self.memory,
+                "reserve": self.reserve,
+                "assumed": [*self.assumed],
                 "parameters": self.parameters,
                 "recommended": None if self.best is None else self.best.choice.title,
                 "fewest_ranks": None if self.fewest is None else asdict(self.fewest),
@@ -100,6 +111,8 @@ class Plan:
             "peak": found.peak,
             "held": dict(found.held),
             "engine_peak": found.engine_peak,
+            "saved": found.saved,
+            "attention": dict(found.attention),
             "collectives": len(found.collectives),
             "received": found.received,
             "padding": found.padding,
@@ -119,6 +132,7 @@ def lines_of(plan: Plan) -> Iterator[str]:
         f"{plan.parameters:,} parameters on {plan.world_size} ranks, {plan.cluster.per_host} on a host; {device.name}, "
         f"{size(plan.memory)} for each rank"
     )
+    yield from plan.assumed
     yield ""
     yield from table(HEADER, [row(plan, one) for one in plan.candidates if one.rehearsal is not None])
     for one in plan.candidates:
@@ -127,8 +141,10 @@ def lines_of(plan: Plan) -> Iterator[str]:
     yield ""
     yield from advice(plan)
     yield ""
-    yield "Bytes of the engine and collectives are exact. Activations are counted from the operators of the model. Seconds are"
-    yield f"estimated from: {device.source}; inside a host: {device.link.source}; between hosts: {plan.cluster.between.source}."
+    yield "The peak is what is held at once; activations are what a forward leaves for its backward. Bytes of the engine and"
+    yield "collectives are exact. Activations are counted from the operators of the model; workspaces of kernels are not seen."
+    yield f"Seconds are estimated from: {device.source}; inside a host: {device.link.source};"
+    yield f"between hosts: {plan.cluster.between.source}."
 
 
 def row(plan: Plan, one: Candidate) -> tuple[str, ...]:
@@ -140,7 +156,7 @@ def row(plan: Plan, one: Candidate) -> tuple[str, ...]:
         "yes" if plan.fits(one) else "no",
         size(found.peak),
         size(found.engine_peak),
-        size(found.held.get(ACTIVATIONS, 0)),
+        size(found.saved),
         size(found.held.get("optimizer state", 0)),
         str(len(found.collectives)),
         size(found.received),
@@ -168,6 +184,7 @@ def _recommendation(plan: Plan) -> Iterator[str]:
     if best.choice.unit_names:
         count = len(best.choice.unit_names)
         yield f"Its {count} inner units are chosen by name: give `fully_shard` the options in `plan.best.choice.options`."
+    yield from _price_of_recomputing(plan, best)
     if best.rehearsal.host_held:
         kinds = ", ".join(f"{kind} {size(held)}" for kind, held in best.rehearsal.host_held.items())
         yield f"Each rank needs {size(best.rehearsal.host_peak)} of host memory: {kinds}."
@@ -181,18 +198,28 @@ def _recommendation(plan: Plan) -> Iterator[str]:
     for one in sorted(faster, key=lambda one: one.rehearsal.peak if one.rehearsal else 0)[:1]:
         assert one.rehearsal is not None
         gain = 1 - one.rehearsal.seconds / best.rehearsal.seconds
-        yield f"{one.choice.title} would be {gain:.1%} faster, and needs {size(one.rehearsal.peak - plan.memory)} more memory."
+        yield f"{one.choice.title} would be {gain:.1%} faster, and needs {size(one.rehearsal.peak - plan.usable)} more memory."
+
+
+def _price_of_recomputing(plan: Plan, best: Candidate) -> Iterator[str]:
+    """What checkpointing costs beside the same choice without it."""
+    plain = {**asdict(best.choice), "checkpointing": False}
+    for one in plan.candidates:
+        if best.choice.checkpointing and asdict(one.choice) == plain and one.rehearsal and best.rehearsal:
+            more = best.rehearsal.computing / one.rehearsal.computing - 1
+            yield f"Checkpointing computes {more:.0%} more. Only waiting for collectives hides it."
 
 
 def _nothing_fits(plan: Plan) -> Iterator[str]:
     smallest = next(one for one in plan.candidates if one.rehearsal is not None)
     found = smallest.rehearsal
     assert found is not None
-    yield f"Nothing fits. The smallest is {smallest.choice.title}: it needs {size(found.peak - plan.memory)} more."
+    yield f"Nothing fits. The smallest is {smallest.choice.title}: it needs {size(found.peak - plan.usable)} more."
     kind, held = max(found.held.items(), key=lambda item: item[1])
     remedies = {
-        "activations": "a smaller micro-batch or a shorter sequence, or checkpointing of smaller modules",
+        ACTIVATIONS: "a smaller micro-batch or a shorter sequence, or checkpointing of smaller modules",
         "optimizer state": "more ranks, an offload policy, or an optimizer with less state",
+        OPTIMIZER: "more ranks, or an optimizer that steps a few parameters at a time (foreach=False)",
         "shards": "more ranks, an offload policy, or a dtype of less bytes",
         UNSHARDED: "smaller units",
         BUCKETS: "smaller units, or a smaller bucket_cap_mb",

@@ -15,6 +15,13 @@ _FARTHEST: Final = 2.0
 """The limit of the memory / the longest bar, up to which the limit is drawn."""
 
 
+def check_packages() -> None:
+    """Raises:
+    ShardingError: the package plotly is missing.
+    """
+    plotly_source("plan --html")
+
+
 def write_plan(path: Path, plan: Plan) -> None:
     """Write a plan as an HTML file.
 
@@ -35,12 +42,14 @@ def page_of(plotly: str, plan: Plan) -> str:
     body = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(device.name)}, {plan.cluster.per_host} ranks on a host, {size(plan.memory)} for each rank.</p>",
+        "<h2>What is assumed</h2>",
+        bullets([*plan.assumed]),
         "<h2>Recommendation</h2>",
         bullets(list(advice(plan))),
         section(
             "memory",
             "Peak memory of a rank by kind",
-            f"At the moment when most is held. The limit is {size(plan.memory)}.",
+            f"At the moment when most is held. The limit is {size(plan.usable)}: the memory without the reserve.",
             html_table(["choice", *_kinds(shown)], [[one.choice.title, *_sizes(one, shown)] for one in shown]),
             True,
         ),
@@ -90,11 +99,11 @@ def _memory(plan: Plan, shown: list[Candidate]) -> dict[str, Any]:
         }
         for number, kind in enumerate(_kinds(shown))
     ]
-    limit = plan.memory / _GIB
+    limit = plan.usable / _GIB
     line = {"type": "line", "x0": limit, "x1": limit, "y0": 0, "y1": 1, "yref": "paper", "line": {"dash": "dash"}}
     longest = max(one.rehearsal.peak for one in shown if one.rehearsal)
     # a limit far away would leave the bars too short to read
-    return {"data": data, "layout": _bars(len(shown), "GiB", shapes=[line] if plan.memory <= _FARTHEST * longest else [])}
+    return {"data": data, "layout": _bars(len(shown), "GiB", shapes=[line] if plan.usable <= _FARTHEST * longest else [])}
 
 
 def _time(shown: list[Candidate]) -> dict[str, Any]:

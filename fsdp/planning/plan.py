@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fsdp.build.plan import WrapPolicy
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError
+from fsdp.planning.assumptions import assumptions, default_reserve
 from fsdp.planning.choices import AUTO, STRATEGIES, Choice, NamedUnits, UnitsOfClasses, make_choices, other_sizes
 from fsdp.planning.comparison import Candidate, Fewest, Plan
 from fsdp.rehearsal.hardware import Cluster, Device, Link, find_device, find_network
@@ -39,6 +40,8 @@ def plan(
     network: str | Link = "ib-ndr",
     per_host: int = 8,
     memory: int | None = None,
+    reserve: int | None = None,
+    params: torch.dtype | None = None,
     strategies: Sequence[str] = STRATEGIES,
     units: Mapping[str, WrapPolicy | None] | None = None,
     checkpointing: Sequence[bool] = (False, True),
@@ -65,7 +68,10 @@ def plan(
         device: a name of the table in `fsdp/rehearsal/hardware.py`, or a `Device`.
         network: what connects hosts: a name of that table, or a `Link`.
         per_host: ranks on one host.
-        memory: bytes of a rank that may be used. Default None: all of the device's.
+        memory: bytes of a rank's device. Default None: all that the table says.
+        reserve: bytes of these that stay free, for what no tensor is: the context, buffers of communicators, fragmentation.
+            Default None: 6 % of the memory, and nothing on processors.
+        params: the dtype of floating-point parameters, as of gradients and optimizer state. Default None: as the model is made.
         strategies: the sharding strategies to compare.
         units: the choices of units to compare, by name: what `auto_wrap_policy` takes. Default None: "auto", and units of other
             sizes where these may be faster, or may fit.
@@ -93,8 +99,10 @@ def plan(
     link = find_network(network) if isinstance(network, str) else network
     cluster = Cluster(found, link, per_host)
     template = _on_meta(model_or_builder)
+    if params is not None:
+        template.to(params)
     job = Job(
-        build=lambda: copy.deepcopy(template),
+        build=lambda: _copy_of(template),
         batch=lambda: _batch(inputs),
         loss=loss or _loss,
         optimizer=_optimizer(optimizer, found.name != "cpu"),
@@ -104,11 +112,15 @@ def plan(
         attention=attention,
     )
     own = {**(options or {}), **({} if mp_policy is None else {"mp_policy": mp_policy})}
-    limit = found.memory if memory is None else memory
+    given = found.memory if memory is None else memory
+    free = default_reserve(found, given) if reserve is None else reserve
+    limit = given - free
+    if limit <= 0:
+        raise ShardingError(f"plan: the reserve of {free} bytes leaves nothing of {given} bytes of memory.")
 
     def compare(policies: Mapping[str, WrapPolicy | None], offloads: Sequence[bool]) -> list[Candidate]:
         choices = make_choices(strategies, policies, checkpointing, offloads, world_size, per_host, own)
-        return [_candidate(job, choice) for choice in choices]
+        return _different([_candidate(job, choice) for choice in choices])
 
     policies: dict[str, WrapPolicy | None] = {**(units or {AUTO: AUTO})}
     for policy in policies.values():
@@ -126,14 +138,34 @@ def plan(
     if all(one.rehearsal is None for one in candidates):
         raise ShardingError(f"plan: every choice is refused; the first one because: {candidates[0].refusal}")
 
-    def place(one: Candidate) -> tuple[int, float]:
+    def place(one: Candidate) -> tuple[int, float, bool]:
         if one.rehearsal is None:
-            return 2, 0.0
-        return (0, one.rehearsal.seconds) if one.rehearsal.peak <= limit else (1, one.rehearsal.peak)
+            return 2, 0.0, one.choice.checkpointing
+        fits = one.rehearsal.peak <= limit
+        # of two that are as fast to a thousandth, the one that recomputes nothing is first
+        return (0, float(f"{one.rehearsal.seconds:.3g}"), one.choice.checkpointing) if fits else (1, one.rehearsal.peak, False)
 
-    count = sum(parameter.numel() for parameter in template.parameters())
-    smallest = None if max_ranks is None else _smallest_ranks(job, candidates, limit, max_ranks)
-    return Plan(tuple(sorted(candidates, key=place)), limit, world_size, cluster, count, smallest)
+    ordered = tuple(sorted(candidates, key=place))
+    precision: Any = own.get("mp_policy")
+    return Plan(
+        ordered,
+        given,
+        world_size,
+        cluster,
+        sum(parameter.numel() for parameter in template.parameters()),
+        free,
+        tuple(assumptions(template, job.batch(), precision, next(one.rehearsal for one in ordered if one.rehearsal), free)),
+        None if max_ranks is None else _smallest_ranks(job, candidates, limit, max_ranks),
+    )
+
+
+def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that do something else than one before them. Checkpointing without inner units changes nothing, for example."""
+    found: list[Candidate] = []
+    for one in candidates:
+        if one.rehearsal is None or all(one.rehearsal != other.rehearsal for other in found):
+            found.append(one)
+    return found
 
 
 def _fits(one: Candidate, limit: int) -> bool:
@@ -192,6 +224,15 @@ def _on_meta(given: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ShardingError(f"plan: the function that makes the model returned {type(model).__name__}, not an nn.Module.")
     return _on_meta(model) if any(not tensor.is_meta for tensor in model.parameters()) else model
+
+
+def _copy_of(template: nn.Module) -> nn.Module:
+    model = copy.deepcopy(template)
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            # weak references to parameters, which cannot get memory then
+            module.__dict__["_flat_weight_refs"] = [None] * len(module._flat_weight_refs)
+    return model
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

@@ -309,7 +309,8 @@ class Reducer:
         for index, parameter in hooked:
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 try:
-                    hook(parameter)
+                    with reading_shards():
+                        hook(parameter)
                 except BaseException as failure:
                     on_failure(failure, index)
                     raise

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 Attention: TypeAlias = Literal["auto", "flash", "math"]
@@ -195,6 +196,18 @@ def _flex(taken: Counter[str], query: Tensor, key: Tensor, value: Tensor, *more:
     taken["flex_attention"] += 1
     result = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False)
     return (*result, query.new_empty(0))
+
+
+class SeesAutocast(TorchFunctionMode):
+    """Notices whether functions of torch are called under torch.autocast, which does nothing for tensors without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.used = self.used or torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+        return func(*args, **(kwargs or {}))
 
 
 # operations -------------------------------------------------------------------------------

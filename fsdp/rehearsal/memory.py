@@ -60,6 +60,7 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether operators run on the host now."""
         self.host_peak = 0
         self.host_at_peak: dict[str, int] = {}
+        self._is_optimizing = False
         self.saved = 0
         """Bytes of activations when the last forward had ended."""
         self.peak = 0
@@ -86,11 +87,11 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def optimizing(self) -> Iterator[None]:
         """The optimizer steps inside: on the host, where the shards are there."""
-        self._is_on_host = bool(self._offloaded)
+        self._is_optimizing, self._is_on_host = True, bool(self._offloaded)
         try:
             yield
         finally:
-            self._is_on_host = False
+            self._is_optimizing = self._is_on_host = False
 
     def forward_ended(self) -> None:
         """A forward has ended, and its backward has not begun."""
@@ -112,7 +113,7 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         total = self._tracker.now + self._live + sum(self._kept.values())
         if total > self.peak:
             self.peak = total
-            kinds = Counter({ACTIVATIONS: self._live, **self._kept})
+            kinds = Counter({OPTIMIZER if self._is_optimizing else ACTIVATIONS: self._live, **self._kept})
             for kind, held in self._tracker.held.items():
                 kinds[KINDS[kind]] += held
             self.at_peak = {kind: held for kind, held in kinds.items() if held}
@@ -207,7 +208,7 @@ def _in_engine() -> bool:
         name = frame.f_globals.get("__name__", "")
         if name.startswith(_OF_THE_USER):
             return False
-        if not name.startswith(("torch.", "fsdp.rehearsal")) and name != "torch":
+        if not name.startswith(("torch.", "fsdp.rehearsal", "fsdp.planning")) and name != "torch":
             return bool(name.startswith("fsdp."))
         frame = frame.f_back  # type: ignore[assignment]
     return False

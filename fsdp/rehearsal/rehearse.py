@@ -28,7 +28,7 @@ from fsdp.params.unit import Unit
 from fsdp.rehearsal.clock import Clock
 from fsdp.rehearsal.communicator import Collective, RehearsedRank, last_of_reductions
 from fsdp.rehearsal.hardware import Cluster
-from fsdp.rehearsal.kernels import Attention, kernels_of
+from fsdp.rehearsal.kernels import Attention, SeesAutocast, kernels_of
 from fsdp.rehearsal.memory import GRADIENTS, OPTIMIZER_STATE, Memory
 from fsdp.rehearsal.recall import Recall, Recalling
 from fsdp.runtime.registry import engines_in
@@ -92,6 +92,10 @@ class Rehearsal:
     """Bytes of activations when the forward of the last micro-batch has ended: what its backward needs, and what it returned."""
     attention: Mapping[str, int]
     """How often each kernel of attention was called."""
+    optimizer_dtypes: str
+    """Of the optimizer's state. Empty: there is none."""
+    autocast: bool
+    """Whether the model used torch.autocast, which has no effect on tensors without memory."""
     host_peak: int = 0
     """Bytes of host memory with an offload policy: the most that were held at once."""
     host_held: Mapping[str, int] = field(default_factory=dict)
@@ -126,7 +130,8 @@ def rehearse(
         memory.observe(engine.tracker, chain(model.buffers(), _not_sharded(model, engine.units)), offloaded)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = job.optimizer(parameters) if job.optimizer is not None and parameters else None
-        with Recalling(job.recall):
+        sees = SeesAutocast()
+        with Recalling(job.recall), sees:
             for _ in range(WARM_UP):
                 _step(job, model, optimizer, memory)
         if offloaded:
@@ -150,6 +155,8 @@ def rehearse(
             latency=clock.latency - latency,
             saved=memory.saved,
             attention=dict(taken),
+            optimizer_dtypes="" if optimizer is None else _dtypes_of(optimizer),
+            autocast=sees.used,
             host_peak=memory.host_peak,
             host_held=dict(memory.host_at_peak),
         )
@@ -212,6 +219,12 @@ def _bytes_of(values: Iterable[Any]) -> int:
     """Bytes of the memory behind the tensors among these values, each memory once."""
     tensors = [to_local(value) for value in values if isinstance(value, Tensor) and value.is_meta]
     return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def _dtypes_of(optimizer: torch.optim.Optimizer) -> str:
+    """The names of the dtypes of its state, but for counts of steps."""
+    values = [one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor) and one.ndim]
+    return " and ".join(sorted({str(one.dtype).removeprefix("torch.") for one in values}))
 
 
 def _keep_values(module: nn.Module) -> None:

@@ -21,7 +21,7 @@ def add_trace(commands: Any) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True)
     merge = kinds.add_parser("merge", help="write one trace of all ranks, on one clock")
     merge.add_argument("traces", type=Path, nargs="+", help="files of trace.save")
-    merge.add_argument("-o", "--out", type=Path, required=True)
+    merge.add_argument("-o", "--out", type=Path, required=True, help="the file to write")
     report = kinds.add_parser("report", help="say where the time and the memory of a step went, and what would help")
     report.add_argument("traces", type=Path, nargs="+", help="files of trace.save or of trace merge")
     report.add_argument("--html", type=Path, help="write the report as a page too, which needs no network")

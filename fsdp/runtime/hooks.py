@@ -162,7 +162,8 @@ class UnitHooks(RefuseCopy, UnitObserver):
         if self._calls and not call.path.recompute and self._is_nested(call):
             call.nest_in(self._calls[-1])
         self._calls.append(call)
-        self._engine.refuse_in_grad_hook(f"a forward of unit {self._unit.name!r}")
+        if self._engine.reducer.runs_grad_hooks:
+            self._engine.refuse_in_grad_hook(f"a forward of unit {self._unit.name!r}")
         if not call.nested:  # a nested call is a part of the call around it
             call.carry(self._side_outputs.begin())
             if call.path.recompute:
@@ -170,7 +171,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
             else:
                 self._accumulate_grad_checks.check()
                 self._engine.pre_forward(self._index)
-                if any([flat.is_elsewhere for flat in self._unit.flats]):
+                if self._unit.has_replaced:
                     call.path.set_versions(self._unit.versions.forward_begins())
         call.accept()
         unsharded = self._engine.is_unsharded(self._index)
@@ -211,7 +212,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
                     self._unit.write_back_inplace_of_recompute()
                 else:
                     call.path.add_updates(self._unit.write_back_inplace())
-                    self._unit.sync_requires_grad()
+                    self._unit.refuse_lost_acts()
                 self._find_outputs(call, output)
             except ShardingError as refusal:
                 self._engine.note(refusal, self._index)
@@ -227,7 +228,6 @@ class UnitHooks(RefuseCopy, UnitObserver):
             self._calls.pop()
             self._side_outputs.end(call.carried)
             if recompute:
-                self._unit.sync_requires_grad()
                 self._unit.intercept_reads()
         policy = self._unit.config.mp_policy
         return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)

@@ -41,8 +41,9 @@ class ShardInfo(NamedTuple):
         return tuple([max(1, prod([max(size, 1) for size in self.shape[dim + 1 :]])) for dim in range(len(self.shape))])
 
     def describe(self) -> str:
-        """The shard in words, for an error."""
-        return f"{self.name!r}, of which this rank holds {tuple(self.local_shape)} of {self.shape}"
+        """The shard in words, for an error. Of a view, it is what was viewed."""
+        origin = self.viewed_from or self
+        return f"{self.name!r}, of which this rank holds {tuple(origin.local_shape)} of {origin.shape}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardInfo":
         return self

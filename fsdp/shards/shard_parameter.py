@@ -3,6 +3,7 @@
 torch.utils.swap_tensors refuses parameters that have weak references, and units have some. `exchange` does without it.
 """
 
+from itertools import count
 from typing import Final, cast
 
 import torch
@@ -18,12 +19,23 @@ class ShardParameter(ShardTensor, nn.Parameter):
 
     is_parameter = True
 
+    @property
+    def data(self) -> Tensor:
+        """The values without autograd. They remember where they lie, so that it is known when they are put back."""
+        data: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        data.__dict__[_PLACE] = (self, moved_shards.get(self, 0))  # type: ignore[no-untyped-call]
+        return data
 
-moved_empty: Final = WeakIdKeyDictionary()
-"""For each shard without elements that the user has pointed at another tensor (`p.data = x`): what stands for that tensor.
-
-It has no address by which that could be seen. All ranks must see it alike, because they gather anew then.
-"""
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        Tensor.data.__set__(self, data)  # type: ignore[attr-defined]
+        owner, place = data.__dict__.get(_PLACE, (None, 0))
+        if owner is not self:
+            data.__dict__[_PLACE] = (self, place := next(_places))
+        if place:
+            moved_shards[self] = place
+        else:
+            moved_shards.pop(self, None)  # type: ignore[no-untyped-call]
 
 
 class EmptyShardParameter(ShardParameter):
@@ -33,23 +45,15 @@ class EmptyShardParameter(ShardParameter):
     optimizer that works element by element does not see it, see optimizer_steps.py.
     """
 
-    @property
-    def data(self) -> Tensor:
-        data: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        data.__dict__[_PLACE] = moved_empty.get(self)  # type: ignore[no-untyped-call]
-        return data
 
-    @data.setter
-    def data(self, data: Tensor) -> None:
-        Tensor.data.__set__(self, data)  # type: ignore[attr-defined]
-        place = data.__dict__.get(_PLACE, data.__dict__)
-        if place is None:
-            moved_empty.pop(self, None)  # type: ignore[no-untyped-call]
-        else:
-            moved_empty[self] = place if isinstance(place, int) else id(place)
+moved_shards: Final = WeakIdKeyDictionary()
+"""For each shard that the user has pointed at another tensor (`p.data = x`), a number that stands for that tensor.
 
-
+No address says so, because a shard may have no elements, and all ranks must see it alike: they gather anew then.
+"""
 _PLACE: Final = "_fsdp_place"
+"""The attribute of a tensor that was `p.data` or is: the shard, and the number of the tensor in `moved_shards`; 0 for its own."""
+_places: Final = count(1)
 
 
 _PARAMETER_CLASSES: dict[tuple[type, bool], type[ShardParameter]] = {

@@ -185,6 +185,9 @@ class ShardTensor(Tensor):
 
     reshape_as = view_as
 
+    def ravel(self) -> Any:
+        return self.flatten()
+
     def __getitem__(self, index: Any) -> Any:
         """All elements in another shape, or what tensors select."""
         if not _has_numbers_alone(index):
@@ -281,11 +284,27 @@ def _viewed(shard: ShardTensor, shape: Sequence[int]) -> Tensor:
     info = shard.shard_info
     viewed = info.viewed(tuple(shape))
     if viewed is info or not shard.is_reduced:
-        return Tensor.view(shard, info.local_shape)
-    if viewed is None or (shard.requires_grad and torch.is_grad_enabled()):
-        # autograd's formula would use the sizes of the part
+        return Tensor.view_as(shard, shard)
+    if viewed is None:
         refuse(f"a view of shape {tuple(shape)}", info)
-    return as_shard(plain(shard).view(viewed.local_shape), viewed)
+    return cast(Tensor, _View.apply(shard, viewed))  # type: ignore[no-untyped-call]
+
+
+def _as_viewed(shard: ShardTensor, viewed: ShardInfo) -> ShardTensor:
+    return _as_alias(as_shard(plain(shard).view(viewed.local_shape), viewed), shard)
+
+
+class _View(torch.autograd.Function):
+    """A view of another shape. The formula of torch's own would ask for the sizes of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: ShardTensor, viewed: ShardInfo) -> ShardTensor:
+        ctx.info = shard.shard_info
+        return _as_viewed(shard, viewed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[ShardTensor, None]:
+        return as_shard(plain(gradient).reshape(ctx.info.local_shape), ctx.info), None
 
 
 def _has_numbers_alone(index: Any) -> bool:
@@ -329,9 +348,7 @@ def _element_wise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             _count_change(target)
         return result
     made = _wrap(func, result, info)
-    if func in _ALIASES:
-        made.alias_of = args[0] if args[0].is_parameter else args[0].alias_of
-    return made
+    return _as_alias(made, args[0]) if func in _ALIASES else made
 
 
 def _check_target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], info: ShardInfo) -> None:
@@ -373,6 +390,12 @@ def _element_wise_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+def _as_alias(made: ShardTensor, shard: ShardTensor) -> ShardTensor:
+    """`made`, which shares the memory of `shard`."""
+    made.alias_of = shard if shard.is_parameter else shard.alias_of
+    return made
 
 
 def _count_change(changed: ShardTensor) -> None:
@@ -426,14 +449,15 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What composite operators of torch ask for by the sizes of this rank's part. Methods of shards know the full shape."""
     info, sizes = _first_info(args), tuple(args[1])
-    if sizes in ((-1,), (info.local_shape.numel(),)) and len(info.shape) > 1 and func is not torch.ops.aten.expand.default:
-        return _viewed(args[0], (info.numel,))
+    in_a_row = info.viewed((info.numel,))
+    if in_a_row not in (info, None) and sizes in ((-1,), in_a_row.local_shape) and func is not torch.ops.aten.expand.default:
+        return _as_viewed(args[0], in_a_row)
     keeps = len(sizes) == len(info.shape) == len(info.local_shape) and all(
         size in (-1, here, full) for size, here, full in zip(sizes, info.local_shape, info.shape, strict=True)
     )
     if not keeps and sizes != tuple(info.local_shape):
         refuse(f"{func} to {sizes}", info)
-    return as_shard(args[0].detach(), info)
+    return _as_alias(as_shard(args[0].detach(), info), args[0])
 
 
 def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

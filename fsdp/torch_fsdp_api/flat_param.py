@@ -44,15 +44,18 @@ class FlatPart(nn.Parameter):
     _shard_param_infos: tuple[ShardParamInfo, ...]
     """The range of the full parameter, end to end, that this rank has."""
 
-    @classmethod
-    def of(cls, name: str, param_shard: ParamShard) -> "FlatPart":
+    def __new__(cls, name: str, param_shard: ParamShard) -> "FlatPart":
         """The vector of a sharded parameter with this name."""
         parameter, part = param_shard.parameter, param_shard.part
         made: FlatPart = torch.Tensor._make_subclass(cls, plain(parameter).reshape(-1), parameter.requires_grad)
         made._parameter, made._fqns, made._shapes = parameter, (name,), (torch.Size(param_shard.shape),)
-        whole = ShardParamInfo(True, 0, part.numel, part.first, part.first + part.numel - 1)
-        made._shard_param_infos = (whole if part.numel else ShardParamInfo(False, None, None, None, None),)
+        here = ShardParamInfo(True, 0, part.numel, part.first, part.first + part.numel - 1)
+        made._shard_param_infos = (here if part.numel else ShardParamInfo(False, None, None, None, None),)
         return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter with the same values, which belongs to no instance."""
+        return nn.Parameter(self.detach().clone(), self.requires_grad)
 
     @property
     def grad(self) -> Tensor | None:

@@ -47,17 +47,21 @@ class InstanceState(nn.Module):
         self._comm_hook: Any = None
         self._comm_hook_state: Any = None
         self._is_summoned = False
+        self.has_started = False
         self.compute_device = torch.device("cpu")
         self._device_handle = self._free_event_queue = NoEvents()
 
     def __deepcopy__(self, memo: Memo) -> nn.Module:
         """A copy with shards of its own, on the same ranks. Only the outermost instance can be copied by itself."""
-        ref = unit_ref_of(self._unit_module)
         copied = copy_wrapper(self, (self.process_group, self._inter_node_pg, self._device_mesh, self._mesh), memo)
-        of_copy = unit_ref_of(memo[id(self._unit_module)])
-        if ref is not None and ref.index == 0 and of_copy is not None:
-            drop_state_hooks(of_copy.engine)
+        ref = unit_ref_of(memo[id(self._unit_module)])
+        if ref is not None:  # it has the whole engine: an inner instance gets it after the outermost one
+            drop_state_hooks(ref.engine)
         return copied
+
+    def set_started(self) -> None:
+        """Remember that a forward has begun, before which the model was checked."""
+        self.has_started = True
 
     def set_settings(self, settings: StateDictSettings) -> None:
         """From now on `state_dict()` gives this kind of state."""
@@ -102,7 +106,7 @@ class InstanceState(nn.Module):
         """This rank's part of each parameter that this instance shards, as a vector with FSDP1's names and ranges."""
         found: dict[ParamShard, FlatPart] = {}
         for name, param_shard in states.names_of(self).items():
-            found.setdefault(param_shard, FlatPart.of(name, param_shard))
+            found.setdefault(param_shard, FlatPart(name, param_shard))
         return [*found.values()]
 
     @property

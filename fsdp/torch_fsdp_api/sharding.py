@@ -78,6 +78,12 @@ def computing_device(given: torch.device | None, offload: CPUOffload, module: nn
     here = next((one.device for one in own if not one.is_meta), inner)
     if given is None and offload.offload_params and here.type == "cpu":
         return current_accelerator() or here
+    if given is None and here.type == "cpu" and own:
+        warnings.warn(
+            "The passed-in `module` is on CPU, where it computes and communicates. Move it to a device first, or give device_id, "
+            "if there is one.",
+            stacklevel=4,
+        )
     return given or here
 
 

@@ -18,7 +18,7 @@ from fsdp.state_dict.full_state import RANGE_BYTES
 from fsdp.state_dict.param_ranges import gather_range, memory_for, ranges_of
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 from fsdp.torch_fsdp_api import torch_names
-from fsdp.torch_fsdp_api.late_params import take_over
+from fsdp.torch_fsdp_api.root_forward import take_over
 from fsdp.torch_fsdp_api.sharding import WRAPPED_NAME, instances_in, plain_name
 from fsdp.torch_fsdp_api.torch_names import FullStateDictConfig, ShardingStrategy, StateDictType
 

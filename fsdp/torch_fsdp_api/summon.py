@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fsdp.api.summon import summoned_unit
+from fsdp.autograd.frames import in_backward
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.runtime.registry import UnitRef
-from fsdp.torch_fsdp_api.late_params import take_over
+from fsdp.torch_fsdp_api.root_forward import take_over
 from fsdp.torch_fsdp_api.torch_names import ShardingStrategy, TrainingState
 
 
@@ -45,7 +46,7 @@ def summoned(
 
 
 def _check(instance: Any, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
-    if instance.training_state is not TrainingState.IDLE:
+    if instance.training_state is not TrainingState.IDLE or in_backward():
         when = "during forward/backward"
         if instance.training_state is TrainingState.SUMMON_FULL_PARAMS:
             when = "when already unsharding parameters"

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from fsdp.api.wrap import no_sync, run_forward
 from fsdp.params.module_params import owning_unit
 from fsdp.runtime.registry import UnitRef, unit_ref_of
-from fsdp.torch_fsdp_api import gradients, late_params, optim_states, sharding, state_types, states, summon, torch_names
+from fsdp.torch_fsdp_api import gradients, optim_states, root_forward, sharding, state_types, states, summon, torch_names
 from fsdp.torch_fsdp_api.instance import InstanceState
 from fsdp.torch_fsdp_api.sharding import WRAPPED_NAME, instances_in
 from fsdp.torch_fsdp_api.torch_names import (
@@ -214,15 +213,8 @@ class FullyShardedDataParallel(InstanceState):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the wrapped module. The outermost instance moves the inputs to its device."""
         if self._is_root:
-            if self._unit_ref is not None:
-                late_params.take_over(self._unit_ref.engine)
-            sharding.set_precision(self)
-            if self.compute_device.type != "cpu":
-                args, kwargs = tree_map(self._to_device, (args, kwargs))
+            return root_forward.run(self, args, kwargs)
         return run_forward(self._fsdp_wrapped_module, args, kwargs, self._unit_ref)
-
-    def _to_device(self, thing: Any) -> Any:
-        return thing.to(self.compute_device) if isinstance(thing, Tensor) else thing
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None, None, None]:

@@ -114,10 +114,12 @@ _OF_PARTS: Final = (
     "read the norm of every gradient",
     "read which parameters have a gradient",
     "make state by the shape of p",
+    "look a row up with max_norm",
 )
 WITHOUT: Final[dict[str, tuple[str, ...]]] = {
     "torch_fsdp": _OF_PARTS,
     "fairscale": (*_OF_PARTS, "load the kept state dict with assign=True"),
 }
 """What users of these two doors see of a parameter is a part, as with the engines of these names. fairscale knows no `assign`."""
-REPLICATED: Final = ("NO_SHARD", "ddp")
+REPLICATED: Final = ("NO_SHARD", "HYBRID_SHARD", "ddp")
+"""Each of two ranks has all elements."""

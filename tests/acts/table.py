@@ -110,5 +110,41 @@ def sentence(text: str) -> str:
     return text.replace("|", "/").replace("`", "")
 
 
-DIFFERS: Final[dict[tuple[str, str], str]] = {}
-"""Pairs that are different from plain torch, and the reason why they stay so."""
+_HOOK: Final = "in a tensor hook no gradient of this backward is in .grad yet, so p.grad may be None"
+_RECOMPUTE: Final = "in a recompute gradients of units that autograd has left are not in .grad yet"
+_ACCUMULATES: Final = "through the doors, and where every rank holds all elements, p.grad is this rank's own, as in torch's DDP"
+_LATE: Final = "hooks on shards see the sum of the micro-batches, in the backward that synchronises"
+_ALIAS: Final = "torch counts no change through .data; with guard=True it is refused"
+_NESTED: Final = "through fairscale's door a forward inside a forward of the same unit fails"
+_ASSIGNED: Final = "through FSDP2's door the parameters stay the same objects, and the optimizer goes on with them"
+_DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
+    (
+        _HOOK,
+        ("in a tensor hook",),
+        (
+            *("replace p.grad by its half", "scale p.grad in place", "scale p.grad.data in place", "zero p.grad in place"),
+            *("delete p.grad", "add the gradient to a weight", "add a tensor hook", "add a post-accumulate hook"),
+            *("remove the last hook", "read p.grad.shape", "read the value of a gradient", "read the norm of every gradient"),
+            *("read which parameters have a gradient", "optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
+        ),
+    ),
+    (
+        _RECOMPUTE,
+        ("in a recompute",),
+        ("read the norm of every gradient", "optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
+    ),
+    (_ACCUMULATES, ("between micro-batches",), ("scale p.grad.data in place", "add the gradient to a weight")),
+    (_LATE, ("between micro-batches",), ("add a tensor hook", "remove the last hook")),
+    (_ALIAS, ("in a pre-hook", "inside a forward", "in a recompute"), ("change a weight through .data",)),
+    (
+        _NESTED,
+        ("in a pre-hook", "inside a forward"),
+        (
+            *("evaluate with the model frozen, and thaw it", "call the model frozen, thaw it", "evaluate the model"),
+            *("replace p.data, evaluate, put it back", "evaluate in inference mode", "a forward whose output is dropped"),
+        ),
+    ),
+    (_ASSIGNED, MOMENTS, ("load the kept state dict with assign=True",)),
+)
+DIFFERS: Final = {(act, moment): reason for reason, moments, acts in _DIFFER for moment in moments for act in acts}
+"""Pairs that are different from plain torch in some world, and the reason why they stay so."""

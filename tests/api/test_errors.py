@@ -45,6 +45,10 @@ class TestWrapping:
             ({"mp_policy": "bf16"}, "mp_policy must be a fsdp.MixedPrecisionPolicy (fields param_dtype"),
             ({"auto_wrap_policy": "Block"}, "auto_wrap_policy must be 'auto', a set of module classes"),
             ({"auto_wrap_policy": set()}, "auto_wrap_policy is empty; leave it out"),
+            (
+                {"auto_wrap_policy": {nn.Conv2d, nn.Tanh}},
+                "names Conv2d, Tanh, and no module is one; the classes with parameters are Block, LayerNorm, Linear, ModuleList,",
+            ),
             ({"auto_wrap_policy": {int}}, "auto_wrap_policy must name nn.Module classes; this is not one: <class 'int'>"),
             ({"auto_wrap_policy": lambda module: True}, "must be callable as policy(name, module) -> bool, or as"),
             ({"auto_wrap_policy": {nn.ModuleList}}, "auto_wrap_policy chose 'blocks', a ModuleList, which has no forward"),

@@ -33,9 +33,10 @@ def names(model: nn.Module) -> list[str]:
         ([Block], ["Net", "blocks.0", "blocks.1", "blocks.2"]),
         (ModuleWrapPolicy({Block}), ["Net", "blocks.0", "blocks.1", "blocks.2"]),
         (lambda name, module: name == "blocks.1.up" or name == "leave", ["Net", "blocks.1.up", "leave"]),
-        ({nn.Tanh}, ["Net"]),
+        ({Block, nn.Tanh}, ["Net", "blocks.0", "blocks.1", "blocks.2"]),
+        (ModuleWrapPolicy({nn.Tanh}), ["Net"]),
     ],
-    ids=["none", "set", "list", "ModuleWrapPolicy", "callable", "a class that is not there"],
+    ids=["none", "set", "list", "ModuleWrapPolicy", "callable", "a class that is not there", "a torch policy without a match"],
 )
 def test_a_policy_chooses_the_units(door: Any, policy: Any, units: list[str]) -> None:
     def fn(rank: int) -> None:

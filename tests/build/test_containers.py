@@ -59,6 +59,7 @@ def test_a_list_or_dict_with_a_forward_is_a_unit_and_trains_as_in_a_single_proce
     def run(rank: int) -> tuple[int, list[Tensor]]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "The passed-in `module` is on CPU")
             model = wrap(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):

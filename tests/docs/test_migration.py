@@ -16,8 +16,23 @@ def scripts() -> dict[str, dict[str, str]]:
     for page in sorted((DOCS / "migration").glob("*.md")):
         blocks = {block.title: block.text for block in blocks_of(page.read_text(encoding="utf-8")) if block.title in NAMES}
         if blocks:
-            found[page.stem] = {str(name): text for name, text in blocks.items()}
+            before = blocks[NAMES[0]]
+            found[page.stem] = {NAMES[0]: before, NAMES[1]: applied(before, blocks[NAMES[1]])}
     return found
+
+
+def applied(script: str, difference: str) -> str:
+    """A script after a difference: lines with a minus, in the place of each group the lines with a plus that follow it."""
+    lines, place = script.splitlines(), 0
+    for line in difference.splitlines():
+        if line.startswith("-"):
+            place = lines.index(line[1:])
+            del lines[place]
+        else:
+            assert line.startswith("+"), line
+            lines.insert(place, line[1:])
+            place += 1
+    return "\n".join(lines) + "\n"
 
 
 @pytest.mark.parametrize("page", scripts())

@@ -136,7 +136,8 @@ def has_forked() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks of a process that has threads
         other = os.fork()
     if not other:
-        return
+        atexit._run_exitfuncs()
+        os._exit(0)  # torch's own group would wait in its destructor for threads that a fork has not
     os.waitpid(other, 0)
     loss_of(model(X)).backward()
     (Path(sys.argv[1]) / "has forked" / "went on").touch()

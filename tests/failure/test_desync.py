@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 
 import fsdp
-from fsdp.errors import FEWER_BATCHES
+from fsdp.errors import FEWER_BATCHES, UNEVEN_PATHS
 from fsdp.failure import desync, pending_call
 from fsdp.failure.desync import CallSequence, DesyncDetector, WatchedWork
 from fsdp.failure.pending_call import OBJECTS, PendingCall
@@ -239,6 +239,54 @@ def test_who_left_the_loop_is_pointed_to_join(kind: str, named: bool) -> None:
 
     ranks.run(call("all_gather", "a"), call(kind, "b"))
     assert [FEWER_BATCHES in text for text in ranks.said.values()] == [named, named]
+
+
+def test_a_function_that_one_rank_alone_calls_is_what_every_rank_must_call() -> None:
+    ranks = Ranks(2)
+
+    def call(kind: str, label: str) -> Callable[[DesyncDetector], None]:
+        return lambda detector: detector.open("shard").check_call(kind, label, 0) and None
+
+    ranks.run(call("gather_objects", "save"), call("all_gather", "a"))
+    assert len(ranks.said) == 2
+    assert all(f"Every rank must call save. {FEWER_BATCHES}" in text for text in ranks.said.values())
+    assert not any(UNEVEN_PATHS in text for text in ranks.said.values())
+
+
+@pytest.mark.parametrize("counts", [(3, 0), (3, 3)])
+def test_a_rank_that_has_evaluated_alone_is_the_cause(counts: tuple[int, int]) -> None:
+    ranks = Ranks(2)
+
+    def gather(detector: DesyncDetector) -> None:
+        sequence = detector.open("shard")
+        sequence.evaluated = counts[detector.rank]
+        sequence.check_call("all_gather", "ab"[detector.rank], 64)
+
+    ranks.run(gather, gather)
+    cause = (
+        "Only rank 0 made a forward without gradients (an evaluation) before: make it on every rank, or pass uneven_paths=True."
+    )
+    assert [cause in text for text in ranks.said.values()] == [counts == (3, 0)] * 2
+    assert [UNEVEN_PATHS in text for text in ranks.said.values()] == [counts == (3, 3)] * 2
+
+
+def test_rank_0_does_not_end_before_the_others_have_read_the_reason() -> None:
+    ranks, read = Ranks(2), []
+
+    def gather(detector: DesyncDetector) -> None:
+        if detector.rank:
+            threading.Event().wait(0.05)
+            detector.read_fatal()
+            return
+        detector.declare_fatal("they disagree")
+        detector.store.set("fatal", "they disagree")
+        try:
+            detector.raise_fatal()
+        finally:
+            read.append(ranks.watches[1].fatal)
+
+    ranks.run(gather, gather)
+    assert read == ["they disagree"] and ranks.said == {0: "they disagree"}
 
 
 @pytest.mark.parametrize("others", ["wait in that backward", "are about to call something new"])

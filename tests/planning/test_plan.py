@@ -1,6 +1,8 @@
 """`fsdp.plan` compares choices, recommends one, and refuses what it cannot plan for in a sentence."""
 
 import json
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import fsdp
 from fsdp.__main__ import main
 from fsdp.build.auto_units import auto_units
 from fsdp.planning.command import bytes_of
+from fsdp.planning.shapes import SHAPES, Decoder
 from fsdp.rehearsal.clock import COPIES, Clock
 from fsdp.rehearsal.hardware import DEVICES, NETWORKS, Cluster, Device, Link
 from fsdp.rehearsal.rehearse import Rehearsal
@@ -23,7 +26,14 @@ FAST = Device("test", 2**30, 1e12, 1e12, 1e12, Link(1e9, 1e-6))
 
 
 def plan(**changed: Any) -> fsdp.Plan:
-    options: dict[str, Any] = {"inputs": tokens, "per_host": 2, "device": FAST, "network": Link(1e8, 1e-5), **changed}
+    options: dict[str, Any] = {
+        "inputs": tokens,
+        "per_host": 2,
+        "device": FAST,
+        "network": Link(1e8, 1e-5),
+        "reserve": 0,
+        **changed,
+    }
     return fsdp.plan(options.pop("model", GPT.build), options.pop("world_size", 4), **options)
 
 
@@ -328,15 +338,126 @@ def test_a_target_that_does_not_exist_is_named(target: str, said: str, capsys: p
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("80GiB", 80 << 30), ("1.5 GB", 1_500_000_000), ("7", 7), ("2kib", 2048), ("3MB", 3_000_000)]
+    ("text", "count"), [("80GiB", 80 << 30), ("1.5 GB", 1_500_000_000), ("7B", 7), ("2kib", 2048), ("3MB", 3_000_000), ("0", 0)]
 )
 def test_bytes_are_read_with_their_unit(text: str, count: int) -> None:
-    assert bytes_of(text) == count
+    assert bytes_of("--memory", text) == count
 
 
-def test_bytes_without_a_number_are_refused() -> None:
-    with pytest.raises(fsdp.ShardingError, match="--memory is 'much'"):
-        bytes_of("much")
+@pytest.mark.parametrize(
+    ("text", "said"), [("much", "--memory is 'much'; give a number"), ("80", "'80', without a unit; give 80GiB, 80GB or 80B")]
+)
+def test_bytes_without_a_number_or_a_unit_are_refused(text: str, said: str) -> None:
+    with pytest.raises(fsdp.ShardingError, match=said):
+        bytes_of("--memory", text)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--batch", "-1"), ("--length", "0")])
+def test_a_number_of_rows_or_tokens_below_one_is_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "decoder-125m", "--world-size", "2", option, value]) == 1
+    assert f"plan: {option} is {value}; give a number, at least 1." in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_before_the_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setattr("fsdp.planning.command.plan", lambda *_, **__: pytest.fail("it has begun to work"))
+    assert main(["plan", "decoder-125m", "--world-size", "2", "--html", "plan.html"]) == 1
+    assert "plan --html needs the package plotly" in capsys.readouterr().err
+
+
+# what is assumed --------------------------------------------------------------------------
+
+
+def test_the_memory_is_not_planned_to_the_last_byte() -> None:
+    device = replace(FAST, memory=2**30)
+    only: dict[str, Any] = {
+        "strategies": ["FULL_SHARD"],
+        "units": {"blocks": {Block}},
+        "checkpointing": [False],
+        "offload": [False],
+    }
+    found = plan(**only, device=device, reserve=None)
+    assert found.usable == 2**30 - int(0.06 * 2**30)
+    assert "61.44 MiB of each device are left free, for the context" in str(found)
+    peak = found.candidates[0].rehearsal.peak if found.candidates[0].rehearsal else 0
+    assert plan(**only, memory=peak, reserve=0).best is not None
+    tight = plan(**only, memory=peak, reserve=1024)
+    assert tight.best is None and "it needs 1.00 KiB more" in str(tight)
+    assert json.loads(tight.to_json())["reserve"] == 1024
+    assert plan(device="cpu", reserve=None).reserve == 0
+    with pytest.raises(fsdp.ShardingError, match="leaves nothing"):
+        plan(memory=1024, reserve=1024)
+
+
+def test_the_dtypes_of_everything_are_stated() -> None:
+    policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    assert "Parameters and gradients float32, optimizer state float32; computing in float32, reducing in float32." in str(plan())
+    assert "optimizer state float32; computing in bfloat16, reducing in float32." in str(plan(mp_policy=policy))
+    half = str(plan(model=lambda: GPT.build().bfloat16()))
+    assert "Parameters and gradients bfloat16, optimizer state bfloat16; computing in bfloat16" in half
+    assert "The optimizer rounds its state and every update to 16 bits" in half
+    whole = plan(model=lambda: GPT.build().bfloat16(), params=torch.float32)
+    assert "optimizer state float32" in str(whole) and "rounds" not in str(whole)
+    assert "no optimizer state" in str(plan(optimizer=None))
+    assert "A micro-batch of (2, 24) int64." in str(plan())
+
+
+def test_what_a_plan_cannot_see_is_said() -> None:
+    class Cast(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    class Recurrent(nn.LSTM):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            found: torch.Tensor = super().forward(x)[0]
+            return found
+
+    rows: dict[str, Any] = {"inputs": lambda: torch.zeros(2, 3, 8), "checkpointing": [False]}
+    assert "The model uses torch.autocast, which does nothing here" in str(plan(model=lambda: Cast(8, 8), **rows))
+    assert "Recurrent layers are counted step by step" in str(plan(model=lambda: Recurrent(8, 8), **rows))
+    assert "autocast" not in str(plan()) and "Recurrent" not in str(plan())
+
+
+def test_the_kernel_of_attention_is_said_and_can_be_chosen() -> None:
+    attention: dict[str, Any] = {
+        "model": lambda: Decoder(replace(SHAPES["decoder-125m"], blocks=2)),
+        "strategies": ["FULL_SHARD"],
+    }
+    attention |= {"inputs": lambda: torch.zeros(1, 512, dtype=torch.long), "checkpointing": [False]}
+    fused, other = (plan(**attention, attention=kind).candidates[0].rehearsal for kind in ("auto", "math"))
+    assert fused is not None and other is not None
+    # a matrix of float32 for each of 12 heads in both blocks, kept by the softmax
+    assert other.saved - fused.saved > 0.9 * 2 * 12 * 512 * 512 * 4
+    assert other.computing > fused.computing
+    assert "Attention by a fused kernel in 2 calls." in str(plan(**attention))
+    assert "Attention by math in 2 calls." in str(plan(**attention, attention="math"))
+    with pytest.raises(fsdp.ShardingError, match="attention is 'fast'; give one of auto, flash, math"):
+        plan(attention="fast")
+
+
+def test_activations_of_a_built_in_shape_are_counted() -> None:
+    shape = replace(SHAPES["decoder-125m"], blocks=4)
+    found = plan(model=lambda: Decoder(shape), inputs=lambda: torch.zeros(2, 256, dtype=torch.long), strategies=["FULL_SHARD"])
+    saved = {one.choice.checkpointing: one.rehearsal.saved for one in found.candidates if one.rehearsal}
+    # what goes into each block, and the logits
+    assert saved[True] > 4 * 2 * 256 * 768 * 4 + 2 * 255 * 50304 * 4
+    assert saved[False] > saved[True] + 4 * 2 * 256 * (4 * 768 + 3 * 2048) * 4
+
+
+def test_a_choice_that_changes_nothing_is_not_listed() -> None:
+    found = plan(model=lambda: nn.Sequential(nn.Linear(8, 8)), inputs=lambda: torch.zeros(1, 8), strategies=["FULL_SHARD"])
+    assert [one.choice.title for one in found.candidates] == ["FULL_SHARD"]
+
+
+def test_checkpointing_has_its_price_beside_the_recommendation() -> None:
+    blocks: dict[str, Any] = {"units": {"blocks": {Block}}, "strategies": ["FULL_SHARD"], "offload": [False]}
+    peaks = {one.choice.checkpointing: one.rehearsal.peak for one in plan(**blocks).candidates if one.rehearsal}
+    found = str(plan(**blocks, inputs=lambda: tokens().repeat(64, 1)))
+    assert "Recommended: FULL_SHARD:" in found and "Checkpointing computes" not in found
+    assert peaks[True] < peaks[False]
+    short = str(plan(**blocks, memory=peaks[False] - 1))
+    assert "Recommended: FULL_SHARD, checkpointed" in short and re.search(r"Checkpointing computes \d+% more\.", short)
 
 
 # units chosen by size ---------------------------------------------------------------------

@@ -84,6 +84,9 @@ def flat(p: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
 def one_row(p: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
     """As AdamP: norms over the last dimension of a view, here of one row."""
     p.sub_(grad / (grad.view(1, -1).norm(dim=1).view([1] * p.dim()) + 1), alpha=0.1)
+    with torch.enable_grad():
+        state.setdefault("begun", p.flatten().detach().clone()).add_(p.view(-1).data, alpha=0.1)
+    p.sub_(state["begun"].view_as(p), alpha=0.01)
     p[...] = p[None].sub(grad[None, :].sum((0, *range(1, 1 + p.dim())), keepdim=True), alpha=0.01)[0]
     p[:] = p.clone()
 
@@ -167,11 +170,6 @@ class Refused:
     def rows_by_number(p: Tensor) -> None:
         p[torch.tensor([0, 1])] = 0.0
 
-    @staticmethod
-    def a_view_with_a_graph(p: Tensor) -> None:
-        with torch.enable_grad():
-            p.requires_grad_().view(-1).square().sum().backward()
-
 
 REFUSED: Final = {name: call for name, call in vars(Refused).items() if isinstance(call, staticmethod)}
 
@@ -181,10 +179,50 @@ def test_what_is_refused_names_the_parameter_and_changes_nothing(name: str) -> N
     def fn(rank: int) -> None:
         parameter = fsdp.fully_shard(nn.Linear(8, 12, bias=False)).weight
         before = local(parameter).clone()
-        target = parameter if name == "a_view_with_a_graph" else parameter.detach()
         with torch.no_grad(), pytest.raises(fsdp.ShardingError, match=r"'weight'.* (needs the full tensor|with the full values)"):
-            REFUSED[name](target)
+            REFUSED[name](parameter.detach())
         assert torch.equal(local(parameter), before)
+
+    fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("view", [Tensor.abs, lambda p: p.view(-1), lambda p: p.ravel(), torch.flatten])
+def test_a_loss_of_a_view_is_refused(view: Callable[[Tensor], Tensor]) -> None:
+    def fn(rank: int) -> None:
+        weight = fsdp.fully_shard(nn.Linear(8, 12)).weight
+        with pytest.raises(fsdp.ShardingError, match=r"'weight'.*fsdp\.full_parameters\(model\)"):
+            view(weight).square().sum().backward()
+        assert weight.grad is None
+
+    fsdp.simulate(2, fn)
+
+
+def halve(tensor: Any) -> None:
+    tensor.mul_(0.5)
+
+
+def halve_all(tensor: Any) -> None:
+    tensor[...] = tensor * 0.5
+
+
+def halve_into(tensor: Any) -> None:
+    torch.mul(tensor, 0.5, out=tensor)
+
+
+@pytest.mark.parametrize("change", [halve, halve_all, halve_into])
+@pytest.mark.parametrize("view", [lambda p: p.data.view(-1), lambda p: p.data[:], lambda p: p.data, lambda p: p.view(-1)])
+def test_what_is_changed_through_a_view_is_seen_by_a_unit_that_is_gathered_ahead(
+    view: Callable[[Tensor], Tensor], change: Callable[[Tensor], None]
+) -> None:
+    def fn(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 12, bias=False))
+        fsdp.fully_shard(model, auto_wrap_policy={nn.Linear})
+        weight = model[1].weight
+        with torch.no_grad():
+            before = model(torch.ones(2, 8))
+            model[0].register_forward_pre_hook(lambda *_: change(view(weight)))
+            assert torch.allclose(model(torch.ones(2, 8)), before * 0.5)
 
     fsdp.simulate(2, fn)
 

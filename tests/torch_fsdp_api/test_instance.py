@@ -134,7 +134,10 @@ def test_full_parameters_are_refused_in_a_forward_and_inside_each_other() -> Non
         with pytest.raises(AssertionError, match="Cannot manually unshard parameters during forward/backward"):
             model(batch(0, rank))
         handle.remove()
-        model(batch(0, rank)).sum().backward()
+        out = model(batch(0, rank))
+        out.register_hook(summon)
+        with pytest.raises(AssertionError, match="Cannot manually unshard parameters during forward/backward"):
+            out.sum().backward()
         with (
             FSDP.summon_full_params(model),
             pytest.raises(AssertionError, match="Cannot manually unshard parameters when already unsharding parameters"),
@@ -151,6 +154,8 @@ def test_full_parameters_are_refused_in_a_forward_and_inside_each_other() -> Non
 def test_warnings_and_errors_have_the_words_that_users_of_fsdp1_match() -> None:
     def fn(rank: int) -> None:
         model = wrapped()
+        with pytest.warns(UserWarning, match="The passed-in `module` is on CPU"):
+            FSDP(nn.Linear(2, 2))
         with pytest.raises(RuntimeError, match="should only be called on the root FSDP instance"):
             model.blocks[0].clip_grad_norm_(1.0)
         with pytest.raises(AssertionError, match=r"^register_comm_hook can only be called on a root instance.$"):

@@ -1,4 +1,4 @@
-"""Parameters that are put into a wrapped model: what takes the place of another one keeps its values, and new ones stay whole."""
+"""The forward of the outermost instance, after parameters and optimizers were put into the model."""
 
 import warnings
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import fsdp
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP
@@ -76,7 +77,7 @@ def test_a_module_that_is_added_stays_unsharded_with_a_warning() -> None:
         model = wrapped()
         model.module.append(nn.Linear(4, 2))
         with pytest.warns(
-            UserWarning, match="parameter '2.weight' was added after wrapping: it is not sharded, and its"
+            UserWarning, match="parameter '2.weight' was added after wrapping: it is not sharded, and its gradients"
         ):
             out = model(torch.ones(2, 4) + rank)
         out.sum().backward()
@@ -89,5 +90,38 @@ def test_a_module_that_is_added_stays_unsharded_with_a_warning() -> None:
         assert torch.equal(state["2.weight"], added.weight) and state["0.weight"].shape == (4, 4)
         model.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
         assert not bool(added.weight.any()) and not bool(model.state_dict()["0.weight"].any())
+
+    fsdp.simulate(2, program)
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_an_optimizer_inside_the_backward_is_refused(original: bool) -> None:
+    def program(rank: int) -> None:
+        model = FSDP(nn.Sequential(nn.Linear(4, 4)), use_orig_params=original)
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False)
+        text = (
+            "parameter '0.weight' has an optimizer that steps inside the backward. In FSDP1 that is only supported with "
+            "use_orig_params=True"
+        )
+        with pytest.raises(RuntimeError, match=text):
+            model(torch.ones(2, 4))
+
+    fsdp.simulate(2, program)
+
+
+def test_ranks_that_call_instances_in_other_orders_get_the_words_of_fsdp1() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (FSDP(nn.Linear(4, 4), use_orig_params=True) for _ in range(2))
+
+        def forward(self, x: Tensor, first: bool) -> Tensor:
+            out: Tensor = self.two(self.one(x)) if first else self.one(self.two(x))
+            return out
+
+    def program(rank: int) -> None:
+        model = FSDP(Either(), use_orig_params=True)
+        with pytest.raises(fsdp.WorldError, match=r"^Forward order differs across ranks\. .*'one'"):
+            model(torch.ones(2, 4), rank == 0)
 
     fsdp.simulate(2, program)
