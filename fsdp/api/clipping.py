@@ -47,17 +47,19 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         refuse_unless_resting("clip_grad_norm_", engine)
         if engine.reducer.keeps_gradients:
             raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
-    spread = {id(p) for engine in engines for unit in engine.units if unit.has_dtensors for p in unit.tensor_parallel_params}
+    of_two_meshes = {
+        id(p) for engine in engines for unit in engine.units if unit.has_dtensors for p in unit.tensor_parallel_params
+    }
     # only parameters of which this rank holds elements
-    strided, sparse = _gradients_of([p for p in parameters if id(p) not in spread] if spread else parameters)
+    strided, sparse = _gradients_of([p for p in parameters if id(p) not in of_two_meshes] if of_two_meshes else parameters)
     # every rank must choose one dtype, also one that holds no gradient
     is_double = any(flat.shard.dtype is torch.float64 for engine in engines for unit in engine.units for flat in unit.flats)
     local = _local_norm(strided, sparse, power, torch.float64 if is_double else torch.float32, engines[0].units[0].shard_device)
     total = _combine(comms.reduce_comm, local, power)
-    gradients = [p.grad for p in parameters if id(p) in spread and p.grad is not None] if spread else []
+    gradients = [p.grad for p in parameters if id(p) in of_two_meshes and p.grad is not None] if of_two_meshes else []
     if gradients:
         total = torch.linalg.vector_norm(torch.stack([total, _norm_of_dtensors(gradients, power).to(total)]), power)
-        strided += _gradients_of([p for p in parameters if id(p) in spread])[0]
+        strided += _gradients_of([p for p in parameters if id(p) in of_two_meshes])[0]
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     _scale(strided, factor)
     for gradient in sparse:

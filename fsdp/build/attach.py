@@ -17,7 +17,7 @@ from fsdp.runtime.engine import Engine
 from fsdp.runtime.hooks import EngineHooks
 from fsdp.runtime.refuse_copy import refuse_on_meta
 from fsdp.runtime.registry import UnitRef
-from fsdp.runtime.steps import watch_steps
+from fsdp.runtime.steps import check_steps
 from fsdp.shards.optimizer_steps import hook_optimizers
 from fsdp.state_dict.state_dict_hooks import StateHooks
 from fsdp.uneven.uneven_engine import UnevenEngine
@@ -40,7 +40,7 @@ def attach(
         unit.join(streams, tracker, device, torch.device("cpu") if offloads else device)
     engine = (UnevenEngine if units[0].config.uneven_paths else Engine)(units, descendants, comms, streams, tracker)
     hooks = EngineHooks(engine)
-    watch_steps(engine)
+    check_steps(engine)
     remember(engine.snapshot)
     refusals = refuse_on_meta(engine)
     around: list[list[Unit]] = [[] for _ in units]

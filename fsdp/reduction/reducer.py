@@ -296,7 +296,7 @@ class Reducer:
                 )
 
     def _shown_grads(self) -> dict[str, tuple[object, ...]]:
-        """For each parameter by name, what tells that its `.grad` or `requires_grad` was changed."""
+        """For each parameter by name, by which one sees that its `.grad` or `requires_grad` was changed."""
         return {
             info.names[0]: (p.requires_grad, id(p.grad), None if p.grad is None else p.grad._version)
             for bucket in self.buckets

@@ -18,6 +18,7 @@ from fsdp.rehearsal.clock import Clock
 from fsdp.rehearsal.hardware import Device
 from fsdp.rehearsal.kernels import attention_flops
 from fsdp.rehearsal.recall import Recall
+from fsdp.shards.shard_tensor import local_operators
 
 OPTIMIZER_STATE: Final = "optimizer state"
 OPTIMIZER: Final = "what the optimizer computes with"
@@ -181,8 +182,9 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _local_size(tensor: Tensor) -> int:
-    """Bytes of the elements on this rank: `numel` of a shard is that of the full parameter."""
-    return tensor.shape.numel() * tensor.element_size()
+    """Bytes of the elements on this rank: a shard shows the sizes of the full parameter."""
+    with local_operators():
+        return tensor.shape.numel() * tensor.element_size()
 
 
 def _seconds(device: Device, func: Any, args: Any, kwargs: Any, result: Any, tensors: Sequence[Tensor]) -> float:

@@ -19,7 +19,7 @@ _looked_through: Final[WeakKeyDictionary[Optimizer, int]] = WeakKeyDictionary()
 """The number of parameters of each optimizer when they were last looked through."""
 
 
-def watch_steps(engine: Engine) -> None:
+def check_steps(engine: Engine) -> None:
     """From now on, look at each step of an optimizer that has parameters of this engine."""
     _hook_optimizers()
     _engines.add(engine)

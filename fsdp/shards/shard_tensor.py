@@ -74,16 +74,16 @@ class ShardTensor(Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The shape of the full tensor."""
-        return torch.Size(self.shard_info.shape)
+        """The shape of the full tensor. Inside `local_operators`, that of the part: kernels of the meta device ask in Python."""
+        return self.shard_info.local_shape if _is_local() else torch.Size(self.shard_info.shape)
 
     def size(self, dim: int | None = None) -> Any:
         """The shape of the full tensor, or its size in one dimension."""
-        return self.shape if dim is None else _of_dim(self.shard_info.shape, dim)
+        return self.shape if dim is None else _of_dim(self.shape, dim)
 
     def stride(self, dim: int | None = None) -> Any:
         """The strides of the full tensor, contiguous, or its stride in one dimension."""
-        strides = self.shard_info.strides
+        strides = Tensor.stride(self) if _is_local() else self.shard_info.strides
         return strides if dim is None else _of_dim(strides, dim)
 
     def dim(self) -> int:
@@ -310,6 +310,12 @@ class _View(torch.autograd.Function):
 def _has_numbers_alone(index: Any) -> bool:
     """Whether an index has slices and numbers alone, no tensors or lists."""
     return set(map(type, index if isinstance(index, tuple) else (index,))) <= {slice, int, type(None), type(...)}
+
+
+def _is_local() -> bool:
+    """Whether this thread is inside `local_operators`."""
+    excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
+    return excluded
 
 
 def _of_dim(sizes: Sequence[int], dim: int) -> int:

@@ -493,7 +493,7 @@ FORKED: Final[dict[str, Callable[[nn.Module], Any]]] = {
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRADIENTS", "NO_SHARD"])
 @pytest.mark.parametrize("act", FORKED)
-def test_a_process_that_was_forked_from_a_rank_is_told_so_at_once(act: str, strategy: str) -> None:
+def test_a_process_that_was_forked_from_a_rank_gets_an_error_at_once(act: str, strategy: str) -> None:
     def fn(rank: int) -> str:
         model = natively(strategy)(Net())
         model(data(rank)).sum().backward()
