@@ -115,7 +115,7 @@ class FlatBuffer:
         The gradient has no elements, so one serves all steps. Its version says whether the user has zeroed it, so it is no view
         of the shard, which would share the version.
         """
-        self._asks_pointers = self.shard_infos[0] is None
+        self.asks_pointers = self.shard_infos[0] is None
         """Whether only their addresses say where the sharded parameters lie. Shards know by themselves."""
         self._own_pointers = (self._own_shard.data_ptr(), self._pointers())
         """Where the own memory of the shard lies, and where each sharded parameter lies in it."""
@@ -300,7 +300,7 @@ class FlatBuffer:
     @property
     def places(self) -> int:
         """Where the sharded parameters lie: another number while the user has pointed one at other memory."""
-        if self._asks_pointers:
+        if self.asks_pointers:
             return hash(tuple(self._pointers()))
         moved = self._moved() if moved_shards else ()
         return hash(tuple(moved)) if moved else 0
@@ -310,7 +310,7 @@ class FlatBuffer:
         return [moved_shards[p] for p in self.sharded_params if p in moved_shards]
 
     def _are_at_home(self) -> bool:
-        if not self._asks_pointers:
+        if not self.asks_pointers:
             return not moved_shards or not self._moved()
         if self._own_shard.data_ptr() != self._own_pointers[0]:  # the memory has moved as a whole, see `fsdp.offload`
             own = [self._view_of(i, self._own_shard).data_ptr() for i in range(len(self.parts))]
@@ -340,7 +340,7 @@ class FlatBuffer:
         Raises:
             ShardingError: the new data has another shape, dtype or device.
         """
-        if not self.is_replaced:
+        if not (self.asks_pointers or moved_shards or self.is_elsewhere) or not self.is_replaced:
             return False
         if self._are_at_home():
             self.shard = self._own_shard
@@ -376,7 +376,7 @@ class FlatBuffer:
         """Copy `requires_grad` from the sharded to the unsharded parameters; return whether any changed."""
         with quick_attributes():
             flags = [*map(_REQUIRES_GRAD, self.sharded_params)]
-            if self._asks_pointers:  # a shard refuses at once
+            if self.asks_pointers:  # a shard refuses at once
                 for i, dtype in enumerate(map(_GRAD_DTYPE, self.sharded_params)):
                     if dtype is not self.shard.dtype and dtype is not None:
                         refuse_grad_dtype(self.param_infos[i].names[0], self.shard.dtype)

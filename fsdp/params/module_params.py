@@ -77,6 +77,11 @@ def reading_shards() -> Iterator[None]:
         _in_grad_hook.__dict__.clear()
 
 
+def in_grad_hook() -> bool:
+    """Whether a hook of the user on reduced gradients runs in this thread, see `reading_shards`."""
+    return bool(_in_grad_hook.__dict__)
+
+
 class ParamDict(dict[str, nn.Parameter | None]):
     """The `_parameters` of a module that has parameters of a unit."""
 
@@ -115,7 +120,7 @@ class InterceptingParamDict(ParamDict):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
         owner = None if parameter is None else owning_unit(parameter)
-        if parameter is None or owner is None or not ((in_backward() and not _in_grad_hook.__dict__) or in_a_forward()):
+        if parameter is None or owner is None or not ((in_backward() and not in_grad_hook()) or in_a_forward()):
             return parameter
         # frames: this one, nn.Module.__getattr__, the reader
         module, reader = sys._getframe(1).f_locals["self"], sys._getframe(2).f_locals.get("self")

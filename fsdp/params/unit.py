@@ -24,7 +24,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.external_use import GatheredCopies, ReadCopies, gather_param, local_param
 from fsdp.params.flat_buffer import FlatBuffer, SavedShards
 from fsdp.params.full_params import FullParams
-from fsdp.params.module_params import forget_owner, module_params_of, register_owner, show_plainly
+from fsdp.params.module_params import forget_owner, in_grad_hook, module_params_of, register_owner, show_plainly
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.unit_observer import UnitObserver
 from fsdp.params.versions import Versions
@@ -281,7 +281,7 @@ class Unit:
         # every rank must decide alike, because a copy is gathered: nothing here may depend on the values of this rank
         if self.has_full_params or (parameter is unsharded and self._open):
             return parameter
-        if in_backward():
+        if in_backward() and not in_grad_hook():
             read_inside = any(shown.module is reader for shown in self._module_params) or is_running(module)
             # A recompute around the unit may read parameters after the unit's post-backward. A recompute of a part of the
             # unit soon needs the other parameters too, and the ranks may read them in another order.

@@ -10,6 +10,7 @@ from torch import Tensor
 from fsdp.comm.communicator import Communicator
 from fsdp.device.streams import readable_device
 from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.shards.shard_parameter import moved_shards
 from fsdp.shards.shard_tensor import quick_attributes
 
 _VERSION: Final = attrgetter("_version")
@@ -19,6 +20,7 @@ class Versions:
     """The clocks of the shards of one unit."""
 
     __slots__ = (
+        "_asks_pointers",
         "_at_forward",
         "_at_gather",
         "_at_pass",
@@ -32,6 +34,7 @@ class Versions:
 
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
         self._flats = tuple(flats)
+        self._asks_pointers = any([flat.asks_pointers for flat in flats])
         self._repeated = 0
         """How many changes were made by recomputes, which repeat those of a forward."""
         self._written_back = 0
@@ -58,8 +61,7 @@ class Versions:
             return self._count()
 
     def _count(self) -> int:
-        counts: int = sum([sum(map(_VERSION, flat.sharded_params)) + flat.places for flat in self._flats])
-        return counts - self._repeated
+        return sum([sum(map(_VERSION, flat.sharded_params)) for flat in self._flats]) - self._repeated + self._count_places()
 
     @property
     def changed_since_made(self) -> bool:
@@ -116,7 +118,7 @@ class Versions:
         return self._places != self._count_places()
 
     def _count_places(self) -> int:
-        return sum([flat.places for flat in self._flats])
+        return sum([flat.places for flat in self._flats]) if self._asks_pointers or moved_shards else 0
 
     @property
     def moved(self) -> bool:

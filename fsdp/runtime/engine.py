@@ -13,6 +13,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
+from operator import attrgetter
+from typing import Final
 
 import torch
 from torch.autograd import Variable
@@ -36,6 +39,7 @@ from fsdp.runtime.gathers import Gathers, gather_sizes
 from fsdp.runtime.hook_actions import HookActions, PassWatcher
 from fsdp.runtime.prefetch import PassSchedules
 from fsdp.runtime.stale_params import StaleParams
+from fsdp.shards.shard_tensor import quick_attributes
 from state_machine import (
     Action,
     BackwardEvent,
@@ -50,6 +54,8 @@ from state_machine import (
     Root,
 )
 
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
+
 
 class Engine:
     """Moves the units of one root through their lifecycles, and executes what the tables return."""
@@ -63,6 +69,7 @@ class Engine:
         tracker: MemoryTracker,
     ) -> None:
         self.units = tuple(units)
+        self._sharded_params = tuple([p for unit in units for p in unit.sharded_params])
         self.comms = comms
         self.tracker = tracker
         self.synchronises = True
@@ -355,7 +362,7 @@ class Engine:
 
     def _unshard(self, index: int) -> None:
         self._gathers.prefetch(self._schedule.gathered_with(index), self._prefetch)
-        if self.root.in_backward and not self.is_unsharded(index) and self.units[index].versions.is_copy_of_others:
+        if self.units[index].versions.is_copy_of_others and self.root.in_backward and not self.is_unsharded(index):
             self.request(index, Request.RESHARD)  # an evaluation has gathered other weights, which the user has put back since
         if done := self.request(index, Request.UNSHARD):
             self.reducer.gathered(index)  # without effect outside a backward: the next one begins anew
@@ -387,8 +394,7 @@ class Engine:
     def _join_backward(self, index: int) -> None:
         kind = kind_of_backward(self.synchronises)
         self.root.begin(kind)
-        for unit in self.units:  # autograd drops the gradient of a parameter that is frozen when it arrives
-            unit.sync_requires_grad()
+        self._sync_requires_grad()
         if self.watcher is not None and not self._forward_stack:
             self.watcher.before_backward(kind is BackwardEvent.SYNC_BEGINS)
         self.pending_backward.expect(False)
@@ -404,6 +410,14 @@ class Engine:
         self.call_at_end_of_graph_task(self.pending_backward.callback(self.root, self.on_backward_ended, self.on_backward_failed))
         self._begin_pass(is_forward=False)
         self._gathers.prefetch(self._schedule.begin(), self._prefetch)  # while the layers of the root itself compute
+
+    def _sync_requires_grad(self) -> None:
+        """Apply changes of `requires_grad` before a backward: autograd drops the gradient of a parameter that is frozen then."""
+        with quick_attributes():
+            flags = [*map(_REQUIRES_GRAD, self._sharded_params)]
+        if flags != [*chain.from_iterable([flat.requires_grad_flags for unit in self.units for flat in unit.flats])]:
+            for unit in self.units:
+                unit.sync_requires_grad()
 
     def _begin_pass(self, is_forward: bool) -> None:
         self._stale_params.show_to_gathers(is_forward)

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from os import getpid
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
         super().__init__(engine.units[index])
         self._innermost = not engine.descendants[index]
         self._input_dtype = self._unit.config.mp_policy.input_dtype(is_root=index == 0)
+        self._process = getpid()
         self._calls: list[ForwardCall] = []
         self.progress = BackwardProgress()
         self._tasks: set[int] = set()
@@ -157,6 +159,8 @@ class UnitHooks(RefuseCopy, UnitObserver):
 
     @uncompiled
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getpid() != self._process:
+            self._unit.refuse_forked()
         inputs = grad_inputs(args, kwargs) if torch.is_grad_enabled() else ()
         call = ForwardCall(in_backward(), inputs, self._innermost, self._unit.versions.forward_begins())
         if self._calls and not call.path.recompute and self._is_nested(call):

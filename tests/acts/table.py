@@ -117,6 +117,19 @@ _LATE: Final = "hooks on shards see the sum of the micro-batches, in the backwar
 _ALIAS: Final = "torch counts no change through .data; with guard=True it is refused"
 _NESTED: Final = "through fairscale's door a forward inside a forward of the same unit fails"
 _ASSIGNED: Final = "through FSDP2's door the parameters stay the same objects, and the optimizer goes on with them"
+_OTHER_OBJECT: Final = (
+    "inside a forward, a hook or a recompute modules may show unsharded parameters: what is set on one does not stay"
+)
+_FLAGS: Final = "in a recompute, requires_grad of a unit in use counts from its resharding on"
+_NO_STATE: Final = "a rank that holds no element of a parameter keeps no optimizer state of it"
+_PUT_IN: Final = (
+    "what is put in after wrapping is refused by the next forward; FSDP1's door leaves it whole and warns, as torch does"
+)
+_PEER: Final = "through the doors of FSDP1 and fairscale it raises an error of another class, or of torch"
+_CONVERTED: Final = (
+    "inside a forward, a hook or a recompute a conversion is lost, or torch's error; under no_sync it is refused late"
+)
+_HOOKED: Final = tuple(moment for moment in MOMENTS_OF_HOOKS)
 _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
     (
         _HOOK,
@@ -145,6 +158,26 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
         ),
     ),
     (_ASSIGNED, MOMENTS, ("load the kept state dict with assign=True",)),
+    (_OTHER_OBJECT, _HOOKED, ("replace p.data, evaluate, put it back", "put the kept p.data back", "set p.grad_dtype")),
+    (_FLAGS, ("in a recompute",), ("thaw what was trained", "evaluate with the model frozen, and thaw it")),
+    (_NO_STATE, MOMENTS, ("read the shapes of the optimizer's state",)),
+    (_PUT_IN, MOMENTS, ("replace a module inside a unit", "replace a parameter")),
+    (
+        _PEER,
+        ("in a recompute",),
+        (
+            *("replace p.data", "replace p.data, keep the old one", "change a weight in place", "initialise a weight"),
+            *("change a weight through .detach()", "convert one unit", "evaluate the model", "evaluate one module"),
+            "evaluate in inference mode",
+        ),
+    ),
+    (
+        _PEER,
+        ("in a pre-hook", "inside a forward", "in a recompute"),
+        ("model.to('cpu')", "enter no_sync and leave it", "add a parameter group", "a forward that fails, caught"),
+    ),
+    (_PEER, MOMENTS, ("deepcopy the model, and evaluate the copy",)),
+    (_CONVERTED, (*_HOOKED, "between micro-batches"), ("convert the model",)),
 )
 DIFFERS: Final = {(act, moment): reason for reason, moments, acts in _DIFFER for moment in moments for act in acts}
 """Pairs that are different from plain torch in some world, and the reason why they stay so."""

@@ -569,7 +569,7 @@ def test_a_gradient_of_another_dtype_is_refused_when_it_is_asked_for(door: str) 
 @pytest.mark.parametrize("door", DOORS)
 def test_an_embedding_that_renormalises_is_refused_among_several_ranks(door: str, make: Any) -> None:
     def fn(rank: int) -> None:
-        net = nn.Sequential(make(4, 8, max_norm=1.0))
+        net = nn.Sequential(make(4, 8, max_norm=1.0), nn.Linear(8, 1))
         with pytest.raises(fsdp.ShardingError, match=r"max_norm=1\.0\) changes in its forward the rows that this rank looks up"):
             DOORS[door](net)
 
