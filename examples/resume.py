@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=1 examples/resume.py runs/resume --kill-at 5
 
-What started the job starts all ranks again when one is lost. Each start begins with `fsdp.latest`, so it repeats at most the steps
-since the last checkpoint, with the same random numbers. `--kill-at` kills rank 1 in that step of the first start.
+What started the job starts all ranks again when one is lost. Each start begins with `fsdp.latest`, so it repeats at most the
+steps since the last checkpoint, with the same random numbers. `--kill-at` kills rank 1 in that step of the first start.
 """
 
 import argparse
