@@ -119,10 +119,10 @@ $(DOCS_VENV)/.made: pyproject.toml constraints.txt
 	touch $@
 
 $(FRAMEWORKS_VENV)/.made: pyproject.toml constraints.txt setup.py
-	@echo "Installing torch, Lightning, Accelerate, transformers, TRL, peft, pytest and this folder into $(FRAMEWORKS_VENV): 1.5 GB."
+	@echo "Installing torch, Lightning, Accelerate, transformers, TRL, peft, Ray, pytest and this folder into $(FRAMEWORKS_VENV): 2 GB."
 	@$(PYTHON) -m venv $(FRAMEWORKS_VENV)
 	@$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) torch setuptools wheel
-	@$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[lightning,accelerate]' datasets peft trl pytest pytest-timeout
+	@$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[lightning,accelerate]' datasets peft trl 'ray[train]' pytest pytest-timeout
 	@touch $@
 
 clean:

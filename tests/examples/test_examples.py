@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -169,3 +170,24 @@ def test_a_step_in_the_backward_is_the_step_after_it(load: Load) -> None:
         assert example.same(one, other)
         assert one.gradients_left > 0
         assert other.gradients_left == 0
+
+
+@pytest.mark.gloo
+def test_a_job_that_lost_a_rank_goes_on_to_the_same_loss(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "resume.py"
+    plain = run_job(script, tmp_path / "plain", size=2, cwd=tmp_path)
+    assert plain.status == 0, plain.errors
+    killed = run_job(script, tmp_path / "killed", "--kill-at", "5", size=2, cwd=tmp_path)
+    assert killed.status == -signal.SIGKILL, killed.errors
+    resumed = run_job(script, tmp_path / "killed", "--kill-at", "5", size=2, cwd=tmp_path)
+    assert resumed.status == 0, resumed.errors
+    assert plain.output.splitlines()[0] == "begins after step 0" and resumed.output.splitlines()[0] == "begins after step 4"
+    assert plain.output.splitlines()[1] == resumed.output.splitlines()[1]
+
+
+def test_the_script_for_slurm_is_one_that_bash_reads() -> None:
+    """It was run by hand, as its page says: a machine that runs tests has no Slurm."""
+    page = (ROOT / "docs" / "how-to" / "slurm.md").read_text(encoding="utf-8")
+    script = page.partition('```bash title="job.sbatch"\n')[2].partition("```")[0]
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert "srun torchrun" in script and script.index("trap ") < script.index("srun ")
