@@ -84,9 +84,10 @@ class StaleParams:
         versions.note_places()
         if check:
             versions.gathered()
-            # a forward may write shards after its pass began, and the gather stream has waited for the beginning alone
-            if replaced or (not self._streams.on_host and versions.moved_in_pass):
-                self._streams.pass_begins()
+        # data of the user is copied just now; a forward may write shards after its pass began, and the gather stream has waited
+        # for the beginning alone
+        if replaced or (check and not self._streams.on_host and versions.moved_in_pass):
+            self._streams.pass_begins()
         if CopyAction.WAIT in actions:
             self._streams.pass_begins()
         if CopyAction.SUM in actions:

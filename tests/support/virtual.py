@@ -33,6 +33,7 @@ from fsdp.comm.work import Work
 from fsdp.device import storage, streams
 from fsdp.device.storage import storage_key
 from fsdp.fairscale_api import groups
+from fsdp.shards.shard_tensor import local_operators
 
 Clock = dict[str, int]
 """Of every stream, how far it has come as somebody knows."""
@@ -188,6 +189,10 @@ class Recorder:
         self._blocks.pop(key).released = True
 
     def touch(self, stream: VirtualStream, tensor: Tensor, write: bool, name: str) -> None:
+        with local_operators():  # a shard shows the sizes of the parameter, and has the memory of a part
+            self._touch_memory(stream, tensor, write, name)
+
+    def _touch_memory(self, stream: VirtualStream, tensor: Tensor, write: bool, name: str) -> None:
         if not is_memory(tensor) or not tensor.shape.numel():
             return
         if not tensor.untyped_storage().nbytes():
