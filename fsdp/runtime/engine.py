@@ -69,6 +69,7 @@ class Engine:
         tracker: MemoryTracker,
     ) -> None:
         self.units = tuple(units)
+        self._has_plain_shards = any(flat.asks_pointers for unit in units for flat in unit.flats)
         self._sharded_params = tuple([p for unit in units for p in unit.sharded_params])
         self.comms = comms
         self.tracker = tracker
@@ -413,8 +414,11 @@ class Engine:
 
     def _sync_requires_grad(self) -> None:
         """Apply changes of `requires_grad` before a backward: autograd drops the gradient of a parameter that is frozen then."""
-        with quick_attributes():
-            flags = [*map(_REQUIRES_GRAD, self._sharded_params)]
+        if self._has_plain_shards:  # their `grad_dtype` is looked at as well
+            flags = None
+        else:
+            with quick_attributes():
+                flags = [*map(_REQUIRES_GRAD, self._sharded_params)]
         if flags != [*chain.from_iterable([flat.requires_grad_flags for unit in self.units for flat in unit.flats])]:
             for unit in self.units:
                 unit.sync_requires_grad()

@@ -129,6 +129,7 @@ _PEER: Final = "through the doors of FSDP1 and fairscale it raises an error of a
 _CONVERTED: Final = (
     "inside a forward, a hook or a recompute a conversion is lost, or torch's error; under no_sync it is refused late"
 )
+_FORKED: Final = "a process that is forked inside a forward, a hook or a recompute gets the error in the child, or waits"
 _HOOKED: Final = tuple(moment for moment in MOMENTS_OF_HOOKS)
 _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
     (
@@ -160,6 +161,7 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
     (_ASSIGNED, MOMENTS, ("load the kept state dict with assign=True",)),
     (_OTHER_OBJECT, _HOOKED, ("replace p.data, evaluate, put it back", "put the kept p.data back", "set p.grad_dtype")),
     (_FLAGS, ("in a recompute",), ("thaw what was trained", "evaluate with the model frozen, and thaw it")),
+    (_FORKED, _HOOKED, ("call the model in a forked process",)),
     (_NO_STATE, MOMENTS, ("read the shapes of the optimizer's state",)),
     (_PUT_IN, MOMENTS, ("replace a module inside a unit", "replace a parameter")),
     (
