@@ -59,11 +59,16 @@ def stepping_optimizer() -> str | None:
     return None
 
 
+_METHODS_OF_SHARDS: Final = ("fsdp.shards.shard_tensor", "fsdp.shards.shard_parameter")
+
+
 def called_by_this_package() -> bool:
     """Whether the innermost code that is not torch's, beyond the caller's own file, is this package's."""
     own = sys._getframe(1).f_code.co_filename
     for frame in _frames():
         name = frame.f_globals.get("__name__", "")
+        if name in _METHODS_OF_SHARDS:  # whoever calls them
+            continue
         if name.partition(".")[0] != "torch" and frame.f_code.co_filename not in (own, __file__):
             return bool(name.partition(".")[0] == __name__.partition(".")[0])
     return False

@@ -23,7 +23,6 @@ from fsdp.shards.shard_parameter import become_full, become_local, become_shard,
 from fsdp.shards.shard_tensor import as_shard, plain, quick_attributes
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
-_GRAD_DTYPE: Final = attrgetter("grad_dtype")
 SavedShards = list[tuple[Tensor, Tensor]]
 """Views into shards, each with its values from before an in-place update was written back."""
 
@@ -377,9 +376,10 @@ class FlatBuffer:
         with quick_attributes():
             flags = [*map(_REQUIRES_GRAD, self.sharded_params)]
             if self.asks_pointers:  # a shard refuses at once
-                for i, dtype in enumerate(map(_GRAD_DTYPE, self.sharded_params)):
-                    if dtype is not self.shard.dtype and dtype is not None:
-                        refuse_grad_dtype(self.param_infos[i].names[0], self.shard.dtype)
+                for i, parameter in enumerate(self.sharded_params):
+                    dtype = parameter.grad_dtype
+                    if dtype is not parameter.dtype and dtype is not None:
+                        refuse_grad_dtype(self.param_infos[i].names[0], parameter.dtype)
         return flags != self.requires_grad_flags and self._set_requires_grad(flags)
 
     def take_requires_grad(self) -> bool:

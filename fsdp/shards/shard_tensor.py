@@ -312,6 +312,11 @@ def _has_numbers_alone(index: Any) -> bool:
     return set(map(type, index if isinstance(index, tuple) else (index,))) <= {slice, int, type(None), type(...)}
 
 
+def _full_shape(tensor: Tensor) -> torch.Size:
+    """The shape that code outside `local_operators` sees."""
+    return torch.Size(tensor.shard_info.shape) if isinstance(tensor, ShardTensor) else tensor.shape
+
+
 def _is_local() -> bool:
     """Whether this thread is inside `local_operators`."""
     excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
@@ -364,8 +369,8 @@ def _check_target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], info
         if not isinstance(target, ShardTensor):
             _refuse_ordinary(f"{func} into", target, info)
     if outputs:
-        shape = torch.broadcast_shapes(*[arg.shape for arg in args if isinstance(arg, Tensor)])  # type: ignore[no-untyped-call]
-        if any(one.shard_info.cut != info.cut or one.shape != shape for one in outputs):
+        shape = torch.broadcast_shapes(*[_full_shape(arg) for arg in args if isinstance(arg, Tensor)])  # type: ignore[no-untyped-call]
+        if any(one.shard_info.cut != info.cut or _full_shape(one) != shape for one in outputs):
             refuse(f"{func} into a tensor of another shape than {tuple(shape)}", info)
 
 
@@ -469,7 +474,7 @@ def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, indices, value, *more = args
     mask = indices[0]
-    is_mask = len(indices) == 1 and isinstance(mask, Tensor) and mask.dtype is torch.bool and mask.shape == target.shape
+    is_mask = len(indices) == 1 and isinstance(mask, Tensor) and mask.dtype is torch.bool and _full_shape(mask) == _full_shape(target)
     if not is_mask or value.numel() != 1 or isinstance(value, ShardTensor) or any((*more, *kwargs.values())):
         _refuse(func, args, kwargs)
     fill = torch.ops.aten.masked_fill_ if func._schema.is_mutable else torch.ops.aten.masked_fill

@@ -36,7 +36,7 @@ MOMENTS: Final = (
 )
 BLOCKS: Final = (0, 1)
 """The hooks are in block 0, and the recompute is that of block 1. So an act is on the unit of the moment, or on another one."""
-SIZES: Final = (2, 1, 3)
+SIZES: Final = (2,)
 ORDINARY: Final = (Forward(0), Backward(0), Step(), Zero())
 
 
