@@ -473,8 +473,8 @@ def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, indices, value, *more = args
-    mask = indices[0]
-    is_mask = len(indices) == 1 and isinstance(mask, Tensor) and mask.dtype is torch.bool and _full_shape(mask) == _full_shape(target)
+    mask, shape = indices[0], _full_shape(target)
+    is_mask = len(indices) == 1 and isinstance(mask, Tensor) and mask.dtype is torch.bool and _full_shape(mask) == shape
     if not is_mask or value.numel() != 1 or isinstance(value, ShardTensor) or any((*more, *kwargs.values())):
         _refuse(func, args, kwargs)
     fill = torch.ops.aten.masked_fill_ if func._schema.is_mutable else torch.ops.aten.masked_fill

@@ -86,7 +86,7 @@ def sample() -> list[Pair]:
         for moment in MOMENTS:
             number = crc32(f"{act}, {moment}".encode())
             if number % 3 == 0:
-                door, block, size = list(DOORS)[number // 3 % len(DOORS)], number // 32 % 2, SIZES[number // 64 % 3]
+                door, block, size = list(DOORS)[number // 3 % len(DOORS)], number // 32 % 2, SIZES[number // 64 % len(SIZES)]
                 found.append(Pair(act, moment, block, door, size))
     return found
 
@@ -130,7 +130,7 @@ _CONVERTED: Final = (
     "inside a forward, a hook or a recompute a conversion is lost, or torch's error; under no_sync it is refused late"
 )
 _FORKED: Final = "a process that is forked inside a forward, a hook or a recompute gets the error in the child, or waits"
-_HOOKED: Final = tuple(moment for moment in MOMENTS_OF_HOOKS)
+OUTSIDE: Final = tuple(moment for moment in MOMENTS if moment not in MOMENTS_OF_HOOKS)
 _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
     (
         _HOOK,
@@ -158,10 +158,12 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
             *("replace p.data, evaluate, put it back", "evaluate in inference mode", "a forward whose output is dropped"),
         ),
     ),
-    (_ASSIGNED, MOMENTS, ("load the kept state dict with assign=True",)),
-    (_OTHER_OBJECT, _HOOKED, ("replace p.data, evaluate, put it back", "put the kept p.data back", "set p.grad_dtype")),
+    (_ASSIGNED, (*OUTSIDE, "in a tensor hook", "in a post-accumulate hook"), ("load the kept state dict with assign=True",)),
+    (_OTHER_OBJECT, ("in a post-accumulate hook", "in a recompute"), ("replace p.data, evaluate, put it back",)),
+    (_OTHER_OBJECT, ("in a tensor hook",), ("set p.grad_dtype",)),
+    (_OTHER_OBJECT, ("in a pre-hook", "inside a forward", "in a recompute"), ("put the kept p.data back", "set p.grad_dtype")),
     (_FLAGS, ("in a recompute",), ("thaw what was trained", "evaluate with the model frozen, and thaw it")),
-    (_FORKED, _HOOKED, ("call the model in a forked process",)),
+    (_FORKED, ("in a pre-hook", "inside a forward"), ("call the model in a forked process",)),
     (_NO_STATE, MOMENTS, ("read the shapes of the optimizer's state",)),
     (_PUT_IN, MOMENTS, ("replace a module inside a unit", "replace a parameter")),
     (
@@ -178,8 +180,17 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
         ("in a pre-hook", "inside a forward", "in a recompute"),
         ("model.to('cpu')", "enter no_sync and leave it", "add a parameter group", "a forward that fails, caught"),
     ),
-    (_PEER, MOMENTS, ("deepcopy the model, and evaluate the copy",)),
-    (_CONVERTED, (*_HOOKED, "between micro-batches"), ("convert the model",)),
+    (
+        _PEER,
+        tuple(one for one in OUTSIDE if one not in ("between forward and backward", "between micro-batches")),
+        ("deepcopy the model, and evaluate the copy",),
+    ),
+    (_PEER, ("in a post-accumulate hook",), ("deepcopy the model, and evaluate the copy",)),
+    (
+        _CONVERTED,
+        ("in a pre-hook", "inside a forward", "in a tensor hook", "in a recompute", "between micro-batches"),
+        ("convert the model",),
+    ),
 )
 DIFFERS: Final = {(act, moment): reason for reason, moments, acts in _DIFFER for moment in moments for act in acts}
 """Pairs that are different from plain torch in some world, and the reason why they stay so."""
