@@ -466,7 +466,10 @@ def test_on_the_accumulating_node_do_not_step_an_optimizer() -> None:
         node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         handle = node.register_hook(lambda *_: optimizer.step())
         fsdp.fully_shard(model, sharding_strategy="NO_SHARD")
-        loss_of(model(data(rank, 0))).backward()
+        with pytest.raises(fsdp.ShardingError, match=r"SGD\.step: inside a backward the gradient of 'enter\.weight'"):
+            loss_of(model(data(rank, 0))).backward()
+        handle.remove()
+        handle = node.register_hook(lambda *_: parameter.detach().add_(1))  # a step by hand
         with pytest.raises(fsdp.ShardingError, match=r"hook on the node .* of 'enter\.weight' changed the parameter"):
             loss_of(model(data(rank, 0))).backward()
         handle.remove()
