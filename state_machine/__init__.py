@@ -19,8 +19,8 @@ Who drives whom. `Root` has the lifecycles and copies of its units and the backw
 the residencies, and the reducer has one `BucketQueue`, which holds the buckets and UNITS.
 
 1. A hook becomes an event of one unit. `Root.on_event` asks the Lifecycle. If the unit joins a backward, it asks the backward as
-   well: only the first unit that joins keeps the action JOIN_BACKWARD. In it the engine finds out the kind of the backward, gives it to
-   the root (`begin`), and queues the final callback.
+   well: only the first unit that joins keeps the action JOIN_BACKWARD. In it the engine finds out the kind of the backward, gives
+   it to the root (`begin`), and queues the final callback.
 2. The actions UNSHARD, KEEP_UNSHARDED and RESHARD are requests to the Residency of the unit. Its effects allocate, gather, wait,
    change what the modules use, and free. Prefetch makes requests too, and changes no Lifecycle. So the Lifecycle says who
    computes, and the Residency says where the memory is.
