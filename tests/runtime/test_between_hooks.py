@@ -1,8 +1,8 @@
 """What a user does between two hooks of the engine: right as in plain torch, or refused by a sentence before anything moves."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -14,7 +14,9 @@ import fsdp
 from fsdp.compat.ddp import DistributedDataParallel
 from fsdp.compat.fully_shard import fully_shard
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel
+from tests.runtime import forks
 from tests.support.models import assert_close, local
+from tests.support.processes import results_of
 
 STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER", "NO_SHARD")
 
@@ -464,52 +466,13 @@ def test_weights_that_are_swapped_in_a_forward_are_used_by_the_next_units(strate
 # processes, modes and options of torch ---------------------------------------------------------
 
 
-def in_child(act: Callable[[], Any]) -> str:
-    """What `act` raises, in words, in a process that is forked here; "nothing" if it raises nothing."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            act()
-            said = "nothing"
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writer, said.encode()[:4000])
-        os._exit(0)
-    os.close(writer)
-    os.waitpid(child, 0)
-    with os.fdopen(reader, "rb") as pipe:
-        return pipe.read().decode()
-
-
-FORKED: Final[dict[str, Callable[[nn.Module], Any]]] = {
-    "a forward": lambda model: model(data(0)),
-    "a forward of one unit": lambda model: model.second(torch.ones(1, 5)),
-    "an evaluation": lambda model: torch.no_grad()(model)(data(0)),
-    "a full state dict": lambda model: fsdp.full_state_dict(model),
-    "a full tensor": lambda model: fsdp.full_tensor(model.first.weight),
-}
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRADIENTS", "NO_SHARD"])
-@pytest.mark.parametrize("act", FORKED)
-def test_a_process_that_was_forked_from_a_rank_gets_an_error_at_once(act: str, strategy: str) -> None:
-    def fn(rank: int) -> str:
-        model = natively(strategy)(Net())
-        model(data(rank)).sum().backward()
-        said = in_child(lambda: FORKED[act](model)) if rank == 0 else ""
-        model(data(rank)).sum().backward()
-        return said
-
-    assert "ShardingError: unit '" in (said := fsdp.simulate(2, fn)[0]) and "was forked from a rank" in said
-
-
-def test_a_forked_process_may_hold_the_model() -> None:
-    def fn(rank: int) -> str:
-        model = natively("FULL_SHARD")(Net())
-        return in_child(lambda: (list(model.parameters()), model.state_dict(), model.train(), str(model))) if rank == 0 else ""
-
-    assert fsdp.simulate(2, fn)[0] == "nothing"
+@pytest.mark.gloo
+def test_a_process_that_was_forked_from_a_rank_may_hold_the_model_and_gets_an_error_when_it_uses_it(tmp_path: Path) -> None:
+    for held, used in results_of("tests.runtime.forks", 2, tmp_path):
+        assert held == ["nothing"] * len(forks.STRATEGIES)
+        assert len(used) == len(forks.STRATEGIES) * len(forks.USES)
+        for said in used:
+            assert said.startswith("ShardingError: unit '") and "was forked from a rank" in said
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
