@@ -28,11 +28,12 @@ from overlap import Block, Model
 from simulated_link import Link, joined
 
 import fsdp
+from fsdp.api import trace
+from fsdp.commands.reporting.advice import Advice, advise
+from fsdp.commands.reporting.numbers import numbers_of
+from fsdp.commands.reporting.rank_trace import read_traces
 from fsdp.debug import phases
-from fsdp.reporting.advice import Advice, advise
-from fsdp.reporting.numbers import numbers_of
-from fsdp.reporting.rank_trace import read_traces
-from fsdp.tracing import recorder, trace
+from fsdp.debug.tracing import recorder
 
 WORLD = 8
 NEAR = 0.05

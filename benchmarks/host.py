@@ -37,7 +37,7 @@ from engines import CONTENDERS, turns
 from simulated_link import Link, joined
 from torch import Tensor, nn
 
-from fsdp.failure.desync import DesyncDetector
+from fsdp.comm.failure.desync import DesyncDetector
 
 NAMES = ("bare", "fsdp1", "fsdp1_orig", "fsdp2", "ours")
 PHASES = ("forward", "backward", "clip", "step")

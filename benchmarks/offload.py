@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 import fsdp
-from fsdp.build import attach
+from fsdp.building import attach
 from fsdp.comm.simulated import current_rank
 from fsdp.device.streams import DeviceStreams
 from fsdp.params.flat_buffer import FlatBuffer

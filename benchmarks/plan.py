@@ -28,7 +28,7 @@ from simulated_link import Link, joined
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.planning.shapes import SHAPES, Decoder, make_tokens
+from fsdp.commands.planning.shapes import SHAPES, Decoder, make_tokens
 
 LOADS = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)
 CASES: dict[str, dict[str, Any]] = {

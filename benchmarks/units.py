@@ -25,7 +25,7 @@ from torch import nn
 from workloads import WORKLOADS
 
 import fsdp
-from fsdp.planning.shapes import SHAPES, Block, Decoder, make_tokens
+from fsdp.commands.planning.shapes import SHAPES, Block, Decoder, make_tokens
 
 LEAVES: Final = (nn.Linear, nn.Embedding, nn.Conv2d)
 SPARE: Final = 1.05

@@ -6,11 +6,12 @@ Start with `fsdp.FullyShardedDataParallel`. Every public name is imported here. 
 from fsdp.api.clipping import ShardedGradScaler, clip_grad_norm_
 from fsdp.api.comm_hooks import register_comm_hook
 from fsdp.api.forward_methods import register_forward_method
-from fsdp.api.join import join
+from fsdp.api.host_memory import offload, onload
 from fsdp.api.recovery import agree_abandoned
 from fsdp.api.reductions import reducer_stats, relearn_order
 from fsdp.api.story import memory_bytes, story
 from fsdp.api.summon import full_parameters, summon_full_params
+from fsdp.api.trace import Trace, stats, trace
 from fsdp.api.unwrap import unwrap
 from fsdp.api.wrap import FullyShardedDataParallel, fully_shard, no_sync, set_requires_gradient_sync
 from fsdp.checkpoint.background import Saving
@@ -18,6 +19,9 @@ from fsdp.checkpoint.hf_safetensors import export_safetensors, load_safetensors
 from fsdp.checkpoint.load import latest, load
 from fsdp.checkpoint.save import save
 from fsdp.comm.simulated import simulate
+from fsdp.commands.planning.comparison import Plan
+from fsdp.commands.planning.measure import measure_links
+from fsdp.commands.planning.plan import plan
 from fsdp.config import MixedPrecisionPolicy, OffloadPolicy, ReductionPolicy
 from fsdp.debug.dump import dump_on_signal
 from fsdp.errors import (
@@ -30,16 +34,12 @@ from fsdp.errors import (
     WorldError,
 )
 from fsdp.params.external_use import full_tensor, to_local
-from fsdp.phases.host_memory import offload, onload
-from fsdp.planning.comparison import Plan
-from fsdp.planning.measure import measure_links
-from fsdp.planning.plan import plan
+from fsdp.runtime.uneven.empty_backward import empty_backward
+from fsdp.runtime.uneven.join import join
+from fsdp.runtime.uneven.meet import meet
 from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.state_dict.optim_state import full_optim_state_dict, load_full_optim_state_dict
-from fsdp.tracing.trace import Trace, stats, trace
-from fsdp.uneven.empty_backward import empty_backward
-from fsdp.uneven.meet import meet
 
 __all__ = [
     "EMA",

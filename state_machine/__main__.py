@@ -16,12 +16,12 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("paths", help="run small programs of ranks that go different ways, in every interleaving")
     chosen = parser.parse_args(arguments)
     if chosen.command == "diagram":
-        from state_machine.diagram import diagram
+        from tools.tables.diagram import diagram
 
         print(diagram())
         return 0
     if chosen.command == "tables":
-        from state_machine.markdown import tables
+        from tools.tables.markdown import tables
 
         print(tables())
         return 0

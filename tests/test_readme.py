@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fsdp
-from state_machine.picture import picture
 from tests.support.jobs import run_alone
+from tools.tables.picture import picture
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -60,7 +60,7 @@ def test_both_commands_are_targets_of_the_makefile() -> None:
 
 
 def test_the_picture_is_that_of_the_table() -> None:
-    remedy = "run: python -m state_machine.picture > docs/figures/lifecycle.svg"
+    remedy = "run: python -m tools.tables.picture > docs/figures/lifecycle.svg"
     assert "docs/figures/lifecycle.svg" in README
     assert (DOCS / "figures" / "lifecycle.svg").read_text(encoding="utf-8") == picture(), remedy
 

@@ -9,11 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from fsdp.__main__ import make_parser
-from fsdp.build.peer_options import PEER_OPTIONS
+from fsdp.building.peer_options import PEER_OPTIONS
+from fsdp.commands.main import make_parser
 from fsdp.compat.doors import DOORS, replacements
-from state_machine.markdown import remedies
 from tests.shards import optimizer_table
+from tools.tables.markdown import remedies
 
 REFERENCE: Final = Path(__file__).resolve().parents[1] / "docs" / "reference"
 MARK: Final = "<!-- {}: written by tools/generated.py -->\n{}<!-- /{} -->"

@@ -20,7 +20,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 import fsdp
-from fsdp.__main__ import main as command
+from fsdp.commands.main import main as command
 
 FLAGS: Final = (
     "--headless=new",

@@ -6,7 +6,7 @@ mkdocs.yml names this file; `make docs` puts the root on the path. torch is not 
 
 from typing import Any, Final
 
-from state_machine.markdown import tables
+from tools.tables.markdown import tables
 
 PAGE: Final = "reference/state-machine.md"
 MARK: Final = "<!-- tables -->"

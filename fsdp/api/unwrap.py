@@ -7,8 +7,8 @@ from torch import nn
 from fsdp.api.forward_methods import unregister_forward_methods
 from fsdp.api.wrap import FullyShardedDataParallel
 from fsdp.autograd.pytree import MANAGED
-from fsdp.build.attach import detach, forget
-from fsdp.build.dissolve import agree_on_gradients, dissolve, refuse_losses
+from fsdp.building.attach import detach, forget
+from fsdp.building.dissolve import agree_on_gradients, dissolve, refuse_losses
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.errors import ShardingError
 from fsdp.params.module_params import show_plainly

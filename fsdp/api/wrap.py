@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from fsdp.api import clipping
 from fsdp.api.shard_grads import translate_shards
 from fsdp.autograd.engine_calls import intercept_engine_calls
-from fsdp.build.builder import build, check_initialisation
-from fsdp.build.consistency import agree
-from fsdp.build.other_engines import refuse_other_engines
-from fsdp.build.peer_options import accepts_peer_options
-from fsdp.build.plan import Planned, WrapPolicy, make_plan
-from fsdp.build.shardable import (
+from fsdp.building.builder import build, check_initialisation
+from fsdp.building.consistency import agree
+from fsdp.building.other_engines import refuse_other_engines
+from fsdp.building.peer_options import accepts_peer_options
+from fsdp.building.plan import Planned, WrapPolicy, make_plan
+from fsdp.building.shardable import (
     check_devices,
     check_renormalised,
     check_shardable,
@@ -28,7 +28,7 @@ from fsdp.build.shardable import (
     choose_shard_dims,
     device_of,
 )
-from fsdp.build.torch_policies import PrecisionFields, offload_of, precision_of
+from fsdp.building.torch_policies import PrecisionFields, offload_of, precision_of
 from fsdp.comm.connect import Mesh, ProcessGroup, open_comms
 from fsdp.comm.context import CommContext
 from fsdp.comm.meshes import open_mesh

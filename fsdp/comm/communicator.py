@@ -11,9 +11,9 @@ from typing import Any, Final, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
+from fsdp.comm.failure.pending_call import Wait
 from fsdp.comm.work import DONE, CopyBack, Work
 from fsdp.errors import PeerFailed
-from fsdp.failure.pending_call import Wait
 
 ReduceOp = Literal["sum", "max"]
 

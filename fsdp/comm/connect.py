@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.comm import simulated
 from fsdp.comm.communicator import Communicator, SingleRankCommunicator
 from fsdp.comm.context import REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
+from fsdp.comm.failure.peers import PeerMonitor
+from fsdp.comm.failure.process_end import at_end
+from fsdp.comm.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 from fsdp.comm.process_group import DeviceCommunicator, GlooCommunicator, ProcessGroupCommunicator
 from fsdp.config import MeshKind
 from fsdp.errors import ShardingError, require_package
-from fsdp.failure.peers import PeerMonitor
-from fsdp.failure.process_end import at_end
-from fsdp.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 
 ProcessGroup: TypeAlias = dist.ProcessGroup
 Mesh: TypeAlias = DeviceMesh | tuple[int, int]

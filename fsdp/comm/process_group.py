@@ -19,11 +19,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from fsdp.autograd.frames import in_backward
 from fsdp.comm.communicator import CallRecorder, CarriesHostTensors, ReduceOp, as_bytes
+from fsdp.comm.failure.desync import RECENT, WatchedWork
+from fsdp.comm.failure.peers import PeerMonitor
+from fsdp.comm.failure.pending_call import OBJECTS, Wait
 from fsdp.comm.work import AllToAllReduceScatter, Work, WorkBatch, all_reduce_by_exchange, reduce_scatter_by_exchange
 from fsdp.errors import PeerFailed, ShardingError
-from fsdp.failure.desync import RECENT, WatchedWork
-from fsdp.failure.peers import PeerMonitor
-from fsdp.failure.pending_call import OBJECTS, Wait
 
 # The three collectives of every step are methods of the group itself: torch's functions around them cost 3 to 5 µs a call, and
 # 2.13 renamed two of them, while the group's methods have had the same names since 2.11.

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from fsdp.comm.communicator import CallRecorder, ReduceOp, as_bytes
+from fsdp.comm.failure.desync import RECENT
+from fsdp.comm.failure.pending_call import Wait, remedies_for
 from fsdp.comm.simulated_ops import (
     Buffer,
     Operation,
@@ -31,8 +33,6 @@ from fsdp.comm.simulated_ops import (
 )
 from fsdp.comm.work import Work
 from fsdp.errors import FEWER_BATCHES, PeerFailed, ShardingError, WorldError, name_ranks
-from fsdp.failure.desync import RECENT
-from fsdp.failure.pending_call import Wait, remedies_for
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from fsdp.comm.communicator import ReduceOp
+from fsdp.comm.failure.pending_call import remedies_for
 from fsdp.comm.pairwise_sum import pairwise_sum
 from fsdp.errors import ShardingError, WorldError, name_ranks
-from fsdp.failure.pending_call import remedies_for
 
 
 class Operation:

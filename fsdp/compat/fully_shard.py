@@ -5,9 +5,9 @@ from typing import Any
 from torch.distributed import fsdp as _torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp.fully_shard_api import wrap as _ours
-from fsdp.fully_shard_api.module import FSDPModule
-from fsdp.fully_shard_api.residence import GradientReductionHandle, UnshardHandle
+from fsdp.compat.fsdp2 import wrap as _ours
+from fsdp.compat.fsdp2.module import FSDPModule
+from fsdp.compat.fsdp2.residence import GradientReductionHandle, UnshardHandle
 from fsdp.newer_peers import stands_in_for, takes_arguments_of
 
 __all__ = [

@@ -1,8 +1,7 @@
 """The names of torch's FSDP1, on this engine: import them from here instead of from torch.distributed.fsdp."""
 
-from fsdp.newer_peers import refuses_names_of, stands_in_for
-from fsdp.torch_fsdp_api.sharding import instance_of as instance_of  # what torch calls in get_state_dict
-from fsdp.torch_fsdp_api.torch_names import (
+from fsdp.compat.fsdp1.sharding import instance_of as instance_of  # what torch calls in get_state_dict
+from fsdp.compat.fsdp1.torch_names import (
     BackwardPrefetch,
     CPUOffload,
     CustomPolicy,
@@ -29,8 +28,9 @@ from fsdp.torch_fsdp_api.torch_names import (
     transformer_auto_wrap_policy,
     wrap,
 )
-from fsdp.torch_fsdp_api.torch_names import FullyShardedDataParallel as _Theirs
-from fsdp.torch_fsdp_api.wrapper import FullyShardedDataParallel
+from fsdp.compat.fsdp1.torch_names import FullyShardedDataParallel as _Theirs
+from fsdp.compat.fsdp1.wrapper import FullyShardedDataParallel
+from fsdp.newer_peers import refuses_names_of, stands_in_for
 
 __all__ = [
     "BackwardPrefetch",

@@ -1,6 +1,6 @@
-"""Strategies and plugins with which training frameworks run on this engine. Nothing in fsdp imports this package.
+"""The names by which users import what is in compat/frameworks: `fsdp.integrations.lightning`, `fsdp.integrations.accelerate`.
 
-Start with lightning.py, the strategies of Lightning. Each framework is imported by its own module alone.
-May use: every package below.
-Must not: be imported by another package.
+Start with lightning.py, which registers the strategies of Lightning.
+May use: compat.frameworks.
+Must not: hold more than names.
 """

@@ -11,8 +11,8 @@ try:
 except ImportError as missing:
     raise ImportError("fsdp.integrations.lightning needs the package lightning: pip install 'fsdp[lightning]'.") from missing
 
-from fsdp.integrations.lightning_fabric import FabricFSDPStrategy
-from fsdp.integrations.lightning_trainer import FSDPStrategy
+from fsdp.compat.frameworks.lightning_fabric import FabricFSDPStrategy
+from fsdp.compat.frameworks.lightning_trainer import FSDPStrategy
 
 __all__ = ["NAME", "FSDPStrategy", "FabricFSDPStrategy"]
 

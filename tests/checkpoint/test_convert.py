@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fsdp
-from fsdp.__main__ import main
+from fsdp.commands.main import main
 from tests.checkpoint.test_load import loaded, save_trained
 from tests.support.faults import Evil
 from tests.support.models import CASES, make_net, wrap

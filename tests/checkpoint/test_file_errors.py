@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import fsdp
-from fsdp.__main__ import main as command
+from fsdp.commands.main import main as command
 from fsdp.file_errors import reason_of
 from tests.support.faults import make_model, save, step_name
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm.connect import open_comms
+from fsdp.comm.failure import liveness
 from fsdp.config import MeshKind
-from fsdp.failure import liveness
 
 SIZES = (2**14 - 4, 2**14)
 """Elements of a chunk: just less than 64 KiB, and 64 KiB."""

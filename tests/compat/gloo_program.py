@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import fsdp
 from fsdp.compat.fairscale import FullyShardedDataParallel, get_fsdp_instances, get_process_group_cached
-from tests.compat.test_fairscale import Net, train
+from tests.compat.fairscale.test_fairscale import Net, train
 
 
 def run(rank: int, size: int, folder: Path) -> None:

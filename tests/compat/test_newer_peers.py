@@ -15,16 +15,16 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
 import fsdp
-from fsdp.build.peer_options import PEER_OPTIONS
-from fsdp.build.torch_policies import OF_FSDP1, OF_FSDP2, OFFLOADS
+from fsdp.building.peer_options import PEER_OPTIONS
+from fsdp.building.torch_policies import OF_FSDP1, OF_FSDP2, OFFLOADS
 from fsdp.compat import ddp, fully_shard
 from fsdp.compat import torch_fsdp as fsdp1
-from fsdp.ddp_api.arguments import ABSENT
-from fsdp.ddp_api.wrapper import TorchDDP
+from fsdp.compat.ddp.arguments import ABSENT
+from fsdp.compat.ddp.wrapper import TorchDDP
+from fsdp.compat.fsdp1.sharding import PREFETCHES, STRATEGIES
+from fsdp.compat.fsdp1.state_types import CONFIGS, FIELDS
 from fsdp.errors import ShardingError
 from fsdp.newer_peers import UNKNOWN
-from fsdp.torch_fsdp_api.sharding import PREFETCHES, STRATEGIES
-from fsdp.torch_fsdp_api.state_types import CONFIGS, FIELDS
 
 TORCH_FSDP1 = torch_fsdp.FullyShardedDataParallel
 DOORS: dict[str, tuple[type, Any, Callable[[nn.Module], Any]]] = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 
-from fsdp.build.peer_options import PEER_OPTIONS
+from fsdp.building.peer_options import PEER_OPTIONS
 from fsdp.compat import apex, ddp, fairscale
 from fsdp.compat.doors import DOORS
 from tests.docs.test_pages import DOCS

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import fsdp
+from fsdp.comm.failure.pending_call import PendingCall, Wait
 from fsdp.comm.simulated import SimulatedCommunicator
 from fsdp.debug.dump import DUMP, dump
-from fsdp.failure.pending_call import PendingCall, Wait
 from tests.support.processes import Rank, start_rank
 
 

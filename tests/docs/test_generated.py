@@ -12,10 +12,10 @@ import pytest
 import state_machine
 from state_machine import bucket, residency, staleness, table
 from state_machine.lifecycle import REMEDIES
-from state_machine.markdown import MACHINES, _step, remedies, tables
 from state_machine.vocabulary import Action, Event, MachineEnum, State
 from tools import site_hook
 from tools.generated import PARTS, REFERENCE, generated
+from tools.tables.markdown import MACHINES, _step, remedies, tables
 
 
 @pytest.mark.parametrize("page", PARTS)

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import fsdp
 from fsdp.comm import connect
+from fsdp.comm.failure.watchdog import DevicePeerMonitor
 from fsdp.comm.process_group import ProcessGroupCommunicator
-from fsdp.failure.watchdog import DevicePeerMonitor
 from tests.equivalence import peer_programs
 from tests.equivalence.peer_programs import LIMIT, Mine, Told, kill, told
 from tests.support.models import CASES, is_at_rest, loss_of

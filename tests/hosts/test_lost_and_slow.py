@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.__main__ import main as fsdp_command
-from fsdp.failure.desync import STALL_SECONDS
+from fsdp.comm.failure.desync import STALL_SECONDS
+from fsdp.commands.main import main as fsdp_command
 from tests.hosts.program import PORT
 from tests.support.everything import EVERYTHING
 from tests.support.hosts import Hosts, why_no_delay

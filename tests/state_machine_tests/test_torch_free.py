@@ -21,9 +21,9 @@ def torch_loaded_by(imports: str) -> bool:
     [
         "state_machine",
         "state_machine.explorer.explore",
-        "state_machine.diagram",
-        "state_machine.markdown",
-        "state_machine.picture",
+        "tools.tables.diagram",
+        "tools.tables.markdown",
+        "tools.tables.picture",
         "state_machine.__main__",
     ],
 )

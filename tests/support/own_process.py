@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as distributed_checkpoint
 from torch import nn
 
 import fsdp
-from fsdp.__main__ import main as command
 from fsdp.checkpoint import dcp
+from fsdp.commands.main import main as command
 
 TENSOR = 8 << 20
 TENSORS = 20

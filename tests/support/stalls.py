@@ -3,7 +3,7 @@
 from datetime import timedelta
 from typing import Final
 
-from fsdp.failure import desync, watchdog
+from fsdp.comm.failure import desync, watchdog
 
 _SECONDS: Final = 0.5
 

@@ -25,14 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp.api import wrap
-from fsdp.build import attach
+from fsdp.building import attach
 from fsdp.comm.communicator import Communicator, ReduceOp, SingleRankCommunicator
 from fsdp.comm.connect import open_comms
 from fsdp.comm.context import CommContext, Lane
 from fsdp.comm.work import Work
+from fsdp.compat.fairscale import groups
 from fsdp.device import storage, streams
 from fsdp.device.storage import storage_key
-from fsdp.fairscale_api import groups
 from fsdp.shards.shard_tensor import local_operators
 
 Clock = dict[str, int]

@@ -9,9 +9,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp
 from fsdp.compat import fairscale, fully_shard, torch_fsdp
+from fsdp.compat.fairscale import sharding as fairscale_sharding
+from fsdp.compat.fsdp1 import sharding
 from fsdp.compat.torch_fsdp import CPUOffload, ShardingStrategy, StateDictType
-from fsdp.fairscale_api import sharding as fairscale_sharding
-from fsdp.torch_fsdp_api import sharding
 from tests.device.on_accelerator.check_training import batch
 from tests.support.accelerator.device import NAME, Scheduler, load
 from tests.support.accelerator.stories import first_difference

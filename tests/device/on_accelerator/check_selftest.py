@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.selftest.checks import CHECKS
-from fsdp.selftest.training import Place
+from fsdp.commands.selftest.checks import CHECKS
+from fsdp.commands.selftest.training import Place
 from tests.support.accelerator.device import NAME, Scheduler, load
 from tests.support.accelerator.world import run
 

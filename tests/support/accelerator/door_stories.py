@@ -11,7 +11,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import fsdp
 from fsdp.comm.simulated import current_rank
 from fsdp.compat import fairscale, fully_shard, torch_fsdp
-from fsdp.fairscale_api.groups import all_reduce_max
+from fsdp.compat.fairscale.groups import all_reduce_max
 from tests.device import test_races as races
 from tests.support.accelerator.side_streams import beside
 from tests.support.models import Block, Net, loss_of

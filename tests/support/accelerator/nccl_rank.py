@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
 import fsdp
-from fsdp.selftest.failures import on_one_rank
-from fsdp.selftest.training import Place
+from fsdp.commands.selftest.failures import on_one_rank
+from fsdp.commands.selftest.training import Place
 from tests.support.accelerator.device import NAME, Scheduler, host_waits
 from tests.support.accelerator.pretend_nccl import start
 from tests.support.models import Block, Net, loss_of

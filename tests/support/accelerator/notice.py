@@ -22,13 +22,13 @@ import torch
 
 import fsdp
 from tests.device.test_races import HALF, STRATEGIES, WAITING, races_of
+from tests.runtime.uneven.test_races import different_paths, harness_of, without_data
 from tests.support.accelerator import door_stories, side_streams
 from tests.support.accelerator.device import Scheduler, load
 from tests.support.accelerator.failed_backward import FEW_CASES, FEW_SCHEDULES, taken_after_a_failure
 from tests.support.accelerator.nccl_rank import trained
 from tests.support.accelerator.placement import CASES, misplaced
 from tests.support.accelerator.stories import STORIES, Weights, first_difference, on_accelerator, on_host
-from tests.uneven.test_races import different_paths, harness_of, without_data
 
 RUNS: Final[list[tuple[str, str, dict[str, Any]]]] = [
     *(("training", strategy, {}) for strategy in ("FULL_SHARD", "one rank", "HYBRID_SHARD", "SHARD_GRAD_OP", "NO_SHARD")),

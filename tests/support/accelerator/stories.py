@@ -12,11 +12,11 @@ import fsdp
 from fsdp.comm.simulated import current_rank
 from fsdp.shards.shard_tensor import ShardTensor
 from tests.device import test_races as races
+from tests.runtime.uneven import test_races as races_of_paths
 from tests.support.accelerator import door_stories, side_streams
 from tests.support.accelerator.device import NAME, Scheduler
 from tests.support.accelerator.world import run
 from tests.support.models import Block, Net, loss_of
-from tests.uneven import test_races as races_of_paths
 
 Weights = list[dict[str, Tensor]]
 """The full weights of each rank after a story, on the host."""

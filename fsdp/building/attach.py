@@ -1,0 +1,80 @@
+"""Puts one engine over the units of a root, and takes it off again."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fsdp.building.copies import Copier
+from fsdp.building.other_engines import accept_other_engines, refuse_other_engines
+from fsdp.comm.context import CommContext
+from fsdp.debug.delays import delayed
+from fsdp.debug.dump import remember
+from fsdp.device.storage import MemoryTracker
+from fsdp.device.streams import make_streams
+from fsdp.params.module_tree import ModuleTree
+from fsdp.params.unit import Unit
+from fsdp.runtime.engine import Engine
+from fsdp.runtime.hooks import EngineHooks
+from fsdp.runtime.refuse_copy import refuse_on_meta
+from fsdp.runtime.registry import UnitRef
+from fsdp.runtime.steps import check_steps
+from fsdp.runtime.uneven.uneven_engine import UnevenEngine
+from fsdp.shards.optimizer_steps import hook_optimizers
+from fsdp.state_dict.state_dict_hooks import StateHooks
+
+
+def attach(
+    units: Sequence[Unit], descendants: Sequence[frozenset[int]], comms: CommContext, borrowed: Sequence[str] = ()
+) -> Engine:
+    """Put one engine over `units`, outermost first, and set the hooks of all of them.
+
+    `descendants`: for each unit, the numbers of the units inside it. `borrowed`: what the root uses of units that are not inside
+    it, each as the end of a sentence.
+    """
+    hook_optimizers()
+    device = next((unit.device for unit in units if unit.flats), torch.device("cpu"))
+    offloads = any(flat.is_offloaded for unit in units for flat in unit.flats)
+    streams = delayed(make_streams(device, len(comms.lanes), offloads), comms.world_comm.rank, device)
+    tracker = MemoryTracker()
+    for unit in units:
+        unit.join(streams, tracker, device, torch.device("cpu") if offloads else device)
+    engine = (UnevenEngine if units[0].config.uneven_paths else Engine)(units, descendants, comms, streams, tracker)
+    hooks = EngineHooks(engine)
+    check_steps(engine)
+    remember(engine.snapshot)
+    refusals = refuse_on_meta(engine)
+    around: list[list[Unit]] = [[] for _ in units]
+    for outer, inside in enumerate(descendants):
+        for index in inside:
+            around[index].append(units[outer])
+    for index, unit in enumerate(units):
+        state_hooks = StateHooks(engine, index, around[index])
+        ref = UnitRef(engine, hooks, state_hooks.handles if index else [*state_hooks.handles, *refusals], index)
+        copier = Copier(engine, index, attach)
+        for module in unit.modules:
+            module.__dict__[UnitRef.ATTRIBUTE] = ref
+            module.__dict__[Copier.ATTRIBUTE] = copier
+            refuse_other_engines(module)
+    for unit in units[1:]:
+        unit.module.__dict__.pop(ModuleTree.ATTRIBUTE, None)
+    ModuleTree(units[0].modules, borrowed)
+    return engine
+
+
+def detach(refs: Iterable[UnitRef]) -> None:
+    """Take the engines off units. A step that is going on is abandoned. The units keep their shards and have no hooks."""
+    refs = tuple(refs)
+    for ref in {id(ref.engine): ref for ref in refs}.values():
+        ref.engine._reset_step()
+        ref.hooks.remove()
+    for ref in refs:
+        for handle in ref.state_dict_handles:
+            handle.remove()
+
+
+def forget(ref: UnitRef) -> None:
+    """Remove the attributes by which modules are a unit."""
+    for module in ref.unit.modules:
+        accept_other_engines(module)
+        for name in (UnitRef.ATTRIBUTE, ModuleTree.ATTRIBUTE, Copier.ATTRIBUTE):
+            module.__dict__.pop(name, None)

@@ -1,0 +1,204 @@
+"""Makes the units of a plan, one at a time: allocate, broadcast, shard. Then makes one engine over all of them.
+
+A model on the meta device gets its memory here, in the order of its modules. Each unit is sharded as soon as all its parameters
+have values, so no rank ever holds more than one unsharded unit and the layers around it.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.autograd.pytree import MANAGED
+from fsdp.building.attach import attach, detach
+from fsdp.building.dissolve import HasGrad, agree_on_gradients, dissolve
+from fsdp.building.plan import Planned, buffers_of
+from fsdp.comm.context import CommContext
+from fsdp.config import Config
+from fsdp.device.streams import META, default_device
+from fsdp.errors import ShardingError
+from fsdp.params.buffer_plan import make_flat_buffers
+from fsdp.params.module_params import show_plainly
+from fsdp.params.module_tree import IGNORED
+from fsdp.params.unit import Unit
+from fsdp.runtime.registry import unit_ref_of
+from fsdp.shards.dtensors import DTensorMesh
+
+Initialise = Callable[[nn.Module], object]
+
+
+def stay_on_meta(module: nn.Module) -> None:
+    """As `param_init_fn`: leave a module on the meta device. `convert` gives it memory later; until then it cannot compute."""
+
+
+def check_initialisation(plan: Sequence[Planned], initialise: Any) -> None:
+    """Check that every tensor on the meta device can get memory and values.
+
+    Raises:
+        ShardingError: `initialise` is not a function, or a module with tensors on the meta device cannot initialise itself.
+    """
+    if initialise is not None and not callable(initialise):
+        raise ShardingError(f"param_init_fn must be a callable that takes a module, not {initialise!r}.")
+    for one in plan:
+        for module in one.own_modules:
+            names = [name for name, tensor in _own_tensors(module) if tensor.is_meta]
+            if names and initialise is None and not callable(getattr(module, "reset_parameters", None)):
+                raise ShardingError(
+                    f"{type(module).__name__}.{names[0]} in unit {one.name!r} is on the meta device, and the module has no "
+                    "reset_parameters() to give it values; give param_init_fn, a function that initialises one module."
+                )
+
+
+def build(
+    plan: Sequence[Planned],
+    config: Config,
+    comms: CommContext,
+    initialise: Initialise | None,
+    ignored: Collection[nn.Module | nn.Parameter],
+    dtensor_mesh: DTensorMesh | None = None,
+) -> None:
+    """Shard the units of the plan and put one engine over all of them.
+
+    Memory: the shards, and at most one unsharded unit with the layers around it.
+
+    Raises:
+        ShardingError: `initialise` replaced a parameter, replicas begin with different parameters, or a gradient of a unit that
+            is made anew is there on some ranks only.
+    """
+    regrouped = [one.regrouped for one in plan if one.regrouped is not None]
+    has_grad = agree_on_gradients(regrouped, comms.world_comm, "fully_shard") if regrouped else {}
+    detach(ref for one in plan if (ref := unit_ref_of(one.module)) is not None)
+    units = _Builder(plan, config, comms, initialise, has_grad, dtensor_mesh).build()
+    _check_replicas([unit for unit, one in zip(units, plan, strict=True) if one.unit is None], comms)
+    if config.sync_module_states:
+        _broadcast(((name, buffer.detach()) for name, buffer in buffers_of(plan[0])), comms)
+    inside: list[set[int]] = [set() for _ in plan]
+    # where ranks may go different ways, nobody else shall keep them on one
+    marks = dict.fromkeys(MANAGED, not units[0].config.uneven_paths)
+    for index, one in enumerate(plan):
+        for outer in one.ancestors:
+            inside[outer].add(index)
+        for module in one.own_modules:
+            module.__dict__.update(marks)
+    for left_alone in ignored:
+        left_alone.__dict__[IGNORED] = True
+    attach(units, [*map(frozenset, inside)], comms, plan[0].borrowed)
+
+
+def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
+    """Check that ranks with the same shards begin with the same values. They would train different models otherwise.
+
+    Raises:
+        ShardingError: they begin with different values.
+    """
+    if comms.replica_comm.size == 1 or any(flat.device == META for unit in units for flat in unit.flats):
+        return
+    sums = [[int(flat.sum_of_bits()) for flat in unit.flats] for unit in units]
+    for other in comms.replica_comm.gather_objects(sums, "fully_shard"):
+        for unit, mine, theirs in zip(units, sums, other, strict=True):
+            if mine != theirs:
+                raise ShardingError(
+                    f"ranks that hold the same shards begin with different parameters in unit {unit.name!r}. Build the model "
+                    "anew, alike on every rank, or give sync_module_states=True."
+                )
+
+
+class _Builder:
+    """Makes the units of a plan. A unit is sharded when all its modules have memory and values."""
+
+    def __init__(
+        self,
+        plan: Sequence[Planned],
+        config: Config,
+        comms: CommContext,
+        initialise: Initialise | None,
+        has_grad: HasGrad,
+        dtensor_mesh: DTensorMesh | None,
+    ) -> None:
+        self._dtensor_mesh = dtensor_mesh
+        self._plan = plan
+        self._has_grad = has_grad
+        self._config = config
+        self._comms = comms
+        self._initialise = initialise or _reset
+        self._index = {id(module): index for index, one in enumerate(plan) for module in one.members}
+        self._own = [{id(module) for module in one.own_modules} for one in plan]
+        self._units: list[Unit | None] = [None for _ in plan]
+        real = (info.parameter.device for one in plan for info in one.param_infos if not info.parameter.is_meta)
+        self._device = next(real, None) or default_device(comms.world_comm.supports_device)
+
+    def build(self) -> list[Unit]:
+        """Make every unit and return them, outermost first."""
+        self._build(0)
+        return [unit for unit in self._units if unit is not None]
+
+    def _build(self, index: int) -> None:
+        one = self._plan[index]
+        if one.regrouped is not None:
+            dissolve(one.regrouped, self._has_grad)
+        for module in one.members:
+            self._prepare(module, index)
+        if one.unit is None and self._config.sync_module_states:
+            _broadcast(((info.names[0], info.parameter.detach()) for info in one.param_infos), self._comms)
+        unit = one.unit or self._make(one)
+        unit.rename(one.name)
+        self._units[index] = unit
+
+    def _make(self, one: Planned) -> Unit:
+        config = self._config if one.regrouped is None else one.regrouped.config
+        comm = self._comms.shard_comm
+        for info in one.param_infos:
+            for module, _ in info.slots:
+                show_plainly(module)  # it may have shown a parameter that belonged to another unit
+        flats = make_flat_buffers(one.param_infos, config, comm, self._dtensor_mesh)
+        return Unit(one.members, one.name, flats, config, comm)
+
+    def _prepare(self, module: nn.Module, index: int) -> None:
+        """Allocate and initialise `module` and the modules below it, and build the units below it."""
+        self._own[index].discard(id(module))
+        if self._initialise is not stay_on_meta and any(tensor.is_meta for _, tensor in _own_tensors(module)):
+            _materialise(module, self._device)
+            before = list(module._parameters.values())
+            self._initialise(module)
+            if any(map(is_not, before, module._parameters.values())):
+                raise ShardingError(
+                    f"param_init_fn replaced a parameter of a {type(module).__name__}; it has memory already: copy into it."
+                )
+        for child in module.children():
+            inner = self._index.get(id(child))
+            if inner is None and id(child) in self._own[index]:
+                self._prepare(child, index)
+            elif inner is not None and self._units[inner] is None:
+                self._build(inner)
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    found = (*module._parameters.items(), *module._buffers.items())
+    return [(name, tensor) for name, tensor in found if tensor is not None]
+
+
+def _materialise(module: nn.Module, device: torch.device) -> None:
+    """Give memory on `device` to the tensors on the meta device. The objects stay the same, so tied parameters stay tied."""
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.is_meta:
+            fresh = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            fresh.__dict__.update(parameter.__dict__)
+            torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _reset(module: nn.Module) -> None:
+    module.reset_parameters()  # type: ignore[operator]  # checked before anything was changed
+
+
+def _broadcast(states: Iterator[tuple[str, Tensor]], comms: CommContext) -> None:
+    with torch.no_grad():
+        for name, state in states:
+            contiguous = state.contiguous()
+            comms.world_comm.broadcast(contiguous, 0, name).wait()
+            if contiguous is not state:
+                state.copy_(contiguous)

@@ -1,0 +1,66 @@
+"""Checks that all ranks are about to wrap the same model in the same way."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from hashlib import sha256
+from typing import Any
+
+from fsdp.building.plan import Planned, buffers_of
+from fsdp.comm.communicator import Communicator
+from fsdp.config import Config
+from fsdp.errors import ShardingError
+from fsdp.params.module_params import owning_unit
+from fsdp.params.unit import Unit
+
+Prepared = tuple[Config, list[Planned]]
+
+
+def agree(comm: Communicator, prepare: Callable[[], Prepared]) -> Prepared:
+    """Call `prepare` on every rank and compare the results. If one rank refuses, every rank raises. Communicates.
+
+    Raises:
+        ShardingError: `prepare` failed on some rank, or the ranks differ. The text names the first difference and its rank.
+    """
+    try:
+        prepared = prepare()
+        lines = _describe(*prepared)
+    except Exception as refusal:  # a user's policy may raise anything, and the other ranks must be notified
+        reason = str(refusal) if isinstance(refusal, ShardingError) else repr(refusal)
+        comm.gather_objects(f"refused: {reason}", "fully_shard")
+        raise
+    digest = sha256("\n".join(lines).encode()).hexdigest()
+    answers = comm.gather_objects(digest, "fully_shard")
+    for rank, answer in enumerate(answers):
+        if answer.startswith("refused: "):
+            raise ShardingError(f"rank {rank} could not wrap its module: {answer.removeprefix('refused: ')}")
+    if len(set(answers)) > 1:
+        raise ShardingError(_first_difference(comm.gather_objects(lines, "fully_shard")))
+    return prepared
+
+
+def _describe(config: Config, plan: Sequence[Planned]) -> list[str]:
+    lines = [f"{option.name}={getattr(config, option.name)}" for option in fields(config)]
+    if config.sync_module_states:
+        lines += [f"buffer {name!r} {tuple(b.shape)} {b.dtype}" for name, b in buffers_of(plan[0])]
+    for one in plan:
+        lines.append(f"unit {one.name!r}")
+        for info in one.param_infos:
+            p: Any = info.parameter
+            names, owner = " = ".join(info.names), owning_unit(p)
+            shape = tuple(owner.unsharded_of(p).shape if isinstance(owner, Unit) else p.shape)
+            cut = f" cut along dimension {info.shard_dim}" if info.shard_dim else ""
+            kept = " which computes in it" if info.keeps_dtype else ""
+            lines.append(f"parameter {names!r} {shape} {p.dtype}{kept}" + ("" if p.requires_grad else " frozen") + cut)
+    return lines
+
+
+def _first_difference(described: Sequence[Sequence[str]]) -> str:
+    reference = described[0]
+    for rank, lines in enumerate(described):
+        for mine, theirs in zip([*reference, "nothing"], [*lines, "nothing"], strict=False):
+            if mine != theirs:
+                return (
+                    f"the model is built differently on different ranks: rank 0 has {mine}, but rank {rank} has "
+                    f"{theirs}. Build it from the same code and options on every rank."
+                )
+    return "the model is built differently on different ranks."

@@ -1,0 +1,203 @@
+"""`copy.deepcopy` of a sharded model: a second sharded model with shards and hooks of its own, on the same ranks.
+
+A copy communicates nothing. Its parameters are first stand-ins with full shapes and the memory of one element. New units cut them
+as wrapping does, and the shards are then copied.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final, TypeAlias
+
+import torch
+from torch import nn
+
+from fsdp.building.dissolve import refuse_losses
+from fsdp.comm.context import CommContext
+from fsdp.errors import ShardingAssertion, ShardingError
+from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.module_tree import ModuleTree
+from fsdp.params.unit import Unit
+from fsdp.runtime.engine import Engine
+from fsdp.runtime.refuse_copy import RefuseCopy
+from fsdp.runtime.registry import UnitRef, refuse_unless_resting
+from fsdp.runtime.side_outputs import SideOutputs
+from fsdp.shards.shard_parameter import become_full, make_plain
+
+Attach: TypeAlias = Callable[[Sequence[Unit], Sequence[frozenset[int]], CommContext], Engine]
+Memo: TypeAlias = dict[int, Any]
+"""The copies that one `copy.deepcopy` has made, by the ids of the originals."""
+_HOOKS: Final = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+)
+"""The dicts of a module in which an engine has hooks."""
+
+_ABOUT_HOOKS: Final = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+"""The dicts of a module that say something about a hook by its key."""
+
+
+class Copier(RefuseCopy):
+    """The `__deepcopy__` of the module of one unit, which Python looks for on the object. Only a root can be copied."""
+
+    ATTRIBUTE: ClassVar = "__deepcopy__"
+
+    def __init__(self, engine: Engine, index: int, attach: Attach) -> None:
+        super().__init__(engine.units[index])
+        self._engine = engine
+        self._is_root = index == 0
+        self._attach = attach
+
+    def __call__(self, memo: Memo) -> nn.Module:
+        """Return the copy of the module.
+
+        Raises:
+            ShardingError: the unit is no root; a forward, a backward or a summon is going on; gradients are kept under `no_sync`;
+                there is a communication hook; or it is inside `fsdp.join`.
+        """
+        root = self._engine.units[0].name
+        if not self._is_root:
+            raise ShardingError(f"copy.deepcopy: unit {self._unit.name!r} is a part of root {root!r}; copy the root.")
+        return _copy_root(self._engine, memo, self._attach)
+
+
+def copy_wrapper(wrapper: nn.Module, shared: Collection[object], memo: Memo) -> nn.Module:
+    """The copy of a wrapper around a unit, with the same objects `shared`, such as process groups, which cannot be copied."""
+    memo.update({id(one): one for one in shared})
+    copied = memo[id(wrapper)] = type(wrapper).__new__(type(wrapper))
+    copied.__dict__.update(copy.deepcopy(wrapper.__dict__, memo))
+    return copied
+
+
+def _copy_root(engine: Engine, memo: Memo, attach: Attach) -> nn.Module:
+    _refuse_losses(engine)
+    root = engine.units[0].module
+    for unit in engine.units:
+        unit.check_shards()
+        for flat in unit.flats:
+            for number, parameter in enumerate(flat.sharded_params):
+                _copy_as_stand_in(flat, number, parameter, memo)
+    for module in root.modules():
+        memo.update({id(found): found for found in _engine_hooks(module).values()})
+    with _laid_aside(engine):
+        copied: nn.Module = copy.deepcopy(root, memo)
+    stale = {id(module): _engine_hooks(module) for module in copied.modules()}
+    new_engine = attach([_copy_unit(unit, memo) for unit in engine.units], engine.descendants, engine.comms)
+    for module in copied.modules():
+        _take_places(module, stale[id(module)])
+    if (factors := engine.reducer.divide_factors) is not None:
+        new_engine.reducer.set_divide_factors(*factors)
+    return copied
+
+
+def _refuse_losses(engine: Engine) -> None:
+    """Check that the engine has nothing that a copy would lack."""
+    engine.clean_up_dead_forward()
+    refuse_unless_resting("copy.deepcopy", engine)
+    name = engine.units[0].name
+    if len(engine.units[0].modules) > 1:
+        raise ShardingError(
+            f"copy.deepcopy: unit {name!r} is a list of modules, which are copied one by one; copy a model that contains them."
+        )
+    if any(unit.has_dtensors for unit in engine.units):
+        raise ShardingAssertion(
+            f"copy.deepcopy: FSDP does not support deepcopy where shards are DTensors, as those of {name!r}: they have taken the "
+            "places of the parameters. Copy the plain model before you wrap it, and load the state dict into the copy."
+        )
+    ModuleTree.of(engine.units[0].module).refuse_borrowing(name)
+    refuse_losses(engine, "copy.deepcopy")
+    if engine.reducer.hook is not None:
+        raise ShardingError(
+            f"copy.deepcopy: unit {name!r} has a communication hook, whose state belongs to one model; copy the model before you "
+            "register the hook, and register another one on the copy."
+        )
+
+
+def _copy_as_stand_in(flat: FlatBuffer, number: int, parameter: nn.Parameter, memo: Memo) -> None:
+    """Put the copy of a sharded parameter into `memo`: a parameter of the full shape, with the memory of one element."""
+    full = torch.empty((), dtype=flat.shard.dtype, device=flat.device).expand(flat.layout.slots[number].shape)
+    if id(parameter) in memo:  # found before its module, in an optimizer for example
+        become_full(memo[id(parameter)], full)
+    else:
+        memo[id(parameter)] = make_plain(parameter, full)
+
+
+@contextmanager
+def _laid_aside(engine: Engine) -> Iterator[None]:
+    """Remove inside what a copy of a module must not have: the attributes by which it is a unit, and the copier."""
+    aside: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in (module for unit in engine.units for module in unit.modules):
+        attributes = module.__dict__
+        names = (Copier.ATTRIBUTE, UnitRef.ATTRIBUTE, ModuleTree.ATTRIBUTE)
+        aside.append((attributes, {name: attributes.pop(name) for name in names if name in attributes}))
+    try:
+        yield
+    finally:
+        for attributes, removed in aside:
+            attributes.update(removed)
+
+
+@torch.no_grad()
+def _copy_unit(unit: Unit, memo: Memo) -> Unit:
+    config = unit.config
+    flats = []
+    for flat in unit.flats:
+        infos = [info.copied(memo) for info in flat.param_infos]
+        for info in infos:
+            for module, slot in info.slots:
+                if module._parameters.get(slot) is not info.parameter:
+                    raise ShardingError(
+                        f"copy.deepcopy: the copy of a {type(module).__name__} in unit {unit.name!r} has another parameter as "
+                        f"{slot!r} than the copy of the original's, because of a __deepcopy__ of its own; wrap a copy of the "
+                        "plain module instead."
+                    )
+        copied = FlatBuffer(
+            infos,
+            flat.unsharded.dtype,
+            unit.comm,
+            flat.is_replicated,
+            config.aligned,
+            config.plain_shards,
+            offload=config.offload,
+        )
+        copied.shard.copy_(flat.shard)
+        flats.append(copied)
+    return Unit([memo[id(module)] for module in unit.modules], unit.name, flats, config, unit.comm)
+
+
+def _engine_hooks(module: nn.Module) -> dict[int, RefuseCopy | SideOutputs]:
+    """The objects of the engine of which methods are hooks of `module`, by the keys of the hooks."""
+    hooks = ((key, _engine_object(hook)) for name in _HOOKS for key, hook in getattr(module, name, {}).items())
+    return {key: found for key, found in hooks if found is not None}
+
+
+def _engine_object(hook: Any) -> RefuseCopy | SideOutputs | None:
+    """The object of the engine of which `hook` is a method; None for a hook of the user."""
+    method = getattr(hook, "hook", hook)  # torch wraps the hooks that run before a load
+    owner = getattr(getattr(method, "func", method), "__self__", None)
+    return owner if isinstance(owner, RefuseCopy | SideOutputs) else None
+
+
+def _take_places(module: nn.Module, stale: Collection[int]) -> None:
+    """Put the new engine's hooks where those of the original's engine are, and remove these. Hooks of the user stay in place."""
+    if not stale:
+        return
+    fresh = _engine_hooks(module).keys() - stale
+    for name in _HOOKS:
+        hooks = module.__dict__[name]
+        waiting, order = [key for key in hooks if key in fresh], []
+        for key in hooks:
+            if key in stale:
+                order += waiting[:1]
+                del waiting[:1]
+            elif key not in fresh:
+                order.append(key)
+        rest = {key: hooks[key] for key in (*order, *waiting)}
+        hooks.clear()
+        hooks.update(rest)
+    for name in _ABOUT_HOOKS:
+        for key in stale:
+            module.__dict__[name].pop(key, None)

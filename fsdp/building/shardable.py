@@ -1,0 +1,280 @@
+"""What cannot be sharded: found before anything changes, so that every rank refuses and no module is left half sharded."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fsdp.building.other_engines import other_engine
+from fsdp.building.plan import Planned, buffers_of
+from fsdp.comm.communicator import Communicator
+from fsdp.comm.meshes import check_joins
+from fsdp.config import Config
+from fsdp.errors import ShardingError
+from fsdp.params.module_params import owning_unit
+from fsdp.params.param_info import ParamInfo
+from fsdp.shards.dtensors import dim_of, local_of
+
+_PLAIN_FUNCTIONS: Final = (nn.Parameter.__torch_function__, torch.Tensor.__torch_function__)
+_PLAIN_DISPATCH: Final = torch.Tensor.__torch_dispatch__
+_SUB_BYTE: Final = tuple(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+"""The names of dtypes that torch cannot copy."""
+
+
+def check_shardable(plan: Sequence[Planned], config: Config) -> None:
+    """Check the modules, parameters and buffers of the new units.
+
+    Raises:
+        ShardingError: one of them cannot be sharded, or another engine has wrapped it. The text names it.
+    """
+    for one in plan:
+        if one.unit is not None:
+            continue
+        for module in one.own_modules:
+            engine = other_engine(module)
+            if engine is not None:
+                raise ShardingError(
+                    f"unit {one.name!r}: {engine} has wrapped its {type(module).__name__}, and reduces or shards by itself; wrap "
+                    "the plain module instead."
+                )
+        places = {id(module): module for info in one.param_infos for module, _ in info.slots}
+        for module in (*one.members, *places.values()):
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ShardingError(
+                    f"unit {one.name!r} contains a scripted {module.original_name}, whose parameters TorchScript keeps; wrap the "
+                    "module that was scripted, or name it in ignored_modules."
+                )
+        for info in _not_sharded_yet(one):
+            name, reason = info.names[0], _parameter_problem(info.parameter, config.dtensors)
+            if reason is None and config.dtensors and not info.parameter.dim():
+                reason = (
+                    f"has no dimensions, along which a DTensor is cut. Change {name} to a 1D tensor with numel equal to 1, or "
+                    "leave out dtensors."
+                )
+            if reason is not None:
+                raise ShardingError(f"parameter {name!r} {reason}")
+    _check_shared_memory(plan)
+    buffers = buffers_of(plan[0]) if config.sync_module_states or config.broadcast_buffers else []
+    for name, tensor in [*buffers, *_new_parameters(plan)] if config.sync_module_states else buffers:
+        reason = _broadcast_problem(tensor)
+        if reason is not None:
+            raise ShardingError(
+                f"{name!r} {reason}, so it cannot be broadcast; make it a plain dense tensor, or leave out sync_module_states "
+                "and broadcast_buffers."
+            )
+
+
+def choose_shard_dims(plan: Sequence[Planned], config: Config, mesh: Any, placement_of: Any) -> None:
+    """Note for each parameter of the new units along which dimension it is cut: the one of `placement_of(parameter)`.
+
+    Raises:
+        ShardingError: it chooses something else than a dimension of the parameter, the shards are no DTensors, or a parameter
+            that is a DTensor already lies on a mesh which does not fit `mesh`.
+    """
+    if placement_of is not None and not config.dtensors:
+        raise ShardingError("shard_placement_fn chooses the placements of DTensors; give dtensors=True, or leave it out.")
+    if placement_of is not None and not callable(placement_of):
+        raise ShardingError(f"shard_placement_fn must be a function of a parameter, not {placement_of!r}.")
+    for info in (info for one in plan if one.unit is None for info in _not_sharded_yet(one)):
+        name, given = info.names[0], None if placement_of is None else placement_of(info.parameter)
+        if given is not None:
+            info.cut_along(dim_of(name, info.parameter, given))
+        if _is_dtensor(info.parameter):
+            check_joins(name, info.parameter, mesh)
+
+
+def choose_dtypes(plan: Sequence[Planned], config: Config, policy: Any) -> None:
+    """Note for each parameter of the new units whether it computes in its own dtype, as a policy of FSDP2 says for it.
+
+    Raises:
+        ShardingError: the policy chooses a third dtype.
+    """
+    choose, default = getattr(policy, "param_dtype_override_fn", None), config.mp_policy.param_dtype
+    if choose is None:
+        return
+    for info in (info for one in plan if one.unit is None for info in _not_sharded_yet(one)):
+        chosen, own = choose(info.parameter), info.parameter.dtype
+        if chosen not in (None, default, own):
+            raise ShardingError(
+                f"mp_policy.param_dtype_override_fn gives {chosen!r} for {info.names[0]!r}: param_dtype_override_fn must return "
+                f"None, param_dtype, which is {default}, or the parameter's original dtype, which is {own}."
+            )
+        if chosen is own and chosen is not default:
+            info.keep_dtype()
+
+
+def check_triggers(plan: Sequence[Planned], config: Config, module: nn.Module) -> None:
+    """Check that the triggers of reductions are trainable parameters of the new units of `module`.
+
+    Raises:
+        ShardingError: one of them is not.
+    """
+    names = {info.names[0] for one in plan for info in one.param_infos if info.parameter.requires_grad}
+    for trigger in config.reduction.triggers:
+        if trigger not in names:
+            raise ShardingError(
+                f"reduction.triggers: {type(module).__name__} has no trainable parameter {trigger!r}, or it is in a unit already."
+            )
+
+
+def check_devices(plan: Sequence[Planned], comm: Communicator) -> None:
+    """Check that all parameters are on one device, which the group supports.
+
+    Raises:
+        ShardingError: they are not.
+    """
+    devices: dict[torch.device, str] = {}
+    for info in (info for one in plan for info in one.param_infos if not info.parameter.is_meta):
+        devices.setdefault(info.parameter.device, info.names[0])
+    if len(devices) > 1:
+        (a, first), (b, second) = list(devices.items())[:2]
+        raise ShardingError(
+            f"parameter {first!r} is on {a}, but {second!r} is on {b}; move the module to one device before wrapping it."
+        )
+    for device, name in devices.items():
+        if not comm.supports_device(device):
+            raise ShardingError(
+                f"parameter {name!r} is on {device}, where this process group cannot communicate; "
+                "move the module to the group's device before wrapping it."
+            )
+
+
+def check_renormalised(plan: Sequence[Planned], comm: Communicator) -> None:
+    """Check that no embedding changes the rows that it looks up (`max_norm`): each rank looks up others.
+
+    Raises:
+        ShardingError: one does, and there are several ranks.
+    """
+    for one in plan if comm.size > 1 else ():
+        for info in one.param_infos if one.unit is None else ():
+            for module, _ in info.slots:
+                if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+                    raise ShardingError(
+                        f"{info.names[0]!r}: {type(module).__name__}(max_norm={module.max_norm}) changes in its forward the rows "
+                        "that this rank looks up, and each rank looks up others. Set max_norm to None, and after each step scale "
+                        "the rows: norm = weight.norm(dim=1, keepdim=True); weight.mul_((max_norm / (norm + 1e-7)).clamp(max=1))."
+                    )
+
+
+def device_of(plan: Sequence[Planned]) -> torch.device:
+    """The device of the parameters. A parameter on the meta device has none yet."""
+    found = (info.parameter.device for one in plan for info in one.param_infos if not info.parameter.is_meta)
+    return next(found, torch.device("cpu"))
+
+
+def _parameter_problem(parameter: Tensor, dtensors: bool) -> str | None:
+    """Why a parameter cannot be sharded, as the end of a sentence that begins with its name; None if it can."""
+    kind = type(parameter)
+    if is_lazy(parameter):
+        return "is not initialised yet; run one forward of the plain module before wrapping it."
+    if _is_dtensor(parameter):
+        if dtensors and parameter.grad is None:
+            return None
+        return (
+            "is a DTensor, which another engine or a parallel style has spread over ranks already; give dtensors=True and set "
+            "its gradient to None, wrap the plain module, or name this one in ignored_modules."
+        )
+    if not _has_plain_operators(parameter):
+        return (
+            f"is a {kind.__name__}, a tensor class with operators of its own, as quantised weights are; its parts would be "
+            "plain tensors. Convert it to a plain parameter, or name its module in ignored_modules."
+        )
+    if parameter.layout is not torch.strided:
+        return f"has layout {parameter.layout}; make it dense, or name its module in ignored_modules."
+    if parameter.is_quantized or str(parameter.dtype) in _SUB_BYTE:
+        return (
+            f"is {parameter.dtype}, whose elements cannot be copied one by one; convert it to a dtype of whole bytes, or name "
+            "its module in ignored_modules."
+        )
+    if torch._debug_has_internal_overlap(parameter) == 1:
+        return (
+            "is an expanded tensor, of which several elements are one number in memory; give each its own: "
+            "nn.Parameter(parameter.detach().clone())."
+        )
+    if _lacks_memory(parameter):
+        return "has no memory, because something has released it; load or build the module anew."
+    if parameter.is_meta and (weakref.getweakrefs(parameter) or parameter._use_count() > 2):  # type: ignore[attr-defined]
+        return (
+            "is on the meta device and in use by an autograd graph or a weak reference, so it cannot get memory; drop those "
+            "first."
+        )
+    if parameter.grad_dtype not in (None, parameter.dtype):
+        return (
+            f"has grad_dtype {parameter.grad_dtype}, and its reduced gradient will be {parameter.dtype}, like the parameter. "
+            "Keep the parameter in the dtype of its gradient, and give mp_policy=fsdp.MixedPrecisionPolicy(param_dtype="
+            f"{parameter.dtype}), which computes in the other one."
+        )
+    return _gradient_problem(parameter)
+
+
+def _gradient_problem(parameter: Tensor) -> str | None:
+    gradient = parameter.grad
+    if gradient is None or (
+        gradient.layout is torch.strided and _has_plain_operators(gradient) and gradient.device == parameter.device
+    ):
+        return None
+    return (
+        "has a gradient from before wrapping that cannot be cut, because it is sparse, of a class of its own or on another "
+        "device; step the optimizer and set the gradient to None first."
+    )
+
+
+def _broadcast_problem(tensor: Tensor) -> str | None:
+    """Why rank 0's values cannot be put into a buffer or parameter; None if they can."""
+    if is_lazy(tensor):
+        return "is not initialised yet"
+    if not _has_plain_operators(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+        return f"is a {type(tensor).__name__} of layout {tensor.layout} and dtype {tensor.dtype}"
+    if tensor.is_inference():
+        return "was made in torch.inference_mode"
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        return "is an expanded tensor, of which several elements are one number in memory"
+    return None
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    return any(f"{base.__module__}.".startswith("torch.distributed.tensor.") for base in type(tensor).__mro__)
+
+
+def _has_plain_operators(tensor: Tensor) -> bool:
+    kind = type(tensor)
+    return kind.__torch_dispatch__ is _PLAIN_DISPATCH and kind.__torch_function__ in _PLAIN_FUNCTIONS
+
+
+def _lacks_memory(parameter: Tensor) -> bool:
+    if parameter.is_meta or not parameter.numel():
+        return False
+    spans = ((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.untyped_storage().size() < (parameter.storage_offset() + sum(spans) + 1) * parameter.element_size()
+
+
+def _check_shared_memory(plan: Sequence[Planned]) -> None:
+    """Check that parameters that are trained begin at places of their own. Two over one memory would be sharded apart.
+
+    Raises:
+        ShardingError: two Parameter objects share their memory.
+    """
+    first: dict[tuple[torch.device, int], tuple[str, bool]] = {}
+    for name, parameter in _new_parameters(plan):
+        if parameter.is_meta or not parameter.numel():
+            continue
+        local = local_of(parameter)
+        address = (parameter if local is None else local).data_ptr()
+        other, trains = first.setdefault((parameter.device, address), (name, parameter.requires_grad))
+        if other != name and (trains or parameter.requires_grad):
+            raise ShardingError(
+                f"parameters {other!r} and {name!r} are two objects over the same memory, so that one changes with the other; "
+                "tie them by assigning the same Parameter to both modules, or clone one."
+            )
+
+
+def _new_parameters(plan: Sequence[Planned]) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((info.names[0], info.parameter) for one in plan for info in _not_sharded_yet(one))
+
+
+def _not_sharded_yet(planned: Planned) -> Iterator[ParamInfo]:
+    """The parameters of a new unit, without those that come from another unit."""
+    return (info for info in planned.param_infos if owning_unit(info.parameter) is None)

@@ -1,0 +1,387 @@
+"""Monitors the peers of a group: who abandoned a step, who ended, and how ranks connect again.
+
+[Note: how a failure travels]
+Over gloo each communicator has connections of its own. A rank that abandons a step writes its rank, the unit and the reason to
+the group's store and closes the connections. Every collective that waits for it then fails at once, on every rank, and nothing
+is in flight that could write to released memory. A rank whose collective failed reads the store. A rank that died has written
+nothing: its peers look for its process if it was on the same host, and otherwise every rank signs in, and the missing one is
+named. When every rank has disconnected and wants to go on, they meet in the store and reconnect. As long as nothing fails, no
+rank reads the store. NCCL has no connections that could be closed: see watchdog.py.
+"""
+
+import json
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, NamedTuple, NoReturn
+
+from fsdp.comm.failure.connections import Connections
+from fsdp.comm.failure.desync import TIME_OUT, DesyncDetector, Store
+from fsdp.comm.failure.environment import seconds
+from fsdp.comm.failure.liveness import Neighbours
+from fsdp.comm.failure.notices import RESTART, Abandonment, Exit, abandoned_by
+from fsdp.comm.failure.pending_call import OPENS, RESTART_CALL, PendingCall
+from fsdp.comm.failure.process_end import at_end
+from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, WorldError
+
+SECONDS: Final = "FSDP_PEER_SECONDS"
+"""The environment variable for the time in which a rank whose connections broke looks for the reason. 2 by default."""
+RETURN_SECONDS: Final = "FSDP_RETURN_SECONDS"
+"""The environment variable for the time in which a rank that wants to go on waits for the others. 60 by default."""
+HOST_SECONDS: Final = "FSDP_HOST_SECONDS"
+"""The environment variable for the time after which a host that acknowledges nothing is lost. 30 by default."""
+CLOSING: Final = 2.0
+"""Seconds that are spent on closing connections when a group is destroyed or the process ends."""
+ENDED: Final = "has ended, while this rank waited for it"
+OPENING: Final = "opening"
+"""The calls of ranks that are about to connect to each other, as if on a communicator of this name."""
+
+
+class PendingError(NamedTuple):
+    """An error that the next call on a group raises."""
+
+    epoch: int | None
+    """The epoch in which it is raised, and no later one. None: in every epoch."""
+    error: WorldError
+
+
+class PeerMonitor:
+    """The connections of the communicators over one group, and the state of its other ranks."""
+
+    def __init__(
+        self,
+        store: Store,
+        scope: Callable[[str], Store],
+        ranks: Sequence[int],
+        rank: int,
+        connect: Callable[[str], Any] | None,
+        time_out: float = TIME_OUT,
+    ) -> None:
+        self._time_out = time_out
+        """Seconds that a rank waits for the others to make a call."""
+        self._completed = 0
+        """The number of backwards that ended without an error."""
+        self._store = store
+        self._scope = scope
+        self._ranks = tuple(ranks)
+        """The ranks as the user counts them: in the default group."""
+        self._rank = rank
+        """This rank in this group."""
+        self._comms: list[str] = []
+        """The names of the communicators."""
+        self._connect = connect
+        self._publishes = connect is not None
+        """Whether failures of this rank are written to the store."""
+        self._patience = seconds(SECONDS, 2.0)
+        self._return_patience = seconds(RETURN_SECONDS, 60.0)
+        self._tcp = Connections(seconds(HOST_SECONDS, 30.0))
+        self._epoch = 0
+        self._abandoned = -1
+        """The last epoch whose abandoned step this rank has written to the store, or tried to."""
+        self._written = -1
+        """The last epoch whose abandoned step is in the store."""
+        self._neighbours = Neighbours(store, rank)
+        self._process, self._exit_published = os.getpid(), False
+        self.connections: dict[str, Any] = {}
+        """For each communicator with connections of its own: the process group for its collectives on the host."""
+        self._device_may_wait_forever = True
+        """True if collectives launched on a device may never finish once this group is declared dead. The watchdog then aborts
+        the communicators."""
+        self.down = False
+        """True if this rank has disconnected. The next call reconnects."""
+        self.pending_error: PendingError | None = None
+        """If not None, the next call must ask `reconnect` whether it may be made."""
+        _living.add(self)
+        self._start()
+
+    def _start(self) -> None:
+        """Begin an epoch: a new detector and new connections."""
+        self.detector = DesyncDetector(self._scope(f"{self._epoch}"), self._rank, len(self._ranks), self, self._time_out)
+        self.sequences = self.detector.sequences
+        self.detector.open(OPENING)
+        for name in self._comms:
+            self._connect_comm(name)
+        self.down = False
+
+    def open(self, name: str) -> None:
+        """Add a communicator. Every rank adds the same ones in the same order, after it met the others."""
+        self._comms.append(name)
+        if not self.down:
+            self._connect_comm(name)
+
+    def meet(self) -> None:
+        """Wait until every rank wraps a module: torch connects ranks without asking whether the others will come.
+
+        Raises:
+            PeerFailed: another rank has ended.
+            WorldError: another rank waits in another call.
+        """
+        self.sequences[OPENING].check_call(OPENS, OPENS, 0)
+
+    def count_hosts(self) -> int:
+        """The number of hosts of the group, the same on all ranks. To be called after `meet`."""
+        return self._neighbours.count_hosts()
+
+    def name(self, rank: int) -> int:
+        """The rank as the user counts it: in the default group."""
+        return self._ranks[rank]
+
+    def _connect_comm(self, name: str) -> None:
+        self.detector.open(name)
+        if self._connect is not None:
+            self.connections[name] = self._tcp.opened_by(partial(self._connect, f"{self._epoch}/{name}"))
+
+    def abandon(self, unit: str, failure: BaseException | None) -> None:
+        """Write to the store why this rank abandons the step, and disconnect."""
+        if not self._publishes:
+            return
+        if isinstance(failure, WorldError) and not isinstance(failure, PeerFailed):
+            self._publish_fatal(str(failure))
+        if self._abandoned == self._epoch:
+            return
+        self._abandoned = self._epoch  # a rank that found a failure while it waited has disconnected, and not said why
+        # on a mesh a rank passes the failure of a peer in one group on to its peers in another
+        why: tuple[int, str | None, str]
+        if isinstance(failure, PeerFailed):
+            why = failure.rank, failure.unit, failure.reason
+        else:
+            why = self._ranks[self._rank], unit, "an error" if failure is None else f"{type(failure).__name__}: {failure}"
+        with suppress(RuntimeError):  # the store may have gone
+            number = self._store.add(f"abandoned/{self._epoch}", 1)
+            self._store.set(f"abandoned/{self._epoch}/{number}", json.dumps((*why, self._rank, self.launched())))
+            self._written = self._epoch
+        self.disconnect()
+
+    def backward_completed(self) -> None:
+        """Count a backward that ended without an error."""
+        self._completed += 1
+
+    def launched(self) -> dict[str, int]:
+        """The number of collectives launched on a device, by communicator. Empty if no watchdog watches this group."""
+        return {}
+
+    def launch_on_device(self, name: str, describe: Callable[[], PendingCall], launch: Callable[[], Any]) -> Any:
+        """Call `launch`. The host will not wait for the collective that it launches."""
+        return launch()
+
+    def _publish_fatal(self, why: str) -> None:
+        """Declare that no rank can go on, in any group of this model, and write it for the ranks that wait for this one."""
+        fatal = self.detector.fatal or why
+        self.detector.declare_fatal(fatal)
+        with suppress(RuntimeError):
+            if not self._store.check(["fatal"]):
+                self._store.set("fatal", json.dumps((fatal, self._device_may_wait_forever)))
+
+    def _raise_fatal(self) -> None:
+        """Raise WorldError if a rank has written that no rank can go on."""
+        if self._store.check(["fatal"]):
+            fatal, self._device_may_wait_forever = json.loads(self._store.get("fatal"))
+            self._fail_for_good(fatal)
+
+    def _fail_for_good(self, why: str) -> NoReturn:
+        self.detector.declare_fatal(why)
+        raise WorldError(why)
+
+    def announce_restart(self, name: str, unit: str) -> PeerFailed | None:
+        """See `Communicator.announce_restart`; `name`: the communicator on which it is announced."""
+        if not self._publishes or self.down:
+            return None
+        try:
+            self.sequences[name].check_call(RESTART_CALL, unit, 0)
+        except PeerFailed as failure:
+            return failure  # if it is about a rank that has ended, reconnecting will raise
+        return None
+
+    @property
+    def epoch(self) -> int:
+        """A number that increases with every abandoned step of any model on this group."""
+        return self._epoch + self.down  # the same before and after reconnecting
+
+    def disconnect(self) -> None:
+        """Close the connections. Idempotent."""
+        if self.down:
+            return
+        self.down = self._publishes
+        connections, self.connections = self.connections, {}
+        self._tcp.close(connections)
+
+    def close(self) -> None:
+        """Disconnect for good, at the end of the group or process. Waits, because an end would abort a closing thread.
+
+        A fork leaves the connections of its parent alone.
+        """
+        if os.getpid() != self._process:
+            return
+        self._wait_until_known()
+        self.disconnect()
+        self._connect, self._publishes = None, False
+        self._tcp.wait_until_closed(CLOSING)
+
+    def reconnect(self) -> None:
+        """Wait until every rank has abandoned the step, and connect to all.
+
+        Raises:
+            PeerFailed: a rank has ended, or does not come back.
+            WorldError: some ranks have completed a backward that others abandoned, or launched more on a device, or the ranks
+                have disagreed before.
+        """
+        self.detector.read_fatal()
+        self.detector.raise_fatal()
+        epoch = self._epoch + 1
+        keys = [f"back/{epoch}/{rank}" for rank in range(len(self._ranks))]
+        self._store.set(keys[self._rank], json.dumps((self._completed, self.launched())))
+        self._wait_for_all(keys)
+        states = [json.loads(self._store.get(key)) for key in keys]
+        other = next((rank for rank, (_, launched) in enumerate(states) if launched != states[0][1]), None)
+        counts = [completed for completed, _ in states]
+        if len(set(counts)) > 1:
+            self._device_may_wait_forever = other is not None
+            ahead, behind = counts.index(max(counts)), counts.index(min(counts))
+            self._fail_for_good(
+                f"rank {self._ranks[ahead]} has completed a backward that rank {self._ranks[behind]} has abandoned, so their "
+                "parameters may be a step apart: load a checkpoint, on all ranks."
+            )
+        if other is not None:
+            self._fail_for_good(
+                f"rank {self._ranks[other]} and rank {self._ranks[0]} have launched different collectives on their devices in "
+                f"the step they abandoned, and what waits for them there cannot be taken back. {RESTART}"
+            )
+        self._epoch = epoch
+        try:
+            self._start()
+        except RuntimeError as failure:
+            self.down = True
+            self.detector.explain_failure(failure)
+            raise
+
+    def _wait_for_all(self, keys: Sequence[str]) -> None:
+        """Wait until every rank has set its key in the store.
+
+        Raises:
+            PeerFailed: a rank has ended, or does not come back.
+            WorldError: a rank has written that no rank can go on.
+        """
+        begin, pause = time.monotonic(), 0.001
+        while not self._store.check(list(keys)):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            gone = self._ended_ranks()
+            # read after `gone`: a rank that has ended since set its key before, or wrote that no rank can go on
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if missing:
+                self.detector.read_fatal()
+                self.detector.raise_fatal()
+                self._raise_fatal()
+            if ended := [rank for rank in gone if rank in missing]:
+                self._fail_ended(ended, f"{ENDED} to go on after an abandoned step")
+            if missing and time.monotonic() - begin > self._return_patience:
+                self._fail(missing, f"has not come back within {self._return_patience:g} s after a step was abandoned")
+
+    def check_peers(self, broken: bool, where: str = "", stalled: bool = False) -> None:
+        """Find out whether a peer is the reason why this rank waits (in the call `where`), or, if `broken`, why its connections
+        broke. `stalled`: they are broken as well if a host does not answer. After a time-out gloo has closed them itself.
+
+        Raises:
+            PeerFailed: it is.
+            WorldError: a rank has written that no rank can go on.
+        """
+        begin = time.monotonic()
+        broken = broken or (stalled and self._tcp.stay_lost())
+        if broken:
+            self._store.set(f"here/{self._epoch}/{self._rank}", "")
+        while True:
+            # read first: a rank that has ended since may have abandoned the step before, or found why no rank can go on
+            gone = self._ended_ranks()
+            self.detector.read_fatal()
+            self.detector.raise_fatal()
+            if found := self.abandonments(self._epoch):
+                self._raise_fatal()
+                raise abandoned_by(*found[0][:3])
+            if gone:
+                self._fail_ended(gone, ENDED, f" in {where}" if where else "")
+            if not broken:
+                return
+            if time.monotonic() - begin > self._patience:
+                missing = [rank for rank in range(len(self._ranks)) if not self._store.check([f"here/{self._epoch}/{rank}"])]
+                if missing:
+                    self._tcp.cut()
+                    self._fail(missing, f"does not answer: its connections broke {self._patience:g} s ago")
+                return
+            time.sleep(0.02)
+
+    def abandonments(self, epoch: int) -> list[Abandonment]:
+        """What ranks have written about the step of an epoch."""
+        keys = [f"abandoned/{epoch}/{number + 1}" for number in range(self._store.add(f"abandoned/{epoch}", 0))]
+        # the number is counted before the text is written
+        return [Abandonment(*json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
+
+    def _wait_until_known(self) -> None:
+        """Wait until the other ranks know of the step that this one has abandoned: the store may end with rank 0."""
+        end, here = time.monotonic() + self._patience, self._ranks[self._rank] == 0 and self._written == self._epoch
+        with suppress(RuntimeError):
+            while here and time.monotonic() < end:
+                found = self.abandonments(self._epoch)
+                know = {*(one.writer for one in found), *self._ended_ranks()}
+                if {self._ranks[rank] for rank in know} | {one.rank for one in found if one.is_lost} >= {*self._ranks}:
+                    return
+                time.sleep(0.02)
+
+    def report_restart(self, rank: int) -> NoReturn:
+        """Raise PeerFailed: `rank` has started another forward while this rank waited for it."""
+        name, reason = self._ranks[rank], f"a {RESTART_CALL}, which failed outside the model or was left out there"
+        raise abandoned_by(name, None, reason)
+
+    def _ended_ranks(self) -> list[int]:
+        """The other ranks that have ended."""
+        some = self._store.check(["ended"])
+        others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
+        dead = self._neighbours.dead()
+        return [rank for rank in others if rank in dead or (some and self._store.check([f"gone/{rank}"]))]
+
+    def _publish_exit(self) -> None:
+        if self._exit_published or os.getpid() != self._process:
+            return  # the process that ends is a child of the one that made this monitor
+        self._exit_published = True
+        with suppress(RuntimeError):
+            # the interpreter keeps the exception that ends it
+            failure = getattr(sys, "last_value", None)
+            why = "" if failure is None else f"{type(failure).__name__}: {failure}"
+            self._store.set(f"gone/{self._rank}", json.dumps(Exit(self.launched(), why)))
+            self._store.set("ended", "")
+
+    def on_exit(self) -> None:
+        """Write to the store that this process ends, and close."""
+        self._publish_exit()
+        self.close()
+
+    def _exit_of(self, rank: int) -> Exit:
+        """What a rank that has ended has written. If it was killed, it has written nothing."""
+        key = f"gone/{rank}"
+        return Exit(*json.loads(self._store.get(key))) if self._store.check([key]) else Exit({}, "it was killed")
+
+    def _fail_ended(self, ranks: Sequence[int], reason: str, where: str = "", remedy: str = f" {RESTART}") -> NoReturn:
+        """Raise PeerFailed: these ranks have ended. If no exception ended one of them, it may have run out of batches."""
+        failures = [self._exit_of(rank).failure for rank in ranks]
+        if not all(failures):
+            remedy = f" {EVERY_RANK} {FEWER_BATCHES}{remedy}"
+        self._fail(ranks, reason, f"{where}.{remedy}")
+
+    def _fail(self, ranks: Sequence[int], reason: str, rest: str = f". {RESTART}") -> NoReturn:
+        names = [self._ranks[rank] for rank in ranks]
+        who = f"rank {names[0]}" if len(names) == 1 else f"each of the ranks {', '.join(map(str, names))}"
+        raise PeerFailed(f"{who} {reason}{rest}", names[0], None, reason)
+
+
+_living: "weakref.WeakSet[PeerMonitor]" = weakref.WeakSet()
+
+
+def _on_exit() -> None:
+    for monitor in list(_living):
+        monitor.on_exit()
+
+
+at_end(_on_exit)

@@ -1,0 +1,227 @@
+"""The choices for a job side by side: a table, the recommendation, and what would have to change."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from fsdp.commands.planning.choices import Choice
+from fsdp.commands.rehearsal.hardware import Cluster
+from fsdp.commands.rehearsal.memory import ACTIVATIONS, BUCKETS, OPTIMIZER, UNSHARDED
+from fsdp.commands.rehearsal.rehearse import Rehearsal
+from fsdp.commands.reporting.formats import size, table
+
+HEADER: Final = ("choice", "fits", "peak", "engine", "activations", "optimizer", "collectives", "received", "step", "exposed")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice, and what it needs."""
+
+    choice: Choice
+    rehearsal: Rehearsal | None
+    """None if the engine refuses the choice."""
+    refusal: str
+    """Why it is refused; empty otherwise."""
+
+
+@dataclass(frozen=True)
+class Fewest:
+    """The smallest number of ranks that fits."""
+
+    ranks: int | None
+    """None: even the largest number does not fit."""
+    most: int
+    """The largest number that was looked at."""
+    title: str
+    """The choice that needs the least memory of a rank."""
+    peak: int
+    """Bytes of a rank with this number of ranks, or with the largest one."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choices for a job, the fastest that fits first, then those that do not fit, smallest first, then refused ones."""
+
+    candidates: tuple[Candidate, ...]
+    memory: int
+    """Bytes of a rank's device that may be used."""
+    world_size: int
+    cluster: Cluster
+    parameters: int
+    """Elements of all parameters."""
+    reserve: int = 0
+    """Bytes of these that stay free."""
+    assumed: tuple[str, ...] = ()
+    """What the numbers assume, a sentence each."""
+    fewest: Fewest | None = None
+    """None if nobody asked for it."""
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether the peak of a choice is within the memory, but for the reserve."""
+        return candidate.rehearsal is not None and candidate.rehearsal.peak <= self.usable
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a choice may need."""
+        return self.memory - self.reserve
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest choice that fits; None if none does."""
+        return next((one for one in self.candidates if self.fits(one)), None)
+
+    def __str__(self) -> str:
+        """The table, the recommendation, and what would have to change."""
+        return "\n".join(lines_of(self))
+
+    def to_json(self) -> str:
+        """Everything as JSON: bytes and seconds."""
+        return json.dumps(
+            {
+                "world_size": self.world_size,
+                "per_host": self.cluster.per_host,
+                "device": self.cluster.device.name,
+                "memory": self.memory,
+                "reserve": self.reserve,
+                "assumed": [*self.assumed],
+                "parameters": self.parameters,
+                "recommended": None if self.best is None else self.best.choice.title,
+                "fewest_ranks": None if self.fewest is None else asdict(self.fewest),
+                "candidates": [*map(self._as_dict, self.candidates)],
+            }
+        )
+
+    def _as_dict(self, one: Candidate) -> dict[str, Any]:
+        choice, found = one.choice, one.rehearsal
+        named = {
+            "title": choice.title,
+            "strategy": choice.strategy,
+            "mesh": choice.mesh,
+            "units": choice.units,
+            "unit_names": choice.unit_names,
+            "checkpointing": choice.checkpointing,
+            "offload": choice.offload,
+        }
+        if found is None:
+            return {**named, "refused": one.refusal}
+        return {
+            **named,
+            "fits": self.fits(one),
+            "peak": found.peak,
+            "held": dict(found.held),
+            "engine_peak": found.engine_peak,
+            "saved": found.saved,
+            "attention": dict(found.attention),
+            "collectives": len(found.collectives),
+            "received": found.received,
+            "padding": found.padding,
+            "unit_count": found.units,
+            "seconds": found.seconds,
+            "computing": found.computing,
+            "exposed": dict(found.exposed),
+            "host_peak": found.host_peak,
+            "host_held": dict(found.host_held),
+        }
+
+
+def lines_of(plan: Plan) -> Iterator[str]:
+    """The whole plan."""
+    device = plan.cluster.device
+    yield (
+        f"{plan.parameters:,} parameters on {plan.world_size} ranks, {plan.cluster.per_host} on a host; {device.name}, "
+        f"{size(plan.memory)} for each rank"
+    )
+    yield from plan.assumed
+    yield ""
+    yield from table(HEADER, [row(plan, one) for one in plan.candidates if one.rehearsal is not None])
+    for one in plan.candidates:
+        if one.rehearsal is None:
+            yield f"{one.choice.title}: refused: {one.refusal}"
+    yield ""
+    yield from advice(plan)
+    yield ""
+    yield "The peak is what is held at once; activations are what a forward leaves for its backward. Bytes of the engine and"
+    yield "collectives are exact. Activations are counted from the operators of the model; workspaces of kernels are not seen."
+    yield f"Seconds are estimated from: {device.source}; inside a host: {device.link.source};"
+    yield f"between hosts: {plan.cluster.between.source}."
+
+
+def row(plan: Plan, one: Candidate) -> tuple[str, ...]:
+    """The cells of one choice."""
+    found = one.rehearsal
+    assert found is not None
+    return (
+        one.choice.title,
+        "yes" if plan.fits(one) else "no",
+        size(found.peak),
+        size(found.engine_peak),
+        size(found.saved),
+        size(found.held.get("optimizer state", 0)),
+        str(len(found.collectives)),
+        size(found.received),
+        f"{1e3 * found.seconds:.1f} ms",
+        f"{sum(found.exposed.values()) / found.seconds:.0%}",
+    )
+
+
+def advice(plan: Plan) -> Iterator[str]:
+    """The recommendation, the distance to the second, what would have to change for others, and the smallest number of ranks."""
+    yield from _recommendation(plan)
+    fewest = plan.fewest
+    if fewest is not None and fewest.ranks is None:
+        yield f"Up to {fewest.most} ranks nothing fits: {fewest.title} needs {size(fewest.peak)} of each of {fewest.most} ranks."
+    elif fewest is not None:
+        yield f"The smallest number of ranks that fits is {fewest.ranks}: {fewest.title}, {size(fewest.peak)} of each rank."
+
+
+def _recommendation(plan: Plan) -> Iterator[str]:
+    best = plan.best
+    if best is None or best.rehearsal is None:
+        yield from _nothing_fits(plan)
+        return
+    yield f"Recommended: {best.choice.title}: {1e3 * best.rehearsal.seconds:.1f} ms a step, estimated."
+    if best.choice.unit_names:
+        count = len(best.choice.unit_names)
+        yield f"Its {count} inner units are chosen by name: give `fully_shard` the options in `plan.best.choice.options`."
+    yield from _price_of_recomputing(plan, best)
+    if best.rehearsal.host_held:
+        kinds = ", ".join(f"{kind} {size(held)}" for kind, held in best.rehearsal.host_held.items())
+        yield f"Each rank needs {size(best.rehearsal.host_peak)} of host memory: {kinds}."
+    fitting = [one for one in plan.candidates if plan.fits(one)]
+    if len(fitting) > 1 and fitting[1].rehearsal is not None:
+        excess = fitting[1].rehearsal.seconds / best.rehearsal.seconds - 1
+        yield f"Second: {fitting[1].choice.title}, {f'{excess:.1%} slower' if excess >= 0.0005 else 'as fast'}."
+    faster = [
+        one for one in plan.candidates if one.rehearsal and not plan.fits(one) and one.rehearsal.seconds < best.rehearsal.seconds
+    ]
+    for one in sorted(faster, key=lambda one: one.rehearsal.peak if one.rehearsal else 0)[:1]:
+        assert one.rehearsal is not None
+        gain = 1 - one.rehearsal.seconds / best.rehearsal.seconds
+        yield f"{one.choice.title} would be {gain:.1%} faster, and needs {size(one.rehearsal.peak - plan.usable)} more memory."
+
+
+def _price_of_recomputing(plan: Plan, best: Candidate) -> Iterator[str]:
+    """What checkpointing costs beside the same choice without it."""
+    plain = {**asdict(best.choice), "checkpointing": False}
+    for one in plan.candidates:
+        if best.choice.checkpointing and asdict(one.choice) == plain and one.rehearsal and best.rehearsal:
+            more = best.rehearsal.computing / one.rehearsal.computing - 1
+            yield f"Checkpointing computes {more:.0%} more. Only waiting for collectives hides it."
+
+
+def _nothing_fits(plan: Plan) -> Iterator[str]:
+    smallest = next(one for one in plan.candidates if one.rehearsal is not None)
+    found = smallest.rehearsal
+    assert found is not None
+    yield f"Nothing fits. The smallest is {smallest.choice.title}: it needs {size(found.peak - plan.usable)} more."
+    kind, held = max(found.held.items(), key=lambda item: item[1])
+    remedies = {
+        ACTIVATIONS: "a smaller micro-batch or a shorter sequence, or checkpointing of smaller modules",
+        "optimizer state": "more ranks, an offload policy, or an optimizer with less state",
+        OPTIMIZER: "more ranks, or an optimizer that steps a few parameters at a time (foreach=False)",
+        "shards": "more ranks, an offload policy, or a dtype of less bytes",
+        UNSHARDED: "smaller units",
+        BUCKETS: "smaller units, or a smaller bucket_cap_mb",
+    }
+    yield f"Most of it are {kind}, {size(held)}: what helps is {remedies.get(kind, 'more ranks')}."

@@ -1,0 +1,136 @@
+"""The numbers of a report: what each rank did in a step, from its trace.
+
+A step is divided into four parts without overlap: computing, waiting for communication, the engine's own work on the host, and
+the rest, such as the optimizer, the loss and the data loader.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from fsdp.commands.reporting.intervals import Interval, length, overlap
+from fsdp.commands.reporting.rank_trace import RankTrace, Slice
+from fsdp.errors import ShardingError
+
+GATHERS = "gathers"
+REDUCTIONS = "reductions"
+OTHERS = "other collectives"
+_KINDS = {"all_gather": GATHERS, "reduce_scatter": REDUCTIONS}
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """One step of one rank. Times are microseconds, sizes bytes."""
+
+    number: int
+    began: float
+    ended: float
+    computing: float
+    waiting: float
+    """Communication that was exposed: the host waited for it."""
+    engine: float
+    communication: float
+    """Time in which a collective was in flight, exposed or hidden."""
+    exposed: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Time waited, by lane and by unit."""
+    received: dict[str, int] = field(default_factory=dict)
+    """Bytes received, by kind of collective."""
+    collectives: dict[str, int] = field(default_factory=dict)
+    """Number of collectives, by kind."""
+    peak: int = 0
+    held_at_peak: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def length(self) -> float:
+        return self.ended - self.began
+
+    @property
+    def rest(self) -> float:
+        """What is neither computing nor waiting nor the engine's work."""
+        return max(0.0, self.length - self.computing - self.waiting - self.engine)
+
+    @property
+    def own(self) -> float:
+        """What this rank did itself: the step without its waits."""
+        return self.length - self.waiting
+
+
+@dataclass(frozen=True)
+class RankNumbers:
+    """The steps of one rank, and the one that stands for them."""
+
+    rank: int
+    steps: Sequence[StepNumbers]
+
+    @property
+    def typical(self) -> StepNumbers:
+        """The step of median length."""
+        return sorted(self.steps, key=lambda step: step.length)[(len(self.steps) - 1) // 2]
+
+
+def numbers_of(trace: RankTrace) -> RankNumbers:
+    """The numbers of one rank.
+
+    Raises:
+        ShardingError: its trace has no complete training step.
+    """
+    complete = [one for one in trace.steps if one.args["backward_began"] is not None and not one.args["abandoned"]]
+    if not complete:
+        raise ShardingError(
+            f"the trace of rank {trace.rank} has no complete training step, a forward and a backward that reduces; trace at "
+            "least two steps."
+        )
+    return RankNumbers(trace.rank, [_step_numbers(trace, one) for one in complete])
+
+
+def waits_of(collectives: Sequence[Slice]) -> list[Interval]:
+    """The stretches in which the host waited for these collectives."""
+    return [
+        (one.args["wait_began"], one.args["wait_began"] + one.args["waited"]) for one in collectives if "wait_began" in one.args
+    ]
+
+
+def slowest(ranks: Sequence[RankNumbers]) -> tuple[RankNumbers, float]:
+    """The rank with the most work of its own in a step, and by how much it exceeds the median of all ranks."""
+    own = {one.rank: median(step.own for step in one.steps) for one in ranks}
+    last = max(ranks, key=lambda one: own[one.rank])
+    return last, own[last.rank] - median(own.values())
+
+
+def _step_numbers(trace: RankTrace, step: Slice) -> StepNumbers:
+    collectives = _inside(trace.collectives, step)
+    waits, computes = waits_of(collectives), [one[:2] for one in _inside(trace.computing, step)]
+    engine = [one[:2] for one in _inside(trace.engine, step)]
+    exposed: Counter[tuple[str, str]] = Counter()
+    for one in collectives:
+        exposed[_KINDS.get(one.args["collective"], OTHERS), one.args["unit"]] += one.args.get("waited", 0.0)
+    peak, held = _peak(trace.memory, step)
+    kinds = [one.args["collective"] for one in collectives]
+    return StepNumbers(
+        step.args["step"],
+        step.began,
+        step.ended,
+        computing=length(computes) - overlap(computes, waits),
+        waiting=length(waits),
+        engine=length(engine) - overlap(engine, waits),
+        communication=length((one.began, one.ended) for one in collectives),
+        exposed=dict(exposed),
+        received={
+            kind: sum(one.args["received"] for one in collectives if one.args["collective"] == kind) for kind in set(kinds)
+        },
+        collectives=dict(Counter(kinds)),
+        peak=peak,
+        held_at_peak=held,
+    )
+
+
+def _inside(slices: Sequence[Slice], step: Slice) -> list[Slice]:
+    return [one for one in slices if step.began <= one.began < step.ended]
+
+
+def _peak(memory: Sequence[tuple[float, dict[str, int]]], step: Slice) -> tuple[int, dict[str, int]]:
+    before = [held for time, held in memory if time <= step.began][-1:]
+    during = [held for time, held in memory if step.began < time < step.ended]
+    held = max([*before, *during], key=lambda one: sum(one.values()), default={})
+    return sum(held.values()), {kind: count for kind, count in held.items() if count}

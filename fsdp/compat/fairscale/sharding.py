@@ -1,0 +1,204 @@
+"""How an instance is made a unit of the engine: checks of its options, its group, its buffers, parameters of other instances."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from fsdp.api.wrap import fully_shard
+from fsdp.autograd.pytree import modules_within
+from fsdp.building.other_engines import refuse_other_engines
+from fsdp.compat.fairscale.flatten import OWN_NAME
+from fsdp.compat.fairscale.groups import ProcessGroupName, get_process_group_cached, is_process_group
+from fsdp.compat.fairscale.shared_params import SharedParam
+from fsdp.compat.shared.convert import Conversion, changes, convert
+from fsdp.compat.shared.plain_group import shared_group
+from fsdp.config import MixedPrecisionPolicy, OffloadPolicy, ReductionPolicy
+from fsdp.device.streams import current_accelerator
+from fsdp.errors import ShardingError
+from fsdp.params.module_tree import IGNORED
+from fsdp.runtime.engine import Engine
+from fsdp.runtime.registry import unit_ref_of
+
+WRAPPED_NAME = "_fsdp_wrapped_module."
+
+
+def plain_name(name: str) -> str:
+    """The name without those of the wrappers."""
+    return name.replace(WRAPPED_NAME, "").replace(OWN_NAME, "")
+
+
+def instances_in(module: nn.Module) -> list[Any]:
+    """The FullyShardedDataParallel instances in `module`, in the order of the modules."""
+    return [one for one in module.modules() if hasattr(type(one), "local_metadata_dict")]
+
+
+def check_options(instance: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse arguments that contradict each other or do not fit the parameters."""
+    if instance.fp32_reduce_scatter and not instance.mixed_precision:
+        raise ValueError("fp32_reduce_scatter=True needs mixed_precision=True; leave it out or set both.")
+    if instance.move_params_to_cpu != instance.move_grads_to_cpu:
+        raise ShardingError(
+            f"move_params_to_cpu={instance.move_params_to_cpu} with move_grads_to_cpu={instance.move_grads_to_cpu}: parameters "
+            "and their gradients must be on one device; leave move_grads_to_cpu out."
+        )
+    is_pure_fp16 = not instance.mixed_precision and instance.compute_dtype is torch.float16
+    for parameter in parameters:
+        wanted = torch.float16 if is_pure_fp16 else torch.float32
+        if parameter.dtype is not wanted:
+            raise ValueError(
+                f"a parameter is {parameter.dtype}; with mixed_precision={instance.mixed_precision} and compute_dtype="
+                f"{instance.compute_dtype} every parameter must be {wanted}: convert the module before wrapping it."
+            )
+
+
+def computing_device(given: torch.device | None, offloads: bool, module: nn.Module, own: Sequence[Tensor]) -> torch.device:
+    """Where an instance computes: as given, else on the accelerator if it offloads, else where its own parameters are."""
+    inner = next((one.compute_device for one in instances_in(module)), torch.device("cpu"))
+    here = next((p.device for p in own), inner)
+    if given is None and offloads and here.type == "cpu":
+        return current_accelerator() or here
+    return given or here
+
+
+def move_to_computing_device(instance: Any) -> None:
+    """Move the vectors of an instance, and all buffers, to the device from which the engine offloads. Inner shards stay."""
+    for tensor in [*instance.params, *instance.module.buffers()]:
+        if tensor.device != instance.compute_device:
+            tensor.data = tensor.data.to(instance.compute_device)
+
+
+def move_units(instance: Any, fn: Conversion) -> None:
+    """Move the shards of an instance and of those inside it, as `cuda()` asks for. The next forward refuses another dtype."""
+    ref = unit_ref_of(instance.module)
+    if ref is None:
+        return
+    moved = [
+        index
+        for index in (ref.index, *sorted(ref.engine.descendants[ref.index]))
+        if changes(unit := ref.engine.units[index], fn) and not changes(unit, partial(_without_move, fn))
+    ]
+    if moved:
+        drop_state_hooks(convert(ref.engine, fn, moved))
+
+
+def _without_move(fn: Conversion, tensor: Tensor) -> Tensor:
+    """What `fn` makes of a tensor, on the device where that was."""
+    return fn(tensor).to(tensor.device)
+
+
+def shard(instance: Any) -> None:
+    """Make the wrapped module a unit of the engine."""
+    if instance.move_params_to_cpu:
+        move_to_computing_device(instance)
+    inner = [one for one in instances_in(instance) if one is not instance]
+    group = shared_group(instance.process_group)
+    foreign = [one for one in inner if shared_group(one.process_group) is not group]
+    for one in foreign:
+        # the root over other ranks is driven by itself; it is called inside the forward of this one
+        one.module.__dict__[IGNORED] = True
+        if one.world_size == 1:
+            one.keep_state_on_each_rank()
+    reshard = None if instance.reshard_after_forward and instance.disable_reshard_on_root else instance.reshard_after_forward
+    named = {id(p): plain_name(name) for name, p in instance.module.named_parameters()}
+    alone = tuple(named[id(flat.parameter)] for flat in instance.module.flats if flat.has_own_name)
+    fully_shard(
+        instance.module,
+        group,
+        aligned=False,
+        plain_shards=True,
+        reshard_after_forward=reshard,
+        offload_policy=OffloadPolicy() if instance.move_params_to_cpu else None,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=instance.compute_dtype if instance.mixed_precision else None,
+            reduce_dtype=torch.float32 if instance.fp32_reduce_scatter else None,
+            cast_forward_inputs=False,
+        ),
+        reduction=ReductionPolicy(
+            bucket_cap_mb=instance.bucket_cap_mb if instance.bucket_cap_mb > 0 else None,
+            predivide_factor=instance._predivide_factor_given,
+            # each ends a flat buffer, so that each parameter is cut by itself
+            triggers=alone,
+        ),
+    )
+    refuse_other_engines(instance, type(instance.module.module).__name__)
+    drop_state_hooks(instance._unit_ref.engine)
+
+
+def cast_buffers(instance: Any, dtype: torch.dtype | None = None) -> None:
+    """Cast the floating-point buffers of this instance and those inside it; by default to their `buffer_dtype`, once."""
+    if dtype is None and instance.buffers_are_cast:
+        return
+    instances = instances_in(instance)
+    others = {id(one) for one in instances}
+    for one in instances:
+        wanted = one.buffer_dtype if dtype is None or not one.mixed_precision else dtype
+        one.set_buffers_are_cast(dtype is None)
+        for module in modules_within(one, others):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and buffer.dtype is not wanted:
+                    module._buffers[name] = buffer.to(wanted)
+
+
+def reduce_group(given: Any, group: Any) -> Any:
+    """The group of `process_group_reduce_scatter`. The engine reduces over a communicator of its own."""
+    if isinstance(given, ProcessGroupName):
+        wanted = given is ProcessGroupName.reduce_scatter and is_process_group(group)
+        found = get_process_group_cached(ProcessGroupName.reduce_scatter) if wanted else group
+        return found if found.size() == group.size() else group
+    if not (hasattr(given, "rank") and hasattr(given, "size")):
+        raise TypeError(f"process_group_reduce_scatter must be a process group or a ProcessGroupName, not {given!r}.")
+    return given if given.size() == group.size() else group
+
+
+def predivide_factor(world_size: int, given: float | None) -> float:
+    """The factor by which gradients are divided before the sum: given, or about the square root of the number of ranks."""
+    if given is not None:
+        return given
+    factor = 1
+    while world_size % factor == 0 and world_size / factor > factor:
+        factor *= 2
+    return float(factor)
+
+
+def take_shared(module: nn.Module, dtype: torch.dtype) -> list[SharedParam]:
+    """Remove the parameters that belong to other instances from the modules that are in no inner instance."""
+    inner = {id(one) for one in instances_in(module)}
+    found: dict[int, SharedParam] = {}
+    for owner in modules_within(module, inner):
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is not None and hasattr(parameter, "_is_sharded"):
+                found.setdefault(id(parameter), SharedParam(parameter, dtype)).slots.append((owner, name))
+                del owner._parameters[name]
+    return list(found.values())
+
+
+def drop_state_hooks(engine: Engine) -> None:
+    """Remove the engine's hooks on state dicts, which have fairscale's formats."""
+    for unit in engine.units:
+        found = unit_ref_of(unit.module)
+        for handle in () if found is None else found.state_dict_handles:
+            handle.remove()
+
+
+def cast_inputs(args: Any, kwargs: Any, old: torch.dtype, new: torch.dtype, keeps_graph: bool) -> tuple[Any, Any]:
+    """Cast the tensors of dtype `old` to `new`, in nested containers too. `keeps_graph`: with autograd."""
+
+    def cast(thing: Any) -> Any:
+        if not isinstance(thing, Tensor) or thing.dtype is not old:
+            return thing
+        made = thing.to(new)
+        # without a graph the gradient of an input does not reach the input, and the backward still passes through the module
+        return made if keeps_graph or not thing.is_leaf else made.requires_grad_(thing.requires_grad)
+
+    with torch.set_grad_enabled(keeps_graph and torch.is_grad_enabled()):
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+
+def cast_floats_to_right_precision(to_fp16: bool, no_grad: bool, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Cast fp32 tensors to fp16, or fp16 tensors to fp32; return the positional and the named arguments."""
+    dtypes = (torch.float32, torch.float16) if to_fp16 else (torch.float16, torch.float32)
+    return cast_inputs(args, kwargs, *dtypes, keeps_graph=not no_grad)

@@ -1,0 +1,128 @@
+"""Full parameters, and full gradients beside them, for a while."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp.api.summon import summoned_unit
+from fsdp.autograd.frames import in_backward
+from fsdp.compat.fsdp1.root_forward import take_over
+from fsdp.compat.fsdp1.torch_names import ShardingStrategy, TrainingState
+from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.runtime.registry import UnitRef
+
+
+@contextmanager
+def summoned(
+    instances: Sequence[Any], writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> Iterator[None]:
+    """See `FullyShardedDataParallel.summon_full_params`. Communicates on entry."""
+    for one in instances:
+        _check(one, writeback, rank0_only, offload_to_cpu, with_grads)
+        if one._unit_ref is not None:
+            take_over(one._unit_ref.engine)
+    with ExitStack() as stack:
+        for one in instances:
+            ref = one._unit_ref
+            if ref is None:
+                continue
+            if rank0_only and one.rank != 0:
+                with summoned_unit(ref, writeback=False):
+                    pass  # to join the collective
+            else:
+                # under FSDP1 a rank that holds all of it changes it in place, unless what it shows is a copy of the host's
+                in_place = one.sharding_strategy is ShardingStrategy.NO_SHARD and not one.cpu_offload.offload_params
+                writes = writeback or in_place
+                grads = stack.enter_context(_full_grads(ref, writes)) if with_grads else {}
+                stack.enter_context(summoned_unit(ref, writes))
+                stack.enter_context(_grads_shown(ref, grads))
+            one.set_summoned(True)
+            stack.callback(one.set_summoned, False)
+        yield
+
+
+def _check(instance: Any, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+    if instance.training_state is not TrainingState.IDLE or in_backward():
+        when = "during forward/backward"
+        if instance.training_state is TrainingState.SUMMON_FULL_PARAMS:
+            when = "when already unsharding parameters"
+        raise AssertionError(f"Cannot manually unshard parameters {when}: leave summon_full_params out there.")
+    is_replicated = instance.sharding_strategy is ShardingStrategy.NO_SHARD
+    for is_given, text in (
+        (
+            with_grads and (offload_to_cpu or not instance._use_orig_params),
+            "with_grads=True needs use_orig_params=True, and offload_to_cpu=False",
+        ),
+        (offload_to_cpu and is_replicated, "offload_to_cpu=True needs a strategy that shards; NO_SHARD does not"),
+        (writeback and rank0_only, "writeback=True needs the full parameters on every rank; leave rank0_only out"),
+    ):
+        if is_given:
+            raise NotImplementedError(f"summon_full_params: this is not supported: {text}.")
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            "offload_to_cpu=True copies the full parameters to the host on every rank; give rank0_only=True.", stacklevel=6
+        )
+
+
+Grads = dict[int, Tensor]
+"""Full gradients, by the id of the user's Parameter object."""
+
+
+@contextmanager
+def _full_grads(ref: UnitRef, writeback: bool) -> Iterator[Grads]:
+    """Gather the gradients of a unit. At the end each rank keeps its part of every change."""
+    found: Grads = {}
+    for flat in ref.unit.flats:
+        found.update(_gather_grads(flat, ref))
+    yield found
+    if not writeback:
+        return
+    for flat in ref.unit.flats:
+        for index, parameter in enumerate(flat.sharded_params):
+            full = found.get(id(parameter))
+            part = flat.parts[index]
+            if full is None or not part.numel:
+                continue
+            local = full.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
+            if parameter.grad is None:
+                parameter.grad = flat.as_shown(index, local.clone())
+            else:
+                parameter.grad.copy_(local)
+
+
+def _gather_grads(flat: FlatBuffer, ref: UnitRef) -> Grads:
+    comm = ref.unit.comm
+    here = [parameter.grad is not None for parameter in flat.sharded_params]
+    anywhere = [any(flags) for flags in zip(*comm.gather_objects(here, "summon_full_params"), strict=True)]
+    if not any(anywhere):
+        return {}
+    dtype = next((p.grad.dtype for p in flat.sharded_params if p.grad is not None), flat.shard.dtype)
+    full = torch.zeros(flat.layout.numel, dtype=dtype, device=flat.device)
+    mine = flat.local_chunk(full)
+    for parameter, part in zip(flat.sharded_params, flat.parts, strict=True):
+        if parameter.grad is not None and part.numel:
+            mine[part.offset : part.offset + part.numel].copy_(parameter.grad.detach().reshape(-1))
+    comm.all_gather(full, "gradients").wait()
+    slots = flat.layout.slots
+    return {
+        id(parameter): full[slot.start : slot.end].view(slot.shape)
+        for parameter, slot, is_there in zip(flat.sharded_params, slots, anywhere, strict=True)
+        if is_there
+    }
+
+
+@contextmanager
+def _grads_shown(ref: UnitRef, grads: Grads) -> Iterator[None]:
+    """Let the full parameters of a unit have full gradients inside."""
+    parameters = [p for flat in ref.unit.flats for p in flat.sharded_params if id(p) in grads]
+    for parameter in parameters:
+        parameter.grad = grads[id(parameter)]
+    yield
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad is not grads[id(parameter)]:
+            grads[id(parameter)].copy_(parameter.grad)
+        parameter.grad = None

@@ -1,0 +1,154 @@
+"""Conversions of a wrapped module, or of a module inside one: `to_empty`, `to`, `float`. Parameters keep their objects."""
+
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.compat.fsdp2 import residence
+from fsdp.compat.shared.convert import changed_flats, convert
+from fsdp.device.streams import default_device
+from fsdp.errors import ShardingError
+from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.module_params import owning_unit
+from fsdp.params.unit import Unit
+from fsdp.runtime.registry import UnitRef, unit_ref_of
+from fsdp.shards.shard_tensor import plain
+from fsdp.state_dict.fqns import entries
+from fsdp.state_dict.state_dict_hooks import loads_other_names
+
+Conversion = Callable[[Tensor], Tensor]
+
+
+@torch.no_grad()
+def apply_to_tensors(module: nn.Module, fn: Conversion, recurse: bool = True) -> nn.Module:
+    """Give the tensors of `module`, and of all modules below it, the values that `fn` makes of them.
+
+    Raises:
+        ShardingError: `fn` changes the dtype or the device of shards, and they cannot be converted now.
+    """
+    convert_params([*module.parameters(recurse)], fn)
+    for one in module.modules() if recurse else (module,):
+        for name, buffer in one._buffers.items():
+            if buffer is not None:
+                one._buffers[name] = fn(buffer)
+    return module
+
+
+def convert_params(parameters: Collection[nn.Parameter], fn: Conversion) -> None:
+    """Give parameters, sharded or not, the values that `fn` makes of them.
+
+    Raises:
+        ShardingError: see `apply_to_tensors`.
+    """
+    modules = {id(owner.module): owner.module for p in parameters if isinstance(owner := owning_unit(p), Unit)}
+    chosen = set(map(id, parameters))
+    for module in modules.values():
+        residence.reshard(_ref(module))
+    for module in modules.values():
+        # a conversion puts another engine over the root, with the same numbers of units
+        engine = _ref(module).engine
+        here = {i: _to_convert(unit, fn, chosen) for i, unit in enumerate(engine.units) if id(unit.module) in modules}
+        if any(here.values()):
+            convert(engine, fn, [i for i, flats in here.items() if flats], [flat for flats in here.values() for flat in flats])
+            continue
+        for parameter in _ref(module).unit.sharded_params:
+            local = plain(parameter)
+            if id(parameter) in chosen and (made := fn(local)).data_ptr() != local.data_ptr():
+                local.copy_(made)
+    for parameter in parameters:
+        if owning_unit(parameter) is None:
+            parameter.data = fn(parameter.data)
+
+
+def _to_convert(unit: Unit, fn: Conversion, chosen: Collection[int]) -> list[FlatBuffer]:
+    """The flat buffers of a unit whose parameters are chosen, and get another dtype or device.
+
+    Raises:
+        ShardingError: some parameters of such a flat buffer are not chosen, and have values.
+    """
+    found = [flat for flat in changed_flats(unit, fn) if any(id(p) in chosen for p in flat.sharded_params)]
+    for flat in found:
+        others = [info.names[0] for info in flat.param_infos if id(info.parameter) not in chosen]
+        if others and not flat.shard.is_meta:
+            raise ShardingError(
+                f"unit {unit.name!r}: inside fsdp.simulate, parameter {others[0]!r} lies in one buffer with those that are to be "
+                "converted; convert the whole unit there."
+            )
+    return found
+
+
+class InnerConversion:
+    """The `_apply` of a module that is inside a unit and no unit itself. Python looks for it on the object first."""
+
+    ATTRIBUTE: ClassVar = "_apply"
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, fn: Conversion, recurse: bool = True) -> nn.Module:
+        module = self._module()
+        assert module is not None, "the object of which this is an attribute"
+        return apply_to_tensors(module, fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "InnerConversion":
+        return InnerConversion(memo[id(self._module())])
+
+
+def convert_inside(unit: Unit) -> None:
+    """Let the modules inside a unit be converted by themselves."""
+    own = {id(module) for module in unit.modules}
+    for module in {id(module): module for info in unit.param_infos for module, _ in info.slots}.values():
+        if id(module) not in own:
+            module.__dict__[InnerConversion.ATTRIBUTE] = InnerConversion(module)
+
+
+def make_room(module: nn.Module, state_dict: Mapping[str, Any], assigns: bool) -> None:
+    """Give memory to parameters and saved buffers on the meta device that a state dict names, filled with NaN.
+
+    With `assigns` they, and those that have memory, also get the dtype of the given values. If some module loads from names that
+    are not its own, all of them get memory.
+    """
+    takes_all = loads_other_names(module)
+    with_values = {name.rpartition(".")[0] for name in state_dict}
+    wanted: dict[torch.dtype, list[nn.Parameter]] = {}
+    for name, tensor in entries(module):
+        given: Any = state_dict.get(name)
+        is_number = isinstance(given, Tensor) and given.is_floating_point() and tensor.is_floating_point()
+        dtype: torch.dtype = given.dtype if assigns and is_number else tensor.dtype
+        # a module may fill in a buffer that an older state dict lacks, as BatchNorm does
+        is_named = given is not None or (not isinstance(tensor, nn.Parameter) and name.rpartition(".")[0] in with_values)
+        if not (tensor.is_meta and (takes_all or is_named)) and dtype is tensor.dtype:
+            continue
+        if isinstance(tensor, nn.Parameter):
+            wanted.setdefault(dtype, []).append(tensor)
+        else:
+            _put_buffer(module, tensor, _filled(tensor, _device_of(module), dtype))
+    for dtype, parameters in wanted.items():
+        convert_params(parameters, lambda tensor, dtype=dtype: _filled(tensor, _device_of(module), dtype))  # type: ignore[misc]
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """The device on which the ranks of a wrapped module communicate."""
+    ref = next(ref for one in module.modules() if (ref := unit_ref_of(one)) is not None)
+    return default_device(ref.engine.comms.world_comm.supports_device)
+
+
+def _filled(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if not tensor.is_meta:
+        return tensor.to(dtype)
+    made = torch.empty_like(tensor, device=device, dtype=dtype)
+    return made.fill_(float("nan")) if made.is_floating_point() else made.zero_()
+
+
+def _put_buffer(module: nn.Module, buffer: Tensor, made: Tensor) -> None:
+    for one in module.modules():
+        one._buffers.update({name: made for name, tensor in one._buffers.items() if tensor is buffer})
+
+
+def _ref(module: nn.Module) -> UnitRef:
+    ref = unit_ref_of(module)
+    assert ref is not None, "the module of a unit"
+    return ref

@@ -1,0 +1,276 @@
+"""FSDPModule: the methods that `fully_shard` adds to a module. They are FSDP2's; each maps to the engine or is refused.
+
+Rule 1: a method that asks for another order or memory of communication may be without effect where numbers stay the same. The
+        page "From FSDP2" says which.
+Rule 2: a method that would change numbers, or hand communication to the user's code, does so or raises.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule as _Theirs
+
+from fsdp.api.reductions import set_divide_factors
+from fsdp.api.wrap import set_requires_gradient_sync
+from fsdp.compat.fsdp2 import residence
+from fsdp.compat.fsdp2.convert import apply_to_tensors, make_room
+from fsdp.compat.fsdp2.residence import GradientReductionHandle, UnshardHandle
+from fsdp.compat.fsdp2.settings import Settings, settings_of
+from fsdp.errors import ShardingError
+from fsdp.newer_peers import refused_methods
+from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
+
+_CUSTOM = "communication is the engine's own: reduce gradients by fsdp.register_comm_hook(model, state, hook), or leave it out."
+
+
+class FSDPModule:
+    """A module that `fully_shard` has wrapped. Its class is FSDP<Name>, a subclass of this one and of its own."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an object of the module's own class, because containers make one of `type(self)` for a slice."""
+        own = cls.__mro__[2]
+        made = own.__new__(own, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy without calling `__new__`, which makes an object of the module's own class."""
+        return object.__new__, (type(self),), self.__dict__
+
+    # where the parameters are -------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters of this unit; those of inner units stay. Communicates: every rank must call it alike."""
+        handle = residence.unshard(_ref(self))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters of this unit; those of inner units stay."""
+        residence.reshard(_ref(self))
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Refused if it is True: unsharded parameters have other memory after each gather."""
+        if keep:
+            raise ShardingError(
+                "set_keep_unsharded_storage: resharding frees unsharded parameters, and the next gather gives them other memory; "
+                "leave it out, and capture no CUDA graph of their addresses."
+            )
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """From now on, free the unsharded parameters after the forward, or keep them until the backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward must be True or False, not {reshard_after_forward!r}.")
+        for ref in _refs(self, recurse):
+            residence.reshard_after_forward(ref, reshard_after_forward)
+            settings_of(ref.unit.module).set_policy(residence.policy_of(ref))
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """From now on, free the unsharded parameters after the backward, or keep them until the weights change."""
+        for ref in _refs(self, recurse):
+            settings = settings_of(ref.unit.module)
+            residence.reshard_after_backward(ref, reshard_after_backward, settings.policy or residence.policy_of(ref))
+
+    def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
+        """From now on, gather the units of `modules` whenever this one is gathered in a forward."""
+        ref = _ref(self)
+        residence.prefetch(ref.engine.schedules.forward, ref, list(_wrapped(modules)))
+
+    def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
+        """From now on, gather the units of `modules` whenever this one is gathered in a backward."""
+        ref = _ref(self)
+        residence.prefetch(ref.engine.schedules.backward, ref, list(_wrapped(modules)))
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Do nothing: a backward gathers what it enters."""
+        _ref(self)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Do nothing: where memory of all-gathers is allocated does not change."""
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Do nothing: all-gathers wait for all that the optimizer has launched."""
+
+    # gradients ----------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """From now on, reduce gradients at the end of a backward, or keep them on this rank. Call it on the root.
+
+        Raises:
+            ShardingError: this is not the root, or `recurse` is False and there are inner units.
+        """
+        self._sync_settings(recurse, "set_requires_gradient_sync").set_syncs(requires_gradient_sync, requires_gradient_sync)
+        self._apply_sync()
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """With replicas: from now on, sum gradients over the replicas, or keep them on this rank. Call it on the root.
+
+        Raises:
+            ShardingError: this is not the root, or `recurse` is False and there are inner units.
+        """
+        settings = self._sync_settings(recurse, "set_requires_all_reduce")
+        settings.set_syncs(settings.reduces, requires_all_reduce)
+        self._apply_sync()
+
+    def _sync_settings(self, recurse: bool, method: str) -> Settings:
+        ref = _ref(self)
+        if ref.index or (not recurse and len(ref.engine.units) > 1):
+            raise ShardingError(
+                f"{method}: the units of a root reduce their gradients together or not at all; call it on the outermost module, "
+                "with recurse=True."
+            )
+        return settings_of(ref.unit.module)
+
+    def _apply_sync(self) -> None:
+        ref = _ref(self)
+        settings = settings_of(ref.unit.module)
+        has_replicas = ref.engine.comms.replica_comm.size > 1
+        set_requires_gradient_sync(ref.unit.module, settings.reduces and (settings.all_reduces or not has_replicas))
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Do nothing: a backward reduces its gradients, and `finalize_backward` those that were kept. Call it on the root.
+
+        Raises:
+            ShardingError: this is not the root, or a backward is running.
+        """
+        refuse_unless_resting("set_manual_backward_finalization", self._root_ref("set_manual_backward_finalization").engine)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce the gradients that backwards without synchronisation have kept. Call it on the root. Communicates.
+
+        Raises:
+            ShardingError: this is not the root, or a forward or backward is running.
+        """
+        residence.reduce_kept(self._root_ref("finalize_backward"))
+        return GradientReductionHandle() if async_op else None
+
+    def _root_ref(self, method: str) -> UnitRef:
+        ref = _ref(self)
+        if ref.index:
+            raise ShardingError(f"{method} must be called on the root; call it on the outermost module.")
+        return ref
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Do nothing: each backward waits for its own reductions."""
+        _ref(self)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """From now on, divide gradients by `factor` instead of the number of ranks, in all units of the root.
+
+        Raises:
+            ShardingError: this is an inner unit, and its root has another factor.
+        """
+        ref = _ref(self)
+        root = settings_of(ref.engine.units[0].module)
+        if ref.index and root.divide_factor != factor:
+            raise ShardingError(
+                "set_gradient_divide_factor: the factor is that of all units of a root; call it on the outermost module first."
+            )
+        if ref.index == 0:
+            set_divide_factors(ref.unit.module, 1.0, float(factor))
+            root.set_divide_factor(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """See `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Do nothing: reductions are sums always."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Do nothing: ranks may use different parameters of a unit."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Do nothing: how many buckets are in flight follows from their size.
+
+        Raises:
+            TypeError: it is no number.
+            ValueError: it is less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be a number, not {max_input_buffers!r}.")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be 1 or more, not {max_input_buffers}.")
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Do nothing: reductions have a communicator of their own."""
+
+    def reset_iter_state(self) -> None:
+        """Do nothing: an exception resets the step by itself."""
+
+    # refused ------------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        """Refused: gathers are the engine's own."""
+        raise ShardingError(f"set_custom_all_gather: {_CUSTOM}")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        """Refused: see `fsdp.register_comm_hook`."""
+        raise ShardingError(f"set_custom_reduce_scatter: {_CUSTOM}")
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> NoReturn:
+        """Refused: see `fsdp.register_comm_hook`."""
+        raise ShardingError(f"set_all_reduce_hook: {_CUSTOM}")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refused if it is True: buffers are torch's own memory."""
+        if enable:
+            raise ShardingError("set_allocate_memory_from_process_group_for_comm: buffers are torch's own memory; leave it out.")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """Refused: buffers are torch's own memory."""
+        raise ShardingError("set_symm_mem_for_comm: buffers are torch's own memory; leave it out.")
+
+    # conversions --------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Apply a conversion such as `to_empty` or `double` to the shards and buffers. Parameters keep their objects."""
+        assert isinstance(self, nn.Module)
+        return apply_to_tensors(self, fn, recurse)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load values into the parameters and buffers. Those on the meta device that `state_dict` names get memory first.
+
+        With `assign` they get the dtype of the given values, too. The objects stay.
+        """
+        assert isinstance(self, nn.Module)
+        make_room(self, state_dict, assign)
+        return super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]  # nn.Module's, or the user's
+
+
+def _ref(module: Any) -> UnitRef:
+    found = unit_ref_of(module)
+    if found is None:
+        raise ShardingError(f"{type(module).__name__} is a copy of a wrapped module; wrap it with fully_shard first.")
+    return found
+
+
+def _refs(module: Any, recurse: bool) -> Iterator[UnitRef]:
+    """The units of the module, outermost first; without `recurse`, its own."""
+    for one in module.modules() if recurse else (module,):
+        if isinstance(one, FSDPModule):
+            yield _ref(one)
+
+
+def _wrapped(modules: Iterable[Any]) -> Iterator[nn.Module]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"expected modules that fully_shard has wrapped, not {type(module).__name__}.")
+        assert isinstance(module, nn.Module)
+        yield module
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def become_fsdp_module(module: nn.Module) -> None:
+    """Make the class of `module` FSDP<Name>, once."""
+    kind = type(module)
+    if not isinstance(module, FSDPModule):
+        if kind not in _classes:
+            namespace = {"__module__": kind.__module__, **refused_methods(_Theirs, FSDPModule)}
+            _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), namespace)
+        module.__class__ = _classes[kind]

@@ -1,0 +1,160 @@
+"""Writes the records of a trace in Chrome's trace format, which Perfetto and chrome://tracing open.
+
+A rank is a process there, and a lane is a thread. Times are microseconds since the trace began.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from fsdp.debug.tracing.lanes import StepSpan, computing, steps, sublanes
+from fsdp.debug.tracing.recorder import Collective, Recorder
+
+VERSION: Final = 1
+STEPS, COMPUTING, ENGINE, EVENTS = 0, 1, 2, 3
+LANES: Final = {STEPS: "steps", COMPUTING: "computing", ENGINE: "engine", EVENTS: "events"}
+COLLECTIVE_LANES: Final = {"all_gather": (100, "gathers"), "reduce_scatter": (200, "reductions")}
+"""By kind of collective: the first thread and the name of its lane. More threads follow if collectives overlap."""
+OTHER_LANE: Final = (300, "other collectives")
+MEMORY_KINDS: Final = {
+    "whole": "unsharded parameters",
+    "bucket": "buckets of gradients",
+    "reduced": "reduced gradients",
+    "kept": "gradients kept under no_sync",
+    "lent": "full parameters",
+    "scratch": "scratch of reductions",
+}
+"""What kinds of memory are called in a trace, if not by their own name."""
+
+
+class TraceInfo(NamedTuple):
+    """What a trace file says beside its events."""
+
+    rank: int
+    world_size: int
+    units: Sequence[str]
+    roots: Sequence[int]
+    """The numbers of the units that are roots."""
+    began: int
+    """When the trace began: `time.perf_counter_ns`."""
+    ended: int
+    began_at: float
+    """The same moment: `time.time`."""
+    host: str
+    unit_bytes: Sequence[int]
+    """Bytes of one all-gather of each unit."""
+    options: dict[str, Any]
+
+
+def document(recorder: Recorder, info: TraceInfo) -> dict[str, Any]:
+    """The whole file, as JSON can hold it."""
+    found = [*_lane_names(info), *_slices(recorder, info)]
+    found.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0.0), -event.get("dur", 0.0)))
+    return {"displayTimeUnit": "ms", "fsdp": metadata(info), "traceEvents": found}
+
+
+def metadata(info: TraceInfo) -> dict[str, Any]:
+    """The part of the file that Perfetto ignores and the report reads."""
+    return {
+        "version": VERSION,
+        "rank": info.rank,
+        "world_size": info.world_size,
+        "host": info.host,
+        "began_at": info.began_at,
+        "length": (info.ended - info.began) / 1e3,
+        "units": list(info.units),
+        "unit_bytes": list(info.unit_bytes),
+        "options": info.options,
+    }
+
+
+def _lane_names(info: TraceInfo) -> Iterator[dict[str, Any]]:
+    yield _name(info, "process_name", 0, f"rank {info.rank}")
+    yield {"ph": "M", "pid": info.rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": info.rank}}
+    for thread, name in LANES.items():
+        yield _name(info, "thread_name", thread, name)
+
+
+def _name(info: TraceInfo, what: str, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": info.rank, "tid": thread, "name": what, "args": {"name": name}}
+
+
+def _slices(recorder: Recorder, info: TraceInfo) -> Iterator[dict[str, Any]]:
+    rank = info.rank
+
+    def time(moment: int) -> float:
+        return (moment - info.began) / 1e3
+
+    def slice_of(thread: int, name: str, category: str, began: int, ended: int, **args: Any) -> dict[str, Any]:
+        length = max(0, ended - began) / 1e3
+        return {
+            "ph": "X",
+            "pid": rank,
+            "tid": thread,
+            "name": name,
+            "cat": category,
+            "ts": time(began),
+            "dur": length,
+            "args": args,
+        }
+
+    for number, span in enumerate(steps(recorder.events, info.roots, info.ended)):
+        yield slice_of(STEPS, f"step {number}", "step", span.began, span.ended, **_step_args(number, span, info))
+    for began, ended, unit, kind in computing(recorder.events, recorder.phases):
+        yield slice_of(COMPUTING, f"{kind} {info.units[unit]}", "compute", began, ended, unit=info.units[unit], kind=kind)
+    for began, ended, phase, unit in recorder.phases:
+        yield slice_of(ENGINE, f"{phase} {info.units[unit]}", "engine", began, ended, unit=info.units[unit], phase=phase)
+    for moment, unit, event in recorder.events:
+        args = {"unit": info.units[unit], "event": event.name}
+        name = f"{event.name} {info.units[unit]}"
+        yield {"ph": "i", "s": "t", "pid": rank, "tid": EVENTS, "name": name, "cat": "event", "ts": time(moment), "args": args}
+    held: dict[tuple[int, str], int] = {}
+    for moment, root, kind, count in recorder.memory:
+        held[root, kind] = count
+        by_kind: dict[str, int] = {}
+        for (_, one), size in held.items():
+            name = MEMORY_KINDS.get(one, one)
+            by_kind[name] = by_kind.get(name, 0) + size
+        yield {"ph": "C", "pid": rank, "tid": 0, "name": "bytes held", "cat": "memory", "ts": time(moment), "args": by_kind}
+    for lane, collectives in _by_lane(recorder.collectives).items():
+        yield from _collective_slices(lane, collectives, info, slice_of, time)
+
+
+def _step_args(number: int, span: StepSpan, info: TraceInfo) -> dict[str, Any]:
+    backward = (span.backward_began - info.began) / 1e3 if span.backward_began else None
+    return {"step": number, "abandoned": span.abandoned, "backward_began": backward}
+
+
+def _by_lane(collectives: Sequence[Collective]) -> dict[tuple[int, str], list[Collective]]:
+    found: dict[tuple[int, str], list[Collective]] = {}
+    for one in collectives:
+        found.setdefault(COLLECTIVE_LANES.get(one.kind, OTHER_LANE), []).append(one)
+    return found
+
+
+def _collective_slices(
+    lane: tuple[int, str], collectives: Sequence[Collective], info: TraceInfo, slice_of: Any, time: Any
+) -> Iterator[dict[str, Any]]:
+    first, name = lane
+    numbers: dict[str, int] = {}
+    lanes = sublanes(collectives, [one.launched for one in collectives], info.ended)
+    for sublane in sorted(set(lanes)):
+        yield _name(info, "thread_name", first + sublane, name if not sublane else f"{name}, beside")
+    for one, sublane in zip(collectives, lanes, strict=True):
+        number = numbers[one.comm] = numbers.get(one.comm, -1) + 1
+        args: dict[str, Any] = {
+            "unit": one.label,
+            "collective": one.kind,
+            "comm": one.comm,
+            "ranks": one.size,
+            "number": number,
+            "received": one.received,
+            "host": (one.returned - one.launched) / 1e3,
+        }
+        if one.wait_ended:
+            args |= {"wait_began": time(one.wait_began), "waited": (one.wait_ended - one.wait_began) / 1e3}
+        if one.ended:
+            # it was in flight at the first of these moments, and had ended at the second
+            args |= {"end_after": time(one.pending_at or one.launched), "end_before": time(one.ended)}
+        else:
+            args["unfinished"] = True
+        yield slice_of(first + sublane, f"{one.kind} {one.label}", "collective", one.launched, one.ended or info.ended, **args)

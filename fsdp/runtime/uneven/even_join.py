@@ -1,0 +1,171 @@
+"""`fsdp.join` for ranks that compute the same: a rank that has no data left runs its last batch beside the others.
+
+Each rank with data announces its forwards, backwards and steps. A finished rank computes the same with its last batch, or with
+that of another rank if it never had one. Its gradients do not count.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.autograd.pytree import tensors_in
+from fsdp.errors import InputsExhausted, ShardingError
+from fsdp.runtime.engine import Engine
+from fsdp.runtime.hooks import EngineHooks
+from fsdp.runtime.uneven.data_left import Next, exchange_data_left
+from fsdp.runtime.uneven.inputs_of_others import InputsOfOthers
+from fsdp.runtime.uneven.joined import Joined, JoinRules
+
+
+class _Operation(IntEnum):
+    """The next operation of a rank with data, as it is announced."""
+
+    TRAINS = 0
+    EVALUATES = 1
+    REDUCES = 2
+    KEEPS = 3
+    STEPS = 4
+
+
+_FORWARDS = _Operation.TRAINS, _Operation.EVALUATES
+
+
+class EvenJoin(Joined):
+    """The ranks of one root inside a join, of which the finished ones do what the others announce."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        hooks: EngineHooks,
+        engine: Engine,
+        step: Callable[[], object] | None,
+        inputs: tuple[Any, ...] | None,
+        rules: JoinRules,
+    ) -> None:
+        super().__init__(engine, step, rules)
+        self._model = model
+        self._hooks = hooks
+        self._args = inputs
+        self._kwargs: dict[str, Any] = {}
+        self._outputs: list[Tensor] = []
+        self._finished = False
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        handle = self._hooks.on_call(self._store_inputs)
+        self._engine.set_watcher(self)
+        try:
+            yield
+        finally:
+            self._engine.set_watcher(None)
+            handle.remove()
+
+    def serve(self) -> None:
+        self._finished = True
+        self._engine.reducer.set_ignores_local_grads(True)
+        # gradients accumulated under `no_sync`, whose backward will not follow
+        self._engine.reducer.forget_kept()
+        try:
+            while (operation := self._announce(None)) is not None:
+                if operation is _Operation.STEPS:
+                    self._step_with_others()
+                elif operation in _FORWARDS:
+                    self._run_forward(operation is _Operation.TRAINS)
+                else:
+                    self._run_backward(operation is _Operation.REDUCES)
+        finally:
+            self._engine.reducer.set_ignores_local_grads(False)
+            self._outputs.clear()
+
+    # what a rank with data announces ------------------------------------------------------
+
+    def before_forward(self, records_graph: bool) -> None:
+        self._announce_own(_Operation.TRAINS if records_graph else _Operation.EVALUATES)
+
+    def before_backward(self, reduces: bool) -> None:
+        self._announce_own(_Operation.REDUCES if reduces else _Operation.KEEPS)
+
+    def _announce_step(self) -> None:
+        self._announce(_Operation.STEPS)
+
+    def _announce_own(self, operation: _Operation) -> None:
+        if not self._finished:
+            self._announce(operation)
+
+    def _announce(self, operation: _Operation | None) -> _Operation | None:
+        """Announce the next operation of this rank, or None if it has finished; return that of the ranks with data, if any.
+
+        Raises:
+            ShardingError: the ranks with data do different things, or have changed gradients outside the step.
+            InputsExhausted: a rank has finished, and all ranks stop then.
+        """
+        comm, device = self._engine.comms.world_comm, self._engine.units[0].device
+        # instead of an operation, a finished rank says whether it lacks inputs
+        number = int(self._args is None if operation is None else operation)
+        has_data = operation is not None
+        left = exchange_data_left(self._engine.reducer, comm, device, has_data=has_data, join=self, operation=number)
+        if not left.ranks:
+            return None
+        counts = Counter(left.states[rank].operation for rank in left.ranks)
+        if len(counts) > 1:
+            counted = ", ".join(f"{counts[one]} {one.name.lower()}" for one in _Operation if counts[one])
+            raise ShardingError(f"inside fsdp.join, of {len(left.ranks)} ranks that have data left {counted} at the same time.")
+        (found,) = map(_Operation, counts)
+        try:
+            comes = Next.STEP if found is _Operation.STEPS else Next.FORWARD if found in _FORWARDS else Next.BACKWARD
+            self.on_data_left(left, comes)
+        except InputsExhausted as stop:
+            if self._finished:
+                self._engine.abandon_step(stop)  # the others do so in the forward that they have begun
+            raise
+        if found in _FORWARDS and any(left.states[rank].operation for rank in left.finished):
+            given = InputsOfOthers(self._args, self._kwargs).exchange(comm, self.source, device)
+            if self._args is None and given is not None:
+                self._args, self._kwargs = given
+        return found
+
+    def _store_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._finished:
+            self._args, self._kwargs = args, kwargs
+
+    # what a finished rank computes --------------------------------------------------------
+
+    def _run_forward(self, records_graph: bool) -> None:
+        if self._args is None:
+            raise ShardingError(
+                "a rank had no batch at all inside fsdp.join, and the inputs of the others cannot be pickled, so it does not "
+                "know what to compute beside them; give a batch as inputs=(...), whose gradients will count for nothing."
+            )
+        buffers = [(buffer, buffer._version, buffer.clone()) for buffer in self._model.buffers()]
+        with torch.set_grad_enabled(records_graph):
+            output = self._model(*self._args, **self._kwargs)
+        for buffer, version, before in buffers:
+            if buffer._version != version:
+                # restore running statistics, which have seen this batch; by `.data`, because the backward does not read them
+                buffer.data.copy_(before)
+        self._outputs += [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
+    def _run_backward(self, reduces: bool) -> None:
+        outputs, self._outputs = self._outputs, []
+        if not outputs:
+            raise ShardingError(
+                "inside fsdp.join, ranks that have data left go backward twice through one forward, which a rank that has "
+                "finished cannot do beside them; take one backward for each forward."
+            )
+        leaves = [one for one in tensors_in((self._args, self._kwargs)) if one.requires_grad and one.is_leaf]
+        gradients = [one.grad for one in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        synchronises = self._engine.synchronises
+        self._engine.set_synchronises(reduces)
+        try:
+            torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
+        finally:
+            self._engine.set_synchronises(synchronises)
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                leaf.grad = gradient

@@ -1,0 +1,48 @@
+"""`fsdp.join` for ranks that go different ways (`uneven_paths`): a rank that has no data left needs no batch.
+
+It takes part in the gathers of the others, ends their backwards with zeros, and takes their steps. `joined.step` ends a step of
+all ranks, as `fsdp.meet` does: a small collective, and before it what the next backward is expected to gather, in which every
+rank takes part passively. A rank without data does not know whether a backward or `joined.step` comes next, so it is in these
+gathers already. A backward or step that such a rank ends with the others costs one small collective more (data_left.py).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fsdp.runtime.uneven.joined import Joined, JoinRules
+from fsdp.runtime.uneven.uneven_engine import UnevenEngine
+from state_machine.paths import Place
+
+
+class UnevenJoin(Joined):
+    """The ranks of one root inside a join, some of which may have no data left."""
+
+    def __init__(self, engine: UnevenEngine, step: Callable[[], object] | None, rules: JoinRules) -> None:
+        super().__init__(engine, step, rules)
+        self._uneven_engine = engine
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        self._engine.set_watcher(self)
+        self._uneven_engine.set_join(self)
+        try:
+            yield
+        finally:
+            self._uneven_engine.set_join(None)
+            self._engine.set_watcher(None)
+
+    def before_forward(self, records_graph: bool) -> None:
+        """Nothing is announced: other ranks may run no forward."""
+
+    def before_backward(self, reduces: bool) -> None:
+        """Nothing is announced: all ranks meet at its end."""
+
+    def serve(self) -> None:
+        # gradients accumulated under `no_sync`, whose backward will not follow
+        self._engine.reducer.forget_kept()
+        while others := self._uneven_engine.meet(Place.NO_DATA) - {Place.NO_DATA}:
+            if Place.STEP in others:
+                self._step_with_others()
+
+    def _announce_step(self) -> None:
+        self._uneven_engine.meet(Place.STEP)

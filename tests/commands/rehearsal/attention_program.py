@@ -1,0 +1,112 @@
+"""Trains models with attention as rank 0 of a group that sends nothing, and saves what torch's allocator and autograd say."""
+
+import gc
+import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+import fsdp
+from tests.commands.rehearsal.allocator_program import SIZE, allocated
+from tests.commands.rehearsal.attention_models import MODELS
+from tests.commands.rehearsal.models import Case
+from tests.support.everything import EVERYTHING
+
+MESH = (2, SIZE // 2)
+"""Groups of two would be reduced over gloo in another way than over a group that sends nothing."""
+ALL = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRADIENTS", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
+STRATEGIES = ALL if EVERYTHING else ("SHARD_OPTIMIZER", "FULL_SHARD")
+
+
+class Measured(NamedTuple):
+    """Bytes of one training."""
+
+    peak: int
+    """The most that the allocator gave out at once in a third step, with what was there before."""
+    engine: int
+    """The engine's peak over all steps."""
+    kept: int
+    """Given out in the forward of a third step, and not given back when it ended, but for unsharded parameters."""
+
+
+def measure(case: Case, strategy: str, recompute: bool) -> Measured:
+    before: list[int] = []
+
+    def train() -> Iterator[int]:
+        torch.manual_seed(0)
+        model = case.build()
+        if recompute:
+            for module in units_of(model, case):
+                module.__dict__["forward"] = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+        mesh = {"mesh": MESH} if strategy == "HYBRID_SHARD" else {}
+        fsdp.fully_shard(model, auto_wrap_policy=case.units, sharding_strategy=strategy, **mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for _ in range(2):
+            loss_of(model, case).backward()
+            optimizer.step()
+            model.zero_grad()
+        gc.collect()
+        before.append(fsdp.memory_bytes(model))
+        yield 0
+        loss = loss_of(model, case)
+        before.append(fsdp.memory_bytes(model))
+        yield 0
+        loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        yield fsdp.memory_bytes(model, peak=True)
+
+    (rest, forward, backward), engine = allocated(train)
+    return Measured(max(forward.most, backward.most), engine, forward.last - rest.last - (before[1] - before[0]))
+
+
+def units_of(model: nn.Module, case: Case) -> list[nn.Module]:
+    """The modules whose activations are recomputed."""
+    return [module for module in model.modules() if type(module) in case.units]
+
+
+def loss_of(model: nn.Module, case: Case) -> Tensor:
+    loss: Tensor = model(case.inputs()).float().square().mean()
+    return loss
+
+
+def saved_by(case: Case) -> int:
+    """Bytes that autograd saves in a forward of the plain model, but for parameters. Each memory counts once."""
+    torch.manual_seed(0)
+    model = case.build()
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Any:
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of(model, case)
+    for one in (*model.parameters(), *model.buffers()):
+        found.pop(one.untyped_storage().data_ptr(), None)
+    del loss
+    return sum(found.values())
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=SIZE)
+    trained = {
+        (name, strategy, recompute): tuple(measure(MODELS[name], strategy, recompute))
+        for name, strategy, recompute in product(MODELS, STRATEGIES, (False, True))
+    }
+    torch.save((trained, {name: saved_by(case) for name, case in MODELS.items()}), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,109 @@
+"""What a rehearsal says is what the engine then does: bytes, collectives, and the peak with activations."""
+
+from typing import Any, Final
+
+import pytest
+import torch
+
+import fsdp
+from fsdp.comm.simulated import SimulatedCommunicator, current_rank
+from fsdp.commands.rehearsal.hardware import Cluster, find_device, find_network
+from fsdp.commands.rehearsal.rehearse import WARM_UP, Batch, Job, rehearse
+from tests.commands.rehearsal.models import MODELS, Case
+from tests.support.everything import EVERYTHING
+
+STRATEGIES: Final = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRADIENTS", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
+BF16: Final = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "no prefetch": {"prefetch": 0},
+    "prefetch of three": {"prefetch": 3},
+    "small buckets": {"reduction": fsdp.ReductionPolicy(bucket_cap_mb=0.01)},
+    "bf16": {"mp_policy": BF16},
+    "kept after the forward": {"reshard_after_forward": False},
+    "unaligned": {"aligned": False},
+}
+
+
+def job_of(case: Case, size: int, micro_batches: int = 1) -> Job:
+    def build() -> torch.nn.Module:
+        with torch.device("meta"):
+            return case.build()
+
+    return Job(
+        build,
+        lambda: Batch((case.inputs().to("meta"),)),
+        lambda output: output.float().square().mean(),
+        lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+        size,
+        Cluster(find_device("cpu"), find_network("ethernet-10"), per_host=2),
+        micro_batches,
+    )
+
+
+def options_of(case: Case, strategy: str, size: int, **more: Any) -> dict[str, Any]:
+    mesh = {"mesh": (size // 2, 2)} if strategy == "HYBRID_SHARD" else {}
+    return {"sharding_strategy": strategy, "auto_wrap_policy": case.units, **mesh, **more}
+
+
+def trained(case: Case, size: int, options: dict[str, Any], micro_batches: int = 1) -> tuple[int, list[Any]]:
+    """The peak bytes of rank 0, and what it launched in its last step."""
+
+    def train(rank: int) -> tuple[int, list[Any]]:
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(case.build(), **options)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        here = current_rank()
+        assert here is not None
+        for _ in range(WARM_UP + 1):
+            here.log.clear()
+            for number in range(micro_batches):
+                if number < micro_batches - 1:
+                    with fsdp.no_sync(model):
+                        model(case.inputs()).float().square().mean().backward()
+                else:
+                    model(case.inputs()).float().square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+        log = [(call.kind, call.label, call.received) for call in here.log if call.kind != "gather_objects"]
+        return fsdp.memory_bytes(model, peak=True), log
+
+    return fsdp.simulate(size, train)[0]
+
+
+@pytest.fixture(autouse=True)
+def memory_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated world reduces in place. Here it says what gloo needs, as a rehearsal on the CPU does."""
+
+    def scratch_bytes(self: SimulatedCommunicator, bucket: torch.Tensor, fixed_order: bool = False) -> int:
+        return bucket.nbytes // (2 if self.size == 2 else 1)
+
+    monkeypatch.setattr(SimulatedCommunicator, "scratch_bytes", scratch_bytes)
+
+
+@pytest.mark.parametrize("size", [2, 8] if EVERYTHING else [4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_and_collectives_are_those_of_the_engine(name: str, strategy: str, size: int) -> None:
+    options = options_of(MODELS[name], strategy, size)
+    found = rehearse(job_of(MODELS[name], size), options)
+    peak, log = trained(MODELS[name], size, options)
+    assert found.engine_peak == peak
+    assert [(one.kind, one.label, one.received) for one in found.collectives] == log
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_with_any_option_too(name: str) -> None:
+    options = options_of(MODELS["GPT"], "FULL_SHARD", 3, **OPTIONS[name])
+    found = rehearse(job_of(MODELS["GPT"], 3), options)
+    peak, log = trained(MODELS["GPT"], 3, options)
+    assert found.engine_peak == peak
+    assert [(one.kind, one.label, one.received) for one in found.collectives] == log
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "SHARD_GRADIENTS"])
+def test_with_accumulation_too(strategy: str) -> None:
+    options = options_of(MODELS["GPT"], strategy, 2)
+    found = rehearse(job_of(MODELS["GPT"], 2, micro_batches=3), options)
+    peak, log = trained(MODELS["GPT"], 2, options, micro_batches=3)
+    assert found.engine_peak == peak
+    assert [(one.kind, one.label, one.received) for one in found.collectives] == log

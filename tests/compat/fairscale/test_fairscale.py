@@ -1,0 +1,548 @@
+"""fsdp.compat.fairscale: it trains as plain torch does, and its names, shapes and formats are fairscale's."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from fsdp.comm.simulated import simulate
+from fsdp.compat import fairscale
+from fsdp.compat.fairscale import FullyShardedDataParallel, TrainingState, checkpoint_wrapper, get_fsdp_instances
+
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.relu(self.norm(self.up(x))))
+        return y
+
+
+class Net(nn.Module):
+    """Three units if it is wrapped. The last layer has the first one's weight."""
+
+    def __init__(self, wrap: Any = lambda module: module, ties: bool = False, checkpoints: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        around = checkpoint_wrapper if checkpoints else lambda module: module
+        self.first = nn.Linear(3, 3)
+        self.blocks = nn.ModuleList([wrap(around(Block())), around(wrap(Block()))])
+        self.last = nn.Linear(3, 3)
+        if ties:
+            self.last.weight = self.first.weight
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.last(x) * self.scale
+        return y
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(model: nn.Module, ranks: Any, optimizer: torch.optim.Optimizer, scale: float) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in ranks:
+            (model(batch(step, rank)).square().sum() * scale).backward()
+        optimizer.step()
+
+
+def plain(world_size: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Net(**options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    train(model, range(world_size), optimizer, 1 / world_size)
+    return model, optimizer
+
+
+def wrapped(ties: bool = False, checkpoints: bool = False, **config: Any) -> FullyShardedDataParallel:
+    wrap = partial(FullyShardedDataParallel, **config)
+    return FullyShardedDataParallel(Net(wrap, ties, checkpoints), **config)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "not flat": {"flatten_parameters": False},
+    "kept after the forward": {"reshard_after_forward": False},
+    "the root too": {"disable_reshard_on_root": False, "bucket_cap_mb": 0},
+    "tied": {"ties": True},
+    "tied, not flat": {"ties": True, "flatten_parameters": False},
+    "checkpoints": {"checkpoints": True},
+    "checkpoints, not flat": {"checkpoints": True, "flatten_parameters": False},
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_it_trains_as_the_plain_model_does(config: dict[str, Any], world_size: int) -> None:
+    options = {name: config[name] for name in ("ties", "checkpoints") if name in config}
+    expected = plain(world_size, **options)[0].state_dict()
+
+    def one_rank(rank: int) -> dict[str, Tensor]:
+        model = wrapped(**config)
+        train(model, [rank], torch.optim.Adam(model.parameters(), lr=0.05), 1)
+        model.assert_state(TrainingState.IDLE)
+        return dict(model.state_dict())
+
+    for state in simulate(world_size, one_rank):
+        assert list(state) == list(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value)
+
+
+def test_names_and_shapes_are_fairscales() -> None:
+    """12 and 53 elements over 2 ranks; without flat parameters each one is cut by itself."""
+
+    def one_rank(rank: int) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        flat, apart = wrapped(), wrapped(flatten_parameters=False)
+        inside = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in (flat, apart)]
+        with flat.summon_full_params():
+            assert [name for name, _ in flat.named_parameters()] == [name for name, _ in Net().named_parameters()]
+        return inside[0], inside[1]
+
+    block = "_fsdp_wrapped_module._fpw_module.blocks"
+    for flat, apart in simulate(2, one_rank):
+        assert flat == {
+            "_fsdp_wrapped_module.flat_param_0": (12,),
+            f"{block}.0._fsdp_wrapped_module.flat_param_0": (24,),
+            f"{block}.1._fsdp_wrapped_module.flat_param_0": (24,),
+        }
+        assert list(apart) == [name for name, _ in Net().named_parameters()]
+        assert apart["first.weight"] == (5,) and apart["first.bias"] == (2,)
+
+
+def test_the_state_of_each_rank_loads_again_and_is_put_together_offline() -> None:
+    def one_rank(rank: int, **config: Any) -> tuple[Any, Any, Any]:
+        model = wrapped(**config)
+        train(model, [rank], torch.optim.SGD(model.parameters(), lr=0.05), 1)
+        local = {name: value.clone() for name, value in model.local_state_dict().items()}
+        full = dict(model.state_dict())
+        train(model, [rank], torch.optim.SGD(model.parameters(), lr=0.05), 1)
+        model.load_local_state_dict(local)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, full[name])
+        return local, model.local_metadata_dict(), full
+
+    for config in ({}, {"flatten_parameters": False}, {"ties": True}):
+        states, metadata, full = zip(*simulate(2, partial(one_rank, **config)), strict=True)
+        together = FullyShardedDataParallel.consolidate_shard_weights(list(states), list(metadata))
+        assert set(together) == set(full[0])
+        assert all(torch.equal(together[name], value) for name, value in full[0].items())
+        assert "flat_param_0" in states[0] or config.get("flatten_parameters") is False
+
+
+def test_missing_shards_are_refused_or_left_out() -> None:
+    states, metadata = zip(*simulate(2, lambda rank: ((m := wrapped()).local_state_dict(), m.local_metadata_dict())), strict=True)
+    cut = [{name: value for name, value in state.items() if name != "flat_param_0"} for state in states]
+    together = FullyShardedDataParallel.consolidate_shard_weights(cut, list(metadata), with_module_buffers=False, strict=False)
+    assert together and all(name.startswith("blocks.") for name in together)
+    with pytest.raises(KeyError):
+        FullyShardedDataParallel.consolidate_shard_weights(cut, list(metadata))
+    with pytest.raises(ValueError, match="got 2 state dicts and 1 metadata; give both of every rank"):
+        FullyShardedDataParallel.consolidate_shard_weights(cut, [metadata[0]])
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_optimizer_state_is_gathered_by_plain_parameter_and_cut_again(ties: bool) -> None:
+    expected = plain(2, ties=ties)[1].state_dict()
+
+    def one_rank(rank: int) -> Any:
+        model = wrapped(ties=ties)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        train(model, [rank], optimizer, 1)
+        full = model.gather_full_optim_state_dict(optimizer, recipient_rank=0)
+        assert (full is None) == (rank > 0)
+        if full is None:
+            return None
+        shard = model.get_shard_from_optim_state_dict(copy.deepcopy(full))
+        mine = optimizer.state_dict()
+        assert shard.keys() == mine.keys() and shard["param_groups"] == mine["param_groups"]
+        for number, state in mine["state"].items():
+            for name, value in state.items():
+                assert torch.equal(shard["state"][number][name], value)
+        return full
+
+    full = simulate(2, one_rank)[0]
+    # fairscale numbers parameters by instance, outer ones first
+    by_shape = sorted(expected["state"].values(), key=lambda state: float(state["exp_avg"].sum()))
+    gathered = sorted(full["state"].values(), key=lambda state: float(state["exp_avg"].sum()))
+    for mine, plain_state in zip(gathered, by_shape, strict=True):
+        torch.testing.assert_close(mine["exp_avg"], plain_state["exp_avg"])
+        assert mine["step"] == STEPS
+    assert full["uncollected_local_ids"] == []
+
+
+def test_the_weight_of_another_instance_is_used_and_trained() -> None:
+    class Shared(nn.Module):
+        def __init__(self, wrap: Any = None) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.two.weight = self.one.weight
+            if wrap is not None:
+                self.one, self.two = wrap(self.one), wrap(self.two)
+                self.two.append_shared_param(self.one.module.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.two(torch.relu(self.one(x)))
+            return y
+
+    def one_rank(rank: int) -> dict[str, Tensor]:
+        model = FullyShardedDataParallel(Shared(partial(FullyShardedDataParallel, flatten_parameters=False)))
+        assert model.module.two.module.weight.is_meta and model.module.two.module.weight.shape == (3, 3)
+        train(model, [rank], torch.optim.SGD(model.parameters(), lr=0.05), 1)
+        return dict(model.state_dict())
+
+    expected = Shared()
+    train(expected, range(2), torch.optim.SGD(expected.parameters(), lr=0.05), 0.5)
+    for state in simulate(2, one_rank):
+        assert torch.equal(state["one.weight"], state["two.weight"])
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(state[name], value)
+
+
+class Alone:
+    """A group of one rank, which needs no communication."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+class NoGroup(Alone):
+    """A group that cannot communicate."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return 2
+
+
+def test_experts_differ_between_ranks_and_clipping_over_them_is_refused() -> None:
+    def one_rank(rank: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        shared = nn.Linear(3, 3)
+        torch.manual_seed(rank)
+        expert = FullyShardedDataParallel(nn.Linear(3, 3), Alone(), Alone())
+        model = FullyShardedDataParallel(nn.Sequential(shared, expert))
+        assert expert.no_broadcast_optim_state and not model.no_broadcast_optim_state
+        train(model, [rank], torch.optim.SGD(model.parameters(), lr=0.05), 1)
+        with pytest.raises(NotImplementedError, match="the instances have different process groups"):
+            model.clip_grad_norm_(1.0)
+        state = model.state_dict()
+        return state["0.weight"], state["1.weight"]
+
+    (shared_0, expert_0), (shared_1, expert_1) = simulate(2, one_rank)
+    assert torch.equal(shared_0, shared_1) and not torch.equal(expert_0, expert_1)
+
+
+def test_an_instance_is_pickled_and_trains_with_a_new_group() -> None:
+    def one_rank(rank: int) -> dict[str, Tensor]:
+        model = wrapped()
+        model(batch(0, rank)).sum().backward()
+        again = pickle.loads(pickle.dumps(model))
+        assert again.process_group == "MISSING"
+        with pytest.raises(fsdp.ShardingError, match="made or unpickled without a process group that communicates"):
+            again(batch(0, rank))
+        for one in get_fsdp_instances(again):
+            one.process_group = one.process_group_reduce_scatter = model.process_group
+        train(again, [rank], torch.optim.Adam(again.parameters(), lr=0.05), 1)
+        return dict(again.state_dict())
+
+    expected = plain(2)[0].state_dict()
+    for state in simulate(2, one_rank):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value)
+
+
+def test_an_instance_without_a_group_has_its_shard_and_trains_once_it_has_one() -> None:
+    def one_rank(rank: int) -> dict[str, Tensor]:
+        group = NoGroup(rank)
+        model = wrapped(process_group=group, process_group_reduce_scatter=group)
+        assert sum(p.numel() for p in model.parameters()) == 12 + 24 + 24
+        for one in get_fsdp_instances(model):
+            one.process_group = fairscale.get_process_group_cached()
+        train(model, [rank], torch.optim.Adam(model.parameters(), lr=0.05), 1)
+        return dict(model.state_dict())
+
+    expected = plain(2)[0].state_dict()
+    for state in simulate(2, one_rank):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value)
+
+
+def test_mixed_precision_casts_inputs_of_the_root_to_fp16_and_buffers() -> None:
+    seen: list[tuple[torch.dtype, torch.dtype, torch.dtype]] = []
+
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((x.dtype, self.weight.dtype, self.bias.dtype))
+            return super().forward(x)
+
+    def one_rank(rank: int) -> torch.dtype:
+        model = FullyShardedDataParallel(nn.Sequential(Looks(3, 3)), mixed_precision=True, fp32_reduce_scatter=True)
+        model.module.module.register_buffer("stats", torch.ones(3))
+        model(torch.ones(2, 3)).float().sum().backward()
+        (parameter,) = model.parameters()
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+        assert model.stats.dtype is torch.float16
+        state = model.state_dict()
+        assert {value.dtype for value in state.values()} == {torch.float32}
+        dtype: torch.dtype = model.stats.dtype
+        return dtype
+
+    assert simulate(2, one_rank) == [torch.float16] * 2
+    assert seen == [(torch.float16,) * 3] * 2
+
+
+def test_vectors_are_ordinary_tensors_of_this_rank() -> None:
+    def one_rank(rank: int) -> int:
+        model = FullyShardedDataParallel(Net())
+        model(batch(0, rank)).sum().backward()
+        vector = model.params[0]
+        assert isinstance(vector, fairscale.FlatParameter) and type(vector.grad) is Tensor
+        assert len(vector.detach().view(-1).tolist()) == vector.numel() == len(vector)
+        torch.testing.assert_close(vector.detach().norm(), torch.tensor(vector.tolist()).norm())
+        return vector.numel()
+
+    counts = simulate(2, one_rank)
+    numel = sum(p.numel() for p in Net().parameters())
+    assert counts == [-(-numel // 2)] * 2
+
+
+def test_units_have_plain_names_and_a_changed_dtype_is_refused() -> None:
+    def one_rank(rank: int) -> None:
+        model = wrapped()
+        assert [name.split()[0] for name in fsdp.story(model).splitlines() if "blocks" in name] == ["blocks.0", "blocks.1"]
+        model.half()
+        with pytest.raises(fsdp.ShardingError, match="Convert or move the module before wrapping it"):
+            model(batch(0, rank))
+
+    simulate(2, one_rank)
+
+
+def test_inputs_that_are_cast_let_the_backward_pass() -> None:
+    def one_rank(rank: int) -> None:
+        model = FullyShardedDataParallel(nn.ReLU(), mixed_precision=True)
+        x = torch.ones(2, requires_grad=True)
+        model(x).float().sum().backward()
+        assert x.grad is None
+
+    simulate(2, one_rank)
+
+
+def test_outside_a_forward_a_flat_model_shows_shapes_without_memory() -> None:
+    def one_rank(rank: int) -> None:
+        model = FullyShardedDataParallel(nn.Linear(3, 5))
+        for _ in range(2):
+            assert model.module.weight.is_meta and model.module.weight.shape == (5, 3)
+            assert "out_features=5, bias=True" in repr(model)
+            model(torch.ones(1, 3)).sum().backward()
+        with model.summon_full_params():
+            assert not model.module.weight.is_meta
+            model.module.weight.data.fill_(7)
+        assert model.module.weight.is_meta
+        assert (model.state_dict()["weight"] == 7).all()
+
+    simulate(2, one_rank)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recompute_by_torchs_checkpoint_sees_the_parameters(reentrant: bool) -> None:
+    class Recomputes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=reentrant)
+            return y
+
+    def one_rank(rank: int, flat: bool) -> Tensor:
+        model = FullyShardedDataParallel(Recomputes(), flatten_parameters=flat)
+        return trained(model)
+
+    def trained(model: nn.Module) -> Tensor:
+        for _ in range(2):
+            model(torch.ones(1, 3, requires_grad=True)).square().sum().backward()
+        return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+    expected = trained(Recomputes())
+    for flat in (True, False):
+        torch.testing.assert_close(simulate(1, partial(one_rank, flat=flat))[0], expected)
+
+
+def test_an_lstm_trains() -> None:
+    def build() -> nn.LSTM:
+        torch.manual_seed(0)
+        return nn.LSTM(3, 4, batch_first=True)
+
+    def one_rank(rank: int, **config: Any) -> dict[str, Tensor]:
+        model = FullyShardedDataParallel(build(), **config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2, 3))[0].sum().backward()
+            optimizer.step()
+        return dict(model.state_dict())
+
+    expected = build()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        expected(torch.ones(1, 2, 3))[0].sum().backward()
+        optimizer.step()
+    for config in ({}, {"flatten_parameters": False}):
+        for name, value in simulate(2, partial(one_rank, **config))[1].items():
+            torch.testing.assert_close(value, expected.state_dict()[name])
+
+
+def test_divide_factors_of_all_instances() -> None:
+    def one_rank(rank: int) -> Tensor:
+        model = wrapped()
+        inner = get_fsdp_instances(model)[1]
+        for one, recursive in ((inner, True), (model, False)):
+            with pytest.raises(fsdp.ShardingError, match="call it on the outermost one with recursive=True"):
+                one.set_gradient_divide_factors(1.0, 2.0, recursive)
+        model.set_gradient_divide_factors(1.0, 1.0, True)
+        model(batch(0, 0)).sum().backward()
+        summed = next(model.parameters()).grad.clone()
+        model.zero_grad()
+        model.set_gradient_divide_factors(2.0, 4.0, True)
+        model(batch(0, 0)).sum().backward()
+        torch.testing.assert_close(next(model.parameters()).grad * 8, summed)
+        return summed
+
+    simulate(2, one_rank)
+
+
+def test_overflow_of_one_rank_lowers_the_scale_of_all() -> None:
+    def one_rank(rank: int) -> float:
+        model = wrapped()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = fairscale.ShardedGradScaler()
+        scaler.scale(model(batch(0, rank)).sum()).backward()
+        if rank == 1:
+            next(model.parameters()).grad.fill_(float("inf"))
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+        return float(scaler.get_scale())
+
+    assert simulate(2, one_rank) == [2.0**15] * 2
+
+
+def test_state_dicts_on_rank_0_only_and_of_inner_instances() -> None:
+    def one_rank(rank: int) -> None:
+        model = wrapped(state_dict_on_rank_0_only=True)
+        assert bool(model.state_dict()) == (rank == 0)
+        inner = get_fsdp_instances(model)[1]
+        inner.state_dict_on_rank_0_only = False
+        assert list(inner.state_dict()) == list(Block().state_dict())
+        nested = nn.Sequential(inner).state_dict()
+        assert list(nested) == [f"0.{name}" for name in Block().state_dict()]
+
+    simulate(2, one_rank)
+
+
+REFUSED: dict[str, tuple[type[Exception], dict[str, Any]]] = {
+    "fp32_reduce_scatter=True needs mixed_precision=True": (ValueError, {"fp32_reduce_scatter": True}),
+    "a parameter is torch.float32; with mixed_precision=False and compute_dtype=torch.float16": (
+        ValueError,
+        {"compute_dtype": torch.float16},
+    ),
+    "move_params_to_cpu=True with move_grads_to_cpu=False: parameters and their gradients must be on one device": (
+        fsdp.ShardingError,
+        {"cpu_offload": True, "move_grads_to_cpu": False},
+    ),
+    "process_group_reduce_scatter must be a process group or a ProcessGroupName, not 3": (
+        TypeError,
+        {"process_group_reduce_scatter": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "case"), REFUSED.items(), ids=lambda value: str(value)[:30])
+def test_what_cannot_be_is_refused(text: str, case: tuple[type[Exception], dict[str, Any]]) -> None:
+    def one_rank(rank: int) -> None:
+        with pytest.raises(case[0], match=text):
+            FullyShardedDataParallel(nn.Linear(2, 2), **case[1])
+
+    simulate(2, one_rank)
+
+
+def test_calls_on_the_wrong_instance_or_at_the_wrong_time_are_refused() -> None:
+    def one_rank(rank: int) -> None:
+        model = wrapped(flatten_parameters=False)
+        inner = get_fsdp_instances(model)[1]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for call in (inner.no_sync().__enter__, partial(inner.clip_grad_norm_, 1.0)):
+            with pytest.raises(AssertionError, match="this instance is inside another one; call it on the outermost"):
+                call()
+        with pytest.raises(AssertionError, match="gather_full_optim_state_dict: this instance is inside another one"):
+            inner.gather_full_optim_state_dict(optimizer)
+        with pytest.raises(NotImplementedError, match="an instance with several parameters has flatten_parameters=False"):
+            model.gather_full_optim_state_dict(optimizer)
+        two = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
+        with pytest.raises(AssertionError, match="the optimizer has 16 parameter groups, and the format has one"):
+            model.gather_full_optim_state_dict(two)
+        with pytest.raises(AssertionError, match="the state is of 3 parameters, and this model has 16"):
+            model.get_shard_from_optim_state_dict({"state": {}, "param_groups": [{"params": [0, 1, 2]}]})
+        with pytest.raises(ValueError, match="this instance is in IDLE; here it may be in FORWARD, BACKWARD_PRE"):
+            model.assert_state([TrainingState.FORWARD, TrainingState.BACKWARD_PRE])
+        with pytest.raises(RuntimeError, match="the module was wrapped without allow_reset_parameters=True"):
+            model.reset_parameters()
+        with model.summon_full_params(), pytest.raises(ValueError, match="an instance is in SUMMON_FULL_PARAMS; call it outside"):
+            model.local_state_dict()
+        with pytest.raises(AssertionError, match="no module of this instance has this parameter; tie it before wrapping"):
+            model.append_shared_param(nn.Parameter(torch.ones(1)))
+        with pytest.raises(AssertionError, match="this instance needs at least one parameter of its own"):
+            FullyShardedDataParallel(nn.ReLU()).append_shared_param(nn.Parameter(torch.ones(1)))
+
+    simulate(2, one_rank)
+
+
+def test_without_torch_distributed_there_is_no_group() -> None:
+    with pytest.raises(RuntimeError, match="is not initialised; call torch"):
+        FullyShardedDataParallel(nn.Linear(2, 2))
+
+
+def test_a_simulated_group_has_all_ranks_or_one() -> None:
+    def one_rank(rank: int) -> None:
+        assert [fairscale.get_process_group_cached(ranks=ranks).size() for ranks in (None, [rank], range(3))] == [3, 1, 3]
+        with pytest.raises(fsdp.ShardingError, match=r"a group has all 3 ranks or this one alone, not \[0, 1\]"):
+            fairscale.get_process_group_cached(ranks=[0, 1])
+
+    simulate(3, one_rank)
+
+
+def test_nothing_imports_it_and_it_does_not_import_fairscale() -> None:
+    code = (
+        "import sys, fsdp; assert not any(n.startswith(('fsdp.compat', 'fsdp.compat.fairscale')) for n in sys.modules); "
+        "import fsdp.compat.fairscale as f; assert 'fairscale' not in sys.modules; "
+        "assert f.__all__ == sorted(f.__all__) and all(hasattr(f, n) for n in f.__all__)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

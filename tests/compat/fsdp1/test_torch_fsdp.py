@@ -1,0 +1,428 @@
+"""fsdp.compat.torch_fsdp: it trains as plain torch does, and its names, arguments and formats are FSDP1's."""
+
+import inspect
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from fsdp.comm.simulated import simulate
+from fsdp.compat import torch_fsdp
+from fsdp.compat.torch_fsdp import (
+    CPUOffload,
+    CustomPolicy,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    OptimStateKeyType,
+    ShardingStrategy,
+    StateDictType,
+    enable_wrap,
+    wrap,
+)
+from tests.support.described_torch import describes_this_torch
+
+STEPS = 3
+PAGE = Path(__file__).parents[3] / "docs" / "migration" / "from-fsdp1.md"
+FSDP = FullyShardedDataParallel
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.relu(self.up(x)))
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 3)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks(self.first(x)) * self.scale.to(x.dtype)
+        return y
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def old_script(names: Any, rank: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a user wrote for torch's FSDP1: `names` is the module that it imports from."""
+    model = names.FullyShardedDataParallel(
+        Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu")
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(batch(step, rank)).square().mean()
+        loss.backward()
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        losses.append(loss.detach())
+    with names.FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return torch.stack(losses), dict(model.state_dict())
+
+
+def plain(size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A single process on the batches of all ranks."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(size):
+            (model(batch(step, rank)).square().mean() / size).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return model, optimizer
+
+
+def wrapped(**options: Any) -> FullyShardedDataParallel:
+    return FSDP(Net(), **{"auto_wrap_policy": ModuleWrapPolicy({Block}), **options})
+
+
+def trained(**options: Any) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
+    model = wrapped(**options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    model(batch(0, 0)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_an_old_script_gives_the_weights_of_a_single_process() -> None:
+    for _, weights in simulate(2, lambda rank: old_script(torch_fsdp, rank)):
+        for name, value in plain(2)[0].state_dict().items():
+            torch.testing.assert_close(weights[name], value)
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+def test_every_strategy_gives_the_weights_of_a_single_process(strategy: str) -> None:
+    def fn(rank: int) -> dict[str, Tensor]:
+        model = wrapped(sharding_strategy=ShardingStrategy[strategy])
+        assert model.sharding_strategy is ShardingStrategy[strategy]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(batch(step, rank)).square().mean().backward()
+            model.clip_grad_norm_(0.1)
+            optimizer.step()
+        return dict(model.state_dict())
+
+    weights = simulate(2, fn)[0]
+    for name, value in plain(2)[0].state_dict().items():
+        torch.testing.assert_close(weights[name], value)
+
+
+def test_names_are_those_of_fsdp1_and_plain_inside_summon_full_params() -> None:
+    def fn(rank: int) -> None:
+        model = wrapped()
+        sharded = dict(model.named_parameters())
+        assert list(sharded)[:2] == ["_fsdp_wrapped_module.first.weight", "_fsdp_wrapped_module.first.bias"]
+        assert "_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.up.weight" in sharded
+        with FSDP.summon_full_params(model):
+            full = {name: p.detach().clone() for name, p in model.named_parameters()}
+            assert [name for name, _ in model.named_buffers()] == ["scale"]
+        assert {name: p.shape for name, p in full.items()} == {name: p.shape for name, p in Net().named_parameters()}
+        assert [*map(type, FSDP.fsdp_modules(model))] == [FSDP] * 3
+        assert FSDP.fsdp_modules(model, root_only=True) == [model]
+        assert model.check_is_root() and not model.blocks[0].check_is_root()
+        assert isinstance(model.module, Net)
+
+    simulate(2, fn)
+
+
+def test_rank0_only_shows_full_parameters_on_rank_0_alone() -> None:
+    def fn(rank: int) -> int:
+        model = wrapped()
+        with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
+            return sum(p.numel() for p in model.parameters())
+
+    numel = sum(p.numel() for p in Net().parameters())
+    on_0, on_1 = simulate(2, fn)
+    assert on_0 == numel and on_1 < numel
+
+
+def test_with_grads_shows_full_gradients_and_keeps_changes_of_them() -> None:
+    def fn(rank: int) -> Tensor:
+        model = wrapped(use_orig_params=True)
+        model(batch(0, rank)).sum().backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            found = model.first.weight.grad.clone()
+            model.first.weight.grad.mul_(2)
+        with FSDP.summon_full_params(model, with_grads=True):
+            torch.testing.assert_close(model.first.weight.grad, 2 * found)
+        return found
+
+    model = Net()
+    (sum(model(batch(0, rank)).sum() for rank in range(2)) / 2).backward()
+    assert model.first.weight.grad is not None
+    for found in simulate(2, fn):
+        torch.testing.assert_close(found, model.first.weight.grad)
+
+
+def test_full_states_have_plain_names_and_load() -> None:
+    def fn(rank: int) -> tuple[list[str], list[str]]:
+        model, optimizer = trained()
+        state, optimizer_state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        other = wrapped()
+        other_optimizer = torch.optim.Adam(other.parameters(), lr=0.5)
+        assert str(other.load_state_dict(state)) == "<All keys matched successfully>"
+        other_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, other_optimizer, optimizer_state))
+        for before, after in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(before, after)
+            for key, value in optimizer.state[before].items():
+                assert torch.equal(value, other_optimizer.state[after][key])
+        assert other_optimizer.param_groups[0]["lr"] == 0.05
+        return list(state), list(optimizer_state["state"])
+
+    names, optimizer_names = simulate(2, fn)[0]
+    assert set(names) == set(Net().state_dict())
+    assert set(optimizer_names) == {name for name, _ in Net().named_parameters()}
+
+
+def test_rank0_only_states_are_empty_on_other_ranks_and_scatter() -> None:
+    def fn(rank: int) -> tuple[int, int]:
+        model, optimizer = trained()
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)):
+            state = model.state_dict()
+        assert FSDP.get_state_dict_type(model).state_dict_config == FullStateDictConfig()
+        full = FSDP.full_optim_state_dict(model, optimizer)
+        return len(state), len(full)
+
+    assert simulate(2, fn) == [(len(Net().state_dict()), 2), (0, 0)]
+
+
+def test_a_value_of_another_shape_is_refused_by_name() -> None:
+    def fn(rank: int) -> None:
+        model = wrapped()
+        state = model.state_dict()
+        # the shape of this rank's part, which would fit the memory
+        state["first.weight"] = torch.zeros(dict(model.named_parameters())["_fsdp_wrapped_module.first.weight"].shape)
+        with pytest.raises(RuntimeError, match=r"size mismatch for first.weight: the state dict has .*, the model has \(3, 3\)"):
+            model.load_state_dict(state)
+
+    simulate(2, fn)
+
+
+def test_states_are_rekeyed_by_number_and_back() -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = trained()
+        net = Net()
+        other = torch.optim.Adam(net.parameters())
+        by_name = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        by_number = FSDP.rekey_optim_state_dict(by_name, OptimStateKeyType.PARAM_ID, net, optim=other)
+        assert set(by_number["state"]) == set(range(len([*net.parameters()])))
+        again = FSDP.rekey_optim_state_dict(by_number, OptimStateKeyType.PARAM_NAME, net, optim=other)
+        assert set(again["state"]) == set(by_name["state"])
+
+    simulate(2, fn)
+
+
+def test_no_sync_is_for_the_outermost_instance() -> None:
+    def fn(rank: int) -> None:
+        model = wrapped()
+        with pytest.raises(RuntimeError, match="no_sync: this instance is inside another one"), model.blocks[0].no_sync():
+            pass
+        with model.no_sync():
+            model(batch(0, rank)).sum().backward()
+        model(batch(0, rank)).sum().backward()
+        twice = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        model(batch(0, rank)).sum().backward()
+        for double, p in zip(twice, model.parameters(), strict=True):
+            assert (double is None) == (p.grad is None)
+            if p.grad is not None:
+                torch.testing.assert_close(double, 2 * p.grad)
+
+    simulate(2, fn)
+
+
+def test_clipping_counts_instances_over_other_ranks_and_ignored_parameters_once() -> None:
+    def fn(rank: int) -> Tensor:
+        net = Net()
+        net.blocks[0] = FSDP(net.blocks[0], sharding_strategy=ShardingStrategy.NO_SHARD)
+        model = FSDP(net, ignored_modules=[net.blocks[1]])
+        model(batch(0, 0)).sum().backward()
+        return model.clip_grad_norm_(0.5)
+
+    model = Net()
+    model(batch(0, 0)).sum().backward()
+    for norm in simulate(2, fn):
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).clone().clamp(min=norm))
+
+
+def test_buffers_are_cast_in_the_forward_and_saved_as_they_were() -> None:
+    def fn(rank: int) -> tuple[torch.dtype, torch.dtype]:
+        model = wrapped(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.float64))
+        model(batch(0, rank)).float().sum().backward()
+        return model.scale.dtype, model.state_dict()["scale"].dtype
+
+    assert simulate(2, fn)[0] == (torch.float64, torch.float32)
+
+
+def test_a_policy_may_give_options_to_one_module() -> None:
+    def fn(rank: int) -> list[ShardingStrategy]:
+        policy = CustomPolicy(
+            lambda one: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(one, Block) else False
+        )
+        return [one.sharding_strategy for one in FSDP.fsdp_modules(wrapped(auto_wrap_policy=policy))]
+
+    assert simulate(2, fn)[0] == [ShardingStrategy.FULL_SHARD, *[ShardingStrategy.SHARD_GRAD_OP] * 2]
+
+
+def test_wrap_makes_instances_inside_enable_wrap() -> None:
+    def fn(rank: int) -> list[type[nn.Module]]:
+        with enable_wrap(wrapper_cls=FSDP, sharding_strategy=ShardingStrategy.NO_SHARD):
+            model = wrap(nn.Sequential(wrap(nn.Linear(3, 3)), nn.Linear(3, 3)))
+        model(batch(0, rank)).sum().backward()
+        return [type(one) for one in FSDP.fsdp_modules(model)]
+
+    # torch's context is that of the process, which all simulated ranks share
+    assert simulate(1, fn)[0] == [FSDP, FSDP]
+
+
+def test_a_communication_hook_gets_the_gradient_and_the_place_of_its_part() -> None:
+    def hook(seen: list[int], gradient: Tensor, result: Tensor) -> None:
+        seen.append(gradient.numel() // result.numel())
+        result.fill_(7)
+
+    def fn(rank: int) -> None:
+        model, seen = wrapped(), list[int]()
+        model.register_comm_hook(seen, hook)
+        model(batch(0, rank)).sum().backward()
+        assert seen == [2, 2, 2]
+        assert all(bool((p.grad == 7).all()) for p in model.parameters() if p.grad is not None)
+        with pytest.raises(AssertionError, match=r"^A communication hook is already registered$"):
+            model.register_comm_hook(seen, hook)
+
+    simulate(2, fn)
+
+
+def test_a_number_is_the_host_and_offload_changes_nothing_where_there_is_no_accelerator() -> None:
+    def fn(rank: int) -> None:
+        model = wrapped(device_id=0, cpu_offload=CPUOffload(offload_params=True))
+        assert model.compute_device == torch.device("cpu")
+        model(batch(0, rank)).sum().backward()
+
+    simulate(2, fn)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "both groups": ({"process_group": object(), "device_mesh": object()}, ValueError, "process_group and device_mesh contradict"),
+    "both kinds of ignored": ({"ignored_modules": [], "ignored_states": []}, ValueError, "Cannot pass both ignored_modules and"),
+    "no module": ({"ignored_modules": [3]}, ValueError, r"elements but got types \[<class 'int'>\]"),
+    "no state": ({"ignored_states": [3]}, ValueError, "ignored_states expects all nn.Parameter or all nn.Module list"),
+    "no function": ({"param_init_fn": 3}, ValueError, "Expected param_init_fn to be callable, not 3"),
+    "kept gradients": ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, fsdp.ShardingError, "leave it out"),
+    "a hybrid by hand": (
+        {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "auto_wrap_policy": None},
+        ValueError,
+        "requires explicit specification of process group or device_mesh",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_are_refused_by_name(case: str) -> None:
+    options, kind, text = REFUSED[case]
+
+    def fn(rank: int) -> None:
+        with pytest.raises(kind, match=text):
+            wrapped(**options)
+
+    simulate(2, fn)
+
+
+def test_trainable_and_frozen_parameters_need_original_parameters() -> None:
+    def fn(rank: int, use_orig_params: bool) -> None:
+        net = Net()
+        net.first.bias.requires_grad = False
+        FSDP(net, use_orig_params=use_orig_params)
+
+    simulate(2, partial(fn, use_orig_params=True))
+    with pytest.raises(ValueError, match="Net has both parameters with requires_grad=True and False"):
+        simulate(2, partial(fn, use_orig_params=False))
+
+
+@describes_this_torch
+def test_the_signatures_are_those_of_torch() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel as Peer
+
+    for name in METHODS:
+        theirs, mine = (inspect.signature(getattr(cls, name)) for cls in (Peer, FSDP))
+        assert list(mine.parameters) == list(theirs.parameters), name
+        assert [p.default for p in mine.parameters.values()] == [p.default for p in theirs.parameters.values()], name
+
+
+def _public(cls: type) -> list[str]:
+    return ["__init__", *(name for name in vars(cls) if not name.startswith("_") and callable(getattr(cls, name)))]
+
+
+METHODS = _public(torch.distributed.fsdp.FullyShardedDataParallel)
+
+
+@describes_this_torch
+def test_the_page_has_every_name_and_every_argument_of_torch() -> None:
+    peer = torch.distributed.fsdp
+    text = PAGE.read_text(encoding="utf-8").partition("### Every name")[2].partition("## The code")[0]
+    of_fsdp2 = {"CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "fully_shard", "MixedPrecisionPolicy", "OffloadPolicy"}
+    of_fsdp2 |= {"register_fsdp_forward_method", "UnshardHandle", "GradientReductionHandle", "share_comm_ctx"}
+    names = {*peer.__all__, *torch_fsdp.__all__} - of_fsdp2
+    assert not [name for name in sorted(names) if f"`{name}`" not in text or not hasattr(torch_fsdp, name)]
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("|")]
+    for method in METHODS:
+        row = 0 if method == "__init__" else next(i for i, one in enumerate(rows) if f"`{method}`" in one[1])
+        said = "".join("".join(one) for one in rows) if method == "__init__" else "".join(rows[row] + _continued(rows, row))
+        for argument in inspect.signature(getattr(peer.FullyShardedDataParallel, method)).parameters:
+            assert argument == "self" or f"`{argument}`" in said, (method, argument)
+
+
+def _continued(rows: list[list[str]], row: int) -> list[str]:
+    """The cells of the rows that go on with the method of `row`."""
+    found: list[str] = []
+    for one in rows[row + 1 :]:
+        if one[1].strip():
+            break
+        found += one
+    return found
+
+
+def test_what_accelerate_does_in_mixed_precision_makes_float32_parameters_of_lower_ones() -> None:
+    def program(rank: int) -> None:
+        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = FSDP(Net().bfloat16(), auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=policy, use_orig_params=True)
+        before = model.state_dict()
+        for module in FSDP.fsdp_modules(model):
+            found = module._flat_param
+            assert module._has_params and found is not None and found.requires_grad and found.device.type == "cpu"
+            assert found.dtype is torch.bfloat16 and len(found._fqns) == len(module.params)
+            found.data = found.data.to(torch.float32)
+            module._handle._orig_param_dtype = torch.float32
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name].float()) if name != "scale" else value.dtype is torch.bfloat16
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        loss = model(batch(0, rank)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        flat = model._flat_param
+        flat.data = torch.ones_like(flat.data)
+        with FSDP.summon_full_params(model):
+            assert all(bool((p == 1).all()) for p in model.first.parameters())
+        with pytest.raises(ValueError, match=r"_flat_param.data: \(1,\) elements for"):
+            flat.data = torch.ones(1)
+
+    fsdp.simulate(2, program)

@@ -1,0 +1,31 @@
+"""fsdp.compat.torch_fsdp over gloo processes: an old script gives the losses of torch's FSDP1, and sharded states load."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.processes import results_of
+
+pytestmark = pytest.mark.gloo
+
+
+def test_an_old_script_gives_the_losses_of_torch_and_sharded_states_load(tmp_path: Path) -> None:
+    results = results_of("tests.compat.fsdp1.torch_fsdp_program", 2, tmp_path)
+    for result in results:
+        losses, weights = result["ours"]
+        torch.testing.assert_close(losses, result["torch"][0])
+        assert list(weights) == list(result["torch"][1])
+        for name, value in result["torch"][1].items():
+            torch.testing.assert_close(weights[name], value, msg=name)
+        assert result["SHARDED_STATE_DICT"] == ({"ShardedTensor"}, True)
+        assert result["LOCAL_STATE_DICT"] == ({"ShardedTensor"}, True)
+        assert result["optimizer"]
+        assert result["by torch"][:2] == [True, True]
+        assert result["by torch"][2].startswith("get_optimizer_state_dict would take this rank's part of the optimizer's state")
+        assert len(result["resumed"]) == 11 and all(result["resumed"].values()), result["resumed"]
+    assert results[0]["order"] == results[1]["order"] and len(results[0]["order"]) > 2
+
+
+def test_rank_0_alone_gives_the_states_of_a_model_with_replicas(tmp_path: Path) -> None:
+    assert results_of("tests.compat.replicas_program", 4, tmp_path) == [{"mesh": True, "groups": True}] * 4

@@ -1,0 +1,139 @@
+"""One rank of two over gloo: an old script in torch's FSDP1 and in the drop-in module, and sharded states."""
+
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp.compat import install, torch_fsdp
+from fsdp.compat.torch_fsdp import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from fsdp.errors import ShardingError
+from tests.compat.fsdp1.test_optim_states import OPTIMIZERS, train, wrapped
+from tests.compat.fsdp1.test_torch_fsdp import Net, batch, old_script
+
+
+def torch_on_the_host() -> Any:
+    """torch's FSDP1, which trains on the host if it is not asked to look for an accelerator."""
+    from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
+    from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
+
+    def handle(state: Any, *_: Any) -> Any:
+        state._device_handle = _FSDPDeviceHandle.from_device(torch.device("cpu"))
+        return state
+
+    _init_utils._init_device_handle = fully_sharded_data_parallel._init_device_handle = handle
+    return fully_sharded_data_parallel
+
+
+CONFIGS: dict[StateDictType, tuple[Any, Any]] = {
+    StateDictType.SHARDED_STATE_DICT: (None, None),
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig(True, True), FullOptimStateDictConfig(True, True)),
+}
+"""Each kind of state with its options: the full one is on rank 0 alone, which gives it to the others."""
+
+
+def resumed(name: str, kind: StateDictType, mesh: Any = None) -> bool:
+    """Whether a run that was saved and loaded goes on as one that was not."""
+    make = OPTIMIZERS[name]
+    straight = wrapped(mesh)
+    one = make(straight)
+    train(straight, one, range(3))
+    with FullyShardedDataParallel.state_dict_type(straight, kind, *CONFIGS[kind]):
+        weights, state = deepcopy(straight.state_dict()), FullyShardedDataParallel.optim_state_dict(straight, one)
+    train(straight, one, range(3, 5))
+    other = wrapped(mesh)
+    two = make(other)
+    if kind is StateDictType.FULL_STATE_DICT:
+        carrier = [weights]
+        dist.broadcast_object_list(carrier)
+        weights = carrier[0]
+    with FullyShardedDataParallel.state_dict_type(other, kind, *CONFIGS[kind]):
+        other.load_state_dict(weights)
+        two.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(other, two, state))
+    train(other, two, range(3, 5))
+    return all(map(torch.equal, straight.parameters(), other.parameters()))
+
+
+def resumed_by_torch(is_full: bool) -> bool:
+    """The same with torch's newer functions, which know the class once the door is installed."""
+    options = StateDictOptions(full_state_dict=is_full)
+    straight = wrapped()
+    one = OPTIMIZERS["groups"](straight)
+    train(straight, one, range(3))
+    with install("torch_fsdp"):
+        weights, state = deepcopy(get_state_dict(straight, one, options=options))
+    train(straight, one, range(3, 5))
+    other = wrapped()
+    two = OPTIMIZERS["groups"](other)
+    with install("torch_fsdp"):
+        set_state_dict(other, two, model_state_dict=weights, optim_state_dict=state, options=options)
+    train(other, two, range(3, 5))
+    return all(map(torch.equal, straight.parameters(), other.parameters()))
+
+
+def refused_by_torch() -> str:
+    """What torch's functions say of an optimizer's state while the door is not installed."""
+    model = wrapped()
+    optimizer = OPTIMIZERS["groups"](model)
+    train(model, optimizer, range(1))
+    full = get_model_state_dict(model)
+    assert all(torch.equal(value, full[name]) for name, value in model.state_dict().items())
+    try:
+        get_optimizer_state_dict(model, optimizer)
+    except ShardingError as error:
+        return str(error)
+    return ""
+
+
+def run(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    result: dict[str, Any] = {"ours": old_script(torch_fsdp, rank)}
+    model = FullyShardedDataParallel(Net(), use_orig_params=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(batch(0, rank)).sum().backward()
+    optimizer.step()
+    full = {name: value.clone() for name, value in model.state_dict().items()}
+    for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT):
+        with FullyShardedDataParallel.state_dict_type(model, kind):
+            saved = model.state_dict()
+            kinds = {type(value).__name__ for name, value in saved.items() if name != "scale"}
+            with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            model.load_state_dict(saved)
+        again = model.state_dict()
+        result[kind.name] = kinds, all(torch.equal(full[name], again[name]) for name in full)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        sharded = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        before = [value.clone() for state in optimizer.state.values() for value in state.values()]
+        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, sharded, load_directly=True)
+        after = [value for state in optimizer.state.values() for value in state.values()]
+    result["optimizer"] = all(map(torch.equal, before, after)) and len(before) == len(after)
+    parameters = list(model.parameters())
+    backwards = torch.optim.Adam(parameters[::-1] if rank else parameters)
+    backwards.step()
+    result["order"] = list(FullyShardedDataParallel.sharded_optim_state_dict(model, backwards)["state"])
+    result["resumed"] = {(name, kind.name): resumed(name, kind) for name in OPTIMIZERS for kind in CONFIGS}
+    result["by torch"] = [resumed_by_torch(True), resumed_by_torch(False), refused_by_torch()]
+    mesh = init_device_mesh("cpu", (size,))
+    result["resumed"]["with a mesh", ""] = resumed("groups", StateDictType.SHARDED_STATE_DICT, mesh)
+    result["torch"] = old_script(torch_on_the_host(), rank)
+    torch.save(result, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,458 @@
+"""fsdp.compat.fully_shard in the simulated world: what FSDP2's names do, and what is refused."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp as torch_fsdp
+
+import fsdp
+from fsdp.compat import fully_shard as api
+from fsdp.compat.fully_shard import FSDPModule, fully_shard
+from fsdp.errors import ShardingError
+from fsdp.runtime.registry import unit_ref_of
+from tests.support.described_torch import describes_this_torch
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "migration" / "from-fsdp2.md"
+STEPS = 3
+
+
+class Net(nn.Module):
+    """The head shares the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6)) for _ in range(2))
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.head(x)
+        return out
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self(tokens).flatten(0, 1), tokens.flatten())
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def tokens_of(step: int, rank: int) -> Tensor:
+    return torch.randint(0, 7, (3, 5), generator=torch.Generator().manual_seed(2 * step + rank))
+
+
+def sharded() -> Any:
+    model: Any = net()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard([model.embed, model.head])
+    return fully_shard(model)
+
+
+def train(model: Any, ranks: list[int], before: Callable[[Any, int], object] = lambda model, step: None) -> list[Tensor]:
+    """Train with the mean loss over `ranks`; return the full parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    for step in range(STEPS):
+        before(model, step)
+        optimizer.zero_grad()
+        losses = [model.loss(tokens_of(step, rank)) for rank in ranks]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    if not isinstance(model, FSDPModule):
+        return [p.detach() for p in model.parameters()]
+    return [fsdp.full_tensor(p).detach() for p in model.parameters()]
+
+
+def check(before: Callable[[Any, int], object]) -> None:
+    """Training with `before` called before each step ends in the weights of a single process."""
+    expected = train(net(), [0, 1])
+    for found in fsdp.simulate(2, lambda rank: train(sharded(), [rank], before)):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_list_of_modules_with_a_tied_weight_trains_as_in_a_single_process() -> None:
+    check(lambda model, step: None)
+
+
+def test_a_list_of_modules_is_one_unit() -> None:
+    def program(rank: int) -> tuple[int, int, list[str]]:
+        model = sharded()
+        refs = [unit_ref_of(one) for one in (model.embed, model.head)]
+        assert refs[0] is not None and refs[0] is refs[1]
+        return len(refs[0].engine.units), len(refs[0].unit.param_infos), refs[0].unit.param_infos[0].names
+
+    assert fsdp.simulate(2, program)[0] == (4, 1, ["0.weight", "1.weight"])
+
+
+def test_a_module_inside_another_one_of_its_list_is_left_out() -> None:
+    def program(rank: int) -> int:
+        model = net()
+        fully_shard([model.blocks[0], model.blocks[0][0]])
+        ref = unit_ref_of(model.blocks[0])
+        assert ref is not None
+        return len(ref.unit.modules)
+
+    assert fsdp.simulate(2, program) == [1, 1]
+
+
+def test_the_class_is_a_subclass_of_the_modules_own() -> None:
+    def program(rank: int) -> None:
+        model = sharded()
+        assert type(model).__name__ == "FSDPNet"
+        assert isinstance(model, FSDPModule) and isinstance(model, Net)
+        assert not isinstance(model.blocks[0][0], FSDPModule)
+        # a slice of a container is an ordinary container
+        assert type(model.blocks[0][:2]) is nn.Sequential
+
+    fsdp.simulate(2, program)
+
+
+def toggle_everything(model: Any, step: int) -> None:
+    model.set_reshard_after_forward(step != 1)
+    model.set_reshard_after_backward(step != 1)
+    model.set_is_last_backward(True)
+    model.set_post_optim_event(None)
+    model.set_unshard_in_backward(True)
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_reduce_scatter_unused_params(True)
+    model.set_separate_reduce_scatter_group()
+    model.set_reduce_scatter_max_input_buffers(2)
+    model.set_allocate_memory_from_process_group_for_comm(False)
+    model._set_unshard_async_op(True)
+    model.reset_iter_state()
+
+
+def unshard_ahead(model: Any, step: int) -> None:
+    handle = model.blocks[0].unshard(async_op=True)
+    model.unshard()
+    if step:
+        handle.wait()
+        model.blocks[1].reshard()
+
+
+def prefetch(model: Any, step: int) -> None:
+    model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
+    model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
+
+
+@pytest.mark.parametrize("before", [toggle_everything, unshard_ahead, prefetch], ids=["setters", "unshard", "prefetch"])
+def test_training_ends_in_the_same_weights_with(before: Callable[[Any, int], object]) -> None:
+    check(before)
+
+
+def test_unshard_shows_full_parameters_until_reshard() -> None:
+    def program(rank: int) -> None:
+        model = sharded()
+        block = model.blocks[0]
+        block.unshard()
+        assert torch.equal(block[0].weight, net().blocks[0][0].weight)  # type: ignore[index]
+        block.reshard()
+        assert type(block[0].weight) is not nn.Parameter
+
+    fsdp.simulate(2, program)
+
+
+def test_weights_that_an_optimizer_changes_after_unshard_are_gathered_again() -> None:
+    def program(rank: int) -> tuple[Tensor, Tensor]:
+        model = sharded()
+        model.unshard()
+        model.blocks[0].unshard(async_op=True)
+        model.reshard()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+            return model(tokens_of(0, 0)), model(tokens_of(0, 0))
+
+    plain = net()
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.mul_(0.5)
+        expected = plain(tokens_of(0, 0))
+    for found in fsdp.simulate(2, program):
+        torch.testing.assert_close(found, (expected, expected))
+
+
+def test_gradients_are_kept_until_they_are_to_be_synchronised() -> None:
+    def program(rank: int) -> list[Tensor]:
+        model = sharded()
+        model.set_requires_gradient_sync(False)
+        model.loss(tokens_of(0, rank)).backward()
+        model.set_requires_gradient_sync(True)
+        model.loss(tokens_of(1, rank)).backward()
+        return [fsdp.full_tensor(p.grad) for p in model.parameters()]
+
+    plain = net()
+    torch.stack([plain.loss(tokens_of(step, rank)) for step in (0, 1) for rank in (0, 1)]).sum().div(2).backward()
+    for found in fsdp.simulate(2, program):
+        torch.testing.assert_close(found, [p.grad for p in plain.parameters()])
+
+
+def test_all_reduce_over_replicas_can_wait() -> None:
+    def program(rank: int) -> list[Tensor]:
+        model: Any = fully_shard(net(), mesh=(2, 1))
+        model.set_requires_all_reduce(False)
+        model.loss(tokens_of(0, rank)).backward()
+        model.set_requires_all_reduce(True)
+        model.loss(tokens_of(1, rank)).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    found = fsdp.simulate(2, program)
+    plain = net()
+    torch.stack([plain.loss(tokens_of(step, rank)) for step in (0, 1) for rank in (0, 1)]).sum().div(2).backward()
+    torch.testing.assert_close(found[0], [p.grad for p in plain.parameters()])
+
+
+def test_the_factor_of_division_is_that_of_all_units() -> None:
+    def program(rank: int) -> Tensor:
+        model = sharded()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+        model.loss(tokens_of(0, 0)).backward()
+        return fsdp.full_tensor(model.blocks[0][0].weight.grad)
+
+    plain = net()
+    plain.loss(tokens_of(0, 0)).backward()
+    grad = plain.blocks[0][0].weight.grad  # type: ignore[index]
+    assert isinstance(grad, Tensor)
+    torch.testing.assert_close(fsdp.simulate(2, program)[0], 2 * grad)
+
+
+def test_a_method_that_is_registered_runs_as_a_forward() -> None:
+    def program(rank: int) -> Tensor:
+        model = sharded()
+        api.register_fsdp_forward_method(model.embed, "forward_twice")
+        return torch.zeros(())
+
+    class Twice(nn.Linear):
+        def twice(self, x: Tensor) -> Tensor:
+            return 2 * self(x)
+
+    def registered(rank: int) -> Tensor:
+        torch.manual_seed(0)
+        model: Any = fully_shard(Twice(3, 3))
+        api.register_fsdp_forward_method(model, "twice")
+        api.register_fsdp_forward_method(nn.Linear(2, 2), "no such method")  # not wrapped: nothing happens
+        out: Tensor = model.twice(torch.ones(3))
+        return out.detach()
+
+    torch.manual_seed(0)
+    torch.testing.assert_close(fsdp.simulate(2, registered)[0], Twice(3, 3).twice(torch.ones(3)).detach())
+    with pytest.raises(ValueError, match="has no method 'forward_twice'"):
+        fsdp.simulate(2, program)
+
+
+def test_ignored_parameters_stay_as_they_are() -> None:
+    def program(rank: int) -> tuple[Any, ...]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        left = model[0].bias
+        fully_shard(model, ignored_params={left})
+        model(torch.ones(1, 4)).sum().backward()
+        assert model[0].bias is left
+        return type(left).__name__, tuple(left.shape), left.grad is not None
+
+    assert fsdp.simulate(2, program)[0] == ("Parameter", (4,), True)
+
+
+def test_a_model_on_the_meta_device_gets_values_after_wrapping() -> None:
+    def program(rank: int) -> bool:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[1])
+        fully_shard(model)
+        parameters = [*model.parameters()]
+        assert all(p.is_meta for p in parameters)
+        with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['0.weight', '0.bias'\]. Call to_empty"):
+            model(torch.ones(1, 4))
+        model.to_empty(device="cpu")
+        assert all(p is q and p.device.type == "cpu" for p, q in zip(model.parameters(), parameters, strict=True))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(0.5)
+        return bool((model(torch.ones(1, 4)) == 5.5).all())
+
+    assert fsdp.simulate(2, program) == [True, True]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_a_state_dict_gives_memory_to_a_model_on_the_meta_device(assign: bool) -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+    torch.manual_seed(0)
+    plain, x = made(), torch.rand(4, 4)
+
+    def program(rank: int) -> list[Tensor]:
+        with torch.device("meta"):
+            model: Any = made()
+        fully_shard(model)
+        model.load_state_dict(plain.state_dict(), assign=assign)
+        model(x).sum().backward()
+        return [fsdp.full_tensor(p.grad) for p in model.parameters()] + [fsdp.full_tensor(p) for p in model.parameters()]
+
+    found = fsdp.simulate(2, program)
+    want = [p.detach().clone() for p in plain.parameters()]
+    plain(x).sum().backward()
+    for one in found:
+        torch.testing.assert_close(one, [p.grad for p in plain.parameters()] + want)
+
+
+def test_what_a_state_dict_leaves_out_is_nan_on_a_model_from_the_meta_device() -> None:
+    def program(rank: int) -> None:
+        with torch.device("meta"):
+            model: Any = nn.Linear(4, 3)
+        fully_shard(model).load_state_dict({"bias": torch.ones(3)}, strict=False)
+        assert fsdp.full_tensor(model.weight).isnan().all() and (fsdp.full_tensor(model.bias) == 1).all()
+
+    fsdp.simulate(2, program)
+
+
+def test_a_module_is_converted_after_wrapping() -> None:
+    def program(rank: int) -> list[Tensor]:
+        model: Any = sharded().double()
+        assert {p.dtype for p in model.parameters()} == {torch.float64}
+        return train(model, [rank])
+
+    torch.testing.assert_close(fsdp.simulate(2, program)[0], train(net().double(), [0, 1]))
+
+
+def test_offloading_to_the_host_changes_nothing_on_the_host() -> None:
+    def program(rank: int) -> list[Tensor]:
+        return train(fully_shard(net(), offload_policy=api.CPUOffloadPolicy()), [rank])
+
+    torch.testing.assert_close(fsdp.simulate(2, program)[0], train(net(), [0, 1]))
+
+
+def test_a_number_of_ranks_to_reshard_to_is_taken_as_true_with_a_warning() -> None:
+    def program(rank: int) -> None:
+        with pytest.warns(UserWarning, match="reshard_after_forward=2: parameters are resharded over all ranks"):
+            fully_shard(net(), reshard_after_forward=2)
+
+    fsdp.simulate(2, program)
+
+
+def _mesh_of_three() -> Any:
+    return SimpleNamespace(ndim=3)
+
+
+REFUSALS: dict[str, Callable[[Any], object]] = {
+    "dp_mesh_dims is not supported": lambda model: fully_shard(nn.Linear(2, 2), dp_mesh_dims="dp"),
+    "inside fsdp.simulate parameters are cut between rows": lambda model: fully_shard(
+        nn.Linear(2, 2), shard_placement_fn=lambda p: torch.distributed.tensor.Shard(1)
+    ),
+    "takes a module or a list of modules, not \\[\\]": lambda model: fully_shard([]),
+    "reshard_after_forward must be": lambda model: fully_shard(nn.Linear(2, 2), reshard_after_forward="no"),  # type: ignore[arg-type]
+    "does not support containers that do not implement forward": lambda model: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
+    "can only be applied to a module once. fully_shard: FSDPNet is wrapped already": lambda model: fully_shard(model),
+    "expects a 1D or 2D DeviceMesh but got": lambda model: fully_shard(nn.Linear(2, 2), mesh=_mesh_of_three()),
+    "CPUOffloadPolicy with 'weight' on the meta device: give the module memory and values on the cuda": lambda model: fully_shard(
+        nn.Linear(2, 2, device="meta"), mesh=SimpleNamespace(ndim=1, device_type="cuda"), offload_policy=api.CPUOffloadPolicy()
+    ),
+    "set_requires_gradient_sync: the units of a root": lambda model: model.blocks[0].set_requires_gradient_sync(False),
+    "set_requires_all_reduce: the units of a root": lambda model: model.set_requires_all_reduce(False, recurse=False),
+    "set_gradient_divide_factor: the factor is that": lambda model: model.blocks[0].set_gradient_divide_factor(3.0),
+    "set_custom_all_gather: communication is": lambda model: model.set_custom_all_gather(None),
+    "set_custom_reduce_scatter: communication is": lambda model: model.set_custom_reduce_scatter(None),
+    "set_all_reduce_hook: communication is": lambda model: model.set_all_reduce_hook(print),
+    "set_symm_mem_for_comm: buffers are": lambda model: model.set_symm_mem_for_comm(),
+    "set_allocate_memory_from_process_group_for_comm: buffers are": lambda model: (
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    ),
+    "max_input_buffers must be 1 or more": lambda model: model.set_reduce_scatter_max_input_buffers(0),
+    "expected modules that fully_shard has wrapped": lambda model: model.set_modules_to_forward_prefetch([nn.Linear(2, 2)]),
+    "is no unit of the same root": lambda model: model.set_modules_to_forward_prefetch([fully_shard(nn.Linear(2, 2))]),
+    "share_comm_ctx|expected modules": lambda model: api.share_comm_ctx([nn.Linear(2, 2)]),  # type: ignore[list-item]
+}
+
+
+@pytest.mark.parametrize("text", REFUSALS)
+def test_is_refused(text: str) -> None:
+    def program(rank: int) -> None:
+        with pytest.raises(ValueError, match=text):
+            REFUSALS[text](sharded())
+
+    fsdp.simulate(2, program)
+
+
+def test_dtensors_are_refused_without_process_groups() -> None:
+    def program(rank: int) -> None:
+        with pytest.raises(ShardingError, match="dtensors=True needs process groups"):
+            fsdp.fully_shard(nn.Linear(2, 2), dtensors=True)
+
+    fsdp.simulate(2, program)
+
+
+# the page ------------------------------------------------------------------------------
+
+
+def names_of_torch() -> list[str]:
+    """Every name of FSDP2, every argument of its functions, and every method of FSDPModule."""
+    names = list(torch_fsdp._fully_shard.__all__)
+    for function in (torch_fsdp.fully_shard, torch_fsdp.register_fsdp_forward_method, torch_fsdp.share_comm_ctx):
+        names += inspect.signature(function).parameters
+    methods = [name for name, one in vars(torch_fsdp.FSDPModule).items() if inspect.isfunction(one)]
+    names += [name for name in methods if not name.startswith("__") and name not in ("_apply", "_get_fsdp_state")]
+    return names
+
+
+NOT_YET = {"GradientReductionHandle"} - {*torch_fsdp._fully_shard.__all__}
+"""Names of torch 2.15, on an older one."""
+
+
+@describes_this_torch
+def test_every_name_of_fsdp2_is_here() -> None:
+    assert set(torch_fsdp._fully_shard.__all__) == set(api.__all__) - NOT_YET
+    for name in names_of_torch():
+        assert (
+            hasattr(api, name)
+            or hasattr(FSDPModule, name)
+            or name in inspect.signature(fully_shard).parameters
+            or (name in ("module", "method_name", "modules"))
+        )
+
+
+@describes_this_torch
+def test_the_page_has_a_row_for_every_name_of_fsdp2() -> None:
+    rows = "\n".join(line.split("|")[1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| "))
+    assert [name for name in names_of_torch() if f"`{name}`" not in rows] == []
+
+
+@describes_this_torch
+@pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"])
+def test_arguments_have_torchs_names(name: str) -> None:
+    theirs, ours = (inspect.signature(getattr(one, name)).parameters for one in (torch_fsdp, api))
+    assert list(ours) == list(theirs)
+    assert [one.kind for one in ours.values()] == [one.kind for one in theirs.values()]
+
+
+@describes_this_torch
+@pytest.mark.parametrize("name", [name for name in names_of_torch() if hasattr(torch_fsdp.FSDPModule, name)])
+def test_methods_take_torchs_arguments(name: str) -> None:
+    theirs, ours = (inspect.signature(getattr(one, name)).parameters for one in (torch_fsdp.FSDPModule, FSDPModule))
+    assert {key: one.kind for key, one in ours.items()} == {key: one.kind for key, one in theirs.items()}
+
+
+def test_the_policies_are_torchs_own() -> None:
+    for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims"):
+        assert getattr(api, name) is getattr(torch_fsdp, name, None)
+
+
+def test_a_copy_trains_as_the_original() -> None:
+    def program(rank: int) -> list[Tensor]:
+        copied = copy.deepcopy(sharded())
+        assert type(copied).__name__ == "FSDPNet"
+        return train(copied, [rank])
+
+    torch.testing.assert_close(fsdp.simulate(2, program)[0], train(net(), [0, 1]))

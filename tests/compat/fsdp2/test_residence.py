@@ -1,0 +1,72 @@
+"""Where unsharded parameters are after unshard, reshard and changes of the reshard policy."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp
+from fsdp.compat.fsdp2 import residence
+from fsdp.compat.fsdp2.wrap import fully_shard
+from fsdp.errors import ShardingError
+from fsdp.runtime.registry import UnitRef, unit_ref_of
+from state_machine import ReshardPolicy, ResidencyState
+
+
+def wrapped() -> tuple[nn.Sequential, list[UnitRef]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    refs = [ref for one in model.modules() if (ref := unit_ref_of(one)) is not None]
+    return model, refs
+
+
+def test_unshard_launches_wait_shows_and_reshard_frees() -> None:
+    def program(rank: int) -> list[ResidencyState]:
+        _, refs = wrapped()
+        states = []
+        handle = residence.unshard(refs[1])
+        states.append(refs[1].engine.snapshot().units[1].residency)
+        handle.wait()
+        states.append(refs[1].engine.snapshot().units[1].residency)
+        handle.wait()  # a second time does nothing
+        residence.reshard(refs[1])
+        states.append(refs[1].engine.snapshot().units[1].residency)
+        return states
+
+    expected = [ResidencyState.UNSHARDING, ResidencyState.UNSHARDED, ResidencyState.SHARDED]
+    assert fsdp.simulate(2, program) == [expected, expected]
+
+
+def test_a_unit_that_is_kept_after_its_forward_is_cached_until_the_backward() -> None:
+    def program(rank: int) -> list[ResidencyState]:
+        model, refs = wrapped()
+        residence.reshard_after_forward(refs[1], False)
+        model(torch.ones(1, 4)).sum()
+        return [unit.residency for unit in refs[1].engine.snapshot().units[1:]]
+
+    assert fsdp.simulate(2, program)[0] == [ResidencyState.CACHED, ResidencyState.SHARDED]
+
+
+def test_a_unit_that_is_kept_after_its_backward_is_cached() -> None:
+    def program(rank: int) -> list[ResidencyState]:
+        model, refs = wrapped()
+        residence.reshard_after_backward(refs[1], False, ReshardPolicy.AFTER_FORWARD)
+        model(torch.ones(1, 4)).sum().backward()
+        return [unit.residency for unit in refs[1].engine.snapshot().units[1:]]
+
+    assert fsdp.simulate(2, program)[0] == [ResidencyState.CACHED, ResidencyState.SHARDED]
+
+
+def test_the_policy_changes_between_steps_only() -> None:
+    def program(rank: int) -> None:
+        model: Any
+        model, refs = wrapped()
+        model[1].register_forward_hook(lambda *_: residence.reshard_after_forward(refs[1], False))
+        with pytest.raises(ShardingError, match="set_reshard_after_forward: call it outside any forward"):
+            model(torch.ones(1, 4))
+
+    fsdp.simulate(2, program)

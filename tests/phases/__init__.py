@@ -1,1 +1,0 @@
-"""Tests of what is done between phases of a program."""
