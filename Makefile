@@ -49,7 +49,7 @@ test-torch:
 
 # training frameworks on this engine, in an environment that has them; `make test` needs none of them
 test-frameworks: $(FRAMEWORKS_VENV)/.made
-	OMP_NUM_THREADS=1 $(FRAMEWORKS_VENV)/bin/python -m pytest --noconftest tests/integrations $(ARGS)
+	OMP_NUM_THREADS=1 $(FRAMEWORKS_VENV)/bin/python -m pytest --noconftest tests/compat/frameworks $(ARGS)
 
 # the properties again, wandering freely for as long as asked: make wander ARGS="--hypothesis-seed=1"
 wander: $(VENV)/.made-for-tests

@@ -1,4 +1,4 @@
-"""`python -m state_machine explore`, `... buckets`, `... paths`, `... diagram` and `... tables`."""
+"""`python -m state_machine explore`, `... buckets` and `... paths`."""
 
 import argparse
 import sys
@@ -8,23 +8,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one of the commands; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m state_machine", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("diagram", help="print the table as Mermaid")
-    commands.add_parser("tables", help="print every table as Markdown")
     explore_parser = commands.add_parser("explore", help="visit every reachable joint state of small unit trees")
     explore_parser.add_argument("--tree", default="all", help="one tree by its name, or 'all'")
     commands.add_parser("buckets", help="visit every reachable joint state of a few buckets on one or two ranks")
     commands.add_parser("paths", help="run small programs of ranks that go different ways, in every interleaving")
     chosen = parser.parse_args(arguments)
-    if chosen.command == "diagram":
-        from tools.tables.diagram import diagram
-
-        print(diagram())
-        return 0
-    if chosen.command == "tables":
-        from tools.tables.markdown import tables
-
-        print(tables())
-        return 0
     if chosen.command == "buckets":
         from state_machine.explorer.explore_buckets import run as run_buckets
 

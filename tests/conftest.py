@@ -28,7 +28,7 @@ FIRST = (
     "equivalence/test_peers.py",
     "examples/test_examples.py",
     "examples/test_train.py",
-    "planning/test_plan.py",
+    "commands/planning/test_plan.py",
 )
 """The files that take longest, see docs/development/testing.md."""
 

@@ -23,9 +23,16 @@ FSDP = ROOT / "fsdp"
 # imports point down: from a package to the packages below it, and inside a package to the files after it
 ORDER: dict[str, tuple[str, ...]] = {
     "__main__": (),
-    "selftest": ("command", "rank", "checks", "failures", "training"),
+    "commands": ("main",),
+    "commands.selftest": (
+        "command",
+        "rank",
+        "checks",
+        "failures",
+        "training",
+    ),
     "__init__": (),
-    "planning": (
+    "commands.planning": (
         "command",
         "shapes",
         "page",
@@ -35,7 +42,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "comparison",
         "choices",
     ),
-    "rehearsal": (
+    "commands.rehearsal": (
         "rehearse",
         "memory",
         "kernels",
@@ -44,7 +51,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "clock",
         "hardware",
     ),
-    "reporting": (
+    "commands.reporting": (
         "command",
         "page",
         "html",
@@ -61,6 +68,9 @@ ORDER: dict[str, tuple[str, ...]] = {
     "integrations": (
         "accelerate",
         "lightning",
+    ),
+    "compat.frameworks": (
+        "accelerate",
         "lightning_trainer",
         "lightning_fabric",
         "lightning_common",
@@ -68,18 +78,16 @@ ORDER: dict[str, tuple[str, ...]] = {
     "compat": (
         "installation",
         "doors",
-        "ddp",
         "apex",
-        "fairscale",
         "fully_shard",
         "torch_fsdp",
     ),
-    "ddp_api": (
+    "compat.ddp": (
         "apex_wrapper",
         "wrapper",
         "arguments",
     ),
-    "torch_fsdp_api": (
+    "compat.fsdp1": (
         "wrapper",
         "instance",
         "optim_states",
@@ -92,8 +100,14 @@ ORDER: dict[str, tuple[str, ...]] = {
         "flat_param",
         "torch_names",
     ),
-    "fully_shard_api": ("wrap", "module", "convert", "residence", "settings"),
-    "fairscale_api": (
+    "compat.fsdp2": (
+        "wrap",
+        "module",
+        "convert",
+        "residence",
+        "settings",
+    ),
+    "compat.fairscale": (
         "auto_wrap",
         "wrapper",
         "gradients",
@@ -107,6 +121,10 @@ ORDER: dict[str, tuple[str, ...]] = {
         "instance",
         "groups",
     ),
+    "compat.shared": (
+        "convert",
+        "plain_group",
+    ),
     "api": (
         "unwrap",
         "wrap",
@@ -114,18 +132,16 @@ ORDER: dict[str, tuple[str, ...]] = {
         "summon",
         "story",
         "reductions",
-        "join",
-        "join_result",
         "recovery",
         "clipping",
         "comm_hooks",
         "forward_methods",
+        "host_memory",
+        "trace",
     ),
-    "phases": ("host_memory",),
-    "build": (
+    "building": (
         "peer_options",
         "builder",
-        "convert",
         "attach",
         "copies",
         "dissolve",
@@ -136,7 +152,9 @@ ORDER: dict[str, tuple[str, ...]] = {
         "auto_units",
         "torch_policies",
     ),
-    "uneven": (
+    "runtime.uneven": (
+        "join",
+        "join_result",
         "empty_backward",
         "meet",
         "even_join",
@@ -173,8 +191,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "optim_placement",
         "param_shard",
     ),
-    "tracing": (
-        "trace",
+    "debug.tracing": (
         "chrome",
         "lanes",
         "recorder",
@@ -250,7 +267,6 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "comm": (
         "buffers",
-        "plain_group",
         "meshes",
         "connect",
         "context",
@@ -262,7 +278,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "work",
         "pairwise_sum",
     ),
-    "failure": (
+    "comm.failure": (
         "watchdog",
         "peers",
         "notices",
@@ -293,9 +309,9 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
 }
 STATE_MACHINE_USERS = {
-    "uneven.uneven_engine",
-    "uneven.gather_order",
-    "uneven.uneven_join",
+    "runtime.uneven.uneven_engine",
+    "runtime.uneven.gather_order",
+    "runtime.uneven.uneven_join",
     "runtime.registry",
     "runtime.stale_params",
     "reduction.reducer",
@@ -304,11 +320,11 @@ STATE_MACHINE_USERS = {
     "runtime.final_callback",
     "debug.snapshot",
     "debug.phases",
-    "tracing.lanes",
-    "tracing.recorder",
+    "debug.tracing.lanes",
+    "debug.tracing.recorder",
     "runtime.hooks",
-    "fully_shard_api.residence",
-    "fully_shard_api.settings",
+    "compat.fsdp2.residence",
+    "compat.fsdp2.settings",
     "state_dict.state_dict_hooks",
     "api.summon",
     "config",
@@ -316,17 +332,30 @@ STATE_MACHINE_USERS = {
 }
 # torch's Distributed Checkpoint lies below torch.distributed, and communicates only where it is asked to
 DCP = "torch.distributed.checkpoint"
-DCP_USERS = {"shards.sharded_value", "checkpoint.dcp", "integrations.accelerate"}
+DCP_USERS = {"shards.sharded_value", "checkpoint.dcp", "compat.frameworks.accelerate"}
 LONGEST = 700
 LONGER = {"comm.simulated": 600}
 
-PACKAGES = sorted(path.parent.name for path in FSDP.glob("*/__init__.py"))
+PACKAGES = sorted(".".join(path.parent.relative_to(FSDP).parts) for path in FSDP.glob("*/**/__init__.py"))
 FILES = sorted(
     ".".join(path.relative_to(FSDP).with_suffix("").parts)
     for path in FSDP.rglob("*.py")
     if path.parent == FSDP or path.stem != "__init__"
 )
+IMPORTED_BY_USERS = ("compat", "compat.ddp", "compat.fairscale")
+"""Packages in which users find names. The others are a docstring and files."""
 PLACES = tuple(f"{package}.{name}" if files else package for package, files in ORDER.items() for name in files or ("",))
+
+
+def init_of(package: str) -> Path:
+    return FSDP / package.replace(".", "/") / "__init__.py"
+
+
+def room_of(module: str) -> str:
+    """The innermost package of `fsdp` that a module is or is in; the name of a module that is in none."""
+    name = module.removeprefix("fsdp.")
+    inside = [package for package in PACKAGES if f"{name}.".startswith(f"{package}.")]
+    return max(inside, key=len, default=name.partition(".")[0])
 
 
 def path_of(name: str) -> Path:
@@ -387,22 +416,21 @@ def test_every_file_has_its_place_in_the_order() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_is_a_docstring_and_files(package: str) -> None:
-    tree = parse(FSDP / package / "__init__.py")
+    tree = parse(init_of(package))
     text = ast.get_docstring(tree)
-    # only compat is imported by users, who find its functions there
-    assert text and (len(tree.body) == 1 or package == "compat")
+    assert text and (len(tree.body) == 1 or package in IMPORTED_BY_USERS)
     assert all(line in text for line in ("Start with", "May use:", "Must not:"))
     assert ORDER[package]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_uses_those_that_it_says(package: str) -> None:
-    text = ast.get_docstring(parse(FSDP / package / "__init__.py")) or ""
+    text = ast.get_docstring(parse(init_of(package))) or ""
     said = text.partition("May use:")[2].partition("\n")[0]
     if "every package below" not in said:
         files = [path_of(f"{package}.{name}") for name in ORDER[package]]
-        used = {one.split(".")[1] for path in files for one in imports_of(path) if one.startswith("fsdp.")} - {package}
-        assert used <= set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", said)))
+        used = {room_of(one) for path in files for one in imports_of(path) if one.startswith("fsdp.")} - {package}
+        assert used <= set(re.findall(r"\w+(?:\.\w+)*", re.sub(r"\(.*?\)", "", said)))
 
 
 def test_imports_point_down() -> None:
@@ -423,15 +451,22 @@ def test_only_engine_and_its_neighbours_import_state_machine() -> None:
 
 
 # torch's configuration objects are given on, its names are compared with ours, and nothing is called
-_NAMES_OF_FSDP2 = {"compat.fully_shard", "fully_shard_api.wrap", "fully_shard_api.module"}
+_NAMES_OF_FSDP2 = {"compat.fully_shard", "compat.fsdp2.wrap", "compat.fsdp2.module"}
 
 
 def test_only_process_group_and_connect_import_torch_distributed() -> None:
     only_in(
         {
-            *("comm.process_group", "comm.connect", "comm.meshes", "comm.plain_group", "shards.dtensors", "planning.measure"),
-            *("fairscale_api.groups", "torch_fsdp_api.torch_names", "integrations.lightning_trainer", *_NAMES_OF_FSDP2),
-            "selftest.rank",
+            *(
+                "comm.process_group",
+                "comm.connect",
+                "comm.meshes",
+                "compat.shared.plain_group",
+                "shards.dtensors",
+                "commands.planning.measure",
+            ),
+            *("compat.fairscale.groups", "compat.fsdp1.torch_names", "compat.frameworks.lightning_trainer", *_NAMES_OF_FSDP2),
+            "commands.selftest.rank",
         },
         {name: [one for one in imports_of(path_of(name)) if is_distributed(one) and not is_dcp(one)] for name in FILES},
     )
@@ -471,7 +506,7 @@ def test_only_hooks_registers_a_hook() -> None:
     only_in(
         {
             # fused optimizers, whose steps no version counter shows
-            "uneven.weight_changes",
+            "runtime.uneven.weight_changes",
             # steps whose gradients are not there yet are refused
             "runtime.steps",
             "runtime.hooks",
@@ -484,15 +519,15 @@ def test_only_hooks_registers_a_hook() -> None:
             "shards.optimizer_steps",
             # hooks of the user, which a DTensor takes over from the parameter that it replaces
             "shards.dtensors",
-            "api.join_result",
+            "runtime.uneven.join_result",
             # full values are gathered again after a step of an optimizer; no event
             "api.summon",
             # fairscale's hooks that show views again and that patch batch norms; they raise no event
-            *("fairscale_api.wrapper", "fairscale_api.recompute"),
+            *("compat.fairscale.wrapper", "compat.fairscale.recompute"),
             # a communication hook, by the function of fsdp
-            "ddp_api.wrapper",
+            "compat.ddp.wrapper",
             # FSDP1's communication hook, given to the engine
-            "torch_fsdp_api.gradients",
+            "compat.fsdp1.gradients",
         },
         {name: registrations(name) for name in FILES},
     )
@@ -570,12 +605,12 @@ LOCALS_NOT_OURS = {
     ("comm.simulated", "_this_thread"): "a threading.local is for attributes of its user",
     ("shards.optimizer_steps", "kind"): "a class of optimizers of torch, whose step is wrapped",
     ("shards.optimizer_steps", "step"): "a function that torch has wrapped, and marks so",
-    ("fairscale_api.auto_wrap", "_context"): "a threading.local is for attributes of its user",
-    ("fairscale_api.auto_wrap", "default_auto_wrap_policy"): "a function whose attributes users of fairscale change",
-    ("fairscale_api.recompute", "ctx"): "the context of a torch.autograd.Function is for attributes of its user",
-    ("fairscale_api.recompute", "module"): "a module of the user, whose forward is replaced",
+    ("compat.fairscale.auto_wrap", "_context"): "a threading.local is for attributes of its user",
+    ("compat.fairscale.auto_wrap", "default_auto_wrap_policy"): "a function whose attributes users of fairscale change",
+    ("compat.fairscale.recompute", "ctx"): "the context of a torch.autograd.Function is for attributes of its user",
+    ("compat.fairscale.recompute", "module"): "a module of the user, whose forward is replaced",
     ("shards.dtensors", "tensor"): "a DTensor of torch, whose part on this rank is set as torch's own fully_shard sets it",
-    ("fairscale_api.recompute", "norm"): "a batch norm of torch, which leaves its statistics alone meanwhile",
+    ("compat.fairscale.recompute", "norm"): "a batch norm of torch, which leaves its statistics alone meanwhile",
 }
 
 
@@ -649,9 +684,11 @@ def test_public_names_are_sorted_and_exist() -> None:
 
 
 def test_folders_of_tests_mirror_the_packages() -> None:
-    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert set(PACKAGES) <= folders, "each package has a folder of tests"
-    assert not [name for name in PACKAGES if not list((ROOT / "tests" / name).glob("test_*.py"))]
+    folders = {".".join(path.relative_to(ROOT / "tests").parts) for path in (ROOT / "tests").rglob("*") if path.is_dir()}
+    # names alone, tested with what they name
+    packages = [name for name in PACKAGES if name != "integrations"]
+    assert set(packages) <= folders, "each package has a folder of tests"
+    assert not [name for name in packages if not list((ROOT / "tests" / name.replace(".", "/")).rglob("test_*.py"))]
 
 
 @pytest.mark.parametrize("folder", ["tests", "tools"])

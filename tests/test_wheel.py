@@ -23,7 +23,7 @@ for name in imported:
         __import__(name)
     except ImportError as missing:
         # a framework is not installed
-        assert name.startswith("fsdp.integrations."), name
+        assert name.startswith(("fsdp.integrations.", "fsdp.compat.frameworks.")), name
         assert "pip install" in str(missing) or missing.name.partition(".")[0] in ("accelerate", "lightning"), missing
 assert "state_machine" not in sys.modules
 assert fsdp.IllegalTransition is fsdp.state_machine.IllegalTransition

@@ -18,12 +18,12 @@ from torch import nn
 import fsdp
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-PROOFS: Final = ("explorer", "picture", "diagram", "markdown", "__main__")
-"""The files of `state_machine/` that check, draw or print the tables."""
+PROOFS: Final = ("explorer", "__main__")
+"""The files of `state_machine/` that check the tables."""
 ELSEWHERE: Final = ("simulated", "simulated_ops", "dynamo")
 """The simulated world, and what is for torch.compile alone."""
-CORE: Final = ("build", "runtime", "params", "reduction", "comm", "device", "autograd")
-"""The packages of the core. `config.py` and `api/wrap.py` belong to it too."""
+CORE: Final = ("building", "runtime", "params", "reduction", "comm", "device", "autograd")
+"""The packages of the core, without the packages in them. `config.py` and `api/wrap.py` belong to it too."""
 
 NO_CODE: Final = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
@@ -47,7 +47,7 @@ def is_core(path: Path) -> bool:
         return package == "state_machine"
     if package == "state_machine":
         return not set(rest) & set(PROOFS)
-    return rest[0] in CORE or rest in (["config"], ["api", "wrap"])
+    return (rest[0] in CORE and len(rest) == 2) or rest in (["config"], ["api", "wrap"])
 
 
 def code_lines(source: str) -> int:

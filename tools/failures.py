@@ -438,7 +438,7 @@ def row_of(name: str, strategy: str, find: Callable[[str, str, str], str]) -> di
 ALONE: Final = "## One rank fails alone, over gloo"
 HEAD: Final = """# When a step fails
 
-Written by `python -m tools.failures gloo`; the first table is checked by `tests/failure/test_failures.py`. In each cell
+Written by `python -m tools.failures gloo`; the first table is checked by `tests/comm/failure/test_failures.py`. In each cell
 one thing fails, once, in that part of a step. *replay*: while activation checkpointing runs a forward again in the
 backward. *no_sync*: in a forward or backward under `no_sync`, with gradients accumulated by an earlier one.
 

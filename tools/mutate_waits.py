@@ -29,10 +29,10 @@ EXCEPT: Final = {
     "fsdp/debug/delays.py": "it adds delays to the waits of other streams, and runs in tests alone",
     "fsdp/device/streams.py HostStreams": "it waits for nothing",
     "fsdp/device/streams.py Streams": "the names alone",
-    "fsdp/failure/": "threads and messages of the host",
-    "fsdp/planning/": "it measures, and trains nothing",
-    "fsdp/rehearsal/": "it counts, and trains nothing",
-    "fsdp/selftest/": "it is a check itself",
+    "fsdp/comm/failure/": "threads and messages of the host",
+    "fsdp/commands/planning/": "it measures, and trains nothing",
+    "fsdp/commands/rehearsal/": "it counts, and trains nothing",
+    "fsdp/commands/selftest/": "it is a check itself",
     "fsdp/shards/dtensors.py": "the tensor waits by itself at its first use",
 }
 """Files, folders and classes whose calls of these names reach no device that trains, each with its reason."""

@@ -1,7 +1,7 @@
 """What mkdocs does with a page when the site is built: the tables of the state machine are printed where the page has its mark.
 
 mkdocs.yml names this file; `make docs` puts the root on the path. torch is not needed.
-`python -m state_machine tables` prints the same.
+`python -m tools.tables.markdown` prints the same.
 """
 
 from typing import Any, Final

@@ -197,7 +197,7 @@ class FullyShardedDataParallel(nn.Module):
             return inspect.signature(self.module.forward) if name == "__signature__" else getattr(self.module, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
-        """A copy around a copy of the module, see `fsdp/build/copies.py`."""
+        """A copy around a copy of the module, see `fsdp/building/copies.py`."""
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
         state = {name: deepcopy(value, memo) for name, value in self.__dict__.items() if name != "forward"}
         copied.__setstate__(state)  # type: ignore[no-untyped-call]

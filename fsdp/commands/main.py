@@ -82,7 +82,3 @@ def run(given: argparse.Namespace) -> int:
     damage = damage_in(given.path)
     print("damaged:" if damage else "healthy", *damage, sep="\n  " if damage else "")
     return 1 if damage else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,8 @@
-"""Drop-in modules: each has the names of another library and runs on this engine. Nothing in fsdp imports this package.
+"""The names of other libraries, on this engine. The engine imports nothing from here.
 
-Start with fairscale.py, the names of fairscale. What stands behind them is in fsdp/fairscale_api. installation.py puts the names
-of a drop-in module into the library itself.
+Start with doors.py, which lists what users import: torch_fsdp.py, fully_shard.py, apex.py, and the packages ddp and fairscale.
+What stands behind the names is in fsdp1, fsdp2, ddp and fairscale; what training frameworks need is in frameworks; what several
+engines need is in shared. installation.py puts the names of a drop-in module into the library itself.
 May use: every package below.
 Must not: import the library whose names it has, except in install.
 """

@@ -290,7 +290,7 @@ def readable_device(device: torch.device) -> torch.device:
 def default_device(supports_device: Callable[[torch.device], bool]) -> torch.device:
     """The device for new parameters: the current accelerator if the group can communicate there, else the CPU.
 
-    In a rehearsal (fsdp/planning) it is the meta device, on which tensors have no memory.
+    In a rehearsal (fsdp/commands/planning) it is the meta device, on which tensors have no memory.
     """
     if supports_device(META) and not supports_device(torch.device("cpu")):
         return META

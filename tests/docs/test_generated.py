@@ -49,7 +49,7 @@ def test_every_table_of_the_package_is_listed() -> None:
                 if name.isupper() and not name.startswith("_") and is_table(value):
                     found[name] = id(value)
     assert len(set(found.values())) >= 5
-    assert not {name for name, table in found.items() if table not in listed}, "list it in state_machine/markdown.py"
+    assert not {name for name, table in found.items() if table not in listed}, "list it in tools/tables/markdown.py"
 
 
 def is_table(value: object) -> bool:

@@ -38,11 +38,12 @@ def test_the_longest_file_and_function_are_found(tmp_path: Path) -> None:
         ("fsdp/errors.py", False),
         ("fsdp/runtime/__init__.py", False),
         ("fsdp/comm/simulated.py", False),
+        ("fsdp/comm/failure/peers.py", False),
         ("fsdp/checkpoint/save.py", False),
         ("state_machine/table.py", True),
         ("state_machine/__init__.py", True),
         ("state_machine/explorer/explore.py", False),
-        ("state_machine/picture.py", False),
+        ("tools/tables/picture.py", False),
     ],
 )
 def test_the_core_is_what_training_over_process_groups_needs(path: str, core: bool) -> None:

@@ -1,4 +1,7 @@
-"""Prints a table as a Mermaid diagram."""
+"""Prints a table as a Mermaid diagram.
+
+python -m tools.tables.diagram
+"""
 
 from collections import defaultdict
 
@@ -19,3 +22,12 @@ def diagram(table: Table = RESHARD_AFTER_FORWARD) -> str:
         lines.append(f"    {state.name} --> {to.name}: {label}" + (f" [{actions}]" if actions else ""))
     lines.append("    note right of IDLE: STEP_ABANDONED leads here from everywhere")
     return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the diagram."""
+    print(diagram())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,7 @@
 """Prints the tables as Markdown, for docs/reference/state-machine.md. A test compares the two.
 
+python -m tools.tables.markdown
+
 Rule 1: all output is read from the tables, from the docstrings of their enums and from the comments above their rows.
 Rule 2: `MACHINES` lists every table. A table that is added there appears on the page.
 """
@@ -191,3 +193,12 @@ def _comment_above(lines: list[str], line: int) -> str:
 def _markdown(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in lines)
+
+
+def main() -> None:
+    """Print the tables."""
+    print(tables())
+
+
+if __name__ == "__main__":
+    main()

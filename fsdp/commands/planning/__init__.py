@@ -2,6 +2,6 @@
 
 Start with plan.py, which compares choices (choices.py). Each of them is rehearsed (the package rehearsal). comparison.py says
 what is recommended, page.py writes a page, and measure.py measures the links of a running job.
-May use: rehearsal, reporting (the page), build, config, errors, file_errors.
+May use: commands.rehearsal, commands.reporting (the page), building, config, errors, file_errors.
 Must not: need a process group.
 """

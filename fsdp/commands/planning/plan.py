@@ -56,7 +56,7 @@ def plan(
 
     The engine itself runs two steps of rank 0 for each choice, on the meta device and over communicators that send nothing. So
     the bytes of the engine, and the number and bytes of collectives, are exact. Activations are counted from the operators of
-    the model. Seconds are an estimate, see `fsdp/rehearsal/clock.py`.
+    the model. Seconds are an estimate, see `fsdp/commands/rehearsal/clock.py`.
 
     Args:
         model_or_builder: a function that makes the model, called on the meta device; or a model, which is not changed.
@@ -65,7 +65,7 @@ def plan(
             dict of keyword arguments of the model.
         loss: from what the model returns to a scalar. Default None: `.loss` of it if it has that, else the sum of it.
         optimizer: "adamw", "adam", "sgd", "adagrad", "rmsprop", or a function of a list of parameters. None: none.
-        device: a name of the table in `fsdp/rehearsal/hardware.py`, or a `Device`.
+        device: a name of the table in `fsdp/commands/rehearsal/hardware.py`, or a `Device`.
         network: what connects hosts: a name of that table, or a `Link`.
         per_host: ranks on one host.
         memory: bytes of a rank's device. Default None: all that the table says.

@@ -1,4 +1,9 @@
-"""The names of fairscale, on this engine: import them from here instead of from fairscale.nn."""
+"""The names of fairscale, on this engine: import them from here instead of from fairscale.nn.
+
+Start with wrapper.py, the wrapper class. It gives the engine flat parameters (flat_params.py), one unit for each instance.
+May use: every package below.
+Must not: decide what a unit does; that is the engine's. Import fairscale.
+"""
 
 from fsdp.compat.fairscale.auto_wrap import (
     ConfigAutoWrap,

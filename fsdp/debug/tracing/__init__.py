@@ -1,6 +1,7 @@
-"""What a model's steps did, recorded while they run: traces and the numbers of the last step.
+"""What a trace is made of: what is recorded while steps run, its lanes, and the file.
 
-Start with trace.py; recorder.py is what runs inside a step, lanes.py makes lanes of its records, chrome.py the file.
-May use: every package below.
+Start with recorder.py, which runs inside a step; lanes.py makes lanes of its records, chrome.py the file. `fsdp.trace` itself is
+in api/trace.py.
+May use: comm, debug, errors, file_errors.
 Must not: change what a step does, or dispatch an operation.
 """
