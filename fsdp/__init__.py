@@ -3,7 +3,7 @@
 Start with `fsdp.FullyShardedDataParallel`. Every public name is imported here. Names that are only in a subpackage may change.
 """
 
-from fsdp.api.clipping import ShardedGradScaler, clip_grad_norm_
+from fsdp.api.clip_and_scale import ShardedGradScaler, clip_grad_norm_
 from fsdp.api.comm_hooks import register_comm_hook
 from fsdp.api.forward_methods import register_forward_method
 from fsdp.api.host_memory import offload, onload
@@ -33,7 +33,7 @@ from fsdp.errors import (
     ShardingError,
     WorldError,
 )
-from fsdp.params.external_use import full_tensor, to_local
+from fsdp.params.use_outside_forward import full_tensor, to_local
 from fsdp.runtime.uneven.empty_backward import empty_backward
 from fsdp.runtime.uneven.join import join
 from fsdp.runtime.uneven.meet import meet

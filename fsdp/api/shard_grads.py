@@ -16,7 +16,7 @@ from fsdp.autograd.engine_calls import Answered, EngineCall
 from fsdp.autograd.frames import in_backward
 from fsdp.autograd.node_hooks import is_batched
 from fsdp.errors import ShardingError
-from fsdp.params.module_params import owning_unit
+from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import unit_ref_of

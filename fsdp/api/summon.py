@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp.autograd.frames import called_by_this_package, stepping_optimizer
 from fsdp.errors import ShardingError
-from fsdp.params.external_use import GatheredCopies
-from fsdp.params.module_params import owning_unit
+from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
+from fsdp.params.use_outside_forward import GatheredCopies
 from fsdp.runtime.registry import UnitRef, units_in
 from state_machine import Event
 

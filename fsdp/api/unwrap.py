@@ -11,8 +11,8 @@ from fsdp.building.attach import detach, forget
 from fsdp.building.dissolve import agree_on_gradients, dissolve, refuse_losses
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.errors import ShardingError
-from fsdp.params.module_params import show_plainly
 from fsdp.params.module_tree import IGNORED
+from fsdp.params.shown_params import show_plainly
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import KEEPS_ENGINE, collective_call, units_in
 from fsdp.state_dict.model_view import ModelView

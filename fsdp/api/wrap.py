@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fsdp.api import clipping
+from fsdp.api import clip_and_scale
 from fsdp.api.shard_grads import translate_shards
 from fsdp.autograd.engine_calls import intercept_engine_calls
 from fsdp.building.builder import build, check_initialisation
+from fsdp.building.choose_units import Planned, WrapPolicy, make_plan
 from fsdp.building.consistency import agree
 from fsdp.building.other_engines import refuse_other_engines
 from fsdp.building.peer_options import accepts_peer_options
-from fsdp.building.plan import Planned, WrapPolicy, make_plan
 from fsdp.building.shardable import (
     check_devices,
     check_renormalised,
@@ -29,9 +29,9 @@ from fsdp.building.shardable import (
     device_of,
 )
 from fsdp.building.torch_policies import PrecisionFields, offload_of, precision_of
-from fsdp.comm.connect import Mesh, ProcessGroup, open_comms
 from fsdp.comm.context import CommContext
-from fsdp.comm.meshes import open_mesh
+from fsdp.comm.dtensor_mesh import open_mesh
+from fsdp.comm.open_communicators import Mesh, ProcessGroup, open_comms
 from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
@@ -244,7 +244,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `fsdp.clip_grad_norm_`."""
-        return clipping.clip_grad_norm_(self, max_norm, norm_type)
+        return clip_and_scale.clip_grad_norm_(self, max_norm, norm_type)
 
 
 def run_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], unit_ref: UnitRef | None = None) -> Any:

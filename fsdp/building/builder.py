@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from fsdp.autograd.pytree import MANAGED
 from fsdp.building.attach import attach, detach
+from fsdp.building.choose_units import Planned, buffers_of
 from fsdp.building.dissolve import HasGrad, agree_on_gradients, dissolve
-from fsdp.building.plan import Planned, buffers_of
 from fsdp.comm.context import CommContext
 from fsdp.config import Config
 from fsdp.device.streams import META, default_device
 from fsdp.errors import ShardingError
 from fsdp.params.buffer_plan import make_flat_buffers
-from fsdp.params.module_params import show_plainly
 from fsdp.params.module_tree import IGNORED
+from fsdp.params.shown_params import show_plainly
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.shards.dtensors import DTensorMesh

@@ -5,11 +5,11 @@ from dataclasses import fields
 from hashlib import sha256
 from typing import Any
 
-from fsdp.building.plan import Planned, buffers_of
+from fsdp.building.choose_units import Planned, buffers_of
 from fsdp.comm.communicator import Communicator
 from fsdp.config import Config
 from fsdp.errors import ShardingError
-from fsdp.params.module_params import owning_unit
+from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 
 Prepared = tuple[Config, list[Planned]]

@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 
 from torch import nn
 
-from fsdp.comm.connect import COMPOSABLE_REGISTRY
+from fsdp.comm.open_communicators import COMPOSABLE_REGISTRY
 from fsdp.errors import ShardingError
 
 _COMPOSABLE: Final = ("fully_shard", "replicate")

@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from fsdp.building.consistency import Prepared, agree
-from fsdp.comm.connect import open_comms
+from fsdp.comm.open_communicators import open_comms
 from fsdp.config import find_strategy
 from fsdp.errors import ShardingError
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fsdp.building.choose_units import Planned, buffers_of
 from fsdp.building.other_engines import other_engine
-from fsdp.building.plan import Planned, buffers_of
 from fsdp.comm.communicator import Communicator
-from fsdp.comm.meshes import check_joins
+from fsdp.comm.dtensor_mesh import check_joins
 from fsdp.config import Config
 from fsdp.errors import ShardingError
-from fsdp.params.module_params import owning_unit
 from fsdp.params.param_info import ParamInfo
+from fsdp.params.shown_params import owning_unit
 from fsdp.shards.dtensors import dim_of, local_of
 
 _PLAIN_FUNCTIONS: Final = (nn.Parameter.__torch_function__, torch.Tensor.__torch_function__)

@@ -9,7 +9,7 @@ from torch import nn
 from fsdp.config import MixedPrecisionPolicy, OffloadPolicy
 from fsdp.errors import ShardingError
 from fsdp.newer_peers import refuse_unknown_fields
-from fsdp.params.module_params import owning_unit
+from fsdp.params.shown_params import owning_unit
 
 Choice = Callable[[str, nn.Module], bool]
 Fsdp1Policy = Callable[[nn.Module, bool, int], bool]

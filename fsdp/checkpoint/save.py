@@ -25,7 +25,7 @@ from fsdp.checkpoint.progress import Progress, ProgressOption
 from fsdp.checkpoint.rng import random_states
 from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
 from fsdp.comm.communicator import Communicator
-from fsdp.comm.connect import background_comm
+from fsdp.comm.open_communicators import background_comm
 from fsdp.errors import ShardingError
 from fsdp.file_errors import reason_of
 from fsdp.state_dict.ema import EMA

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from fsdp.autograd.frames import in_backward
 from fsdp.comm.communicator import CallRecorder, CarriesHostTensors, ReduceOp, as_bytes
 from fsdp.comm.failure.desync import RECENT, WatchedWork
-from fsdp.comm.failure.peers import PeerMonitor
+from fsdp.comm.failure.peer_monitor import PeerMonitor
 from fsdp.comm.failure.pending_call import OBJECTS, Wait
 from fsdp.comm.work import AllToAllReduceScatter, Work, WorkBatch, all_reduce_by_exchange, reduce_scatter_by_exchange
 from fsdp.errors import PeerFailed, ShardingError

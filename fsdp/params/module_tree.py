@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fsdp.errors import ShardingError
-from fsdp.params.module_params import Owner, owning_unit
+from fsdp.params.shown_params import Owner, owning_unit
 
 IGNORED = "_fsdp_ignored"
 """The attribute of a module that wrapping ignored, with all below it, and of a parameter that it ignored by itself."""

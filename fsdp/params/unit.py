@@ -21,12 +21,12 @@ from fsdp.config import Config
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
-from fsdp.params.external_use import GatheredCopies, ReadCopies, gather_param, local_param
 from fsdp.params.flat_buffer import FlatBuffer, SavedShards
-from fsdp.params.full_params import FullParams
-from fsdp.params.module_params import forget_owner, in_grad_hook, module_params_of, register_owner, show_plainly
 from fsdp.params.param_info import ParamInfo
+from fsdp.params.shown_params import forget_owner, in_grad_hook, module_params_of, register_owner, show_plainly
+from fsdp.params.summoned_params import FullParams
 from fsdp.params.unit_observer import UnitObserver
+from fsdp.params.use_outside_forward import GatheredCopies, ReadCopies, gather_param, local_param
 from fsdp.params.versions import Versions
 
 _GRAD: Final = attrgetter("grad")

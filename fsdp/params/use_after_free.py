@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
-from fsdp.params.module_params import owning_unit
+from fsdp.params.shown_params import owning_unit
 
 READERS: Final = (
     *("abs", "clone", "cpu", "cuda", "detach", "double", "float", "item", "max", "mean", "min", "norm", "numpy"),

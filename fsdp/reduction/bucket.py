@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fsdp.device.storage import MemoryTracker, ResizableStorage, ReusableBuffer, copy_to_host, size_of
 from fsdp.errors import ShardingError
-from fsdp.params.external_use import RefuseShardGrad
 from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.use_outside_forward import RefuseShardGrad
 from fsdp.reduction.accumulated import AccumulatedGrad
 from fsdp.reduction.sparse import dense
 from fsdp.shards.shard_tensor import plain, quick_attributes

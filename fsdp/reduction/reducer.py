@@ -18,7 +18,7 @@ from fsdp.comm.context import CommContext
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams, readable_device
 from fsdp.errors import ShardingError
-from fsdp.params.module_params import reading_shards
+from fsdp.params.shown_params import reading_shards
 from fsdp.params.unit import Unit
 from fsdp.reduction.bucket import Bucket
 from fsdp.reduction.build_buckets import bucket_kinds, early_buckets, make_buckets

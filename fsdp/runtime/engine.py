@@ -21,7 +21,7 @@ import torch
 from torch.autograd import Variable
 
 from fsdp.autograd.frames import gets_gradient, graph_task
-from fsdp.comm.buffers import broadcast_buffers
+from fsdp.comm.broadcast_buffers import broadcast_buffers
 from fsdp.comm.context import CommContext
 from fsdp.debug.error_notes import add_note, add_note_to_what_ends_the_backward, is_noted
 from fsdp.debug.phases import Phases
@@ -35,8 +35,8 @@ from fsdp.params.module_tree import ModuleTree, refuse_transforms
 from fsdp.params.unit import Unit
 from fsdp.reduction.reducer import Reducer
 from fsdp.runtime.final_callback import PendingBackward, kind_of_backward
-from fsdp.runtime.gathers import Gathers, gather_sizes
 from fsdp.runtime.hook_actions import HookActions, PassWatcher
+from fsdp.runtime.launch_gathers import Gathers, gather_sizes
 from fsdp.runtime.prefetch import PassSchedules
 from fsdp.runtime.stale_params import StaleParams
 from fsdp.shards.shard_tensor import quick_attributes

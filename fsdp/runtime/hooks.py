@@ -22,8 +22,8 @@ from fsdp.autograd.pytree import cast_floating, modules_within, tensors_in
 from fsdp.debug.guard import Guard
 from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
-from fsdp.params.external_use import RefuseShardGrad
 from fsdp.params.unit_observer import UnitObserver
+from fsdp.params.use_outside_forward import RefuseShardGrad
 from fsdp.runtime.double_backward import DoubleBackward
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.grad_hooks import AccumulateGradChecks, post_accumulate_hook, trainable

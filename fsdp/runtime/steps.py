@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fsdp.errors import ShardingError
-from fsdp.params.module_params import owning_unit
+from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 

@@ -23,8 +23,8 @@ from fsdp.autograd.frames import in_backward
 from fsdp.errors import ShardingError
 from fsdp.shards.dtensors import local_of
 from fsdp.shards.info import ShardInfo
+from fsdp.shards.norms_and_sums import REDUCTIONS, Reduction, gather_and_combine, only_element
 from fsdp.shards.operators import Rule, outputs_of, rule_of
-from fsdp.shards.reductions import REDUCTIONS, Reduction, gather_and_combine, only_element
 from fsdp.shards.refusals import refuse, refuse_dcp, refuse_grad_dtype, refuse_unreduced
 
 local_operators = torch._C._DisableTorchDispatch

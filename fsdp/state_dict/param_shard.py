@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.layout import ShardExtent
-from fsdp.params.module_params import owning_unit
+from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.shards.cut import Shape
 from fsdp.shards.dtensors import local_of

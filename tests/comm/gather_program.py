@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from fsdp.comm.connect import open_comms
-from fsdp.comm.failure import liveness
+from fsdp.comm.failure import ended_processes
+from fsdp.comm.open_communicators import open_comms
 from fsdp.config import MeshKind
 
 SIZES = (2**14 - 4, 2**14)
@@ -53,7 +53,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     found = {}
     for hosts in (1, 2):
         process = f"host {rank * hosts // size}", os.getpid(), ""
-        with mock.patch.object(liveness, "this_process", lambda: process):  # noqa: B023
+        with mock.patch.object(ended_processes, "this_process", lambda: process):  # noqa: B023
             dist.init_process_group("gloo", f"file://{folder}/store-{hosts}", rank=rank, world_size=size)
             found[hosts] = gathers(rank, size)
             dist.destroy_process_group()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp.comm import connect
+from fsdp.comm import open_communicators
 
 
 def group_of(backend: str) -> Any:
@@ -21,6 +21,6 @@ def group_of(backend: str) -> Any:
 def test_nccl_is_known_by_its_name(backend: str, is_nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Since torch 2.15 it is another class."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert connect._carries_on_device(group_of(backend)) is is_nccl
+    assert open_communicators._carries_on_device(group_of(backend)) is is_nccl
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert not connect._carries_on_device(group_of(backend))
+    assert not open_communicators._carries_on_device(group_of(backend))

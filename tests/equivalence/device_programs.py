@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp
-from fsdp.comm import connect
+from fsdp.comm import open_communicators
 from fsdp.comm.failure.watchdog import DevicePeerMonitor
 from fsdp.comm.process_group import ProcessGroupCommunicator
 from tests.equivalence import peer_programs
@@ -63,9 +63,9 @@ def abort(reference: "ref[dist.ProcessGroup]") -> None:
 
 def stand_in() -> None:
     """For devices."""
-    connect._gloo = lambda group: None
-    connect._carries_on_device = lambda group: True
-    connect._abort = abort
+    open_communicators._gloo = lambda group: None
+    open_communicators._carries_on_device = lambda group: True
+    open_communicators._abort = abort
     ProcessGroupCommunicator._launch = launch  # type: ignore[method-assign]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsdp.comm.connect import open_comms
+from fsdp.comm.open_communicators import open_comms
 from fsdp.config import MeshKind
 from tests.hosts.program import PORT
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.comm.simulated import current_rank
-from fsdp.params.module_params import owning_unit
+from fsdp.params.shown_params import owning_unit
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import Gradients, assert_close, distance, is_at_rest, join, kept_always, local
 

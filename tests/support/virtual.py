@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 from fsdp.api import wrap
 from fsdp.building import attach
 from fsdp.comm.communicator import Communicator, ReduceOp, SingleRankCommunicator
-from fsdp.comm.connect import open_comms
 from fsdp.comm.context import CommContext, Lane
+from fsdp.comm.open_communicators import open_comms
 from fsdp.comm.work import Work
 from fsdp.compat.fairscale import groups
 from fsdp.device import storage, streams

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from fsdp.comm.failure.desync import STALL_SECONDS, TIME_OUT, Store
 from fsdp.comm.failure.notices import RESTART, abandoned_by
-from fsdp.comm.failure.peers import CLOSING, ENDED, PeerMonitor, PendingError
+from fsdp.comm.failure.peer_monitor import CLOSING, ENDED, PeerMonitor, PendingError
 from fsdp.comm.failure.pending_call import PendingCall
 from fsdp.errors import PeerFailed, WorldError
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.commands.planning.choices import AUTO, STRATEGIES, UnitsOfClasses
-from fsdp.commands.planning.page import check_packages, write_plan
 from fsdp.commands.planning.plan import OPTIMIZERS, plan
+from fsdp.commands.planning.plan_page import check_packages, write_plan
 from fsdp.commands.planning.shapes import SHAPES, Decoder, make_tokens
 from fsdp.commands.rehearsal.hardware import DEVICES, NETWORKS
 from fsdp.commands.rehearsal.kernels import ATTENTION

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fsdp.building.plan import WrapPolicy
+from fsdp.building.choose_units import WrapPolicy
 from fsdp.commands.planning.assumptions import assumptions, default_reserve
 from fsdp.commands.planning.choices import AUTO, STRATEGIES, Choice, NamedUnits, UnitsOfClasses, make_choices, other_sizes
 from fsdp.commands.planning.comparison import Candidate, Fewest, Plan

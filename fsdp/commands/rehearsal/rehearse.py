@@ -21,16 +21,16 @@ from torch.utils.checkpoint import checkpoint
 from fsdp.api.wrap import fully_shard, no_sync
 from fsdp.comm.simulated import play
 from fsdp.commands.rehearsal.clock import Clock
-from fsdp.commands.rehearsal.communicator import Collective, RehearsedRank, last_of_reductions
 from fsdp.commands.rehearsal.hardware import Cluster
 from fsdp.commands.rehearsal.kernels import Attention, SeesAutocast, kernels_of
 from fsdp.commands.rehearsal.memory import GRADIENTS, OPTIMIZER_STATE, Memory
 from fsdp.commands.rehearsal.recall import Recall, Recalling
+from fsdp.commands.rehearsal.rehearsed_communicator import Collective, RehearsedRank, last_of_reductions
 from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
-from fsdp.params.external_use import to_local
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
+from fsdp.params.use_outside_forward import to_local
 from fsdp.runtime.registry import engines_in
 
 WARM_UP: Final = 1

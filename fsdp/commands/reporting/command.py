@@ -8,8 +8,8 @@ from typing import Any
 from fsdp.commands.reporting.advice import advise
 from fsdp.commands.reporting.clocks import aligned, merged
 from fsdp.commands.reporting.numbers import numbers_of
-from fsdp.commands.reporting.page import write_page
 from fsdp.commands.reporting.rank_trace import missing_ranks, read_traces, refuse_missing
+from fsdp.commands.reporting.report_page import write_page
 from fsdp.commands.reporting.text import lines_of
 from fsdp.commands.reporting.who import answers_in, ask, run_dir_of, table_of
 from fsdp.file_errors import file_errors

@@ -10,7 +10,7 @@ from torch.futures import Future
 from fsdp.api import comm_hooks, wrap
 from fsdp.building.copies import Memo, copy_wrapper
 from fsdp.building.other_engines import refuse_other_engines
-from fsdp.comm.connect import Mesh, ProcessGroup
+from fsdp.comm.open_communicators import Mesh, ProcessGroup
 from fsdp.compat.ddp.arguments import (
     ABSENT,
     IGNORED,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fsdp.building.copies import Copier
 from fsdp.compat.fairscale.flat_params import Flat, FlatParameter, Shown, Slot, hide, record, show, slots_in, views_of
-from fsdp.params.module_params import ParamDict
 from fsdp.params.module_tree import ModuleTree
+from fsdp.params.shown_params import ParamDict
 from fsdp.runtime.registry import UnitRef
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp.api import clipping
+from fsdp.api import clip_and_scale
 from fsdp.api.reductions import set_divide_factors
 from fsdp.compat.fairscale.groups import all_reduce_max
 from fsdp.compat.fairscale.sharding import instances_in
@@ -24,7 +24,7 @@ def clip_norm(instance: Any, max_norm: float, norm_type: float) -> Tensor:
             "clip_grad_norm_: the instances have different process groups, so that one norm over all is not defined here; clip "
             "by value, torch.nn.utils.clip_grad_value_(model.parameters(), limit)."
         )
-    return clipping.clip_grad_norm_(instance, max_norm, norm_type)
+    return clip_and_scale.clip_grad_norm_(instance, max_norm, norm_type)
 
 
 def set_factors(instance: Any, pre: float, post: float, recursive: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp.comm.connect import open_comms
+from fsdp.comm.open_communicators import open_comms
 from fsdp.comm.simulated import current_rank
 from fsdp.compat.shared.plain_group import PlainGroup, shared_group
 from fsdp.config import MeshKind

@@ -14,7 +14,7 @@ from fsdp.building.other_engines import refuse_other_engines
 from fsdp.compat.fairscale.flatten import OWN_NAME
 from fsdp.compat.fairscale.groups import ProcessGroupName, get_process_group_cached, is_process_group
 from fsdp.compat.fairscale.shared_params import SharedParam
-from fsdp.compat.shared.convert import Conversion, changes, convert
+from fsdp.compat.shared.dtype_and_device import Conversion, changes, convert
 from fsdp.compat.shared.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy, OffloadPolicy, ReductionPolicy
 from fsdp.device.streams import current_accelerator

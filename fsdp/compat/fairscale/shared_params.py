@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp.compat.fairscale.flat_params import Shown
-from fsdp.params.external_use import full_tensor
+from fsdp.params.use_outside_forward import full_tensor
 
 
 class SharedParam:

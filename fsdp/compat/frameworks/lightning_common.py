@@ -15,8 +15,8 @@ from lightning.pytorch.plugins import precision as trainer_plugins
 from torch import nn
 
 from fsdp.api.wrap import fully_shard
+from fsdp.building.choose_units import is_bare_container
 from fsdp.building.peer_options import PEER_OPTIONS, refused_options, remedies_for
-from fsdp.building.plan import is_bare_container
 from fsdp.checkpoint.atomic_folder import not_written
 from fsdp.checkpoint.load import Loaded, load
 from fsdp.checkpoint.manifest import NAME as MANIFEST

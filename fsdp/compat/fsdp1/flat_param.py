@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fsdp.compat.fsdp1.torch_names import ShardParamInfo
 from fsdp.compat.fsdp2 import residence
-from fsdp.compat.shared.convert import Conversion, convert
+from fsdp.compat.shared.dtype_and_device import Conversion, convert
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import unit_ref_of

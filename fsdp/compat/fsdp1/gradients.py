@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp.api.clipping import clip_norm_of_roots
+from fsdp.api.clip_and_scale import clip_norm_of_roots
 from fsdp.api.comm_hooks import register_comm_hook
 from fsdp.compat.fsdp1.sharding import instances_in
 from fsdp.compat.fsdp1.torch_names import HYBRID, ShardingStrategy

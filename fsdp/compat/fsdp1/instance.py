@@ -19,7 +19,7 @@ from fsdp.compat.fsdp1.torch_names import (
     StateDictType,
 )
 from fsdp.compat.fsdp2 import residence
-from fsdp.compat.shared.convert import changes
+from fsdp.compat.shared.dtype_and_device import changes
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.state_dict.param_shard import ParamShard

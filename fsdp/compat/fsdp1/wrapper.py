@@ -28,7 +28,7 @@ from fsdp.compat.fsdp1.torch_names import (
     StateDictType,
     TrainingState,
 )
-from fsdp.params.module_params import owning_unit
+from fsdp.params.shown_params import owning_unit
 from fsdp.runtime.registry import UnitRef, unit_ref_of
 
 _OWN_ARGUMENTS = ("module", "auto_wrap_policy", "ignored_modules", "ignored_states")

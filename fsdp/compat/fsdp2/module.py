@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule as _Theirs
 from fsdp.api.reductions import set_divide_factors
 from fsdp.api.wrap import set_requires_gradient_sync
 from fsdp.compat.fsdp2 import residence
-from fsdp.compat.fsdp2.convert import apply_to_tensors, make_room
+from fsdp.compat.fsdp2.move_module import apply_to_tensors, make_room
 from fsdp.compat.fsdp2.residence import GradientReductionHandle, UnshardHandle
 from fsdp.compat.fsdp2.settings import Settings, settings_of
 from fsdp.errors import ShardingError

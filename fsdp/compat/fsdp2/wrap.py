@@ -11,11 +11,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from fsdp.api import forward_methods
 from fsdp.api import wrap as native
 from fsdp.building.builder import stay_on_meta
-from fsdp.building.plan import is_bare_container
+from fsdp.building.choose_units import is_bare_container
 from fsdp.building.torch_policies import OFFLOADS
 from fsdp.comm import simulated
-from fsdp.compat.fsdp2.convert import convert_inside
 from fsdp.compat.fsdp2.module import FSDPModule, become_fsdp_module
+from fsdp.compat.fsdp2.move_module import convert_inside
 from fsdp.errors import ShardingAssertion, ShardingError
 from fsdp.newer_peers import refuse_unknown_fields
 from fsdp.runtime.registry import unit_ref_of

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp.comm.connect import SINGLE_RANK
+from fsdp.comm.open_communicators import SINGLE_RANK
 
 _first_of: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 """The first group that was given for some ranks, by the default group."""

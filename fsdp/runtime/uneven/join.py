@@ -9,15 +9,15 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from fsdp.comm.buffers import broadcast_buffers
+from fsdp.comm.broadcast_buffers import broadcast_buffers
 from fsdp.config import MeshKind
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
-from fsdp.runtime.uneven.even_join import EvenJoin
+from fsdp.runtime.uneven.join_base import Joined, JoinRules
 from fsdp.runtime.uneven.join_result import SteppedOptimizers, take_over
-from fsdp.runtime.uneven.joined import Joined, JoinRules
+from fsdp.runtime.uneven.join_with_last_batch import EvenJoin
+from fsdp.runtime.uneven.join_without_batch import UnevenJoin
 from fsdp.runtime.uneven.uneven_engine import UnevenEngine
-from fsdp.runtime.uneven.uneven_join import UnevenJoin
 
 
 @contextmanager

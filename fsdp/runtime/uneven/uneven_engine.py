@@ -16,9 +16,9 @@ from fsdp.debug.error_notes import add_note
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError, name_ranks
-from fsdp.params.external_use import backward_without_a_loss
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
+from fsdp.params.use_outside_forward import backward_without_a_loss
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.prefetch import PassSchedules, PrefetchSchedule
 from fsdp.runtime.uneven.data_left import InsideJoin, Next, exchange_data_left

@@ -10,8 +10,8 @@ import torch
 
 import fsdp
 from fsdp.comm.failure import desync, watchdog
-from fsdp.comm.failure import peers as lines_module
-from fsdp.comm.failure.peers import PendingError
+from fsdp.comm.failure import peer_monitor as lines_module
+from fsdp.comm.failure.peer_monitor import PendingError
 from fsdp.comm.failure.pending_call import PendingCall
 from fsdp.comm.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 from fsdp.comm.process_group import ProcessGroupCommunicator

@@ -284,7 +284,7 @@ def test_every_number_of_the_tables_has_a_source() -> None:
 def test_the_command_writes_a_table_json_and_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdp.commands.planning.page.plotly_source", lambda command: "/* plotly.js */")
+    monkeypatch.setattr("fsdp.commands.planning.plan_page.plotly_source", lambda command: "/* plotly.js */")
     arguments = ["plan", "decoder-125m", "--world-size", "4", "--per-host", "2", "--length", "64", "--strategies", "FULL_SHARD"]
     assert main([*arguments, "--json", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]) == 0
     printed = capsys.readouterr().out

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp.commands.main import main
-from fsdp.commands.reporting import page
+from fsdp.commands.reporting import report_page
 from fsdp.commands.reporting.clocks import merged, offset
 from fsdp.commands.reporting.numbers import numbers_of, slowest
 from fsdp.commands.reporting.rank_trace import read_traces
@@ -174,7 +174,7 @@ def test_some_ranks_are_enough_if_that_is_asked_for(tmp_path: Path, capsys: pyte
 
 
 def test_a_page_has_the_numbers_and_asks_the_network_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "plotly_source", lambda command: "/* the library */")
+    monkeypatch.setattr(report_page, "plotly_source", lambda command: "/* the library */")
     document = made_up()
     for event in document["traceEvents"]:
         event["args"] = {**event["args"], **({"unit": "</script><b>"} if "unit" in event["args"] else {})}
@@ -196,4 +196,4 @@ def test_a_page_without_plotly_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(ShardingError, match="report --html needs the package plotly: pip install plotly"):
-        page.plotly_source("report --html")
+        report_page.plotly_source("report --html")

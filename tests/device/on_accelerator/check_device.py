@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fsdp
-from fsdp.comm import connect
+from fsdp.comm import open_communicators
 from fsdp.config import MeshKind
 from tests.support.accelerator.device import (
     NAME,
@@ -194,7 +194,7 @@ def test_tensors_of_two_devices_do_not_mix() -> None:
 
 
 def communicator() -> Any:
-    return connect.open_comms(None, None, MeshKind.SHARD).shard_comm
+    return open_communicators.open_comms(None, None, MeshKind.SHARD).shard_comm
 
 
 @SCHEDULERS

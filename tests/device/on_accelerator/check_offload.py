@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fsdp
 from fsdp.api import wrap
 from fsdp.comm.simulated import current_rank
-from fsdp.compat.shared.convert import change_precision, convert
+from fsdp.compat.shared.dtype_and_device import change_precision, convert
 from fsdp.runtime.registry import engines_in
 from tests.device.on_accelerator.check_training import batch, cases, schedules
 from tests.device.test_races import BLOCKS, STRATEGIES

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp.comm import connect
+from fsdp.comm import open_communicators
 from tests.support.accelerator.device import NAME, Scheduler, configure, load
 from tests.support.accelerator.world import (
     _BLOCKED,
@@ -173,7 +173,7 @@ def start(rank: int, size: int, folder: Path, time_out: timedelta, scheduler: Sc
     dist.Backend.register_backend(BACKEND, create, devices=[NAME])
     threading.Thread(target=_pump, name="pretend device", daemon=True).start()
     # the engine knows NCCL by its name and its device
-    mock.patch.object(connect, "_CUDA", torch.device(NAME)).start()
+    mock.patch.object(open_communicators, "_CUDA", torch.device(NAME)).start()
     # torch 2.15 records the collectives of a backend in C++ that does not do so itself; this one is in Python
     recording = {*getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", ()), BACKEND}
     mock.patch.object(c10d, "_FR_SELF_RECORDING_BACKENDS", recording, create=True).start()

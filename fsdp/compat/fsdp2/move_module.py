@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.compat.fsdp2 import residence
-from fsdp.compat.shared.convert import changed_flats, convert
+from fsdp.compat.shared.dtype_and_device import changed_flats, convert
 from fsdp.device.streams import default_device
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
-from fsdp.params.module_params import owning_unit
+from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import UnitRef, unit_ref_of
 from fsdp.shards.shard_tensor import plain

@@ -19,13 +19,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
-from fsdp.comm.failure.connections import Connections
 from fsdp.comm.failure.desync import TIME_OUT, DesyncDetector, Store
+from fsdp.comm.failure.ended_processes import Neighbours
 from fsdp.comm.failure.environment import seconds
-from fsdp.comm.failure.liveness import Neighbours
 from fsdp.comm.failure.notices import RESTART, Abandonment, Exit, abandoned_by
 from fsdp.comm.failure.pending_call import OPENS, RESTART_CALL, PendingCall
 from fsdp.comm.failure.process_end import at_end
+from fsdp.comm.failure.unreachable_hosts import Connections
 from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, WorldError
 
 SECONDS: Final = "FSDP_PEER_SECONDS"

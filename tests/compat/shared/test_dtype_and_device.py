@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.compat.shared.convert import changes, convert
+from fsdp.compat.shared.dtype_and_device import changes, convert
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.shards.shard_tensor import plain
 from tests.support.models import Block

@@ -15,8 +15,8 @@ from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.layout import ShardExtent
-from fsdp.params.module_params import Owner, owning_unit
 from fsdp.params.param_info import ParamInfo
+from fsdp.params.shown_params import Owner, owning_unit
 from fsdp.shards.shard_tensor import ShardTensor, gather_full, plain
 
 GatheredCopies = dict[FlatBuffer, Tensor]

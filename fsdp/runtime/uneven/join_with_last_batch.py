@@ -19,7 +19,7 @@ from fsdp.runtime.engine import Engine
 from fsdp.runtime.hooks import EngineHooks
 from fsdp.runtime.uneven.data_left import Next, exchange_data_left
 from fsdp.runtime.uneven.inputs_of_others import InputsOfOthers
-from fsdp.runtime.uneven.joined import Joined, JoinRules
+from fsdp.runtime.uneven.join_base import Joined, JoinRules
 
 
 class _Operation(IntEnum):

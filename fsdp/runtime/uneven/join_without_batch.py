@@ -9,7 +9,7 @@ gathers already. A backward or step that such a rank ends with the others costs 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from fsdp.runtime.uneven.joined import Joined, JoinRules
+from fsdp.runtime.uneven.join_base import Joined, JoinRules
 from fsdp.runtime.uneven.uneven_engine import UnevenEngine
 from state_machine.paths import Place
 

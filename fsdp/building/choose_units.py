@@ -20,9 +20,9 @@ from fsdp.autograd.pytree import modules_within
 from fsdp.building.auto_units import auto_units
 from fsdp.building.torch_policies import Choice, CustomPolicy, Fsdp1Policy, custom_choice, fsdp1_choice
 from fsdp.errors import ShardingError
-from fsdp.params.module_params import owning_unit
 from fsdp.params.module_tree import IGNORED
 from fsdp.params.param_info import ParamInfo
+from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.state_dict.fqns import TRANSPARENT
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from fsdp.comm.failure.connections import Connections
+from fsdp.comm.failure.unreachable_hosts import Connections
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux finds lost hosts")
 
