@@ -3,9 +3,9 @@
 [Note: full values on use]
 `full_parameters` sees each call of a torch function (TorchFunctionMode) and gives it full values in place of shards. Code of this
 package needs the shards, so calls of it pass. The innermost frame that is not torch's says whose call it is.
-A full value is a function of the unsharded parameter (external_use.py): its gradient arrives there, and is reduced like others.
-One gather serves all parameters of a flat buffer. When to gather again must be decided alike on every rank, so nothing asks the
-version counters of the shards: a rank without elements of a unit never sees them change. They only serve to refuse.
+A full value is a function of the unsharded parameter (use_outside_forward.py): its gradient arrives there, and is reduced like
+others. One gather serves all parameters of a flat buffer. When to gather again must be decided alike on every rank, so nothing
+asks the version counters of the shards: a rank without elements of a unit never sees them change. They only serve to refuse.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,7 @@
 """Saves that run on a thread while training continues: one at a time for each group of ranks, and no failure is lost.
 
-Rule: the thread never uses a communicator of training. Its agreements use a communicator of their own (comm/connect.py).
+Rule: the thread never uses a communicator of training. Its agreements use a communicator of their own
+(comm/open_communicators.py).
 """
 
 import warnings

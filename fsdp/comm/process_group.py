@@ -1,4 +1,4 @@
-"""Collectives over torch's process groups. Only this file and connect.py import torch.distributed.
+"""Collectives over torch's process groups. Only this file and open_communicators.py import torch.distributed.
 
 On a device a collective is the backend's. On the host gloo's collectives cost more than they must: its reduce-scatter is an
 all-reduce that moves twice the bytes, and its all-gather copies through a second buffer. There a reduction is an exchange of

@@ -1,7 +1,7 @@
 """Which operators a shard knows, and how each is computed. An operator that is not here is refused by name.
 
 Rule 1: ELEMENT_WISE computes on this rank's part alone. Each element of the result depends on the same element of the operands.
-Rule 2: an operator that mixes elements is computed over all ranks (reductions.py), or refused.
+Rule 2: an operator that mixes elements is computed over all ranks (norms_and_sums.py), or refused.
 Rule 3: an operator that draws random numbers is refused: each rank would draw others than a single process.
 """
 

@@ -38,7 +38,7 @@ def test_the_longest_file_and_function_are_found(tmp_path: Path) -> None:
         ("fsdp/errors.py", False),
         ("fsdp/runtime/__init__.py", False),
         ("fsdp/comm/simulated.py", False),
-        ("fsdp/comm/failure/peers.py", False),
+        ("fsdp/comm/failure/peer_monitor.py", False),
         ("fsdp/checkpoint/save.py", False),
         ("state_machine/table.py", True),
         ("state_machine/__init__.py", True),
