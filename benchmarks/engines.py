@@ -33,6 +33,9 @@ TITLES: Mapping[str, str] = {
     "ours_sharing": "ours, shared collectives",
     "ours_hybrid": "ours, HYBRID_SHARD",
     "fsdp2_hsdp": "FSDP2, HSDP",
+    "door_ddp": "ours, by DDP's name",
+    "door_fsdp1": "ours, by FSDP1's names",
+    "door_fsdp2": "ours, by FSDP2's names",
     "ours_over_nccl": "ours, the backend reduces",
 }
 """As they are called on the page."""
@@ -82,13 +85,18 @@ def _current(device: str) -> torch.device:
 
 
 class DDP(Bare):
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", name: str = "ddp") -> None:
         options = "gradient_as_bucket_view=True, broadcast_buffers=False; bf16: autocast around the forward"
-        super().__init__("ddp", options, device)
+        super().__init__(name, options, device)
+
+    @property
+    def engine(self) -> Any:
+        """The class that wraps."""
+        return nn.parallel.DistributedDataParallel
 
     def wrap(self, module: nn.Module, unit: Unit, half: bool = False, **options: Any) -> nn.Module:
         module = _autocast(module, self.device) if half else module
-        return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False, **options)
+        return self.engine(module, gradient_as_bucket_view=True, broadcast_buffers=False, **options)  # type: ignore[no-any-return]
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
         return model.no_sync()  # type: ignore[no-any-return]
@@ -107,16 +115,23 @@ class FSDP1(Bare):
         super().__init__(name, f"FULL_SHARD, {prefetch}, {way}; bf16: MixedPrecision(bfloat16, reduce_dtype=float32)", device)
         self.use_orig_params = use_orig_params
 
+    @property
+    def names(self) -> Any:
+        """The module from which a program imports the engine's names."""
+        import torch.distributed.fsdp
+
+        return torch.distributed.fsdp
+
     def wrap(self, module: nn.Module, unit: Unit, half: bool = False) -> nn.Module:
-        from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-        return FullyShardedDataParallel(
+        names = self.names
+        return names.FullyShardedDataParallel(  # type: ignore[no-any-return]
             module,
-            sharding_strategy=ShardingStrategy.FULL_SHARD,
+            sharding_strategy=names.ShardingStrategy.FULL_SHARD,
             auto_wrap_policy=ModuleWrapPolicy({unit}),
-            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else None,
-            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+            mixed_precision=names.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else None,
+            backward_prefetch=names.BackwardPrefetch.BACKWARD_PRE,
             forward_prefetch=False,
             limit_all_gathers=self.limit_all_gathers,
             use_orig_params=self.use_orig_params,
@@ -130,31 +145,38 @@ class FSDP1(Bare):
         return model.clip_grad_norm_(1.0)  # type: ignore[no-any-return]
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-
-        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        names = self.names
+        with names.FullyShardedDataParallel.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
             return model.state_dict()
 
 
 class FSDP2(Bare):
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", name: str = "fsdp2") -> None:
         super().__init__(
-            "fsdp2",
+            name,
             f"fully_shard on a {device.upper()} mesh: units reshard_after_forward=True, root as by default; "
             "bf16: MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)",
             device,
         )
 
+    @property
+    def fully_shard(self) -> Any:
+        """The function that wraps."""
+        from torch.distributed.fsdp import fully_shard
+
+        return fully_shard
+
     def wrap(self, module: nn.Module, unit: Unit, half: bool = False) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy
 
+        fully_shard = self.fully_shard
         mesh = init_device_mesh(self.device, (dist.get_world_size(),))
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
         for child in module.modules():
             if isinstance(child, unit):
                 fully_shard(child, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
-        return fully_shard(module, mesh=mesh, mp_policy=precision)
+        return fully_shard(module, mesh=mesh, mp_policy=precision)  # type: ignore[no-any-return]
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
@@ -246,6 +268,36 @@ class Sharing(Ours):
         return super().wrap(module, unit, half, reduction=fsdp.ReductionPolicy(coalesce_cap_mb=1), **options)
 
 
+class DoorOfDDP(DDP):
+    """This engine by the names of a peer, with the peer's own options."""
+
+    @property
+    def engine(self) -> Any:
+        from fsdp.compat.ddp import DistributedDataParallel
+
+        return DistributedDataParallel
+
+
+class DoorOfFSDP1(FSDP1):
+    """The same."""
+
+    @property
+    def names(self) -> Any:
+        import fsdp.compat.torch_fsdp
+
+        return fsdp.compat.torch_fsdp
+
+
+class DoorOfFSDP2(FSDP2):
+    """The same."""
+
+    @property
+    def fully_shard(self) -> Any:
+        from fsdp.compat.fully_shard import fully_shard
+
+        return fully_shard
+
+
 def contenders(device: str = "cpu") -> dict[str, Bare]:
     """Everybody, with their options for a type of device."""
     everybody = (
@@ -264,6 +316,9 @@ def contenders(device: str = "cpu") -> dict[str, Bare]:
         ),
         Ours("ours_auto", 'FullyShardedDataParallel(module, auto_wrap_policy="auto")', units="auto"),
         Sharing("ours_sharing", "as ours, reduction=ReductionPolicy(coalesce_cap_mb=1)"),
+        DoorOfDDP(device, "door_ddp"),
+        DoorOfFSDP1("door_fsdp1", use_orig_params=True, device=device),
+        DoorOfFSDP2(device, "door_fsdp2"),
     )
     return {one.name: one for one in everybody}
 

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from fsdp.comm.failure.desync import DesyncDetector
 
-NAMES = ("bare", "fsdp1", "fsdp1_orig", "fsdp2", "ours")
+NAMES = ("bare", "fsdp1", "fsdp1_orig", "fsdp2", "ours", "door_fsdp1", "door_fsdp2")
 PHASES = ("forward", "backward", "clip", "step")
 ONCE = ("wrap", "state_dict")
 """Not part of a step, and measured as often as there are repeats."""
@@ -289,6 +289,17 @@ def judge(micro: dict[str, dict[str, Sample]], settings: Settings) -> list[Bar]:
         bars += [
             Bar.ratio(f"host: {what}, ours / FSDP2", limit, ours[what], micro["fsdp2"][what], settings.label)
             for what, limit in limits.items()
+        ]
+    if {"door_fsdp2", "fsdp2"} <= micro.keys() and judged:
+        bars += [
+            Bar.ratio(
+                f"host: {what}, ours by FSDP2's names / FSDP2",
+                0.5,
+                micro["door_fsdp2"][what],
+                micro["fsdp2"][what],
+                settings.label,
+            )
+            for what in ("added", "step")
         ]
     return bars
 

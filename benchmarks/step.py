@@ -34,7 +34,7 @@ from engines import CONTENDERS, TITLES, turns
 from torch import Tensor, nn
 from workloads import SMALL, WORKLOADS, Batch, Workload, adapt, checkpoint_units
 
-NAMES = ("bare", "ddp", "fsdp1", "fsdp1_orig", "fsdp2", "ours", "ours_no_shard")
+NAMES = ("bare", "ddp", "fsdp1", "fsdp1_orig", "fsdp2", "ours", "ours_no_shard", "door_ddp", "door_fsdp1", "door_fsdp2")
 OPTIONS = ("plain", "checkpoint", "bf16", "accumulate", "lora")
 DEFAULT = [(model, option, 2) for option in OPTIONS for model in WORKLOADS]
 DEFAULT += [(model, "plain", 4) for model in WORKLOADS]
@@ -170,6 +170,7 @@ def judge(samples: dict[str, Sample], case: str) -> list[Bar]:
     fsdp1 = [samples[name] for name in ("fsdp1", "fsdp1_orig") if name in samples]
     peers = {**samples, "the faster FSDP1": Sample.best(fsdp1)} if fsdp1 else samples
     pairs = [("ours", "the faster FSDP1", 0.80), ("ours", "fsdp2", 0.70), ("ours", "ddp", 1.10), ("ours_no_shard", "ddp", 1.00)]
+    pairs += [("door_fsdp2", "fsdp2", 0.80), ("door_fsdp1", "ours", 1.05), ("door_ddp", "ours_no_shard", 1.05)]
     return [
         Bar.ratio(f"step: {TITLES[mine]} / {TITLES.get(theirs, theirs)}", limit, samples[mine], peers[theirs], case)
         for mine, theirs, limit in pairs

@@ -177,7 +177,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         engine = engines_in(model, "ShardedGradScaler")[0]
-        if any(flat.is_tensor_parallel for unit in engine.units for flat in unit.flats):
+        if any(flat.has_tensor_parallel for unit in engine.units for flat in unit.flats):
             raise ShardingError(
                 "ShardedGradScaler: tensor parallelism has spread parameters, so ranks of other groups must agree as well; use "
                 "torch.amp.GradScaler."

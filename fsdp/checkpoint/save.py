@@ -204,7 +204,7 @@ def _layout(model_view: ModelView) -> dict[str, list[int]]:
 def layout_entry(param_shard: ParamShard) -> list[int]:
     """The entry of a parameter in `Manifest.layout`."""
     layout = param_shard.flat.layout
-    return [layout.slots[param_shard.number].start, layout.shard_numel, layout.num_shards]
+    return [*layout.place(param_shard.number), layout.num_shards]
 
 
 def _prune(folder: Path, keep: int) -> None:

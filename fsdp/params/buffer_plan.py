@@ -17,9 +17,8 @@ from fsdp.shards.dtensors import DTensorMesh
 def make_flat_buffers(
     param_infos: Sequence[ParamInfo], config: Config, comm: Communicator, dtensor_mesh: DTensorMesh | None = None
 ) -> tuple[FlatBuffer, ...]:
-    """The flat buffers of a unit, planned by dtype, `requires_grad` and the bucket cap; with `dtensor_mesh` one a parameter."""
+    """The flat buffers of a unit, planned by dtype, `requires_grad` and the bucket cap."""
     replicated = config.mesh_kind is MeshKind.REPLICATE
-    plan = _plan(param_infos, config) if dtensor_mesh is None else ([info] for info in param_infos)
     return tuple(
         FlatBuffer(
             members,
@@ -31,7 +30,7 @@ def make_flat_buffers(
             dtensor_mesh,
             offload=config.offload,
         )
-        for members in plan
+        for members in _plan(param_infos, config)
     )
 
 

@@ -16,6 +16,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.layout import Layout, ShardExtent, make_layout, make_row_layout
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.use_after_free import refuse_freed_reads
+from fsdp.params.wire import Wire
 from fsdp.shards.dtensors import DTensorLayout, DTensorMesh, local_of, replace_by_dtensor
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.refusals import refuse_grad_dtype
@@ -23,6 +24,8 @@ from fsdp.shards.shard_parameter import become_full, become_local, become_shard,
 from fsdp.shards.shard_tensor import as_shard, plain, quick_attributes
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
+_LOCAL: Final = attrgetter("_local_tensor")
+"""This rank's part of a DTensor."""
 SavedShards = list[tuple[Tensor, Tensor]]
 """Views into shards, each with its values from before an in-place update was written back."""
 
@@ -45,9 +48,13 @@ class FlatBuffer:
         plain_shards: bool = False,
         dtensor_mesh: DTensorMesh | None = None,
         former: "FlatBuffer | None" = None,
+        taken: Sequence[int] | None = None,
         offload: OffloadPolicy | None = None,
     ) -> None:
-        """`former`: the flat buffer whose place this one takes, without `dtensor_mesh`: cut alike, and with its DTensors."""
+        """`former`: the flat buffer whose place this one takes, without `dtensor_mesh`: cut alike, and with its DTensors.
+
+        `taken`: the numbers of the parameters of `former` that this one takes, if they are DTensors; None: all.
+        """
         self.param_infos = tuple(param_infos)
         self.is_replicated = replicated
         self.is_sparse = replicated and param_infos[0].is_sparse
@@ -60,25 +67,28 @@ class FlatBuffer:
         """Whether the shard, its gradients and its optimizer state are in host memory, while `device` computes."""
         self.pins = self.is_offloaded and offload is not None and offload.pin_memory
         of_dtensors: tuple[DTensorLayout, ...] = ()
+        taken = range(len(originals)) if taken is None else taken
         if former is not None and former.dtensor_layouts is not None:
-            of_dtensors = tuple([one.of_dtype(originals[0].dtype) for one in former.dtensor_layouts])
+            of_dtensors = tuple([former.dtensor_layouts[number].of_dtype(originals[0].dtype) for number in taken])
         elif dtensor_mesh is not None:
             of_dtensors = tuple([dtensor_mesh.layout_of(info.parameter, info.shard_dim) for info in param_infos])
         self.dtensor_layouts: tuple[DTensorLayout, ...] | None = of_dtensors or None
         """How each shard lies on the mesh as a DTensor; None if shards are no DTensors."""
         self.is_moved = self.dtensor_layouts is not None and any(one.dim for one in self.dtensor_layouts)
         """Whether the tensors that code sees have their dimensions in another order than the buffer."""
-        self.is_tensor_parallel = self.dtensor_layouts is not None and any(
-            one.unsharded_spec is not None for one in self.dtensor_layouts
-        )
-        """Whether tensor parallelism has spread the unsharded parameters, which are DTensors."""
+        self.has_tensor_parallel = any(map(self.is_tensor_parallel, range(len(originals))))
+        """Whether tensor parallelism has spread some unsharded parameters, which are DTensors."""
         shapes = tuple(tuple(self._stored(i, p).shape) for i, p in enumerate(originals))
-        if former is not None:
+        if former is not None and len(taken) == len(former.param_infos):
             self.layout: Layout = former.layout
-        elif dtensor_mesh is None:
-            self.layout = make_layout(shapes, min(originals[0].element_size(), dtype.itemsize), self.num_shards, aligned)
         else:
-            self.layout = make_row_layout(shapes[0], self.num_shards)
+            itemsize = min(originals[0].element_size(), dtype.itemsize)
+            if not of_dtensors:
+                self.layout = make_layout(shapes, itemsize, self.num_shards, aligned)
+            else:
+                self.layout = make_row_layout(shapes, itemsize, self.num_shards)
+        self.wire = None if self.layout.is_gathered_in_place else Wire(self.layout)
+        """The order in which gathered chunks and gradients travel; None if it is that of the memory."""
         self.parts: tuple[ShardExtent, ...] = tuple(self.layout.part(i, self.rank) for i in range(len(shapes)))
         self.local_params = tuple(i for i, part in enumerate(self.parts) if part.numel)
         """The parameters of which this rank holds an element."""
@@ -96,12 +106,16 @@ class FlatBuffer:
             self._local_unsharded = [p if (local := local_of(p)) is None else local for p in self.unsharded_params]
             self.key = storage_key(self.unsharded)
             self.local_unsharded = self.local_chunk(self.unsharded)
+            """The place of this rank's chunk among the unsharded parameters, if they are gathered in place."""
             self.unsharded_bytes, self.local_bytes = self.unsharded.view(torch.uint8), self.local_unsharded.view(torch.uint8)
+            segments = [self.unsharded_bytes.view(self.num_shards, -1)]
+            self.unsharded_segments = segments if self.wire is None else self.wire.segments_of(self.unsharded_bytes)
+            """The bytes (W, c) of each segment of the unsharded parameters."""
             self.memory = SharedStorage() if self.is_shared else ResizableStorage(self.unsharded, "whole")
             self.shard_infos = (None,) * len(originals) if plain_shards or of_dtensors else self._shard_infos(comm)
             for index, info in enumerate(param_infos):
                 info.remember_accumulator()
-                self._shard_param(index, info.parameter, None if former is None else former.sharded_params[index])
+                self._shard_param(index, info.parameter, None if former is None else former.sharded_params[taken[index]])
         self.sharded_params: tuple[nn.Parameter, ...] = tuple(info.parameter for info in param_infos)
         known = [bool(of_dtensors) or info is not None for info in self.shard_infos]
         self.empty_shards = tuple(
@@ -236,7 +250,17 @@ class FlatBuffer:
 
     def local_grad(self, index: int, gradient: Tensor) -> Tensor:
         """An unsharded gradient as an ordinary tensor. Communicates if tensor parallelism has left it in another form."""
-        return self.dtensor_layouts[index].local_grad(gradient) if self.is_tensor_parallel and self.dtensor_layouts else gradient
+        if self.dtensor_layouts is None or not self.is_tensor_parallel(index):
+            return gradient
+        return self.dtensor_layouts[index].local_grad(gradient)
+
+    def is_tensor_parallel(self, index: int) -> bool:
+        """Whether tensor parallelism has spread unsharded parameter `index`, which is a DTensor."""
+        return self.dtensor_layouts is not None and self.dtensor_layouts[index].unsharded_spec is not None
+
+    def is_row_range(self, index: int) -> bool:
+        """Whether the shards of parameter `index` are ranges of its elements, in the order of its memory."""
+        return self.dtensor_layouts is None or self.dtensor_layouts[index].is_plain
 
     def _stored(self, index: int, tensor: Tensor) -> Tensor:
         """See `DTensorLayout.stored`."""
@@ -245,6 +269,29 @@ class FlatBuffer:
     def _shown(self, index: int, stored: Tensor) -> Tensor:
         """See `DTensorLayout.shown`."""
         return stored if self.dtensor_layouts is None else self.dtensor_layouts[index].shown(stored)
+
+    def own_chunk(self) -> Tensor:
+        """This rank's chunk in the compute dtype as bytes (uint8), to be gathered: in its place if it is gathered in place."""
+        if self.wire is not None:
+            return self.on_device(self.shard).to(self.unsharded.dtype).view(torch.uint8)
+        self.local_unsharded.copy_(self.shard)
+        return self.local_bytes
+
+    def wire_views_of(self, wire: Tensor) -> list[list[Tensor]]:
+        """The parts of each parameter in a tensor (W * C,) whose chunks are reduced."""
+        return [[view] for view in self.views_of(wire)] if self.wire is None else self.wire.views_of(wire)
+
+    def copies_from_wire(self, wire: Tensor) -> list[Tensor]:
+        """A copy of each parameter in such a tensor, in the shape of the full parameter."""
+        copies = []
+        for i, (slot, parts) in enumerate(zip(self.layout.slots, self.wire_views_of(wire), strict=True)):
+            rows = [part.reshape(-1, *slot.shape[1:]) for part in parts]
+            copies.append(self._shown(i, torch.cat(rows) if rows else wire.new_empty(slot.shape)))
+        return copies
+
+    def wire_parts_of(self, index: int, full: Tensor) -> Sequence[Tensor]:
+        """The same parts of a full tensor of the shape of parameter `index`: views."""
+        return (full,) if self.wire is None else self.wire.parts_of(index, self._stored(index, full))
 
     def upload(self) -> None:
         """Copy the shard from host memory to its place in `unsharded`, on the current stream.
@@ -273,7 +320,7 @@ class FlatBuffer:
                 plain(parameter).data.copy_(self.shard_view(i))
 
     def local_chunk(self, flat: Tensor) -> Tensor:
-        """This rank's chunk of an unsharded flat tensor: (W * C,) -> (C,)."""
+        """This rank's chunk of a flat tensor in the order of the wire: (W * C,) -> (C,)."""
         return flat.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
 
     def gather_copy(self, dtype: torch.dtype, comm: Communicator, unit: str) -> Tensor:
@@ -281,9 +328,14 @@ class FlatBuffer:
 
         Traffic: this rank receives (W - 1) * C elements
         """
-        full = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
-        self.local_chunk(full).copy_(self.shard)
-        comm.all_gather(full, unit).wait()
+        gathered = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
+        self.local_chunk(gathered).copy_(self.shard)
+        comm.all_gather(gathered, unit).wait()
+        if self.wire is None:
+            return gathered
+        full = torch.empty_like(gathered)
+        sizes = [segment.numel for segment in self.layout.segments]
+        torch.split_with_sizes_copy(gathered.view(self.num_shards, -1), sizes, 1, out=self.wire.segments_of(full))
         return full
 
     @property
@@ -319,7 +371,7 @@ class FlatBuffer:
     def _pointers(self) -> list[int]:
         """Where this rank's part of each parameter lies."""
         if self.dtensor_layouts is not None:
-            return [plain(p).data_ptr() for p in self.sharded_params]
+            return [*map(Tensor.data_ptr, map(_LOCAL, self.sharded_params))]
         with quick_attributes():
             return [*map(Tensor.data_ptr, self.sharded_params)]
 

@@ -4,8 +4,8 @@ Rule 1: a layout is a pure function of (shapes, itemsize, number of shards). Any
 Rule 2: it costs O(parameters), independent of the number of shards.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm, prod
 from typing import Final
@@ -27,6 +27,8 @@ class ParamExtent:
     numel: int
     cut_by_element: bool
     """Whether a chunk boundary falls inside a row of this parameter."""
+    segment: int = 0
+    """The number of its segment, see `Layout`."""
 
     @property
     def end(self) -> int:
@@ -46,30 +48,83 @@ class ShardExtent:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of the unsharded flat buffer that is cut into equal slices, one for each rank."""
+
+    offset: int
+    """Elements of a rank's chunk before its slice."""
+    numel: int
+    """Elements of one slice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring elements of the unsharded flat buffer that one rank holds."""
+
+    rank: int
+    start: int
+    """Counted from the start of the unsharded flat buffer."""
+    offset: int
+    """Counted from the start of the rank's chunk."""
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
-    """Parameters laid end to end and cut into equal chunks, one for each rank.
+    """Parameters laid end to end and cut over the ranks. A rank's chunk is its slice of each segment, one after the other.
 
     Example: shapes (3, 2) and (1,) of 8-byte elements over 2 ranks. Chunks are multiples of 16 bytes, which is 2 elements.
-    7 elements are padded to 8. The boundary falls between rows:
+    With one segment, 7 elements are padded to 8. The boundary falls between rows:
 
         unsharded a a a a a a b .
         rank 0    a a a a            shape (2, 2), and (0,) of b
         rank 1            a a b .    shape (1, 2), and (1,) of b
+
+    With a segment for each parameter, and one for padding, each parameter is cut in two:
+
+        unsharded a a a a | a a . .   b | .   . | .
+        rank 0    a a a a             b       .
+        rank 1              a a . .       .       .
     """
 
     slots: tuple[ParamExtent, ...]
     shard_numel: int
     num_shards: int
+    segments: tuple[Segment, ...]
 
     @property
     def numel(self) -> int:
         """Elements of the unsharded flat buffer, padding included."""
         return self.shard_numel * self.num_shards
 
-    def has_several_owners(self, index: int) -> bool:
-        """Whether several ranks hold elements of a parameter."""
+    @property
+    def is_gathered_in_place(self) -> bool:
+        """Whether the chunks of all ranks, one after the other, are the unsharded flat buffer."""
+        return len(self.segments) == 1
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Where parameter `index` begins in its segment, and how many elements of the segment each rank has."""
         slot = self.slots[index]
-        return slot.numel > 0 and slot.start // self.shard_numel != (slot.end - 1) // self.shard_numel
+        segment = self.segments[slot.segment]
+        return slot.start - segment.offset * self.num_shards, segment.numel
+
+    def holders(self, index: int) -> range:
+        """The ranks that hold elements of a parameter."""
+        start, per_rank = self.place(index)
+        first = start // per_rank
+        numel = self.slots[index].numel
+        return range(first, -(-(start + numel) // per_rank) if numel else first)
+
+    def runs(self, start: int, end: int) -> Iterator[Run]:
+        """The elements `start` to `end` of the unsharded flat buffer, by the ranks that hold them, in order."""
+        for segment in self.segments:
+            base = segment.offset * self.num_shards
+            low, high = max(start, base), min(end, base + segment.numel * self.num_shards)
+            while low < high:
+                rank, skipped = divmod(low - base, segment.numel)
+                numel = min(segment.numel - skipped, high - low)
+                yield Run(rank, low, segment.offset + skipped, numel)
+                low += numel
 
     def part(self, index: int, rank: int) -> ShardExtent:
         """The part of parameter `index` on `rank`.
@@ -79,19 +134,22 @@ class Layout:
                   no dimensions: () on the rank that holds it, (0,) on the others
         """
         slot = self.slots[index]
-        begin = rank * self.shard_numel
+        segment = self.segments[slot.segment]
+        begin = segment.offset * self.num_shards + rank * segment.numel
         low = min(max(begin, slot.start), slot.end)
-        high = max(min(begin + self.shard_numel, slot.end), low)
-        return ShardExtent(_part_shape(slot, high - low), max(low - begin, 0) if high > low else 0, low - slot.start, high - low)
+        high = max(min(begin + segment.numel, slot.end), low)
+        offset = segment.offset + low - begin if high > low else 0
+        return ShardExtent(_part_shape(slot, high - low), offset, low - slot.start, high - low)
 
     def cut(self, index: int) -> Cut:
         """How parameter `index` is cut over the ranks."""
         slot = self.slots[index]
-        holder, offset = divmod(slot.start, self.shard_numel) if slot.numel else (0, 0)
-        first = self.shard_numel - offset
+        start, per_rank = self.place(index)
+        holder, offset = divmod(start, per_rank) if slot.numel else (0, 0)
+        first = per_rank - offset
         if slot.numel <= first:
             return Cut(slot.shape, self.num_shards, holder, None, None)
-        numel_next = self.shard_numel if slot.numel > first + self.shard_numel else None
+        numel_next = per_rank if slot.numel > first + per_rank else None
         return Cut(slot.shape, self.num_shards, holder, first, numel_next)
 
 
@@ -127,14 +185,27 @@ def make_layout(shapes: tuple[Shape, ...], itemsize: int, num_shards: int, align
     return smallest
 
 
-def make_row_layout(shape: Shape, num_shards: int) -> Layout:
-    """Lay one parameter into `num_shards` chunks of equally many rows, as DTensor's Shard(0) does. The last ones may be short.
+def make_row_layout(shapes: tuple[Shape, ...], itemsize: int, num_shards: int) -> Layout:
+    """Cut each parameter into `num_shards` slices of equally many rows, as DTensor's Shard(0) does. The last ones may be short.
+
+    Each parameter is a segment of its own. With several parameters, each slice begins at a multiple of `ALIGNMENT`, so what
+    pads the slice before it is a segment too.
 
     Example: 5 rows over 4 ranks are 2, 2, 1 and 0 rows.
     """
-    row = _row(shape)
-    rows = -(-shape[0] // num_shards)
-    return Layout((ParamExtent(shape, 0, prod(shape), False),), max(rows * row, 1), num_shards)
+    step = max(ALIGNMENT // itemsize, 1) if len(shapes) > 1 else 1
+    slots: list[ParamExtent] = []
+    segments: list[Segment] = []
+    offset = 0
+    for shape in shapes:
+        per_rank = -(-shape[0] // num_shards) * _row(shape)
+        slots.append(ParamExtent(shape, offset * num_shards, prod(shape), False, len(segments)))
+        for numel in filter(None, (per_rank, _round_up(max(per_rank, 1), step) - per_rank)):
+            segments.append(Segment(offset, numel))
+            offset += numel
+    if num_shards == 1:  # the only chunk is the flat buffer
+        slots, segments = [replace(slot, segment=0) for slot in slots], [Segment(0, offset)]
+    return Layout(tuple(slots), offset, num_shards, tuple(segments))
 
 
 def _row(shape: Shape) -> int:
@@ -159,7 +230,7 @@ def _fit(shapes: Sequence[Shape], uncut_rows: frozenset[int], step: int, num_sha
         slots = _place(shapes, uncut_rows, step, shard_numel)
         end = slots[-1].end if slots else 0
         if end <= shard_numel * num_shards:
-            return Layout(slots, shard_numel, num_shards)
+            return Layout(slots, shard_numel, num_shards, (Segment(0, shard_numel),))
         shard_numel = _round_up(max(-(-end // num_shards), shard_numel + 1), step)
     return None
 

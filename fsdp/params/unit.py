@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fsdp.autograd.frames import in_backward, is_running
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.joint_gather import JointGather
 from fsdp.comm.work import Work
 from fsdp.config import Config
 from fsdp.device.storage import MemoryTracker, size_of
@@ -87,7 +88,7 @@ class Unit:
     @property
     def tensor_parallel_params(self) -> list[nn.Parameter]:
         """The sharded parameters that tensor parallelism has spread as well."""
-        return [p for flat in self.flats if flat.is_tensor_parallel for p in flat.sharded_params]
+        return [p for flat in self.flats for i, p in enumerate(flat.sharded_params) if flat.is_tensor_parallel(i)]
 
     @property
     def has_opaque_shards(self) -> bool:
@@ -348,22 +349,30 @@ class Unit:
         Traffic:  this rank receives (W - 1) * C elements
         """
         with self._streams.gathering():
-            for flat in self.prepare_all_gather():
-                self._works.append(self.comm.all_gather(flat.unsharded_bytes, self.name, flat.local_bytes))
+            for flat, own in self.prepare_all_gather():
+                if flat.wire is None:
+                    self._works.append(self.comm.all_gather(flat.unsharded_bytes, self.name, own))
+                    continue
+                work = JointGather(self.comm, flat.unsharded_segments, [own], self.name, self._tracker.add)
+                if not self._streams.on_host:
+                    work.wait()  # the gather stream waits and copies, and the host goes on
+                self._works.append(work)
             self._works += self._streams.gathered()
 
-    def prepare_all_gather(self) -> Iterator[FlatBuffer]:
-        """Allocate the unsharded parameters, and copy this rank's shard to its place. Yield each flat buffer to be gathered."""
+    def prepare_all_gather(self) -> Iterator[tuple[FlatBuffer, Tensor]]:
+        """Allocate the unsharded parameters. Yield each flat buffer to be gathered, with this rank's chunk as bytes."""
         self.refuse_put_away()
         for flat in self.flats:
-            if flat.is_offloaded:
+            if flat.is_offloaded and flat.wire is None:
                 self._upload(flat)
-            else:
-                flat.memory.allocate(self._tracker)
-                if flat.is_shared:
-                    continue
-                flat.local_unsharded.copy_(flat.shard)
-            yield flat
+                yield flat, flat.local_bytes
+                continue
+            flat.memory.allocate(self._tracker)
+            if flat.is_shared:
+                continue
+            yield flat, flat.own_chunk()
+            if flat.is_offloaded:
+                self._streams.copied()
 
     def add_works(self, works: Iterable[Work]) -> None:
         """Wait for these too, before the unsharded parameters may be read."""

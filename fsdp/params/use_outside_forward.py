@@ -121,7 +121,7 @@ def local_param(flat: FlatBuffer, index: int, on_external_grad: Callable[[], Non
     For autograd, a shard in host memory is copied to the device: a backward computes there in the order of the program, and
     beside it, in another thread, what is on the host.
     """
-    if flat.is_moved or flat.is_tensor_parallel:
+    if not flat.is_row_range(index):
         raise ShardingError(
             f"to_local: parameter {flat.param_infos[index].names[0]!r} is cut along another dimension than the first, or by "
             "tensor parallelism as well; compute with fsdp.full_tensor(parameter)."

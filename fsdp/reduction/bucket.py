@@ -4,7 +4,7 @@ Rule 1: the attributes of a bucket are written in its class alone. What may happ
 """
 
 from collections.abc import Hashable, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import Final, cast
 
@@ -29,6 +29,7 @@ class Bucket:
 
     __slots__ = (
         "_alternative",
+        "_parts",
         "_tracker",
         "accumulated",
         "all_local_used",
@@ -59,7 +60,9 @@ class Bucket:
         """The name of its unit."""
         self._tracker = tracker
         self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
-        self.views = flat.views_of(self.buffer)
+        self.views = flat.wire_views_of(self.buffer)
+        """The parts of the gradient of each parameter in the buffer."""
+        self._parts = [*chain.from_iterable(self.views)]
         self._alternative: tuple[Tensor, Sequence[Tensor]] | None = None
         """The buffer that was filled in place of `buffer` and may become `.grad`, with its views."""
         self.memory = ResizableStorage(self.buffer, "bucket", stays)
@@ -225,15 +228,17 @@ class Bucket:
             ShardingError: a gradient is sparse, and no module said so.
         """
         flat = self.flat
-        views = self.views
+        views, parts = self.views, self._parts
         if buffer is not None:
-            views = flat.views_of(buffer)
+            views = flat.wire_views_of(buffer)
+            parts = [*chain.from_iterable(views)]
             if buffer.dtype is flat.shard.dtype and not flat.is_offloaded:
-                self._alternative = buffer, views  # otherwise the reduced shard is converted or copied
+                # otherwise the reduced shard is converted or copied
+                self._alternative = buffer, parts
         gradients = [unsharded.grad for unsharded in flat.unsharded_params]
         for unsharded in flat.unsharded_params:
             unsharded.grad = None
-        if flat.is_tensor_parallel:
+        if flat.has_tensor_parallel:
             gradients = [None if one is None else flat.local_grad(i, one) for i, one in enumerate(gradients)]
         if (
             not self.accumulated
@@ -241,21 +246,25 @@ class Bucket:
             and not any([gradient is None or gradient.is_sparse for gradient in gradients])
         ):
             self.local_used, self.all_local_used = self.all_used, True
-            _copy_divided(self.buffer if buffer is None else buffer, views, cast(list[Tensor], gradients), divisor)
+            full = cast(list[Tensor], gradients)
+            if flat.wire is not None:
+                full = [part for i, gradient in enumerate(full) for part in flat.wire_parts_of(i, gradient)]
+            _copy_divided(self.buffer if buffer is None else buffer, parts, full, divisor)
             return
         used_before = self.local_used if remainder else [False] * len(views)
         used = []
-        for i, (view, gradient) in enumerate(zip(views, gradients, strict=True)):
+        for i, (places, gradient) in enumerate(zip(views, gradients, strict=True)):
             accumulated = None if remainder else self.accumulated.get(i)
-            summands = (gradient, None if accumulated is None else accumulated.unsharded)
-            parts = [self._to_dense(i, part) for part in summands if part is not None]
-            used.append(used_before[i] or bool(parts))
-            if parts:
-                view.copy_(parts[0])
-            else:
-                view.zero_()
-            for part in parts[1:]:
-                view.add_(part)
+            given = (gradient, None if accumulated is None else accumulated.unsharded)
+            summands = [flat.wire_parts_of(i, self._to_dense(i, one)) for one in given if one is not None]
+            used.append(used_before[i] or bool(summands))
+            for number, view in enumerate(places):
+                if summands:
+                    view.copy_(summands[0][number])
+                else:
+                    view.zero_()
+                for summand in summands[1:]:
+                    view.add_(summand[number])
         if divisor != 1:
             (self.buffer if buffer is None else buffer).div_(divisor)
         self._set_used(used)

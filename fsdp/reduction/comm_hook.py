@@ -1,6 +1,7 @@
 """Communication hooks: the bucket that a hook is called with, and the reduction that it returns."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,19 @@ class GradBucket:
         self._bucket = bucket
         self._index = index
         self._is_last = is_last
+        self._copies: list[tuple[Tensor, int]] = []
+        """Copies of gradients that the hook has asked for, each with its version."""
 
     def zero_padding(self) -> None:
         """Fill the padding with zeros: a hook that computes a norm or a scale reads the padding too, and new memory is random."""
-        slots = self._bucket.flat.layout.slots
+        flat = self._bucket.flat
+        if flat.wire is not None:
+            is_padding = torch.ones_like(self._buffer, dtype=torch.bool)
+            for view in chain.from_iterable(flat.wire_views_of(is_padding)):
+                view.zero_()
+            self._buffer.masked_fill_(is_padding, 0)
+            return
+        slots = flat.layout.slots
         ends = [0, *(slot.end for slot in slots)]
         for end, start in zip(ends, [*(slot.start for slot in slots), self._buffer.numel()], strict=True):
             if end < start:
@@ -36,8 +46,26 @@ class GradBucket:
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
-        """The gradient of each parameter, in the shape of the full parameter: views of the buffer."""
-        return self._bucket.flat.views_of(self._buffer)
+        """The gradient of each parameter, in the shape of the full parameter: views of the buffer.
+
+        Copies in a bucket of several DTensors, which has no such views. They must not be changed.
+        """
+        flat = self._bucket.flat
+        if flat.wire is None:
+            return flat.views_of(self._buffer)
+        copies = flat.copies_from_wire(self._buffer)
+        self._copies += [(copy, copy._version) for copy in copies]
+        return copies
+
+    def check_copies(self) -> None:
+        """Raises:
+        ShardingError: the hook has changed a copy of a gradient, which changes no gradient.
+        """
+        if any(copy._version != version for copy, version in self._copies):
+            raise ShardingError(
+                f"the communication hook has changed a tensor of gradients() in place. The bucket of unit {self._bucket.name!r} "
+                "has several DTensors, so these are copies; change buffer() instead."
+            )
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """The parameters of these gradients: the sharded ones of `model.parameters()`."""
@@ -66,6 +94,7 @@ class CommHook(NamedTuple):
         """
         bucket.zero_padding()
         future = self.hook(self.state, bucket)
+        bucket.check_copies()
         if not isinstance(future, torch._C.Future):
             raise ShardingError(
                 f"the communication hook must return a torch.futures.Future; for the bucket of unit {unit!r} it returned "

@@ -50,7 +50,7 @@ class StepFlags:
             for bucket in buckets
             if not bucket.flat.is_replicated
             for index, (info, part) in enumerate(zip(bucket.flat.param_infos, bucket.flat.parts, strict=True))
-            if bucket.flat.layout.has_several_owners(index)
+            if len(bucket.flat.layout.holders(index)) > 1
         ]
         nothing = torch.empty(0)
         self._held = [nothing if parameter is None else parameter for _, _, parameter in self._params]

@@ -2,11 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
-from torch import Tensor
-
-from fsdp.comm.communicator import Communicator
-from fsdp.comm.work import Work
+from fsdp.comm.joint_gather import JointGather
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
 from fsdp.params.unit import Unit
@@ -93,9 +89,9 @@ class Gathers:
         Memory: the bytes of all of them once more, until they are copied out
         """
         with self._streams.gathering():
-            flats = [flat for unit in units for flat in unit.prepare_all_gather()]
-            buffers = [(flat.unsharded_bytes, flat.local_bytes) for flat in flats]
-            work = JointGather(units[0].comm, buffers, units[0].name, self._tracker.add)
+            prepared = [one for unit in units for one in unit.prepare_all_gather()]
+            places = [place for flat, _ in prepared for place in flat.unsharded_segments]
+            work = JointGather(units[0].comm, places, [own for _, own in prepared], units[0].name, self._tracker.add)
             if not self._streams.on_host:
                 work.wait()  # the gather stream waits and copies, and the host goes on
             works = (work, *self._streams.gathered())
@@ -106,39 +102,3 @@ class Gathers:
 def gather_sizes(units: Sequence[Unit]) -> list[int]:
     """For each unit, the bytes that its all-gathers fill."""
     return [sum(unit.gather_sizes) for unit in units]
-
-
-class JointGather:
-    """One all-gather for several buffers. `wait` copies each to its place; it may be called once for each buffer."""
-
-    __slots__ = ("_buffers", "_count", "_joint", "_work")
-
-    def __init__(
-        self,
-        comm: Communicator,
-        buffers: Sequence[tuple[Tensor, Tensor]],
-        label: str,
-        count: Callable[[str, int], None],
-    ) -> None:
-        """`buffers`: of each the bytes (W * C,) to fill, and this rank's chunk (C,) of them, which is filled already.
-
-        `count`: counts bytes of memory of a kind as allocated or, if negative, as released.
-        """
-        self._buffers = tuple((unsharded.view(comm.size, -1), own.numel()) for unsharded, own in buffers)
-        self._count = count
-        self._joint = buffers[0][0].new_empty(comm.size, sum(numel for _, numel in self._buffers))
-        torch.cat([own for _, own in buffers], out=self._joint[comm.rank])
-        self._work: Work | None = comm.all_gather(self._joint.view(-1), label)
-        count("scratch", self._joint.numel())
-
-    def wait(self) -> None:
-        work, self._work = self._work, None
-        if work is None:
-            return
-        try:
-            work.wait()
-            sizes = [numel for _, numel in self._buffers]
-            torch.split_with_sizes_copy(self._joint, sizes, 1, out=[unsharded for unsharded, _ in self._buffers])
-        finally:
-            self._count("scratch", -self._joint.numel())
-            del self._joint

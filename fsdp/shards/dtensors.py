@@ -1,10 +1,10 @@
 """Shards as torch's DTensors, for code that looks at `placements`, `to_local()` and `full_tensor()`.
 
 [Note: shards as DTensors]
-A DTensor with the placement Shard(0) holds on each rank as many rows as on the next, except at the end. A flat buffer of one
-parameter, cut between rows, has just that layout, so a DTensor over the shard's memory needs no copy. A buffer of several
-parameters can not: its chunks would hold a part of every parameter, and the gathered parameters would not be contiguous. So with
-the option `dtensors` each parameter has a flat buffer and collectives of its own.
+A DTensor with the placement Shard(0) holds on each rank as many rows as on the next, except at the end. So each parameter is a
+segment of its flat buffer (see `Layout`): this rank's rows are a range of its chunk, and a DTensor over them needs no copy. The
+chunks of all ranks, one after the other, are not the full parameters: gathered chunks are copied once (see `Wire`). The buffer of
+a unit that has one parameter needs no copy.
 
 Shard(1) has that layout if the flat buffer holds the parameter with dimension 1 in front: a chunk is then a range of its rows.
 The tensors that code sees are views in which the dimension is back in its place. They are not contiguous; nothing is copied.
@@ -81,11 +81,12 @@ class DTensorLayout(NamedTuple):
     def stored(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor as the flat buffer stores it: the dimension that is cut comes first."""
         local = local_of(tensor)
-        return (tensor if local is None else local).movedim(self.dim, 0)
+        found = tensor if local is None else local
+        return found.movedim(self.dim, 0) if self.dim else found
 
     def shown(self, stored: Tensor) -> Tensor:
         """A view of a stored tensor with its dimensions in their places."""
-        return stored.movedim(0, self.dim)
+        return stored.movedim(0, self.dim) if self.dim else stored
 
     def unsharded(self, local: Tensor) -> Tensor:
         """The unsharded parameter whose part on this rank is `local`: `local` itself, unless tensor parallelism has spread it."""

@@ -71,15 +71,14 @@ def gather_range(param_range: ParamRange, comm: Communicator, label: str, memory
 
     Traffic and memory: the size of the range. Each rank that holds elements of it sends them to all others.
     """
-    start, end = param_range.start, param_range.end
-    buffer, shard_numel = param_range.empty(memory), param_range.flat.layout.shard_numel
+    start, flat = param_range.start, param_range.flat
+    buffer = param_range.empty(memory)
     parts: list[tuple[int, Tensor]] = []
-    for rank in range(start // shard_numel, -(-end // shard_numel)):
-        low, high = max(start, rank * shard_numel), min(end, (rank + 1) * shard_numel)
-        part = buffer[low - start : high - start]
-        if rank == comm.rank:
-            part.copy_(param_range.flat.shard[low - rank * shard_numel : high - rank * shard_numel])
-        parts.append((rank, part))
+    for run in flat.layout.runs(start, param_range.end):
+        part = buffer[run.start - start : run.start - start + run.numel]
+        if run.rank == comm.rank:
+            part.copy_(flat.shard[run.offset : run.offset + run.numel])
+        parts.append((run.rank, part))
     broadcast_all(parts, comm, label)
     return buffer
 

@@ -48,8 +48,7 @@ class ParamShard(NamedTuple):
     @property
     def holders(self) -> range:
         """The ranks that hold elements of the parameter."""
-        slot, shard_numel = self.flat.layout.slots[self.number], self.flat.layout.shard_numel
-        return range(slot.start // shard_numel, -(-slot.end // shard_numel) if slot.numel else slot.start // shard_numel)
+        return self.flat.layout.holders(self.number)
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of a full tensor of the parameter's shape: a view."""
@@ -57,7 +56,7 @@ class ParamShard(NamedTuple):
 
     def value(self, name: str, local: Tensor) -> ShardedValue:
         """`local`, which has the shape of this rank's shard, as this rank's part of a tensor shaped like the parameter."""
-        if self.flat.is_moved or self.flat.is_tensor_parallel:
+        if not self.flat.is_row_range(self.number):
             raise ShardingError(
                 f"{name!r} is cut along another dimension than the first, or by tensor parallelism as well: its part is no range "
                 "of rows. Use torch's functions for state dicts."
@@ -79,7 +78,7 @@ class ParamShard(NamedTuple):
             # torch's set_model_state_dict gives the model its own parameters under names that are missing
             return plain(given)
         check_fit(operation, name, given, self.shape, self.parameter.dtype)
-        if self.flat.is_tensor_parallel:
+        if self.flat.is_tensor_parallel(self.number):
             raise ShardingError(
                 f"{operation}: {name!r} is cut by tensor parallelism as well, and this value is no DTensor; load it by torch's "
                 "set_model_state_dict."

@@ -112,6 +112,8 @@ def test_a_wait_and_the_collectives_of_shared_communicators_are_notified_once(mo
 
     text, story = fsdp.simulate(2, one_rank)[0]
     assert re.match(r"fsdp: process \d+, at \d\d:\d\d:\d\d\n", text)
-    assert text.count("root 'Linear'") >= 2
+    # models of other tests may still live
+    text = "\nroot ".join(root for root in text.split("\nroot ") if root.startswith("'Linear'"))
+    assert text.count("'Linear'") >= 2
     assert text.count(f"\n  {wait}\n") == 1 and story.count(f"\n  {wait}\n") == 1
     assert text.count("shard: gather_objects fully_shard, gather_objects fully_shard") == 1

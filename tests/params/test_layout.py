@@ -1,7 +1,8 @@
 """Where parameters lie: every element once, aligned, rows whole, little padding. Pure arithmetic."""
 
 import time
-from itertools import product
+from collections.abc import Callable
+from itertools import accumulate, product
 from math import prod
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp.params.layout import Layout, ParamExtent, ShardExtent, make_layout, make_row_layout
+from fsdp.params.wire import Wire
 
 Shape = tuple[int, ...]
 
@@ -181,11 +183,68 @@ def test_without_alignment_parameters_follow_each_other_without_gaps() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=["vector", "matrix", "cube"])
 def test_a_row_layout_cuts_as_chunk_does(rows: int, shape: tuple[int, ...]) -> None:
-    layout = make_row_layout((rows, *shape), 4)
-    full = torch.arange(rows * prod(shape)).view(rows, *shape)
-    chunks = torch.chunk(full, 4) if rows else ()
-    for rank in range(4):
-        part = layout.part(0, rank)
+    layout = make_row_layout(((rows, *shape),), 4, 4)
+    assert layout.is_gathered_in_place
+    check_rows(layout, 0, (rows, *shape))
+
+
+def check_rows(layout: Layout, index: int, shape: tuple[int, ...]) -> None:
+    full = torch.arange(prod(shape)).view(shape)
+    chunks = torch.chunk(full, layout.num_shards) if shape[0] else ()
+    for rank in range(layout.num_shards):
+        part = layout.part(index, rank)
         mine = full.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
         expected = chunks[rank] if rank < len(chunks) else full[:0]
         assert torch.equal(mine, expected)
+    assert list(layout.holders(index)) == [rank for rank, chunk in enumerate(chunks) if chunk.numel()]
+
+
+SEVERAL = ((5, 3), (2,), (0, 4), (8, 2), (1,), (7, 1, 3))
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 16])
+def test_in_a_row_layout_of_several_parameters_each_is_cut_as_chunk_does(itemsize: int, num_shards: int) -> None:
+    layout = make_row_layout(SEVERAL, itemsize, num_shards)
+    assert layout.shard_numel * itemsize % 16 == 0 and layout.is_gathered_in_place == (num_shards == 1)
+    assert layout.segments[0].offset == 0 and sum(one.numel for one in layout.segments) == layout.shard_numel
+    for index, shape in enumerate(SEVERAL):
+        check_rows(layout, index, shape)
+        for rank in range(num_shards):
+            assert layout.part(index, rank).offset * itemsize % 16 == 0
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("make", [make_row_layout, make_layout])
+def test_runs_say_who_holds_which_elements(make: Callable[..., Layout], num_shards: int) -> None:
+    layout = make(SEVERAL, 4, num_shards)
+    for index, slot in enumerate(layout.slots):
+        runs = list(layout.runs(slot.start, slot.end))
+        assert sum(run.numel for run in runs) == slot.numel
+        parts = {rank: layout.part(index, rank) for rank in layout.holders(index)}
+        assert [run.rank for run in runs] == list(parts)
+        for run in runs:
+            part = parts[run.rank]
+            assert (run.start - slot.start, run.offset, run.numel) == (part.first, part.offset, part.numel)
+    whole = list(layout.runs(0, layout.numel))
+    assert [run.start for run in whole] == [0, *accumulate(run.numel for run in whole)][:-1]
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 4, 7])
+def test_the_wire_has_the_chunk_of_each_rank_in_turn(num_shards: int) -> None:
+    layout = make_row_layout(SEVERAL, 4, num_shards)
+    wire = Wire(layout)
+    memory = torch.arange(layout.numel)
+    chunks = [
+        torch.cat([memory[run.start : run.start + run.numel] for run in layout.runs(0, layout.numel) if run.rank == rank])
+        for rank in range(num_shards)
+    ]
+    gathered = torch.cat(chunks)
+    assert torch.equal(torch.cat(wire.segments_of(memory), 1), gathered.view(num_shards, -1))
+    filled = torch.full_like(gathered, -1)
+    for index, (slot, places) in enumerate(zip(layout.slots, wire.views_of(filled), strict=True)):
+        full = memory[slot.start : slot.end].view(slot.shape)
+        for place, part in zip(places, wire.parts_of(index, full), strict=True):
+            place.copy_(part)
+    assert torch.equal(filled[filled >= 0], gathered[filled >= 0])
+    assert int((filled >= 0).sum()) == sum(prod(shape) for shape in SEVERAL)

@@ -11,7 +11,6 @@ from fsdp.compat.fsdp2 import residence
 from fsdp.compat.shared.dtype_and_device import changed_flats, convert
 from fsdp.device.streams import default_device
 from fsdp.errors import ShardingError
-from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import UnitRef, unit_ref_of
@@ -52,7 +51,7 @@ def convert_params(parameters: Collection[nn.Parameter], fn: Conversion) -> None
         engine = _ref(module).engine
         here = {i: _to_convert(unit, fn, chosen) for i, unit in enumerate(engine.units) if id(unit.module) in modules}
         if any(here.values()):
-            convert(engine, fn, [i for i, flats in here.items() if flats], [flat for flats in here.values() for flat in flats])
+            convert(engine, fn, [i for i, ids in here.items() if ids], frozenset().union(*here.values()))
             continue
         for parameter in _ref(module).unit.sharded_params:
             local = plain(parameter)
@@ -63,20 +62,27 @@ def convert_params(parameters: Collection[nn.Parameter], fn: Conversion) -> None
             parameter.data = fn(parameter.data)
 
 
-def _to_convert(unit: Unit, fn: Conversion, chosen: Collection[int]) -> list[FlatBuffer]:
-    """The flat buffers of a unit whose parameters are chosen, and get another dtype or device.
+def _to_convert(unit: Unit, fn: Conversion, chosen: Collection[int]) -> set[int]:
+    """The ids of those chosen parameters of a unit that get another dtype or device, with those that must be converted as well.
 
     Raises:
-        ShardingError: some parameters of such a flat buffer are not chosen, and have values.
+        ShardingError: some parameters of a flat buffer are not chosen, have values, and cannot lie in another buffer.
     """
-    found = [flat for flat in changed_flats(unit, fn) if any(id(p) in chosen for p in flat.sharded_params)]
-    for flat in found:
+    found: set[int] = set()
+    for flat in changed_flats(unit, fn):
+        ids = {id(p) for p in flat.sharded_params}
         others = [info.names[0] for info in flat.param_infos if id(info.parameter) not in chosen]
+        if len(others) == len(ids):
+            continue
+        if flat.dtensor_layouts is not None:
+            found |= ids.intersection(chosen)
+            continue
         if others and not flat.shard.is_meta:
             raise ShardingError(
                 f"unit {unit.name!r}: inside fsdp.simulate, parameter {others[0]!r} lies in one buffer with those that are to be "
                 "converted; convert the whole unit there."
             )
+        found |= ids
     return found
 
 

@@ -1,11 +1,12 @@
 """Another dtype or device for units that exist, as `model.half()` asks for after wrapping; or another mixed precision.
 
-Nothing is communicated. Each flat buffer is made anew with the layout that it had, so that the state of an optimizer still fits.
+Nothing is communicated. Flat buffers are made anew, and cut each parameter as before, so the state of an optimizer still fits.
 A smaller dtype then has shards that are no multiples of 16 bytes.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,11 +37,40 @@ def changes(unit: Unit, fn: Conversion) -> bool:
     return bool(changed_flats(unit, fn))
 
 
+class Part(NamedTuple):
+    """Parameters of one flat buffer that are converted alike, and have a flat buffer of their own afterwards."""
+
+    flat: FlatBuffer
+    numbers: tuple[int, ...] | None
+    """The numbers of the parameters; None: all of them."""
+    fn: Conversion
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """The numbers of the parameters."""
+        return range(len(self.flat.parts)) if self.numbers is None else self.numbers
+
+    def values(self) -> list[Tensor]:
+        """The converted shards: the whole chunk (C,), or one tensor for each parameter."""
+        if self.numbers is None:
+            return [self.fn(self.flat.shard)]
+        return [self.fn(self.flat.shard_view(number)) for number in self.numbers]
+
+    def fill(self, made: FlatBuffer, values: Sequence[Tensor]) -> None:
+        """Copy these into the flat buffer that was made of the part."""
+        if self.numbers is None:
+            made.shard.copy_(values[0])
+            return
+        for number, value in enumerate(values):
+            made.shard_view(number).copy_(value)
+
+
 @torch.no_grad()
-def convert(engine: Engine, fn: Conversion, units: Collection[int], chosen: Collection[FlatBuffer] | None = None) -> Engine:
+def convert(engine: Engine, fn: Conversion, units: Collection[int], chosen: Collection[int] | None = None) -> Engine:
     """Convert the parameters and gradients of some units of a root by `fn`; return the engine that drives the root from now on.
 
-    `units`: the numbers of the units. `chosen`: flat buffers of these units; the others stay as they are. None means all.
+    `units`: the numbers of the units. `chosen`: the ids of parameters; the others stay as they are. None means all. Parameters of
+    one flat buffer can be chosen apart if its shards are DTensors: every rank has the same rows of them in another buffer.
     Parameter objects, hooks of the user, and the options of the root stay.
 
     Memory: the shards of these units twice.
@@ -51,11 +81,18 @@ def convert(engine: Engine, fn: Conversion, units: Collection[int], chosen: Coll
             was changed.
     """
     _refuse(engine, units, "to", fn)
-    fns = {
-        index: [fn if chosen is None or flat in chosen else _unchanged for flat in engine.units[index].flats] for index in units
-    }
+    parts = {index: [part for flat in engine.units[index].flats for part in _parts_of(flat, fn, chosen)] for index in units}
     configs = {index: engine.units[index].config for index in units}
-    return _remade(engine, fns, configs)
+    return _remade(engine, parts, configs)
+
+
+def _parts_of(flat: FlatBuffer, fn: Conversion, chosen: Collection[int] | None) -> list[Part]:
+    """A flat buffer as it is converted: whole, or the chosen parameters and the others apart."""
+    numbers = [i for i, parameter in enumerate(flat.sharded_params) if chosen is None or id(parameter) in chosen]
+    others = [i for i in range(len(flat.sharded_params)) if i not in numbers]
+    if numbers and others:
+        return [Part(flat, tuple(numbers), fn), Part(flat, tuple(others), _unchanged)]
+    return [Part(flat, None, fn if numbers else _unchanged)]
 
 
 @torch.no_grad()
@@ -68,25 +105,22 @@ def change_precision(engine: Engine, policies: Mapping[int, MixedPrecisionPolicy
         ShardingError: see `convert`.
     """
     _refuse(engine, policies, function_name)
-    fns: dict[int, list[Conversion]] = {index: [_unchanged] * len(engine.units[index].flats) for index in policies}
+    parts = {index: [Part(flat, None, _unchanged) for flat in engine.units[index].flats] for index in policies}
     configs = {index: replace(engine.units[index].config, mp_policy=policy) for index, policy in policies.items()}
-    return _remade(engine, fns, configs)
+    return _remade(engine, parts, configs)
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _remade(engine: Engine, fns: Mapping[int, list[Conversion]], configs: Mapping[int, Config]) -> Engine:
-    """An engine over units of which some are made anew, with new options. `fns`: how each of their flat buffers is converted."""
-    shards = {
-        index: [fn(flat.shard) for fn, flat in zip(of_unit, engine.units[index].flats, strict=True)]
-        for index, of_unit in fns.items()
-    }
+def _remade(engine: Engine, parts: Mapping[int, list[Part]], configs: Mapping[int, Config]) -> Engine:
+    """An engine over units of which some are made anew, with new options. `parts`: how each of these is converted."""
+    values = {index: [part.values() for part in of_unit] for index, of_unit in parts.items()}
     refs = [ref for unit in engine.units if (ref := unit_ref_of(unit.module)) is not None]
     detach(refs)
     made = [
-        _convert(unit, fns[index], shards[index], configs[index]) if index in shards else unit
+        _convert(unit, parts[index], values[index], configs[index]) if index in parts else unit
         for index, unit in enumerate(engine.units)
     ]
     new = attach(made, engine.descendants, engine.comms)
@@ -110,16 +144,15 @@ def _refuse(engine: Engine, units: Collection[int], function_name: str, fn: Conv
         unit.check_shards()
 
 
-def _convert(unit: Unit, fns: list[Conversion], shards: list[Tensor], config: Config) -> Unit:
-    grads = [
-        [_converted_grad(parameter.grad, fn) for parameter in flat.sharded_params]
-        for flat, fn in zip(unit.flats, fns, strict=True)
-    ]
+def _convert(unit: Unit, parts: list[Part], values: list[list[Tensor]], config: Config) -> Unit:
+    grads = [[_converted_grad(part.flat.sharded_params[number].grad, part.fn) for number in part.indices] for part in parts]
     stepped = unit.versions.changed_since_made
-    for flat, shard in zip(unit.flats, shards, strict=True):
-        for number, slot in enumerate(flat.layout.slots):
+    for part, converted in zip(parts, values, strict=True):
+        flat = part.flat
+        for number in part.indices:
             # a stand-in of the full shape with the memory of one element, which the new buffer cuts
-            stand_in = shard.new_empty((), device=flat.device if flat.is_offloaded else None).expand(slot.shape)
+            device = flat.device if flat.is_offloaded else None
+            stand_in = converted[0].new_empty((), device=device).expand(flat.layout.slots[number].shape)
             if flat.dtensor_layouts is None:
                 flat.restore_param(number, stand_in, None)
             else:
@@ -127,19 +160,20 @@ def _convert(unit: Unit, fns: list[Conversion], shards: list[Tensor], config: Co
     unit.dissolve()
     flats = [
         FlatBuffer(
-            flat.param_infos,
-            compute_dtype(flat.param_infos[0], shard.dtype, config),
+            [part.flat.param_infos[number] for number in part.indices],
+            compute_dtype(part.flat.param_infos[0], converted[0].dtype, config),
             unit.comm,
-            flat.is_replicated,
+            part.flat.is_replicated,
             config.aligned,
             config.plain_shards,
-            former=flat,
+            former=part.flat,
+            taken=part.numbers,
             offload=config.offload,
         )
-        for flat, shard in zip(unit.flats, shards, strict=True)
+        for part, converted in zip(parts, values, strict=True)
     ]
-    for flat, shard, of_flat in zip(flats, shards, grads, strict=True):
-        flat.shard.copy_(shard)
+    for flat, part, converted, of_flat in zip(flats, parts, values, grads, strict=True):
+        part.fill(flat, converted)
         for number, grad in enumerate(of_flat):
             if grad is not None:
                 flat.sharded_params[number].grad = flat.as_shown(number, grad)

@@ -2,6 +2,8 @@
 
 import copy
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import fsdp
 from fsdp.compat import fully_shard as ours
+from fsdp.runtime.registry import unit_ref_of
 
 FULL = StateDictOptions(full_state_dict=True)
 
@@ -147,6 +152,64 @@ def precise(api: Any, rank: int) -> list[torch.Tensor]:
     return found
 
 
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that are launched inside: torch's own by operator, those of this engine by communicator."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self.launched: Counter[str] = Counter()
+
+    def __enter__(self) -> Any:
+        self._record(self)
+        return super().__enter__()
+
+    def __exit__(self, *problem: Any) -> None:
+        self._record(None)
+        super().__exit__(*problem)
+
+    def _record(self, recorder: Any) -> None:
+        ref = unit_ref_of(self._model)
+        for comm in () if ref is None else ref.engine.comms.each().values():
+            comm.set_recorder(recorder)
+
+    def launch(self, kind: str, label: str, received: int, launch: Callable[[], Any]) -> Any:
+        self.launched[kind] += 1
+        return launch()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.launched[{"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}[func._opname]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Block(nn.Module):
+    """Twelve parameters, as in a transformer's block; some have odd numbers of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)), nn.LayerNorm(5), nn.LayerNorm(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def launched(fully_shard: Callable[..., Any], rank: int) -> Counter[str]:
+    """The collectives of one training step of eight blocks and a head."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(8)), nn.Linear(5, 3))
+    for block in model[:8]:
+        fully_shard(block)
+    fully_shard(model)
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):  # the first step has the order of the collectives to learn
+        model(x).square().mean().backward()
+    with Collectives(model) as collectives:
+        model(x).square().mean().backward()
+    return collectives.launched
+
+
 def refusal_of_an_early_optimizer() -> str:
     """What the step of an optimizer that was made before wrapping says."""
     model = nn.Linear(3, 3)
@@ -166,6 +229,11 @@ def run(rank: int, size: int, folder: Path) -> None:
         "torch": script(torch_fsdp, rank),
         "ours": script(ours, rank),
         "refusal": refusal_of_an_early_optimizer(),
+    }
+    results["launched"] = {
+        "torch": launched(torch_fsdp.fully_shard, rank),
+        "ours": launched(ours.fully_shard, rank),
+        "native": launched(fsdp.fully_shard, rank),
     }
     results["precise"] = {"torch": precise(torch_fsdp, rank), "ours": precise(ours, rank)}
     for late in (False, True):

@@ -1,5 +1,6 @@
 """One script with torch's FSDP2 and with fsdp.compat.fully_shard over gloo processes: the same losses and states."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ pytestmark = pytest.mark.gloo
 def test_a_script_of_fsdp2_gives_the_same_losses(tmp_path: Path) -> None:
     results = results_of("tests.compat.fsdp2.fully_shard_program", 2, tmp_path)
     for result in results:
+        launched = result["launched"]
+        assert launched["torch"] == {"all_gather": 2 * 8 + 1, "reduce_scatter": 8 + 1}
+        # the ranks ask each other once a step which parameters have gradients
+        assert launched["ours"] == launched["native"] == launched["torch"] + Counter(all_reduce=1)
         assert result["refusal"].startswith("SGD was made before the module was wrapped with DTensors")
         assert result["ours"].pop("class") == result["torch"].pop("class") == "FSDPNet"
         torch.testing.assert_close(result["ours"]["losses"], result["torch"]["losses"])
