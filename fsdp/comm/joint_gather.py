@@ -12,12 +12,12 @@ from fsdp.comm.work import Work
 class JointGather:
     """An all-gather of chunks that belong to several places. `wait` copies them there; it may be called more than once."""
 
-    __slots__ = ("_count", "_joint", "_places", "_work")
+    __slots__ = ("_count", "_joint", "_places", "_sizes", "_work")
 
     def __init__(
         self,
         comm: Communicator,
-        places: Sequence[Tensor],
+        places: list[Tensor],
         own: Sequence[Tensor],
         label: str,
         count: Callable[[str, int], None],
@@ -30,7 +30,8 @@ class JointGather:
         """
         self._places = places
         self._count = count
-        self._joint = places[0].new_empty(comm.size, sum(place.shape[1] for place in places))
+        self._sizes = [place.shape[1] for place in places]
+        self._joint = places[0].new_empty(comm.size, sum(self._sizes))
         if len(own) == 1:
             self._joint[comm.rank].copy_(own[0])
         else:
@@ -44,8 +45,7 @@ class JointGather:
             return
         try:
             work.wait()
-            sizes = [place.shape[1] for place in self._places]
-            torch.split_with_sizes_copy(self._joint, sizes, 1, out=[*self._places])
+            torch.split_with_sizes_copy(self._joint, self._sizes, 1, out=self._places)
         finally:
             self._count("scratch", -self._joint.numel())
             del self._joint

@@ -291,7 +291,9 @@ class FlatBuffer:
 
     def wire_parts_of(self, index: int, full: Tensor) -> Sequence[Tensor]:
         """The same parts of a full tensor of the shape of parameter `index`: views."""
-        return (full,) if self.wire is None else self.wire.parts_of(index, self._stored(index, full))
+        if self.wire is None:
+            return (full,)
+        return self.wire.parts_of(index, self._stored(index, full) if self.is_moved else full)
 
     def upload(self) -> None:
         """Copy the shard from host memory to its place in `unsharded`, on the current stream.

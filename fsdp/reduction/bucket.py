@@ -333,7 +333,7 @@ class Bucket:
                 if param._post_accumulate_grad_hooks:
                     hooked.append(i)
                 before = param.grad
-                accumulated = self._drop_accumulated(i)
+                accumulated = self._drop_accumulated(i) if self.accumulated else None
                 if before is None or (accumulated is not None and accumulated.owns_shard_grad):
                     param.grad = flat.as_shown(i, gradient)
                 elif before.is_sparse or gradient.is_sparse:

@@ -90,12 +90,7 @@ class DTensorLayout(NamedTuple):
 
     def unsharded(self, local: Tensor) -> Tensor:
         """The unsharded parameter whose part on this rank is `local`: `local` itself, unless tensor parallelism has spread it."""
-        from torch.distributed.tensor import DTensor
-
-        if self.unsharded_spec is None:
-            return local
-        made: Tensor = DTensor(local, self.unsharded_spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        return made
+        return local if self.unsharded_spec is None else _dtensor(local, self.unsharded_spec)
 
     def local_grad(self, gradient: Any) -> Tensor:
         """This rank's part of an unsharded gradient. Communicates if the gradient lies on the ranks in another way."""
@@ -112,11 +107,22 @@ class DTensorLayout(NamedTuple):
 
     def tensor(self, local: Tensor) -> Tensor:
         """A DTensor whose part on this rank is `local`. It shares the memory."""
-        from torch.distributed.tensor import DTensor
+        return _dtensor(local, self.spec)
 
-        # the constructor that torch's own fully_shard calls; DTensor.from_local takes three times as long
-        made: Tensor = DTensor(local, self.spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        return made
+
+def _dtensor(local: Tensor, spec: Any) -> Tensor:
+    # as torch's own fully_shard makes them, without `__init__`, which takes most of the time and does nothing
+    kind = _dtensor_class()
+    made: Tensor = kind.__new__(kind, local, spec, requires_grad=False)
+    return made
+
+
+@cache
+def _dtensor_class() -> Any:
+    """Imported when the first shard is made a DTensor: the import takes half a second."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
 
 
 def make_dtensor_mesh(mesh: "DeviceMesh") -> DTensorMesh:
