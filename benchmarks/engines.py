@@ -37,6 +37,7 @@ TITLES: Mapping[str, str] = {
     "door_fsdp1": "ours, by FSDP1's names",
     "door_fsdp2": "ours, by FSDP2's names",
     "ours_over_nccl": "ours, the backend reduces",
+    "door_fsdp2_over_nccl": "ours, by FSDP2's names, the backend reduces",
 }
 """As they are called on the page."""
 

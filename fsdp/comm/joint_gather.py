@@ -12,7 +12,7 @@ from fsdp.comm.work import Work
 class JointGather:
     """An all-gather of chunks that belong to several places. `wait` copies them there; it may be called more than once."""
 
-    __slots__ = ("_count", "_joint", "_places", "_sizes", "_work")
+    __slots__ = ("_allocate", "_count", "_joint", "_places", "_sizes", "_work")
 
     def __init__(
         self,
@@ -21,15 +21,18 @@ class JointGather:
         own: Sequence[Tensor],
         label: str,
         count: Callable[[str, int], None],
+        allocate: Callable[[], None],
     ) -> None:
         """`places`: the bytes (W, c) that each part of chunks fills. `own`: this rank's chunk as bytes, in one or more tensors.
 
         `count`: counts bytes of memory of a kind as allocated or, if negative, as released.
+        `allocate`: allocates the memory of the places that have none, just before it is needed.
 
         Memory: the bytes of all of them once more, until they are copied out.
         """
         self._places = places
         self._count = count
+        self._allocate = allocate
         self._sizes = [place.shape[1] for place in places]
         self._joint = places[0].new_empty(comm.size, sum(self._sizes))
         if len(own) == 1:
@@ -45,6 +48,7 @@ class JointGather:
             return
         try:
             work.wait()
+            self._allocate()
             torch.split_with_sizes_copy(self._joint, self._sizes, 1, out=self._places)
         finally:
             self._count("scratch", -self._joint.numel())

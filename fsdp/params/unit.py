@@ -8,6 +8,7 @@ Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Final
 
@@ -353,21 +354,26 @@ class Unit:
                 if flat.wire is None:
                     self._works.append(self.comm.all_gather(flat.unsharded_bytes, self.name, own))
                     continue
-                work = JointGather(self.comm, flat.unsharded_segments, [own], self.name, self._tracker.add)
+                allocate = partial(flat.memory.allocate, self._tracker)
+                work = JointGather(self.comm, flat.unsharded_segments, [own], self.name, self._tracker.add, allocate)
                 if not self._streams.on_host:
                     work.wait()  # the gather stream waits and copies, and the host goes on
                 self._works.append(work)
             self._works += self._streams.gathered()
 
     def prepare_all_gather(self) -> Iterator[tuple[FlatBuffer, Tensor]]:
-        """Allocate the unsharded parameters. Yield each flat buffer to be gathered, with this rank's chunk as bytes."""
+        """Yield each flat buffer to be gathered, with this rank's chunk as bytes.
+
+        Allocates the unsharded parameters that are gathered in place.
+        """
         self.refuse_put_away()
         for flat in self.flats:
             if flat.is_offloaded and flat.wire is None:
                 self._upload(flat)
                 yield flat, flat.local_bytes
                 continue
-            flat.memory.allocate(self._tracker)
+            if flat.wire is None:
+                flat.memory.allocate(self._tracker)
             if flat.is_shared:
                 continue
             yield flat, flat.own_chunk()

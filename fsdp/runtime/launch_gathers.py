@@ -91,7 +91,13 @@ class Gathers:
         with self._streams.gathering():
             prepared = [one for unit in units for one in unit.prepare_all_gather()]
             places = [place for flat, _ in prepared for place in flat.unsharded_segments]
-            work = JointGather(units[0].comm, places, [own for _, own in prepared], units[0].name, self._tracker.add)
+
+            def allocate() -> None:
+                for flat, _ in prepared:
+                    flat.memory.allocate(self._tracker)
+
+            own = [chunk for _, chunk in prepared]
+            work = JointGather(units[0].comm, places, own, units[0].name, self._tracker.add, allocate)
             if not self._streams.on_host:
                 work.wait()  # the gather stream waits and copies, and the host goes on
             works = (work, *self._streams.gathered())

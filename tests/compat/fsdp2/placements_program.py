@@ -125,6 +125,7 @@ def run(rank: int, size: int, folder: Path) -> None:
         "trained": close(train(model, alone), expected),
         "guard": close(train(sharded(net(), guard=True), alone), expected),
         "uneven_paths": close(train(sharded(net(), uneven_paths=True), alone), expected),
+        "coalesced": close(train(sharded(net(), reduction=fsdp.ReductionPolicy(coalesce_cap_mb=1)), alone), expected),
         "kept": close(train(sharded(net(), reshard_after_forward=False), alone), expected),
         "accumulated": close(train(sharded(net()), alone, True), train(net(), everybody, True)),
         "hooks": close(hooked(sharded(net()), alone), hooked(net(), everybody)),
