@@ -275,6 +275,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "joint_gather",
         "process_group",
         "simulated",
+        "simulated_group",
         "simulated_ops",
         "communicator",
         "work",

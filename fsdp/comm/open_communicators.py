@@ -118,27 +118,44 @@ def _check_shape(shape: tuple[int, ...], ranks: int) -> None:
 def _simulated_comms(
     here: simulated.SimulatedRank, process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int
 ) -> CommContext:
-    if process_group is not None or (mesh is not None and mesh_kind is not MeshKind.HYBRID):
-        raise ShardingError("process_group and mesh have no meaning inside fsdp.simulate; leave them out.")
-    shard_comm, names = here.comm(SHARD_NAME), [lane_name(REDUCE_NAME, number) for number in range(lanes)]
-    if mesh_kind is MeshKind.SHARD:
-        return CommContext(shard_comm, shard_comm, tuple(Lane(here.comm(name), _alone) for name in names))
+    shards, replicas, world = _simulated_ranks(here, process_group, mesh, mesh_kind)
+
+    def comm(name: str, ranks: tuple[int, ...] | None) -> Communicator:
+        return _alone if ranks is None else here.comm(name, ranks)
+
+    def lane(number: int) -> Lane:
+        return Lane(comm(lane_name(REDUCE_NAME, number), shards), comm(lane_name(REPLICA_NAME, number), replicas))
+
     if mesh_kind is MeshKind.REPLICATE:
-        return CommContext(_alone, shard_comm, tuple(Lane(_alone, here.comm(name)) for name in names))
-    if not isinstance(mesh, tuple | list):
-        raise ShardingError("inside fsdp.simulate there are no meshes; give the shape (replicas, shards) as mesh.")
-    _check_shape(tuple(mesh), here.size)
-    row, column = divmod(here.rank, mesh[1])
-    shards = tuple(range(row * mesh[1], (row + 1) * mesh[1]))
-    replicas = tuple(range(column, here.size, mesh[1]))
-
-    def comm(name: str, ranks: tuple[int, ...]) -> Communicator:
-        return here.comm(name, ranks) if len(ranks) > 1 else _alone
-
-    columns = [lane_name(REPLICA_NAME, number) for number in range(lanes)]
-    opened = (Lane(comm(name, shards), comm(column, replicas)) for name, column in zip(names, columns, strict=True))
+        opened = tuple(Lane(_alone, comm(lane_name(REDUCE_NAME, number), replicas)) for number in range(lanes))
+        return CommContext(_alone, comm(SHARD_NAME, world), opened)
     # not the row's, even if there is only one row: questions to all ranks must not come between its reductions
-    return CommContext(comm(SHARD_NAME, shards), here.comm(WORLD_NAME), tuple(opened))
+    name = WORLD_NAME if mesh_kind is MeshKind.HYBRID else SHARD_NAME
+    return CommContext(comm(SHARD_NAME, shards), comm(name, world), tuple(map(lane, range(lanes))))
+
+
+_Ranks: TypeAlias = tuple[int, ...] | None
+
+
+def _simulated_ranks(
+    here: simulated.SimulatedRank, process_group: Any, mesh: Any, mesh_kind: MeshKind
+) -> tuple[_Ranks, _Ranks, _Ranks]:
+    """The ranks that share the shards of this one, those that hold the same shards, and all. None: this rank alone."""
+    if mesh_kind is not MeshKind.HYBRID:
+        group = mesh.get_group() if mesh is not None else process_group
+        ranks = tuple(range(here.size)) if group is None else tuple(dist.get_process_group_ranks(group))
+        return (ranks, None, ranks) if mesh_kind is MeshKind.SHARD else (None, ranks, ranks)
+    if isinstance(mesh, tuple | list):
+        _check_shape(tuple(mesh), here.size)
+        row, column = divmod(here.rank, mesh[1])
+        shards, world = tuple(range(row * mesh[1], (row + 1) * mesh[1])), tuple(range(here.size))
+        replicas = tuple(range(column, here.size, mesh[1]))
+    else:
+        if mesh.ndim != 2:
+            raise ShardingError(f"mesh has {mesh.ndim} dimension; HYBRID_SHARD needs two: replicas, shards.")
+        replicas, shards = (tuple(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in (0, 1))
+        world = tuple(mesh.mesh.flatten().tolist())
+    return shards if len(shards) > 1 else None, replicas if len(replicas) > 1 else None, world
 
 
 def _hybrid_comms(mesh: Any, lanes: int) -> CommContext:

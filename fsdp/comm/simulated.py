@@ -20,6 +20,7 @@ from torch import Tensor
 from fsdp.comm.communicator import CallRecorder, ReduceOp, as_bytes
 from fsdp.comm.failure.desync import RECENT
 from fsdp.comm.failure.pending_call import Wait, remedies_for
+from fsdp.comm.simulated_group import torch_groups
 from fsdp.comm.simulated_ops import (
     Buffer,
     Operation,
@@ -44,6 +45,7 @@ def simulate(world_size: int, fn: Callable[[int], T], seed: int = 0) -> list[T]:
     (world_size, fn, seed) gives the same run. Each rank has its own CPU random state (torch, `random`, and numpy's if
     `numpy.random` is imported), which starts as the caller's, and the caller's grad mode. The caller's random state is
     restored at the end. The ranks share everything else: default dtype, number of threads, environment, CUDA random state.
+    `torch.distributed` is that of the simulated world: ranks, groups, device meshes and DTensors.
     Each rank must build its own model: ranks that share parameters may wait for each other inside autograd, which no check sees.
 
     Raises:
@@ -62,7 +64,8 @@ def simulate(world_size: int, fn: Callable[[int], T], seed: int = 0) -> list[T]:
     random_state = _RandomState()
     try:
         _world = _World(world_size, seed)
-        return _world.run(fn)
+        with torch_groups(current_rank):
+            return _world.run(fn)
     finally:
         _world = None
         random_state.restore()

@@ -528,6 +528,5 @@ def _unsharded_param(original: nn.Parameter, view: Tensor, layout: DTensorLayout
     if original._backward_hooks:
         # hooks set before wrapping get the full gradient; the user's handles refer to this dict object
         unsharded._backward_hooks, original._backward_hooks = original._backward_hooks, None
-    if local_of(unsharded) is None:
-        refuse_freed_reads(unsharded)
+    refuse_freed_reads(unsharded)
     return unsharded

@@ -10,6 +10,7 @@ and check for memory first; nothing else becomes slower. Not covered: functions 
 """
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
 from fsdp.params.shown_params import owning_unit
+from fsdp.shards.dtensors import local_of
 
 READERS: Final = (
     *("abs", "clone", "cpu", "cuda", "detach", "double", "float", "item", "max", "mean", "min", "norm", "numpy"),
@@ -28,18 +30,32 @@ READERS: Final = (
 """Methods that read all values of a tensor."""
 
 
+DTENSOR_READERS: Final = (*READERS, "full_tensor", "redistribute", "to_local")
+"""Those of a DTensor. Printing one prints its part on this rank."""
+
+
 def refuse_freed_reads(unsharded: nn.Parameter) -> None:
     """Make the methods in READERS raise when `unsharded` has no memory."""
-    reference = weakref.ref(unsharded)
-    unsharded.__dict__.update({name: partial(_read, reference, name) for name in READERS})
+    local = local_of(unsharded)
+    if local is None:
+        _refuse(unsharded, READERS, unsharded)
+    else:
+        _refuse(unsharded, DTENSOR_READERS, unsharded)
+        _refuse(local, READERS, unsharded)
 
 
-def _read(reference: "weakref.ref[nn.Parameter]", name: str, *args: Any, **kwargs: Any) -> Any:
-    unsharded = reference()
+def _refuse(read: Tensor, names: Sequence[str], unsharded: nn.Parameter) -> None:
+    given, owned = weakref.ref(read), weakref.ref(unsharded)
+    read.__dict__.update({name: partial(_read, given, owned, name) for name in names})
+
+
+def _read(given: "weakref.ref[Tensor]", owned: "weakref.ref[nn.Parameter]", name: str, *args: Any, **kwargs: Any) -> Any:
+    unsharded = given()
     if torch.compiler.is_compiling():
-        return getattr(Tensor, name)(unsharded, *args, **kwargs)
-    if unsharded is not None and unsharded.numel() and not unsharded.untyped_storage().size():
-        owner = owning_unit(unsharded)
+        return getattr(type(unsharded), name)(unsharded, *args, **kwargs)
+    if unsharded is not None and unsharded.numel() and not _memory_of(unsharded).untyped_storage().size():
+        parameter = owned()
+        owner = None if parameter is None else owning_unit(parameter)
         unit = "a unit that no longer exists" if owner is None else f"unit {owner.name!r}"
         raise ShardingError(
             f"{name}: this unsharded parameter of {unit}, of shape {tuple(unsharded.shape)}, was kept from inside a forward, "
@@ -51,4 +67,9 @@ def _read(reference: "weakref.ref[nn.Parameter]", name: str, *args: Any, **kwarg
         plain = nn.Parameter(unsharded.data, unsharded.requires_grad)
         plain.__dict__.update({key: value for key, value in unsharded.__dict__.items() if key not in READERS})
         return plain.__reduce_ex__(*args, **kwargs)  # type: ignore[no-untyped-call]
-    return getattr(nn.Parameter, name)(unsharded, *args, **kwargs)
+    return getattr(type(unsharded), name)(unsharded, *args, **kwargs)
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    local = local_of(tensor)
+    return tensor if local is None else local

@@ -17,6 +17,7 @@ from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.layout import ShardExtent
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.shown_params import Owner, owning_unit
+from fsdp.shards.dtensors import local_of
 from fsdp.shards.shard_tensor import ShardTensor, gather_full, plain
 
 GatheredCopies = dict[FlatBuffer, Tensor]
@@ -39,6 +40,9 @@ def full_tensor(parameter: Tensor) -> Tensor:
     if owner is None and isinstance(parameter, ShardTensor):
         _refuse_graph(parameter, "full_tensor")
         return gather_full(parameter)
+    if owner is None and local_of(parameter) is not None:
+        full: Tensor = cast(Any, parameter.detach()).full_tensor()
+        return full
     return _known_owner(parameter, owner, "full_tensor").full_value(cast(nn.Parameter, parameter))
 
 
@@ -69,6 +73,8 @@ def to_local(parameter: Tensor) -> Tensor:
     if owner is None and isinstance(parameter, ShardTensor):
         _refuse_graph(parameter, "to_local")
         return plain(parameter)
+    if owner is None and (local := local_of(parameter)) is not None:
+        return local
     if owner is None and not isinstance(parameter, nn.Parameter) and not parameter.requires_grad:
         return parameter
     return _known_owner(parameter, owner, "to_local").local_value(cast(nn.Parameter, parameter))

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from fsdp.compat.fsdp2 import residence
 from fsdp.compat.shared.dtype_and_device import changed_flats, convert
 from fsdp.device.streams import default_device
-from fsdp.errors import ShardingError
 from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import UnitRef, unit_ref_of
@@ -63,27 +62,8 @@ def convert_params(parameters: Collection[nn.Parameter], fn: Conversion) -> None
 
 
 def _to_convert(unit: Unit, fn: Conversion, chosen: Collection[int]) -> set[int]:
-    """The ids of those chosen parameters of a unit that get another dtype or device, with those that must be converted as well.
-
-    Raises:
-        ShardingError: some parameters of a flat buffer are not chosen, have values, and cannot lie in another buffer.
-    """
-    found: set[int] = set()
-    for flat in changed_flats(unit, fn):
-        ids = {id(p) for p in flat.sharded_params}
-        others = [info.names[0] for info in flat.param_infos if id(info.parameter) not in chosen]
-        if len(others) == len(ids):
-            continue
-        if flat.dtensor_layouts is not None:
-            found |= ids.intersection(chosen)
-            continue
-        if others and not flat.shard.is_meta:
-            raise ShardingError(
-                f"unit {unit.name!r}: inside fsdp.simulate, parameter {others[0]!r} lies in one buffer with those that are to be "
-                "converted; convert the whole unit there."
-            )
-        found |= ids
-    return found
+    """The ids of those chosen parameters of a unit that get another dtype or device."""
+    return {id(p) for flat in changed_flats(unit, fn) for p in flat.sharded_params}.intersection(chosen)
 
 
 class InnerConversion:
@@ -98,9 +78,6 @@ class InnerConversion:
         module = self._module()
         assert module is not None, "the object of which this is an attribute"
         return apply_to_tensors(module, fn, recurse)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "InnerConversion":
-        return InnerConversion(memo[id(self._module())])
 
 
 def convert_inside(unit: Unit) -> None:

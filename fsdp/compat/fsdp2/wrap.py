@@ -13,7 +13,6 @@ from fsdp.api import wrap as native
 from fsdp.building.builder import stay_on_meta
 from fsdp.building.choose_units import is_bare_container
 from fsdp.building.torch_policies import OFFLOADS
-from fsdp.comm import simulated
 from fsdp.compat.fsdp2.module import FSDPModule, become_fsdp_module
 from fsdp.compat.fsdp2.move_module import convert_inside
 from fsdp.errors import ShardingAssertion, ShardingError
@@ -51,9 +50,6 @@ def fully_shard(
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh!r}.")
     offloads = isinstance(offload_policy, CPUOffloadPolicy) and _computes_on_device(modules, mesh)
     _move(modules, mesh, ignored_params or ())
-    dtensors = simulated.current_rank() is None
-    if not dtensors:
-        _check_rows(modules, shard_placement_fn, ignored_params or ())
     try:
         native.fully_shard(
             modules[0] if len(modules) == 1 else list(modules),
@@ -63,8 +59,8 @@ def fully_shard(
             mp_policy=mp_policy,
             ignored_params=ignored_params,
             param_init_fn=stay_on_meta,
-            dtensors=dtensors,
-            shard_placement_fn=shard_placement_fn if dtensors else None,
+            dtensors=True,
+            shard_placement_fn=shard_placement_fn,
             offload_policy=offload_policy if offloads else None,
         )
     except ShardingError as refusal:
@@ -101,23 +97,6 @@ def _reshards(given: Any) -> bool | None:
         raise ValueError(f"reshard_after_forward must be True, False, None or a number of ranks, not {given!r}.")
     warnings.warn(f"reshard_after_forward={given}: parameters are resharded over all ranks, as with True.", stacklevel=4)
     return True
-
-
-def _check_rows(modules: Sequence[nn.Module], function: Any, ignored: Any) -> None:
-    """Raises:
-    ShardingError: `shard_placement_fn` chooses another dimension than the first for some parameter.
-    """
-    if function is None:
-        return
-    left = set(map(id, ignored))
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            placement = None if id(parameter) in left else function(parameter)
-            if placement is not None and getattr(placement, "dim", None) != 0:
-                raise ShardingError(
-                    f"shard_placement_fn gives {placement!r} for {name!r}: inside fsdp.simulate parameters are cut between rows, "
-                    "Shard(0); return that, or None, there."
-                )
 
 
 def _computes_on_device(modules: Sequence[nn.Module], mesh: Any) -> bool:

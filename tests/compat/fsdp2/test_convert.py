@@ -1,6 +1,5 @@
 """Modules inside a unit get memory or another dtype by themselves; `load_state_dict` gives memory to what it names."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -76,31 +75,19 @@ def test_all_of_a_model_gets_memory_if_a_module_loads_from_other_names() -> None
     fsdp.simulate(2, program)
 
 
-def test_a_layer_that_shares_a_buffer_is_converted_with_its_unit_only() -> None:
+def test_a_layer_that_shares_a_buffer_is_converted_alone() -> None:
     def program(rank: int) -> None:
         model = made("cpu")
-        model[0].double()
-        assert model[0].weight.dtype is torch.float64
-        with pytest.raises(fsdp.ShardingError, match=r"inside fsdp.simulate, parameter '1.weight' lies in one buffer with those"):
-            model[1][0].double()
-        assert model[1][0].weight.dtype is torch.float32
+        before = [full(p) for p in model.parameters()]
+        model[1](torch.rand(3, 4)).sum().backward()
+        grads = [full(p.grad) for p in model[1].parameters()]
+        model[1][0].double()
+        assert [p.dtype for p in model[1].parameters()] == [torch.float64] * 2 + [torch.float32] * (len(grads) - 2)
+        torch.testing.assert_close([full(p).float() for p in model.parameters()], before)
+        torch.testing.assert_close([full(p.grad).float() for p in model[1].parameters()], grads)
 
     fsdp.simulate(2, program)
 
 
-def test_the_layers_of_a_copy_are_those_of_the_copy() -> None:
-    def program(rank: int) -> None:
-        model = made("cpu")
-        other = copy.deepcopy(model)
-        other[0].double()
-        assert (other[0].weight.dtype, model[0].weight.dtype) == (torch.float64, torch.float32)
-
-    fsdp.simulate(2, program)
-
-
-def test_a_layer_of_a_model_that_is_no_longer_sharded_is_converted_as_ever() -> None:
-    def program(rank: int) -> None:
-        model = fsdp.unwrap(made("cpu"))
-        assert model[1][0].double().weight.dtype is torch.float64
-
-    fsdp.simulate(2, program)
+def full(tensor: Any) -> torch.Tensor:
+    return tensor.detach().full_tensor()

@@ -1,0 +1,211 @@
+"""torch.distributed inside a simulated world: groups, device meshes and DTensors of the simulated ranks."""
+
+import copy
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp
+
+
+def of(rank: int) -> Tensor:
+    return torch.tensor([float(rank), 10.0 - rank])
+
+
+def test_each_rank_has_the_default_group_of_its_world() -> None:
+    assert not dist.is_initialized()
+    found = fsdp.simulate(3, lambda rank: (dist.get_rank(), dist.get_world_size(), dist.get_backend(), dist.is_initialized()))
+    assert found == [(rank, 3, "simulated", True) for rank in range(3)]
+    assert not dist.is_initialized()
+
+
+def test_a_module_of_torch_that_is_imported_meanwhile_keeps_no_group_of_a_rank() -> None:
+    # its default arguments are `group.WORLD`, which torch reads when it imports the module
+    fsdp.simulate(2, lambda rank: importlib.reload(torch.distributed.nn.functional))
+    assert inspect.signature(torch.distributed.nn.functional.broadcast).parameters["group"].default is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        (dist.ReduceOp.SUM, [3.0, 27.0]),
+        (dist.ReduceOp.AVG, [1.0, 9.0]),
+        (dist.ReduceOp.MAX, [2.0, 10.0]),
+        (dist.ReduceOp.MIN, [0.0, 8.0]),
+        (dist.ReduceOp.PRODUCT, [0.0, 720.0]),
+    ],
+)
+def test_tensors_are_reduced(kind: Any, wanted: list[float]) -> None:
+    def program(rank: int) -> list[float]:
+        dist.all_reduce(tensor := of(rank), kind)
+        return tensor.tolist()
+
+    assert fsdp.simulate(3, program) == [wanted] * 3
+
+
+def test_a_reduction_that_is_not_simulated_is_refused() -> None:
+    with pytest.raises(fsdp.ShardingError, match=r"fsdp.simulate has no reduction by BXOR"):
+        fsdp.simulate(2, lambda rank: dist.all_reduce(torch.tensor([rank]), dist.ReduceOp.BXOR))
+    with pytest.raises(fsdp.ShardingError, match=r"fsdp.simulate has no reduce-scatter by MAX"):
+        fsdp.simulate(2, lambda rank: dist.reduce_scatter_tensor(torch.zeros(1), torch.zeros(2), dist.ReduceOp.MAX))
+
+
+def test_the_other_collectives_move_what_they_do_among_processes() -> None:
+    def program(rank: int) -> list[Any]:
+        gathered = torch.zeros(6)
+        dist.all_gather_into_tensor(gathered, of(rank))
+        listed = [torch.zeros(2) for _ in range(3)]
+        dist.all_gather(listed, of(rank))
+        reduced = torch.zeros(1)
+        dist.reduce_scatter_tensor(reduced, torch.arange(3.0) + rank)
+        average = torch.zeros(1)
+        dist.reduce_scatter_tensor(average, torch.arange(3.0) + rank, dist.ReduceOp.AVG)
+        dist.broadcast(sent := of(rank), 1)
+        dist.broadcast(strided := of(rank).repeat(2).view(2, 2).t(), 2)
+        dist.scatter(scattered := torch.zeros(2), [of(3), of(4), of(5)] if rank == 0 else None, 0)
+        exchanged = torch.zeros(3)
+        dist.all_to_all_single(exchanged, torch.arange(3.0) + 10 * rank)
+        uneven = torch.zeros(3 * (rank + 1))
+        dist.all_to_all_single(uneven, torch.arange(6.0) + 10 * rank, [rank + 1] * 3, [1, 2, 3])
+        things: list[Any] = [None] * 3
+        dist.all_gather_object(things, {"rank": rank})
+        dist.barrier()
+        tensors = gathered, torch.cat(listed), reduced, average, sent, strided, scattered, exchanged, uneven
+        return [*(tensor.tolist() for tensor in tensors), things]
+
+    everybody = [value for rank in range(3) for value in of(rank).tolist()]
+    for rank, found in enumerate(fsdp.simulate(3, program)):
+        assert found[:2] == [everybody] * 2
+        assert found[2:4] == [[3.0 * rank + 3], [rank + 1.0]]
+        assert found[4:6] == [of(1).tolist(), [[2.0, 2.0], [8.0, 8.0]]]
+        assert found[6] == of(3 + rank).tolist()
+        assert found[7] == [rank + 10.0 * other for other in range(3)]
+        first = sum(range(rank + 1))
+        assert found[8] == [first + k + 10.0 * other for other in range(3) for k in range(rank + 1)]
+        assert found[9] == [{"rank": other} for other in range(3)]
+
+
+def test_a_group_has_some_of_the_ranks() -> None:
+    def program(rank: int) -> list[float]:
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        dist.all_reduce(tensor := of(rank), group=groups[rank % 2])
+        return tensor.tolist()
+
+    assert fsdp.simulate(4, program) == [[2.0, 18.0], [4.0, 16.0]] * 2
+
+
+def test_ranks_that_call_different_collectives_get_an_error() -> None:
+    def program(rank: int) -> None:
+        if rank:
+            dist.barrier()
+        else:
+            dist.all_reduce(of(rank))
+
+    with pytest.raises(fsdp.WorldError, match="all_reduce"):
+        fsdp.simulate(2, program)
+
+
+def test_dtensors_are_redistributed_over_a_mesh() -> None:
+    def program(rank: int) -> list[Any]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        full = torch.arange(10.0).view(5, 2)
+        rows = distribute_tensor(full, mesh["dp"], [Shard(0)])
+        both = distribute_tensor(full, mesh, [Shard(1), Shard(0)])
+        parts = DTensor.from_local(of(rank), mesh["tp"], [Partial()], run_check=False)
+        summed = parts.redistribute(placements=[Replicate()]).to_local()
+        return [rows.full_tensor().equal(full), both.full_tensor().equal(full), summed.tolist(), mesh["tp"].get_local_rank()]
+
+    found = fsdp.simulate(4, program)
+    assert found == [[True, True, [row, 20.0 - row], rank % 2] for rank, row in zip(range(4), (1.0, 1.0, 5.0, 5.0), strict=True)]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5)) for _ in range(2))
+        self.norm = nn.LayerNorm(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.norm(x)
+        return out
+
+
+def data(rank: int, step: int) -> Tensor:
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(7 * step + rank))
+
+
+def train(model: nn.Module, ranks: list[int]) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    for step in range(3):
+        torch.stack([(model(data(rank, step)) - data(rank, step + 9)).square().sum() for rank in ranks]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_model_whose_shards_are_dtensors_trains_as_one_process(size: int, seed: int) -> None:
+    wanted = train(Net(), [*range(size)])
+
+    def program(rank: int) -> list[Tensor]:
+        return train(fsdp.fully_shard(Net(), auto_wrap_policy={nn.Sequential}, dtensors=True), [rank])
+
+    for found in fsdp.simulate(size, program, seed=seed):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("ways", [(2, 2), (1, 2), (3, 1), (2, 3)])
+def test_tensor_parallel_blocks_train_as_one_process(ways: tuple[int, int], seed: int) -> None:
+    wanted = train(Net(), [*range(ways[0])])
+
+    def program(rank: int) -> list[Tensor]:
+        mesh = init_device_mesh("cpu", ways, mesh_dim_names=("dp", "tp"))
+        model = Net()
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            fsdp.fully_shard(block, mesh=mesh["dp"], dtensors=True)
+        return train(fsdp.fully_shard(model, mesh=mesh["dp"], dtensors=True), [mesh["dp"].get_local_rank()])
+
+    for found in fsdp.simulate(ways[0] * ways[1], program, seed=seed):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mesh_of_two_dimensions_holds_replicas() -> None:
+    wanted = train(Net(), [*range(4)])
+
+    def program(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        mesh = init_device_mesh("cpu", (2, 2))
+        plain = fsdp.fully_shard(Net(), auto_wrap_policy={nn.Sequential}, sharding_strategy="HYBRID_SHARD", mesh=mesh)
+        spread = fsdp.fully_shard(Net(), sharding_strategy="HYBRID_SHARD", mesh=mesh, dtensors=True)
+        train(plain, [rank])
+        return list(fsdp.full_state_dict(plain, rank0_only=False).values()), train(spread, [rank])
+
+    for state, found in fsdp.simulate(4, program):
+        torch.testing.assert_close(state, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_module_is_sharded_over_some_of_the_ranks() -> None:
+    def program(rank: int) -> list[Tensor]:
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        model = fsdp.fully_shard(copy.deepcopy(Net()), process_group=groups[rank % 2])
+        train(model, [rank])
+        return list(fsdp.full_state_dict(model, rank0_only=False).values())
+
+    found = fsdp.simulate(4, program)
+    for rank in range(4):
+        torch.testing.assert_close(found[rank], train(Net(), [rank % 2, rank % 2 + 2]), rtol=1e-4, atol=1e-5)
