@@ -84,7 +84,7 @@ class _WorldOfRank:
     def default_pg(self) -> Any:
         """The default group, which the first question makes.
 
-        A module of torch that is imported meanwhile asks as well, for default arguments that would outlive the world: it gets None.
+        A module of torch that is imported meanwhile asks as well, for default arguments that outlive the world: it gets None.
         """
         if self._default is None and not self._is_making and not _is_importing():
             self._is_making = True
