@@ -88,9 +88,11 @@ class _WorldOfRank:
         """
         if self._default is None and not self._is_making and not _is_importing():
             self._is_making = True
+            hook = sys.excepthook  # torch would put the number of a rank before every error of the process, also afterwards
             try:
                 dist.init_process_group(BACKEND, store=c10d_bindings.HashStore(), rank=self._rank, world_size=self._size)
             finally:
+                sys.excepthook = hook
                 self._is_making = False
         return self._default
 

@@ -125,8 +125,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | No
     if everywhere:
         for key, param_shard in param_shards.items():
             if key in wanted:
-                # through the parameter, so that autograd sees the change
-                param_shard.parameter.copy_(param_shard.local_part("load_full_state_dict", "", given[key]))
+                param_shard.overwrite(param_shard.local_part("load_full_state_dict", "", given[key]))
     else:
         for unit in model_view.units:
             for param_range in ranges_of(unit, RANGE_BYTES):
@@ -153,7 +152,7 @@ def _broadcast_range(
             param_range.full_param(buffer, param_shard).copy_(given[id(param_shard.parameter)])
     broadcast_all([(0, buffer)], comm, label)
     for param_shard in shards:
-        param_shard.parameter.copy_(param_shard.cut(param_range.full_param(buffer, param_shard)))
+        param_shard.overwrite(param_shard.cut(param_range.full_param(buffer, param_shard)))
 
 
 def _load_unsharded(name: str, value: Tensor, given: Tensor | None, comm: Communicator | None) -> None:

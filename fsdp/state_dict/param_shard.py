@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
@@ -53,6 +54,15 @@ class ParamShard(NamedTuple):
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of a full tensor of the parameter's shape: a view."""
         return self.flat.local_part(self.number, full.detach())
+
+    def overwrite(self, local: Tensor) -> None:
+        """Copy `local`, which has the shape of this rank's shard, into the parameter. Autograd sees the change."""
+        part = local_of(self.parameter)
+        if part is None:
+            self.parameter.copy_(local)
+        else:
+            part.copy_(local)
+            increment_version(self.parameter)
 
     def value(self, name: str, local: Tensor) -> ShardedValue:
         """`local`, which has the shape of this rank's shard, as this rank's part of a tensor shaped like the parameter."""

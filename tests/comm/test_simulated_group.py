@@ -3,6 +3,7 @@
 import copy
 import importlib
 import inspect
+import sys
 from typing import Any
 
 import pytest
@@ -23,9 +24,10 @@ def of(rank: int) -> Tensor:
 
 def test_each_rank_has_the_default_group_of_its_world() -> None:
     assert not dist.is_initialized()
+    hook = sys.excepthook
     found = fsdp.simulate(3, lambda rank: (dist.get_rank(), dist.get_world_size(), dist.get_backend(), dist.is_initialized()))
     assert found == [(rank, 3, "simulated", True) for rank in range(3)]
-    assert not dist.is_initialized()
+    assert not dist.is_initialized() and sys.excepthook is hook
 
 
 def test_a_module_of_torch_that_is_imported_meanwhile_keeps_no_group_of_a_rank() -> None:

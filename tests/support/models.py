@@ -12,6 +12,7 @@ import fsdp
 from fsdp.comm.simulated import Call, current_rank
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import unit_ref_of
+from fsdp.shards.dtensors import local_of
 from fsdp.shards.shard_tensor import ShardTensor, plain
 from state_machine import ReshardPolicy
 
@@ -185,6 +186,9 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor as an ordinary tensor, without autograd; the tensor itself if it is an ordinary one."""
+    part = local_of(tensor)
+    if part is not None:
+        return part.detach()
     return plain(tensor) if isinstance(tensor, ShardTensor) else tensor.detach()
 
 

@@ -101,6 +101,9 @@ def trees(draw: st.DrawFn) -> TreeSpec:
     by_hand = several_roots or draw(st.booleans())
     strategy = draw(st.sampled_from(("FULL_SHARD", "FULL_SHARD", *COMMITTING, "HYBRID_SHARD")))
     keeps = strategy in COMMITTING
+    # a parameter without dimensions cannot be cut along one, and NO_SHARD cuts none
+    has_scalars = any(isinstance(one, LeafSpec) and one.kind == "scalar" for one in modules.values())
+    dtensors = strategy != "NO_SHARD" and not has_scalars and draw(st.integers(0, 3)) == 3
     reshard = draw(st.sampled_from((None, None, False) if keeps else (None, True, False)))
     options = (
         ("sharding_strategy", strategy),
@@ -108,6 +111,7 @@ def trees(draw: st.DrawFn) -> TreeSpec:
         ("prefetch", draw(st.integers(0, 2))),
         ("guard", draw(st.integers(0, 3)) == 3),
         ("reduction", draw(st.sampled_from(REDUCTIONS))),
+        ("dtensors", dtensors),
     )
     ties = []
     by_kind: dict[tuple[str, tuple[str, ...]], list[str]] = {}
@@ -132,7 +136,7 @@ def trees(draw: st.DrawFn) -> TreeSpec:
         options=options,
         replicas=draw(st.sampled_from((2, 3, 4))) if strategy == "HYBRID_SHARD" else 0,
         width=draw(st.sampled_from((3, 5, 1))),
-        early_optimizer=draw(st.booleans()),
+        early_optimizer=not dtensors and draw(st.booleans()),
         feature=draw(st.sampled_from(("", "", *inner))),
         late_feature=draw(st.booleans()),
         hooked=draw(st.sampled_from(("", "", *leaf_paths))),

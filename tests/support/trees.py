@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
@@ -379,7 +380,8 @@ def wrap(tree: TreeSpec, model: nn.Module) -> nn.Module:
         rank = current_rank()
         assert rank is not None
         replicas = gcd(tree.replicas, rank.size)
-        options["mesh"] = (replicas, rank.size // replicas)
+        shape = replicas, rank.size // replicas
+        options["mesh"] = init_device_mesh("cpu", shape) if options.get("dtensors") else shape
     paths = tree.units
     if tree.by_hand:
         for path in reversed(paths):
