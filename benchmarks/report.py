@@ -48,9 +48,10 @@ BARS_ALONE = ("plan", "tracing", "units", "uneven")
 """Benchmarks of which the page shows the bars and nothing else."""
 SOAK = result_file.RESULTS / "soak.json"
 SIZE = (
-    "`python -m tools.code_size` counts files, lines and classes of the package and of its core, and the files of one step. The "
-    "aim was a core of 5,000 lines. It is not reached: the core had 7,213 lines in one folder, 8,968 as packages, and 12,524 on "
-    "2026-11-24. The first step bought tables and docstrings, the second one is what is new since then."
+    "`python -m tools.code_size` counts files, lines and classes of the package and of its core (without `compat`, `commands` "
+    "and `integrations`), and the files and calls of one step. Some numbers may only go down: a test compares them with "
+    "`tools/code_size.json`. An aim of 5,000 lines for all files that training needs was missed three times (7,213, 8,968 and "
+    "12,524 on 2026-11-24), and is given up."
 )
 PICTURES = {"step": ("step_sharded", "step_replicated"), "instructions": (), "hosts": (), "accelerator": (), "offload": ()}
 """The figures of a benchmark, where it has another number of them than the one of its name."""
