@@ -6,7 +6,7 @@ Rule 2: a method that would change numbers, or hand communication to the user's 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as _Theirs
@@ -16,10 +16,47 @@ from fsdp.api.wrap import set_requires_gradient_sync
 from fsdp.compat.fsdp2 import residence
 from fsdp.compat.fsdp2.move_module import apply_to_tensors, make_room
 from fsdp.compat.fsdp2.residence import GradientReductionHandle, UnshardHandle
-from fsdp.compat.fsdp2.settings import Settings, settings_of
 from fsdp.errors import ShardingError
 from fsdp.newer_peers import refused_methods
 from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
+from state_machine import ReshardPolicy
+
+
+class Settings:
+    """The settings of one module. They survive when an outer module is wrapped around it."""
+
+    ATTRIBUTE: ClassVar = "_fsdp2_settings"
+
+    __slots__ = ("all_reduces", "divide_factor", "policy", "reduces")
+
+    def __init__(self) -> None:
+        self.reduces = True
+        """Whether gradients are reduced."""
+        self.all_reduces = True
+        """Whether gradients are summed over replicas."""
+        self.divide_factor: float | None = None
+        """The divisor of gradients that was set; None means their number of ranks."""
+        self.policy: ReshardPolicy | None = None
+        """When unsharded parameters are freed, as `set_reshard_after_forward` has said last."""
+
+    def set_syncs(self, reduces: bool, all_reduces: bool) -> None:
+        """Set whether gradients are reduced, and whether they are summed over replicas."""
+        self.reduces, self.all_reduces = bool(reduces), bool(all_reduces)
+
+    def set_divide_factor(self, factor: float) -> None:
+        """Set the divisor of gradients."""
+        self.divide_factor = factor
+
+    def set_policy(self, policy: ReshardPolicy) -> None:
+        """Set when unsharded parameters are freed."""
+        self.policy = policy
+
+
+def settings_of(module: nn.Module) -> Settings:
+    """The settings of a module. The first call makes them."""
+    found: Settings = module.__dict__.setdefault(Settings.ATTRIBUTE, Settings())
+    return found
+
 
 _CUSTOM = "communication is the engine's own: reduce gradients by fsdp.register_comm_hook(model, state, hook), or leave it out."
 
