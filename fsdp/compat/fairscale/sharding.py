@@ -145,7 +145,7 @@ def shard(instance: Any) -> None:
         # the root over other ranks is driven by itself; it is called inside the forward of this one
         one.module.__dict__[IGNORED] = True
         if one.world_size == 1:
-            one.keep_state_on_each_rank()
+            one.no_broadcast_optim_state = True
     reshard = None if instance.reshard_after_forward and instance.disable_reshard_on_root else instance.reshard_after_forward
     named = {id(p): plain_name(name) for name, p in instance.module.named_parameters()}
     alone = tuple(named[id(flat.parameter)] for flat in instance.module.flats if flat.has_own_name)
@@ -180,7 +180,7 @@ def cast_buffers(instance: Any, dtype: torch.dtype | None = None) -> None:
     others = {id(one) for one in instances}
     for one in instances:
         wanted = one.buffer_dtype if dtype is None or not one.mixed_precision else dtype
-        one.set_buffers_are_cast(dtype is None)
+        one.buffers_are_cast = dtype is None
         for module in modules_within(one, others):
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and buffer.dtype is not wanted:

@@ -46,30 +46,6 @@ class InstanceState(nn.Module):
         self.is_lazily_sharded = False
         """Whether the engine takes over at the first use, because there is no process group yet."""
 
-    def set_compute_device(self, device: torch.device) -> None:
-        """See `compute_device`."""
-        self.compute_device = device
-
-    def set_lazily_sharded(self, lazily: bool) -> None:
-        """See `is_lazily_sharded`."""
-        self.is_lazily_sharded = lazily
-
-    def set_buffers_are_cast(self, are_cast: bool) -> None:
-        """See `buffers_are_cast`."""
-        self.buffers_are_cast = are_cast
-
-    def set_keeps_shards(self, keeps: bool) -> None:
-        """See `keeps_shards`."""
-        self.keeps_shards = keeps
-
-    def set_factors(self, before: float, after: float) -> None:
-        """Gradients are divided by these before and after the sum over the ranks."""
-        self.gradient_predivide_factor, self.gradient_postdivide_factor = before, after
-
-    def keep_state_on_each_rank(self) -> None:
-        """From now on, the optimizer's state of this instance is this rank's own."""
-        self.no_broadcast_optim_state = True
-
 
 class TrainingState(Enum):
     """What an instance does now."""
@@ -149,7 +125,7 @@ class FullyShardedDataParallel(InstanceState):
         own = [p for p in module.parameters() if not hasattr(p, "_is_sharded")]
         sharding.check_options(self, own)
         self._compute_device_given, self._state_dict_device_given = compute_device, state_dict_device
-        self.set_compute_device(sharding.computing_device(compute_device, self.move_params_to_cpu, module, own))
+        self.compute_device = sharding.computing_device(compute_device, self.move_params_to_cpu, module, own)
         self._shared = sharding.take_shared(module, self.compute_dtype)
         self._fsdp_wrapped_module = FlattenParamsWrapper(
             module, own if flatten_parameters and own else [[]], multiple=self.world_size
@@ -157,7 +133,7 @@ class FullyShardedDataParallel(InstanceState):
         if not flatten_parameters:
             self._fsdp_wrapped_module.store_as_vectors(own, self.world_size)
         self.params = self._fsdp_wrapped_module.flat_params
-        self.set_lazily_sharded(not can_communicate(self.process_group))
+        self.is_lazily_sharded = not can_communicate(self.process_group)
         for flat, parameter in zip(self._fsdp_wrapped_module.flats, self.params, strict=True):
             parameter._is_sharded = self.world_size > 1  # type: ignore[attr-defined]
             parameter._orig_size = parameter.size() if not flat.has_own_name else flat.shapes[0]  # type: ignore[attr-defined]
@@ -236,7 +212,7 @@ class FullyShardedDataParallel(InstanceState):
         sharding.move_units(self, fn)
         applied = super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         if not self.move_params_to_cpu:
-            self.set_compute_device(sharding.computing_device(self._compute_device_given, False, self.module, self.params))
+            self.compute_device = sharding.computing_device(self._compute_device_given, False, self.module, self.params)
         return applied
 
     def apply(self, fn: Any) -> "FullyShardedDataParallel":
@@ -280,7 +256,7 @@ class FullyShardedDataParallel(InstanceState):
 
     def _reset_lazy_init(self) -> None:
         """Cast the buffers again in the next forward. Nothing else is set up lazily here."""
-        self.set_buffers_are_cast(False)
+        self.buffers_are_cast = False
 
     def _free_full_params(self, params: Any = None) -> None:
         """Do nothing: the engine releases full parameters when their last use is over."""

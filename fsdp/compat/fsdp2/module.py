@@ -39,18 +39,6 @@ class Settings:
         self.policy: ReshardPolicy | None = None
         """When unsharded parameters are freed, as `set_reshard_after_forward` has said last."""
 
-    def set_syncs(self, reduces: bool, all_reduces: bool) -> None:
-        """Set whether gradients are reduced, and whether they are summed over replicas."""
-        self.reduces, self.all_reduces = bool(reduces), bool(all_reduces)
-
-    def set_divide_factor(self, factor: float) -> None:
-        """Set the divisor of gradients."""
-        self.divide_factor = factor
-
-    def set_policy(self, policy: ReshardPolicy) -> None:
-        """Set when unsharded parameters are freed."""
-        self.policy = policy
-
 
 def settings_of(module: nn.Module) -> Settings:
     """The settings of a module. The first call makes them."""
@@ -103,7 +91,7 @@ class FSDPModule:
             raise ValueError(f"reshard_after_forward must be True or False, not {reshard_after_forward!r}.")
         for ref in _refs(self, recurse):
             residence.reshard_after_forward(ref, reshard_after_forward)
-            settings_of(ref.unit.module).set_policy(residence.policy_of(ref))
+            settings_of(ref.unit.module).policy = residence.policy_of(ref)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """From now on, free the unsharded parameters after the backward, or keep them until the weights change."""
@@ -139,7 +127,8 @@ class FSDPModule:
         Raises:
             ShardingError: this is not the root, or `recurse` is False and there are inner units.
         """
-        self._sync_settings(recurse, "set_requires_gradient_sync").set_syncs(requires_gradient_sync, requires_gradient_sync)
+        settings = self._sync_settings(recurse, "set_requires_gradient_sync")
+        settings.reduces = settings.all_reduces = bool(requires_gradient_sync)
         self._apply_sync()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -148,8 +137,7 @@ class FSDPModule:
         Raises:
             ShardingError: this is not the root, or `recurse` is False and there are inner units.
         """
-        settings = self._sync_settings(recurse, "set_requires_all_reduce")
-        settings.set_syncs(settings.reduces, requires_all_reduce)
+        self._sync_settings(recurse, "set_requires_all_reduce").all_reduces = bool(requires_all_reduce)
         self._apply_sync()
 
     def _sync_settings(self, recurse: bool, method: str) -> Settings:
@@ -208,7 +196,7 @@ class FSDPModule:
             )
         if ref.index == 0:
             set_divide_factors(ref.unit.module, 1.0, float(factor))
-            root.set_divide_factor(factor)
+            root.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """See `set_gradient_divide_factor`."""

@@ -69,7 +69,7 @@ class EvenJoin(Joined):
 
     def serve(self) -> None:
         self._finished = True
-        self._engine.reducer.set_ignores_local_grads(True)
+        self._engine.reducer.ignores_local_grads = True
         # gradients accumulated under `no_sync`, whose backward will not follow
         self._engine.reducer.forget_kept()
         try:
@@ -81,7 +81,7 @@ class EvenJoin(Joined):
                 else:
                     self._run_backward(operation is _Operation.REDUCES)
         finally:
-            self._engine.reducer.set_ignores_local_grads(False)
+            self._engine.reducer.ignores_local_grads = False
             self._outputs.clear()
 
     # what a rank with data announces ------------------------------------------------------
