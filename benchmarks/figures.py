@@ -102,6 +102,11 @@ def _range(values: Iterable[float], form: str = ".2f") -> str:
     return least if least == most else f"{least} to {most}"
 
 
+def _coincide(one: Sequence[float], other: Sequence[float], apart: float) -> bool:
+    """Whether two lines differ so little that only one of them would be seen."""
+    return bool(one) and all(abs(x / y - 1) <= apart for x, y in zip(one, other, strict=True))
+
+
 def _steps(report: Report, title: str, names: Sequence[str], ticks: Sequence[float]) -> Any:
     """Medians relative to the bare model's: a panel for each option and number of ranks, a row for each model."""
     cases = report["cases"]
@@ -182,13 +187,18 @@ def _memory(report: Report) -> Any:
     worlds = [case["settings"]["world"] for case in cases]
     engine = {name: [case["contenders"][name]["engine"] / 1e6 for case in cases] for name in cases[0]["contenders"]}
     ratios = [mine / theirs for mine, theirs in zip(engine["ours"], engine["fsdp2"], strict=True)]
-    title = f"Peak memory: ours takes {_range(ratios)} of FSDP2's, on {worlds[0]} to {worlds[-1]:,} ranks"
+    title = f"Peak memory: ours over gloo takes {_range(ratios)} of FSDP2's, on {worlds[0]} to {worlds[-1]:,} ranks"
     figure, (axes,) = _figure(title, 4.8)
-    axes.plot(worlds, [case["floor"] / 1e6 for case in cases], color="black", linestyle=":", label="floor")
-    wide = {"fsdp1": {"linewidth": 5, "markersize": 11}, "ours_over_nccl": {"label": "ours, reduced by the backend as on CUDA"}}
-    for name in ("fsdp1", "fsdp2", "ours_over_nccl", "ours"):
+    looks: dict[str, Any] = {"ours": {"label": "ours over gloo"}, "fsdp2": {"markerfacecolor": "none", "markersize": 12}}
+    if "ours_over_nccl" in engine:
+        looks["ours_over_nccl"] = {"label": "ours, reduced by the backend as on CUDA"}
+        same = _coincide(engine["fsdp1"], engine["ours_over_nccl"], 0.02)
+        looks["ours_over_nccl"]["label"] += "; FSDP1 takes as much (2 %)" if same else ""
+    else:
+        same = False
+    for name in ("fsdp2", "ours_over_nccl", "ours") if same else ("fsdp1", "fsdp2", "ours_over_nccl", "ours"):
         if name in engine:
-            _line(axes, name, worlds, engine[name], **wide.get(name, {}))
+            _line(axes, name, worlds, engine[name], **looks.get(name, {}))
     axes.set(xscale="log", ylim=(0, None), xlabel="ranks (log scale)")
     axes.set_ylabel("MB of shards, parameters, gradients\nand buffers at the peak of a step")
     _ticks(axes.xaxis, worlds)
@@ -223,11 +233,20 @@ def _overlap(report: Report) -> Any:
     axes.plot(
         loads, [max(1.0, load) for load in loads], color="black", linestyle=":", label="ideal: max(computing, communication)"
     )
-    wide = {"fsdp1": {"linewidth": 5, "markersize": 11}}
-    for name in ("fsdp1", "fsdp2", "fsdp2_prefetch", "ours"):
-        steps = [line["seconds"] / computing for line in lines if line["contender"] == name]
-        if steps:
-            _line(axes, name, loads, steps, **wide.get(name, {}))
+    steps = {
+        name: [line["seconds"] / computing for line in lines if line["contender"] == name]
+        for name in ("fsdp1", "fsdp2", "fsdp2_prefetch", "ours")
+    }
+    same = _coincide(steps["fsdp1"], steps["fsdp2"], 0.02)
+    for name, found in steps.items():
+        if found and not (same and name == "fsdp1"):
+            _line(
+                axes,
+                name,
+                loads,
+                found,
+                label="FSDP1 and FSDP2 (at most 2 % apart)" if same and name == "fsdp2" else TITLES[name],
+            )
     axes.set(xscale="log", yscale="log", xlabel="communication / computing (log scale)", ylabel="step / computing (log scale)")
     _ticks(axes.xaxis, loads)
     _ticks(axes.yaxis, (1, 1.5, 2, 3, 4, 5))

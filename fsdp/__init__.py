@@ -4,14 +4,12 @@ Start with `fsdp.FullyShardedDataParallel`. Every public name is imported here. 
 """
 
 from fsdp.api.clip_and_scale import ShardedGradScaler, clip_grad_norm_
-from fsdp.api.comm_hooks import register_comm_hook
 from fsdp.api.forward_methods import register_forward_method
 from fsdp.api.host_memory import offload, onload
 from fsdp.api.recovery import agree_abandoned
-from fsdp.api.reductions import reducer_stats, relearn_order
-from fsdp.api.story import memory_bytes, story
+from fsdp.api.reductions import reducer_stats, register_comm_hook, relearn_order
 from fsdp.api.summon import full_parameters, summon_full_params
-from fsdp.api.trace import Trace, stats, trace
+from fsdp.api.trace import Trace, memory_bytes, stats, story, trace
 from fsdp.api.unwrap import unwrap
 from fsdp.api.wrap import FullyShardedDataParallel, fully_shard, no_sync, set_requires_gradient_sync
 from fsdp.checkpoint.background import Saving
@@ -34,9 +32,8 @@ from fsdp.errors import (
     WorldError,
 )
 from fsdp.params.use_outside_forward import full_tensor, to_local
-from fsdp.runtime.uneven.empty_backward import empty_backward
 from fsdp.runtime.uneven.join import join
-from fsdp.runtime.uneven.meet import meet
+from fsdp.runtime.uneven.uneven_engine import empty_backward, meet
 from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.state_dict.optim_state import full_optim_state_dict, load_full_optim_state_dict

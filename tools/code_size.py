@@ -1,13 +1,18 @@
-"""How large the code is, and how many files one training step passes through.
+"""How large the code is, and what one training step runs. Some of the numbers may only go down: those of code_size.json.
 
-python -m tools.code_size     prints a row for each figure
+python -m tools.code_size             prints a row for each figure
+python -m tools.code_size --check     names the numbers that are above code_size.json, and fails if there is one
+python -m tools.code_size --lower     writes the numbers that have become lower than code_size.json says
 """
 
+import argparse
 import ast
 import io
+import json
+import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple
@@ -18,12 +23,16 @@ from torch import nn
 import fsdp
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-PROOFS: Final = ("explorer", "__main__")
-"""The files of `state_machine/` that check the tables."""
-ELSEWHERE: Final = ("simulated", "simulated_ops", "dynamo")
-"""The simulated world, and what is for torch.compile alone."""
-CORE: Final = ("building", "runtime", "params", "reduction", "comm", "device", "autograd")
-"""The packages of the core, without the packages in them. `config.py` and `api/wrap.py` belong to it too."""
+CEILINGS: Final = Path(__file__).with_suffix(".json")
+"""What each number of `counts` may be at most."""
+BESIDE: Final = ("compat", "commands", "integrations")
+"""The packages in `fsdp/` that are no core: names of other engines, and what `python -m fsdp` offers."""
+WORLD: Final = ("simulated", "simulated_group", "simulated_ops")
+"""The simulated world, which a step over process groups does not pass through."""
+SMALL: Final = 60
+LARGE: Final = 700
+TOP: Final = "fsdp"
+"""The room of the files that are directly in `fsdp/`."""
 
 NO_CODE: Final = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
@@ -41,13 +50,8 @@ class Size(NamedTuple):
 
 
 def is_core(path: Path) -> bool:
-    """Whether a file, relative to the root, is needed to train over process groups."""
-    package, *rest = path.with_suffix("").parts
-    if rest[-1] == "__init__" or rest[-1] in ELSEWHERE:
-        return package == "state_machine"
-    if package == "state_machine":
-        return not set(rest) & set(PROOFS)
-    return (rest[0] in CORE and len(rest) == 2) or rest in (["config"], ["api", "wrap"])
+    """Whether a file, relative to the root, belongs to the engine or to its tables."""
+    return path.parts[0] == "state_machine" or path.parts[1] not in BESIDE
 
 
 def code_lines(source: str) -> int:
@@ -85,29 +89,121 @@ def files_of(root: Path) -> list[Path]:
     return sorted(path.relative_to(root) for package in ("fsdp", "state_machine") for path in (root / package).rglob("*.py"))
 
 
-def files_in_a_step(root: Path) -> set[Path]:
-    """The files whose functions run in one step of a small model on two ranks. The simulated world is left out."""
-    found: set[str] = set()
+class Step(NamedTuple):
+    """What one training step of rank 0 runs."""
+
+    files: set[Path]
+    calls: int
+    """Calls of Python functions, generators and comprehensions of the product. The simulated world is left out."""
+
+
+def one_step(root: Path) -> Step:
+    """Count in the fourth step of a small model on two simulated ranks; the first steps learn the order.
+
+    Calls are the same each time in a process that has no other sharded model: some questions go to all of them.
+    """
+    found: list[str] = []
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
-            found.add(frame.f_code.co_filename)
+            found.append(frame.f_code.co_filename)
 
     def fn(rank: int) -> None:
         model = fsdp.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), auto_wrap_policy={nn.Linear})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(4):
-            # the first steps learn the order
-            sys.setprofile(profile if step == 3 else None)
+            sys.setprofile(profile if step == 3 and rank == 0 else None)
             optimizer.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
         sys.setprofile(None)
 
     fsdp.simulate(2, fn)
-    paths = {Path(name).resolve() for name in found}
-    inside = {path.relative_to(root) for path in paths if path.is_relative_to(root)}
-    return {path for path in inside if path.parts[0] in ("fsdp", "state_machine") and path.stem not in ELSEWHERE}
+    inside = [path.relative_to(root) for path in map(Path, found) if path.is_relative_to(root)]
+    ours = [path for path in inside if path.parts[0] in ("fsdp", "state_machine") and path.stem not in WORLD]
+    return Step(set(ours), len(ours))
+
+
+def rooms(root: Path) -> set[str]:
+    """The packages directly in `fsdp/`, and one room for the files that are in none."""
+    return {TOP, *(path.parent.name for path in (root / "fsdp").glob("*/__init__.py"))}
+
+
+def arrows(root: Path) -> set[tuple[str, str]]:
+    """Each pair of rooms of which the first has a file that imports something of the second."""
+    found, known = set(), rooms(root)
+    for path in (root / "fsdp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in names:
+                package, _, rest = name.partition(".")
+                if package == "fsdp":
+                    pair = [part if part in known else TOP for part in (path.relative_to(root).parts[1], rest.partition(".")[0])]
+                    found.add((pair[0], pair[1]))
+    return {(one, other) for one, other in found if one != other}
+
+
+def conditions(source: str) -> int:
+    """The number of `if`, `elif`, `while`, conditional expressions and conditions of comprehensions."""
+    nodes = list(ast.walk(ast.parse(source)))
+    return sum(isinstance(node, ast.If | ast.IfExp | ast.While) for node in nodes) + sum(
+        len(node.ifs) for node in nodes if isinstance(node, ast.comprehension)
+    )
+
+
+def lines_below(folder: Path, pattern: str) -> int:
+    """The lines of all files of a folder whose names fit a pattern."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob(pattern))
+
+
+def counts(root: Path) -> dict[str, int]:
+    """The numbers that may only go down."""
+    everything = files_of(root)
+    core = [path for path in everything if is_core(path)]
+    texts = {path: (root / path).read_text(encoding="utf-8") for path in everything}
+    lengths = {path: len(texts[path].splitlines()) for path in everything}
+    size, step = size_of(root, core), one_step(root)
+    return {
+        "core: lines": size.lines,
+        "core: classes": size.classes,
+        "core: conditions": sum(conditions(texts[path]) for path in core),
+        "core: uses of the first unit's options": sum(len(re.findall(r"units\[0\]\.config", texts[path])) for path in core),
+        "rooms in fsdp/": len(rooms(root)),
+        "arrows between the rooms": len(arrows(root)),
+        f"files with fewer than {SMALL} lines": sum(
+            length < SMALL and path.stem not in ("__init__", "__main__") for path, length in lengths.items()
+        ),
+        f"files with more than {LARGE} lines": sum(length > LARGE for length in lengths.values()),
+        "one step: files": len(step.files),
+        "one step: calls": step.calls,
+        "tests: lines": lines_below(root / "tests", "*.py"),
+        "pages: lines": lines_below(root / "docs", "*.md"),
+    }
+
+
+def ceilings() -> dict[str, int]:
+    """The table of `code_size.json`."""
+    found: dict[str, int] = json.loads(CEILINGS.read_text(encoding="utf-8"))
+    return found
+
+
+def above(now: Mapping[str, int], most: Mapping[str, int]) -> list[str]:
+    """One sentence for each number that is above the table."""
+    return [
+        f"{name}: {now[name]:,}, and tools/code_size.json allows {most[name]:,}. Take out as much as the change brings in: "
+        f"what it makes unneeded, a second way to do the same, a condition that a noun would spare. If the number must go up, "
+        f"change it in tools/code_size.json and say why in the message of that commit."
+        for name in most
+        if now[name] > most[name]
+    ]
+
+
+def lowered(now: Mapping[str, int], most: Mapping[str, int]) -> dict[str, int]:
+    """The table with each number that has become lower; none becomes higher. Lines are rounded up to hundreds."""
+    found = {name: -(-number // 100) * 100 if name.endswith(": lines") else number for name, number in now.items()}
+    return {name: min(found[name], limit) for name, limit in most.items()}
 
 
 def rows(root: Path) -> Iterator[tuple[str, str]]:
@@ -122,18 +218,24 @@ def rows(root: Path) -> Iterator[tuple[str, str]]:
         yield f"{name}: classes", f"{size.classes}"
         yield f"{name}: longest file", f"{size.longest_file[0]} ({size.longest_file[1]})"
         yield f"{name}: longest function", f"{size.longest_function[0]} ({size.longest_function[1]})"
-    step = files_in_a_step(root)
-    yield "one step: files", f"{len(step)}"
-    yield (
-        "one step: lines of these files",
-        f"{sum(len((root / path).read_text(encoding='utf-8').splitlines()) for path in step):,}",
-    )
+    most = ceilings()
+    for name, number in counts(root).items():
+        yield name, f"{number:,} (at most {most[name]:,})"
 
 
 def main() -> None:
-    """Print the figures."""
-    for name, value in rows(ROOT):
-        print(f"{name:<32} {value}")
+    """Print the figures, check them, or write the lower ones."""
+    parser = argparse.ArgumentParser(prog="python -m tools.code_size")
+    parser.add_argument("--check", action="store_true", help="fail if a number is above the table")
+    parser.add_argument("--lower", action="store_true", help="write the numbers that have become lower")
+    given = parser.parse_args()
+    if given.check:
+        sys.exit("\n".join(above(counts(ROOT), ceilings())) or None)
+    elif given.lower:
+        CEILINGS.write_text(json.dumps(lowered(counts(ROOT), ceilings()), indent=2) + "\n", encoding="utf-8")
+    else:
+        for name, value in rows(ROOT):
+            print(f"{name:<40} {value}")
 
 
 if __name__ == "__main__":

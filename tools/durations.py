@@ -17,7 +17,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "development" / "testing.md"
 BEGIN: Final = "<!-- durations: written by tools/durations.py -->\n"
 END: Final = "<!-- /durations -->"
-SLOWEST: Final = 25
+SLOWEST: Final = 10
 
 
 class FileTime(NamedTuple):

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -410,12 +411,15 @@ def all_over_gloo() -> dict[str, str]:
 
 
 def page(rows: dict[tuple[str, str], dict[str, str]]) -> str:
-    """A table of `rows`, in which strategies with the same cells share a line."""
+    """A table of `rows`, in which strategies and then faults with the same cells share a line."""
     lines = [f"| what fails | strategy | {' | '.join(PHASES)} |", "| --- | --- |" + " --- |" * len(PHASES)]
-    shared: dict[tuple[str, str], list[str]] = {}
+    by_fault: dict[tuple[str, str], list[str]] = {}
     for (name, strategy), row in rows.items():
-        shared.setdefault((name, " | ".join(row[phase] for phase in PHASES)), []).append(strategy)
-    lines += [f"| {name} | {', '.join(strategies)} | {cells} |" for (name, cells), strategies in shared.items()]
+        by_fault.setdefault((name, " | ".join(row[phase] for phase in PHASES)), []).append(strategy)
+    shared: dict[tuple[str, str], list[str]] = {}
+    for (name, cells), strategies in by_fault.items():
+        shared.setdefault((", ".join(strategies), cells), []).append(name)
+    lines += [f"| {'; '.join(names)} | {strategies} | {cells} |" for (strategies, cells), names in shared.items()]
     return "\n".join(lines)
 
 
@@ -424,8 +428,8 @@ def rows_of(text: str) -> dict[tuple[str, str], dict[str, str]]:
     found: dict[tuple[str, str], dict[str, str]] = {}
     for line in text.splitlines():
         if line.startswith("| ") and not line.startswith(("| what", "| ---")):
-            name, strategies, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-            for strategy in strategies.split(", "):
+            names, strategies, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            for name, strategy in product(names.split("; "), strategies.split(", ")):
                 assert (name, strategy) not in found, f"{name} under {strategy} is there twice"
                 found[name, strategy] = dict(zip(PHASES, cells, strict=True))
     return found

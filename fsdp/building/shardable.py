@@ -81,7 +81,7 @@ def choose_shard_dims(plan: Sequence[Planned], config: Config, mesh: Any, placem
     for info in (info for one in plan if one.unit is None for info in _not_sharded_yet(one)):
         name, given = info.names[0], None if placement_of is None else placement_of(info.parameter)
         if given is not None:
-            info.cut_along(dim_of(name, info.parameter, given))
+            info.shard_dim = dim_of(name, info.parameter, given)
         if _is_dtensor(info.parameter):
             check_joins(name, info.parameter, mesh)
 
@@ -103,7 +103,7 @@ def choose_dtypes(plan: Sequence[Planned], config: Config, policy: Any) -> None:
                 f"None, param_dtype, which is {default}, or the parameter's original dtype, which is {own}."
             )
         if chosen is own and chosen is not default:
-            info.keep_dtype()
+            info.keeps_dtype = True
 
 
 def check_triggers(plan: Sequence[Planned], config: Config, module: nn.Module) -> None:

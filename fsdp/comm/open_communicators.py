@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.comm import simulated
 from fsdp.comm.communicator import Communicator, SingleRankCommunicator
 from fsdp.comm.context import REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
-from fsdp.comm.failure.peer_monitor import PeerMonitor
-from fsdp.comm.failure.process_end import at_end
+from fsdp.comm.failure.peer_monitor import PeerMonitor, at_end
 from fsdp.comm.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 from fsdp.comm.process_group import DeviceCommunicator, GlooCommunicator, ProcessGroupCommunicator
 from fsdp.config import MeshKind

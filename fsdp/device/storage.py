@@ -4,6 +4,7 @@ Releasing resizes the storage to zero and keeps every tensor. Autograd's saved t
 `weight.t()`, share the storage, and are valid again when the backward has filled it again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -199,3 +200,30 @@ def size_of(tensor: Tensor) -> int:
 def storage_key(tensor: Tensor) -> int:
     """A number that is equal for two tensors exactly if they share a storage, with or without memory."""
     return int(tensor.untyped_storage()._cdata)
+
+
+class Cutter:
+    """Cuts flat tensors into views, in one call into C++: a slice and a view for each would take as long as a small kernel."""
+
+    __slots__ = ("_segments", "_templates")
+
+    def __init__(self, extents: Sequence[tuple[int, int, tuple[int, ...]]], device: torch.device) -> None:
+        """`extents` are (start, numel, shape), in the order of their starts."""
+        element = torch.empty((), device=device)
+        self._templates: list[Tensor] = []
+        """Tensors with the shapes of the extents and of the gaps between them, each with the memory of one element."""
+        self._segments: list[tuple[int, tuple[int, ...]]] = []
+        """For each extent, its index in `_templates`, or -1 if it has no elements; and its shape."""
+        end = 0
+        for start, numel, shape in extents:
+            if start > end:
+                self._templates.append(element.expand(start - end))
+            self._segments.append((len(self._templates) if numel else -1, shape))
+            if numel:
+                self._templates.append(element.expand(shape))
+            end = start + numel
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """The view of each extent in `flat`."""
+        views = torch._C._nn.unflatten_dense_tensors(flat, self._templates)
+        return [flat[:0].view(shape) if segment < 0 else views[segment] for segment, shape in self._segments]

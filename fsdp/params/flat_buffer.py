@@ -10,8 +10,7 @@ from torch.autograd.graph import increment_version
 
 from fsdp.comm.communicator import Communicator
 from fsdp.config import OffloadPolicy
-from fsdp.device.cutter import Cutter
-from fsdp.device.storage import ResizableStorage, SharedStorage, shard_memory, storage_key
+from fsdp.device.storage import Cutter, ResizableStorage, SharedStorage, shard_memory, storage_key
 from fsdp.errors import ShardingError
 from fsdp.params.layout import Layout, ShardExtent, make_layout, make_row_layout
 from fsdp.params.param_info import ParamInfo

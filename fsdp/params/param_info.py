@@ -39,21 +39,12 @@ class ParamInfo:
             module = copies.get(id(reference()))
             if module is not None:
                 copied.add(name, module, slot)
-        if self.keeps_dtype:
-            copied.keep_dtype()
+        copied.keeps_dtype = self.keeps_dtype
         return copied
 
     def replace(self, parameter: nn.Parameter) -> None:
         """From now on, `parameter` is the one that the unit shards: a DTensor in place of the user's object."""
         self.parameter = parameter
-
-    def cut_along(self, dim: int) -> None:
-        """Cut the parameter along another dimension than the first. Its shard is a DTensor."""
-        self.shard_dim = dim
-
-    def keep_dtype(self) -> None:
-        """Let the parameter compute in its own dtype."""
-        self.keeps_dtype = True
 
     def remember_accumulator(self) -> None:
         """The parameter is about to be sharded: note the AccumulateGrad node that some other code keeps."""

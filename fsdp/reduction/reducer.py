@@ -95,10 +95,6 @@ class Reducer:
         """See `set_divide_factors`; None if it was not called."""
         return self._reductions.divide_factors
 
-    def set_ignores_local_grads(self, ignores: bool) -> None:
-        """From now on, drop the gradients of this rank, or do not."""
-        self.ignores_local_grads = ignores
-
     def set_meeting(self, meeting: Callable[[Combine], bool]) -> None:
         """From now on, call `meeting` at the end of a backward that synchronises. It waits until all ranks are there.
 

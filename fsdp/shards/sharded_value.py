@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fsdp.errors import ShardingError
-from fsdp.shards.chunks import Chunk, chunks_of
-from fsdp.shards.cut import Shape
+from fsdp.shards.cut import Chunk, Shape, chunks_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from state_machine.explorer.garbage import collector_off
+from state_machine.explorer import collector_off
 from state_machine.explorer.harness import NEVER, Harness, Snapshot
 from state_machine.explorer.invariants import Sync, Violation
 from state_machine.explorer.model import Branch, Move, Scope, Tree, What

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from state_machine.explorer.garbage import collector_off
+from state_machine.explorer import collector_off
 from state_machine.explorer.path_scenes import CHANGE, N0, USER, Program, changing_scenes, scenes
 from state_machine.paths import (
     END_OF_FORWARD,

@@ -51,9 +51,11 @@ def printed(outcomes: Outcomes) -> str:
     codes |= {said: f"S{number}" for number, said in enumerate(sentences, 1)}
     codes |= {said: f"D{number}" for number, said in enumerate(reasons, 1)}
     lines = [f"| act | {' | '.join(MOMENTS)} |", f"| --- |{' --- |' * len(MOMENTS)}"]
+    alike: dict[str, list[str]] = {}
     for act in ACTS:
         cells = [" ".join(sorted((codes[said] for said in outcomes[act, moment]), key=_order)) for moment in MOMENTS]
-        lines.append(f"| {act} | {' | '.join(cells)} |")
+        alike.setdefault(" | ".join(cells), []).append(act)
+    lines += [f"| {'; '.join(acts)} | {cells} |" for cells, acts in alike.items()]
     lines += ["", "| code | what the refusal says |", "| --- | --- |", *(f"| {codes[said]} | {said} |" for said in sentences)]
     if reasons:
         lines += [
@@ -77,9 +79,10 @@ def shown() -> Outcomes:
     ]
     said = {"R": "right", "T": "too"} | {row[0]: row[1] for row in rows if re.fullmatch(r"[SD]\d+", row[0])}
     return {
-        (row[0], moment): {said[code] for code in cell.split()}
+        (act, moment): {said[code] for code in cell.split()}
         for row in rows
-        if row[0] in ACTS
+        for act in row[0].split("; ")
+        if act in ACTS
         for moment, cell in zip(MOMENTS, row[1:], strict=True)
     }
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.test_migration import applied
 from tests.docs.test_pages import DOCS, blocks_of
 from tests.support.jobs import run_job
 from tests.support.processes import ROOT
@@ -12,8 +13,8 @@ BEFORE, AFTER = "fairscale_before.py", "fairscale_after.py"
 
 
 def script(title: str) -> str:
-    (found,) = (one.text for one in blocks_of((DOCS / "migration" / "from-fairscale.md").read_text()) if one.title == title)
-    return found
+    blocks = {one.title: one.text for one in blocks_of((DOCS / "migration" / "from-fairscale.md").read_text())}
+    return applied(blocks[BEFORE], blocks[AFTER]) if title == AFTER else blocks[BEFORE]
 
 
 def losses_of(folder: Path, title: str, *program: Path) -> list[float]:

@@ -1,40 +1,34 @@
-"""The table of docs/reference/patterns.md, from the table of patterns.
+"""The list of patterns in docs/reference/patterns.md, from the table of patterns.
 
 python -m tests.patterns.page
 """
 
 from importlib import import_module
+from textwrap import fill
 
 from tests.patterns.every import GROUPS, PATTERNS
 from tests.patterns.harness import Pattern
 
+WIDTH = 190
+
 
 def page() -> str:
-    """One table a group: pattern, why it is here, what happens, what it costs."""
-    return "\n".join(_table(group) for group in GROUPS)
+    """The patterns of each group: name, collectives, and what is said where they are refused."""
+    return "\n".join(_group(group) for group in GROUPS)
 
 
-def _table(group: str) -> str:
+def _group(group: str) -> str:
     module = import_module(f"tests.patterns.{group}")
     title = (module.__doc__ or "").splitlines()[0].rstrip(".")
-    rows = [_row(of) for of in PATTERNS.values() if of.program.__module__ == module.__name__]
-    head = [
-        "| pattern | why it is here | what happens | gathers | reductions | how that comes about |",
-        "|---|---|---|---|---|---|",
-    ]
-    return "\n".join([f"### {title}", "", *head, *rows, ""])
+    said = "; ".join(_said(of) for of in PATTERNS.values() if of.program.__module__ == module.__name__)
+    return f"### {title}\n\n{fill(f'{said}.', WIDTH, break_long_words=False, break_on_hyphens=False)}\n"
 
 
-def _row(of: Pattern) -> str:
-    happens = "right"
-    if of.refused:
-        happens = f"refused: “{of.refused}”"
-    elif of.disagrees:
-        happens = "right, or every rank is told that they disagree"
-    gathers, reductions = ("" if number is None else str(number) for number in (of.gathers, of.reductions))
-    cells = (of.name, of.reason, happens, gathers, reductions, of.cost)
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+def _said(of: Pattern) -> str:
+    happens = f" refused: “{of.refused}”" if of.refused else " every rank may be told that they disagree" if of.disagrees else ""
+    counts = ", ".join("-" if number is None else str(number) for number in (of.gathers, of.reductions))
+    return f"*{of.name.replace('*', '')}* ({counts}){happens}"
 
 
 if __name__ == "__main__":
-    print(page())
+    print(page(), end="")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp.shards.chunks import chunks_of
+from fsdp.shards.cut import chunks_of
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -9,6 +9,7 @@ named. When every rank has disconnected and wants to go on, they meet in the sto
 rank reads the store. NCCL has no connections that could be closed: see watchdog.py.
 """
 
+import atexit
 import json
 import os
 import sys
@@ -17,16 +18,90 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing import util
 from typing import Any, Final, NamedTuple, NoReturn
 
 from fsdp.comm.failure.desync import TIME_OUT, DesyncDetector, Store
 from fsdp.comm.failure.ended_processes import Neighbours
-from fsdp.comm.failure.environment import seconds
-from fsdp.comm.failure.notices import RESTART, Abandonment, Exit, abandoned_by
 from fsdp.comm.failure.pending_call import OPENS, RESTART_CALL, PendingCall
-from fsdp.comm.failure.process_end import at_end
 from fsdp.comm.failure.unreachable_hosts import Connections
-from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, WorldError
+from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, ShardingError, WorldError
+
+_GONE: Final = ("has ended", "does not answer", "has not come back")
+"""How the reasons begin that a rank gives for one that cannot speak for itself."""
+_ABSENT: Final = "has not called"
+"""How the reason begins that a rank gives for one that has not made a call within the time-out, and may still come."""
+RESTART: Final = "Start the job again from a checkpoint."
+
+
+class Exit(NamedTuple):
+    """What a process writes when it ends by itself."""
+
+    launched: dict[str, int]
+    """Its launches on a device, by communicator."""
+    failure: str
+    """The exception that ended it. Empty if there was none."""
+
+
+class Abandonment(NamedTuple):
+    """What a rank writes when it abandons a step."""
+
+    rank: int
+    """The rank that is the reason, as the user counts it."""
+    unit: str | None
+    reason: str
+    writer: int
+    """The rank that wrote this, in the group."""
+    launched: dict[str, int]
+    """The launches of that one on a device, by communicator."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether `rank` cannot speak for itself."""
+        return self.reason.startswith(_GONE)
+
+
+def abandoned_by(
+    rank: int, unit: str | None, reason: str, remedy: str = " This step is over here too; start it again on all ranks, or end."
+) -> PeerFailed:
+    if reason.startswith(_GONE):  # another rank has found that
+        return PeerFailed(f"rank {rank} {reason}. {RESTART}", rank, unit, reason)
+    if reason.startswith(_ABSENT):
+        return PeerFailed(f"rank {rank} {reason}.{remedy}", rank, unit, reason)
+    where = "" if unit is None else f", in unit {unit!r},"
+    return PeerFailed(f"rank {rank} has abandoned the step{where} with {reason}.{remedy}", rank, unit, reason)
+
+
+def at_end(function: Callable[[], None]) -> None:
+    """Call `function`, perhaps twice, when this process ends, and in each fork of it when that ends. Signals call nothing.
+
+    `atexit` alone is not enough. Up to Python 3.12, a process that `multiprocessing` has forked leaves it out. Since Python 3.13
+    it forgets what was registered before the fork.
+    """
+    atexit.register(function)
+    # it runs in the fork after `multiprocessing` has dropped what was registered
+    util.register_after_fork(function, _at_end_of_fork)
+
+
+def _at_end_of_fork(function: Callable[[], None]) -> None:
+    util.Finalize(None, function, exitpriority=0)
+
+
+def seconds(variable: str, otherwise: float) -> float:
+    """Read a time from the environment.
+
+    Raises:
+        ShardingError: the variable is not a positive number of seconds.
+    """
+    text = os.environ.get(variable, "")
+    try:
+        found = float(text or otherwise)
+    except ValueError:
+        found = -1.0
+    if found <= 0:
+        raise ShardingError(f"{variable} must be a number of seconds, not {text!r}.")
+    return found
+
 
 SECONDS: Final = "FSDP_PEER_SECONDS"
 """The environment variable for the time in which a rank whose connections broke looks for the reason. 2 by default."""

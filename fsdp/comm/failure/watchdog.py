@@ -19,8 +19,7 @@ from threading import Event, Thread, current_thread
 from typing import Any, Final
 
 from fsdp.comm.failure.desync import STALL_SECONDS, TIME_OUT, Store
-from fsdp.comm.failure.notices import RESTART, abandoned_by
-from fsdp.comm.failure.peer_monitor import CLOSING, ENDED, PeerMonitor, PendingError
+from fsdp.comm.failure.peer_monitor import CLOSING, ENDED, RESTART, PeerMonitor, PendingError, abandoned_by
 from fsdp.comm.failure.pending_call import PendingCall
 from fsdp.errors import PeerFailed, WorldError
 

@@ -7,7 +7,7 @@ from typing import Any, Final, NoReturn
 from torch import Tensor, nn
 from torch.futures import Future
 
-from fsdp.api import comm_hooks, wrap
+from fsdp.api import reductions, wrap
 from fsdp.building.copies import Memo, copy_wrapper
 from fsdp.building.other_engines import refuse_other_engines
 from fsdp.comm.open_communicators import Mesh, ProcessGroup
@@ -266,7 +266,7 @@ class DistributedDataParallel(ReplicatedModule):
         except Exception as error:
             self._error = str(error)
             raise
-        comm_hooks.register_comm_hook(self, state, checked_hook(hook))
+        reductions.register_comm_hook(self, state, checked_hook(hook))
 
     def _get_ddp_logging_data(self) -> dict[str, object]:
         """The facts about the wrapper that torch logs, as far as they mean something here.

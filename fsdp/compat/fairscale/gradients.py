@@ -38,7 +38,7 @@ def set_factors(instance: Any, pre: float, post: float, recursive: bool) -> None
         )
     set_divide_factors(instance.module, pre, post)
     for one in (instance, *inner):
-        one.set_factors(pre, post)
+        one.gradient_predivide_factor, one.gradient_postdivide_factor = pre, post
 
 
 class GradScaler(torch.amp.GradScaler):

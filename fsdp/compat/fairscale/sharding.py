@@ -1,7 +1,9 @@
 """How an instance is made a unit of the engine: checks of its options, its group, its buffers, parameters of other instances."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -11,17 +13,59 @@ from torch.utils._pytree import tree_map
 from fsdp.api.wrap import fully_shard
 from fsdp.autograd.pytree import modules_within
 from fsdp.building.other_engines import refuse_other_engines
+from fsdp.compat.fairscale.flat_params import Shown
 from fsdp.compat.fairscale.flatten import OWN_NAME
 from fsdp.compat.fairscale.groups import ProcessGroupName, get_process_group_cached, is_process_group
-from fsdp.compat.fairscale.shared_params import SharedParam
 from fsdp.compat.shared.dtype_and_device import Conversion, changes, convert
 from fsdp.compat.shared.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy, OffloadPolicy, ReductionPolicy
 from fsdp.device.streams import current_accelerator
 from fsdp.errors import ShardingError
 from fsdp.params.module_tree import IGNORED
+from fsdp.params.use_outside_forward import full_tensor
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import unit_ref_of
+
+
+class SharedParam:
+    """One parameter of another instance, and the modules of this one that use it.
+
+    Its value is gathered in each forward of this instance. Its gradient is added to that of the owner.
+    """
+
+    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        self.parameter = parameter
+        self.dtype = dtype
+        self.slots: list[tuple[nn.Module, str]] = []
+
+    @property
+    def _shape(self) -> torch.Size:
+        shape: torch.Size = self.parameter._orig_size  # type: ignore[attr-defined]
+        return shape
+
+    def values(self) -> Shown:
+        """The full value for each module that uses it. Communicates."""
+        value = full_tensor(self.parameter)[: prod(self._shape)].view(self._shape).to(self.dtype)
+        return tuple((module, name, value) for module, name in self.slots)
+
+    def placeholders(self) -> Shown:
+        """What each module shows outside a forward: a tensor with a shape and no memory."""
+        placeholder = torch.empty(self._shape, dtype=self.dtype, device="meta")
+        return tuple((module, name, placeholder) for module, name in self.slots)
+
+    @contextmanager
+    def shown_in_full(self) -> Generator[None, None, None]:
+        """Let the modules have the parameter inside, while its owner has its full value."""
+        value = full_tensor(self.parameter).detach()[: prod(self._shape)].view(self._shape)
+        shown = nn.Parameter(value, self.parameter.requires_grad)
+        for module, name in self.slots:
+            module._parameters[name] = shown
+        try:
+            yield
+        finally:
+            for module, name in self.slots:
+                del module._parameters[name]
+
 
 WRAPPED_NAME = "_fsdp_wrapped_module."
 
@@ -101,7 +145,7 @@ def shard(instance: Any) -> None:
         # the root over other ranks is driven by itself; it is called inside the forward of this one
         one.module.__dict__[IGNORED] = True
         if one.world_size == 1:
-            one.keep_state_on_each_rank()
+            one.no_broadcast_optim_state = True
     reshard = None if instance.reshard_after_forward and instance.disable_reshard_on_root else instance.reshard_after_forward
     named = {id(p): plain_name(name) for name, p in instance.module.named_parameters()}
     alone = tuple(named[id(flat.parameter)] for flat in instance.module.flats if flat.has_own_name)
@@ -136,7 +180,7 @@ def cast_buffers(instance: Any, dtype: torch.dtype | None = None) -> None:
     others = {id(one) for one in instances}
     for one in instances:
         wanted = one.buffer_dtype if dtype is None or not one.mixed_precision else dtype
-        one.set_buffers_are_cast(dtype is None)
+        one.buffers_are_cast = dtype is None
         for module in modules_within(one, others):
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and buffer.dtype is not wanted:

@@ -75,7 +75,7 @@ def full_state_dict(instance: Any, save: Callable[..., Any], *args: Any, **kwarg
         try:
             state = save(*args, **kwargs)
         finally:
-            instance.set_buffers_are_cast(False)
+            instance.buffers_are_cast = False
             if were_cast:
                 cast_buffers(instance)
         device = torch.device("cpu") if instance.move_params_to_cpu else instance.state_dict_device
@@ -103,12 +103,12 @@ def shards_shown(instance: Any) -> Iterator[None]:
                 f"local_state_dict: an instance is in {one.training_state.name}; call it outside any forward, backward and "
                 "summon_full_params."
             )
-        one.set_keeps_shards(True)
+        one.keeps_shards = True
     try:
         yield
     finally:
         for one in instances:
-            one.set_keeps_shards(False)
+            one.keeps_shards = False
 
 
 def local_metadata(root: Any) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def shard_late(instance: Any) -> None:
         if one.is_lazily_sharded and can_communicate(one.process_group):
             for parameter in one.params if one.world_size > 1 else ():
                 parameter.data = gather_chunks(parameter.detach(), one.process_group)
-            one.set_lazily_sharded(False)
+            one.is_lazily_sharded = False
             shard(one)
 
 

@@ -19,15 +19,32 @@ from fsdp.autograd.pytree import tensors_in
 from fsdp.compat.fairscale import gradients, optim_states, sharding, states
 from fsdp.compat.fairscale.flat_params import Shown
 from fsdp.compat.fairscale.flatten import FlattenParamsWrapper
-from fsdp.compat.fairscale.groups import (
-    ProcessGroupName,
-    can_communicate,
-    get_process_group_cached,
-)
-from fsdp.compat.fairscale.instance import InstanceState
+from fsdp.compat.fairscale.groups import ProcessGroupName, can_communicate, get_process_group_cached
 from fsdp.compat.fairscale.sharding import cast_inputs
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, unit_ref_of, units_in
+
+
+class InstanceState(nn.Module):
+    """The base of FullyShardedDataParallel."""
+
+    _fsdp_keeps_engine = "call its summon_full_params() and copy what you need"
+    """See `fsdp.runtime.registry.KEEPS_ENGINE`."""
+    gradient_predivide_factor: float
+    gradient_postdivide_factor: float
+    no_broadcast_optim_state: bool
+    """Whether the optimizer's state of this instance is this rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers_are_cast = False
+        """Whether buffers have the `buffer_dtype`."""
+        self.keeps_shards = False
+        """Whether `state_dict()` gives shards, for `local_state_dict()`."""
+        self.compute_device = torch.device("cpu")
+        """Where the instance computes."""
+        self.is_lazily_sharded = False
+        """Whether the engine takes over at the first use, because there is no process group yet."""
 
 
 class TrainingState(Enum):
@@ -108,7 +125,7 @@ class FullyShardedDataParallel(InstanceState):
         own = [p for p in module.parameters() if not hasattr(p, "_is_sharded")]
         sharding.check_options(self, own)
         self._compute_device_given, self._state_dict_device_given = compute_device, state_dict_device
-        self.set_compute_device(sharding.computing_device(compute_device, self.move_params_to_cpu, module, own))
+        self.compute_device = sharding.computing_device(compute_device, self.move_params_to_cpu, module, own)
         self._shared = sharding.take_shared(module, self.compute_dtype)
         self._fsdp_wrapped_module = FlattenParamsWrapper(
             module, own if flatten_parameters and own else [[]], multiple=self.world_size
@@ -116,7 +133,7 @@ class FullyShardedDataParallel(InstanceState):
         if not flatten_parameters:
             self._fsdp_wrapped_module.store_as_vectors(own, self.world_size)
         self.params = self._fsdp_wrapped_module.flat_params
-        self.set_lazily_sharded(not can_communicate(self.process_group))
+        self.is_lazily_sharded = not can_communicate(self.process_group)
         for flat, parameter in zip(self._fsdp_wrapped_module.flats, self.params, strict=True):
             parameter._is_sharded = self.world_size > 1  # type: ignore[attr-defined]
             parameter._orig_size = parameter.size() if not flat.has_own_name else flat.shapes[0]  # type: ignore[attr-defined]
@@ -195,7 +212,7 @@ class FullyShardedDataParallel(InstanceState):
         sharding.move_units(self, fn)
         applied = super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         if not self.move_params_to_cpu:
-            self.set_compute_device(sharding.computing_device(self._compute_device_given, False, self.module, self.params))
+            self.compute_device = sharding.computing_device(self._compute_device_given, False, self.module, self.params)
         return applied
 
     def apply(self, fn: Any) -> "FullyShardedDataParallel":
@@ -239,7 +256,7 @@ class FullyShardedDataParallel(InstanceState):
 
     def _reset_lazy_init(self) -> None:
         """Cast the buffers again in the next forward. Nothing else is set up lazily here."""
-        self.set_buffers_are_cast(False)
+        self.buffers_are_cast = False
 
     def _free_full_params(self, params: Any = None) -> None:
         """Do nothing: the engine releases full parameters when their last use is over."""

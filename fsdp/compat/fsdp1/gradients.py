@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp.api.clip_and_scale import clip_norm_of_roots
-from fsdp.api.comm_hooks import register_comm_hook
+from fsdp.api.reductions import register_comm_hook
 from fsdp.compat.fsdp1.sharding import instances_in
 from fsdp.compat.fsdp1.torch_names import HYBRID, ShardingStrategy
 

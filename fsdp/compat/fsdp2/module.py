@@ -6,7 +6,7 @@ Rule 2: a method that would change numbers, or hand communication to the user's 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as _Theirs
@@ -16,10 +16,35 @@ from fsdp.api.wrap import set_requires_gradient_sync
 from fsdp.compat.fsdp2 import residence
 from fsdp.compat.fsdp2.move_module import apply_to_tensors, make_room
 from fsdp.compat.fsdp2.residence import GradientReductionHandle, UnshardHandle
-from fsdp.compat.fsdp2.settings import Settings, settings_of
 from fsdp.errors import ShardingError
 from fsdp.newer_peers import refused_methods
 from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
+from state_machine import ReshardPolicy
+
+
+class Settings:
+    """The settings of one module. They survive when an outer module is wrapped around it."""
+
+    ATTRIBUTE: ClassVar = "_fsdp2_settings"
+
+    __slots__ = ("all_reduces", "divide_factor", "policy", "reduces")
+
+    def __init__(self) -> None:
+        self.reduces = True
+        """Whether gradients are reduced."""
+        self.all_reduces = True
+        """Whether gradients are summed over replicas."""
+        self.divide_factor: float | None = None
+        """The divisor of gradients that was set; None means their number of ranks."""
+        self.policy: ReshardPolicy | None = None
+        """When unsharded parameters are freed, as `set_reshard_after_forward` has said last."""
+
+
+def settings_of(module: nn.Module) -> Settings:
+    """The settings of a module. The first call makes them."""
+    found: Settings = module.__dict__.setdefault(Settings.ATTRIBUTE, Settings())
+    return found
+
 
 _CUSTOM = "communication is the engine's own: reduce gradients by fsdp.register_comm_hook(model, state, hook), or leave it out."
 
@@ -66,7 +91,7 @@ class FSDPModule:
             raise ValueError(f"reshard_after_forward must be True or False, not {reshard_after_forward!r}.")
         for ref in _refs(self, recurse):
             residence.reshard_after_forward(ref, reshard_after_forward)
-            settings_of(ref.unit.module).set_policy(residence.policy_of(ref))
+            settings_of(ref.unit.module).policy = residence.policy_of(ref)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """From now on, free the unsharded parameters after the backward, or keep them until the weights change."""
@@ -102,7 +127,8 @@ class FSDPModule:
         Raises:
             ShardingError: this is not the root, or `recurse` is False and there are inner units.
         """
-        self._sync_settings(recurse, "set_requires_gradient_sync").set_syncs(requires_gradient_sync, requires_gradient_sync)
+        settings = self._sync_settings(recurse, "set_requires_gradient_sync")
+        settings.reduces = settings.all_reduces = bool(requires_gradient_sync)
         self._apply_sync()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -111,8 +137,7 @@ class FSDPModule:
         Raises:
             ShardingError: this is not the root, or `recurse` is False and there are inner units.
         """
-        settings = self._sync_settings(recurse, "set_requires_all_reduce")
-        settings.set_syncs(settings.reduces, requires_all_reduce)
+        self._sync_settings(recurse, "set_requires_all_reduce").all_reduces = bool(requires_all_reduce)
         self._apply_sync()
 
     def _sync_settings(self, recurse: bool, method: str) -> Settings:
@@ -171,7 +196,7 @@ class FSDPModule:
             )
         if ref.index == 0:
             set_divide_factors(ref.unit.module, 1.0, float(factor))
-            root.set_divide_factor(factor)
+            root.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """See `set_gradient_divide_factor`."""

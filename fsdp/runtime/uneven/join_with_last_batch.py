@@ -4,6 +4,7 @@ Each rank with data announces its forwards, backwards and steps. A finished rank
 that of another rank if it never had one. Its gradients do not count.
 """
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from fsdp.autograd.pytree import tensors_in
+from fsdp.comm.communicator import Communicator
 from fsdp.errors import InputsExhausted, ShardingError
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.hooks import EngineHooks
 from fsdp.runtime.uneven.data_left import Next, exchange_data_left
-from fsdp.runtime.uneven.inputs_of_others import InputsOfOthers
 from fsdp.runtime.uneven.join_base import Joined, JoinRules
 
 
@@ -67,7 +69,7 @@ class EvenJoin(Joined):
 
     def serve(self) -> None:
         self._finished = True
-        self._engine.reducer.set_ignores_local_grads(True)
+        self._engine.reducer.ignores_local_grads = True
         # gradients accumulated under `no_sync`, whose backward will not follow
         self._engine.reducer.forget_kept()
         try:
@@ -79,7 +81,7 @@ class EvenJoin(Joined):
                 else:
                     self._run_backward(operation is _Operation.REDUCES)
         finally:
-            self._engine.reducer.set_ignores_local_grads(False)
+            self._engine.reducer.ignores_local_grads = False
             self._outputs.clear()
 
     # what a rank with data announces ------------------------------------------------------
@@ -169,3 +171,26 @@ class EvenJoin(Joined):
             self._engine.set_synchronises(synchronises)
             for leaf, gradient in zip(leaves, gradients, strict=True):
                 leaf.grad = gradient
+
+
+class InputsOfOthers:
+    """The inputs of this rank's last forward, for a rank that has never had a batch."""
+
+    def __init__(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any]) -> None:
+        self._inputs = None if args is None else (args, kwargs)
+
+    def exchange(self, comm: Communicator, source: int, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the inputs of `source`, on `device`; None if they cannot be pickled. Every rank calls it."""
+        mine = self._pickled() if comm.rank == source else None
+        pickled = comm.gather_objects(mine, "inputs for ranks without a batch")[source]
+        if pickled is None:
+            return None
+        on_device = tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, pickle.loads(pickled))
+        return on_device[0], on_device[1]
+
+    def _pickled(self) -> bytes | None:
+        on_host = tree_map(lambda one: one.detach().cpu() if isinstance(one, Tensor) else one, self._inputs)
+        try:
+            return pickle.dumps(on_host)
+        except (pickle.PicklingError, AttributeError, TypeError):  # what pickle raises for a lambda, a local class, a lock
+            return None

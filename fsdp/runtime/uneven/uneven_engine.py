@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 
 import torch
+from torch import nn
 
 from fsdp.comm.context import CommContext
 from fsdp.debug.error_notes import add_note
@@ -21,6 +22,7 @@ from fsdp.params.unit import Unit
 from fsdp.params.use_outside_forward import backward_without_a_loss
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.prefetch import PassSchedules, PrefetchSchedule
+from fsdp.runtime.registry import collective_call, engines_in, refuse_unless_resting
 from fsdp.runtime.uneven.data_left import InsideJoin, Next, exchange_data_left
 from fsdp.runtime.uneven.gather_order import Combine, GatherOrder
 from state_machine import Action, BackwardEvent, Event
@@ -218,3 +220,49 @@ class CommonSchedules(PassSchedules):
 
     def __init__(self, engine: UnevenEngine, order: GatherOrder, depth: int) -> None:
         self.forward = self.backward = CommonSchedule(engine, order, depth)
+
+
+@collective_call
+def empty_backward(model: nn.Module) -> None:
+    """Take part in the backward of the other ranks without a batch. Communicates.
+
+    Call it in place of forward and backward on a rank that has nothing to learn from in this step. Its gradients count as zeros,
+    as those of any rank that does not use a parameter. Under `fsdp.no_sync` no rank communicates, and it does nothing.
+
+    Raises:
+        ShardingError: `model` contains no unit or is only a part of a root; it was made without `uneven_paths=True`; or a forward
+            or backward runs.
+        WorldError: other ranks have called `fsdp.meet`.
+        PeerFailed: a rank has ended, or has abandoned the step.
+    """
+    for engine in engines_in(model, "empty_backward"):
+        refuse_unless_resting("empty_backward", engine)
+        if not isinstance(engine, UnevenEngine):
+            raise ShardingError(
+                "empty_backward: all ranks of this model compute the same, so none can leave a backward out; pass "
+                "uneven_paths=True, or train inside fsdp.join."
+            )
+        if engine.synchronises:
+            engine.empty_backward()
+
+
+@collective_call
+def meet(model: nn.Module) -> None:
+    """Take part in what other ranks gather, until every rank has called this. Communicates.
+
+    Ranks of a model with `uneven_paths=True` may do different things between two backwards: evaluate on some ranks only, or
+    generate to different lengths. A rank that comes to the end of its next backward waits there for the others. Where no
+    backward follows, before a save, a collective of your own or the end of the program, call this on every rank.
+
+    Raises:
+        ShardingError: `model` contains no unit or is only a part of a root; it was made without `uneven_paths=True`; or a forward
+            or backward runs; or weights were changed between two gathers of a step, and ranks took different paths or changed
+            them at different places.
+        WorldError: other ranks are at the end of a backward.
+        PeerFailed: a rank has ended, or has abandoned the step.
+    """
+    for engine in engines_in(model, "meet"):
+        refuse_unless_resting("meet", engine)
+        if not isinstance(engine, UnevenEngine):
+            raise ShardingError("meet: ranks of this model take the same path, so they need not meet; pass uneven_paths=True.")
+        engine.meet()

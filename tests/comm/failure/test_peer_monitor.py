@@ -15,8 +15,7 @@ import fsdp
 from fsdp.comm.failure import desync
 from fsdp.comm.failure import peer_monitor as module
 from fsdp.comm.failure.ended_processes import is_dead, this_process
-from fsdp.comm.failure.environment import seconds
-from fsdp.comm.failure.peer_monitor import PeerMonitor
+from fsdp.comm.failure.peer_monitor import PeerMonitor, seconds
 from fsdp.errors import FEWER_BATCHES, PeerFailed
 from tests.support.stores import MemoryStore, Scope, said, together
 
