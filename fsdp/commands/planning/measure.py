@@ -68,7 +68,7 @@ def measure_links(process_group: dist.ProcessGroup | None = None) -> Measured:
 def _link(group: dist.ProcessGroup | None, size: int, where: torch.device) -> Link:
     """From a small and a large gather among these ranks: seconds = latency * log2(ranks) + received / bandwidth.
 
-    The difference of the two says nothing if other work slowed the small one. So latency counts for half of the large one at most.
+    Their difference says nothing if other work slowed the small one, so latency counts for half of the large one at most.
     """
 
     def seconds(count: int) -> float:
