@@ -7,14 +7,15 @@ The model and the wire are those of overlap.py: one process plays rank 0 of W, a
 takes latency + received bytes / bandwidth. `fsdp.measure_links` measures the wire through the process group; nothing else tells
 the plan what the wire does. No product of matrices says how long sleeping takes. So the operator that sleeps states its
 operations, and the device's throughput is measured with the plain model: it is what makes its step take as long as it did.
-The plan compares strategies, with and without prefetching, at each load; then steps are measured. A plan leaves out the host time
-of the engine.
+The plan compares ten choices at each load: strategies, with and without prefetching and checkpointing, and the model as one unit.
+Then steps are measured. A plan leaves out the host time of the engine.
 """
 
 import gc
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import combinations
 from statistics import median
 from typing import Any
@@ -26,18 +27,51 @@ from overlap import PER_SECOND, Block, Model
 from overlap import Settings as Overlap
 from simulated_link import Link, joined
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp.commands.planning.shapes import SHAPES, Decoder, make_tokens
 
 LOADS = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)
-CASES: dict[str, dict[str, Any]] = {
-    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
-    "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
-    "FULL_SHARD": {"sharding_strategy": "FULL_SHARD"},
-    "FULL_SHARD, nothing ahead": {"sharding_strategy": "FULL_SHARD", "prefetch": 0},
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A choice: options of `fsdp.fully_shard`, and whether blocks are recomputed."""
+
+    strategy: str
+    prefetch: int | None = None
+    in_units: bool = True
+    """Whether blocks are units. Otherwise the model is one."""
+    checkpointing: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `fsdp.fully_shard` and `fsdp.plan` take alike."""
+        return {} if self.prefetch is None else {"prefetch": self.prefetch}
+
+    def wrap(self, model: Model) -> nn.Module:
+        """Shard a model."""
+        if self.checkpointing:
+            for block in model.blocks:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        policy = {Block} if self.in_units else None
+        return fsdp.fully_shard(model, auto_wrap_policy=policy, sharding_strategy=self.strategy, **self.options)
+
+
+CASES = {
+    "NO_SHARD": Case("NO_SHARD"),
+    "NO_SHARD, checkpointed": Case("NO_SHARD", checkpointing=True),
+    "SHARD_GRAD_OP": Case("SHARD_GRAD_OP"),
+    "SHARD_GRAD_OP, checkpointed": Case("SHARD_GRAD_OP", checkpointing=True),
+    "SHARD_GRAD_OP, nothing ahead": Case("SHARD_GRAD_OP", prefetch=0),
+    "SHARD_GRAD_OP, one unit": Case("SHARD_GRAD_OP", in_units=False),
+    "FULL_SHARD": Case("FULL_SHARD"),
+    "FULL_SHARD, checkpointed": Case("FULL_SHARD", checkpointing=True),
+    "FULL_SHARD, nothing ahead": Case("FULL_SHARD", prefetch=0),
+    "FULL_SHARD, one unit": Case("FULL_SHARD", in_units=False),
 }
-"""What is compared, by name: options of `fsdp.fully_shard`."""
+"""What is compared, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +103,24 @@ def estimated(settings: Settings, flops: float) -> dict[str, float]:
     found = fsdp.measure_links()
     found["device"] = replace(found["device"], flops=flops, half_flops=flops)
 
-    def seconds(sharding_strategy: str, **options: Any) -> float:
+    def seconds(case: Case) -> float:
         plan = fsdp.plan(
             settings.make,
             settings.world,
             inputs=lambda: torch.ones(1, settings.width),
             loss=lambda output: output,
             optimizer=None,
-            strategies=[sharding_strategy],
-            units={"blocks": {Block}},
-            checkpointing=[False],
-            options=options,
+            strategies=[case.strategy],
+            units={"blocks": {Block} if case.in_units else None},
+            checkpointing=[case.checkpointing],
+            options=case.options,
             **found,
         )
         (rehearsal,) = (one.rehearsal for one in plan.candidates)
         assert rehearsal is not None
         return rehearsal.seconds
 
-    return {name: seconds(**options) for name, options in CASES.items()}
+    return {name: seconds(case) for name, case in CASES.items()}
 
 
 def measure(settings: Settings) -> tuple[list[float], list[dict[str, Any]]]:
@@ -98,7 +132,7 @@ def measure(settings: Settings) -> tuple[list[float], list[dict[str, Any]]]:
         x = torch.ones(1, settings.width)
         bare = settings.make()
         plain = [step(bare, x, link) for _ in range(settings.repeats)]
-        models = {name: fsdp.fully_shard(settings.make(), auto_wrap_policy={Block}, **options) for name, options in CASES.items()}
+        models = {name: case.wrap(settings.make()) for name, case in CASES.items()}
         for model in models.values():
             for _ in range(3):
                 step(model, x, link)  # lazy initialisation, orders that are learned

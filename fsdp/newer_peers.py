@@ -122,10 +122,12 @@ def refuses_names_of(peer: type, cls: C) -> C:
 
 def refused_methods(peer: type, cls: type) -> dict[str, Callable[..., NoReturn]]:
     """For each public method of `peer` that a class has not: one that raises ShardingError."""
-    return {name: _refuse(f"{cls.__name__}.{name}") for name in vars(peer) if not (name.startswith("_") or hasattr(cls, name))}
+    return {name: refusing(f"{cls.__name__}.{name}") for name in vars(peer) if not (name.startswith("_") or hasattr(cls, name))}
 
 
-def _refuse(where: str) -> Callable[..., NoReturn]:
+def refusing(where: str) -> Callable[..., NoReturn]:
+    """A function that raises ShardingError. `where`: the name of what it stands for."""
+
     def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise ShardingError(f"{where}: {UNKNOWN}")
 

@@ -31,15 +31,22 @@ def peer_options() -> str:
     return "\n".join(rows)
 
 
+LATER: Final = {("fully_shard", "torch.distributed.fsdp"): {"GradientReductionHandle": " (torch 2.15)"}}
+"""Names that the torch of constraints.txt has not: by door and module, with what the page says of each."""
+
+
 def installed_names() -> str:
     """Every attribute that `fsdp.compat.install` replaces, by door and module of the library."""
     rows = ["| door | module of the library | attributes that become those of the door |", "| --- | --- | --- |"]
     for name, door in DOORS.items():
         if find_spec(door.module):
-            places: dict[str, list[str]] = {}
-            for one in replacements(door):
-                places.setdefault(one.place, []).append(f"`{one.name}`")
-            rows += [f"| `{name}` | `{place}` | {', '.join(sorted(names))} |" for place, names in places.items()]
+            places: dict[str, set[str]] = {}
+            for place, attribute in ((one.place, one.name) for one in replacements(door)):
+                places.setdefault(place, set()).add(attribute)
+            for place, names in places.items():
+                later = LATER.get((name, place), {})
+                shown = [f"`{one}`{later.get(one, '')}" for one in sorted(names | later.keys())]
+                rows.append(f"| `{name}` | `{place}` | {', '.join(shown)} |")
     return "\n".join(rows)
 
 

@@ -1,4 +1,4 @@
-"""Runs torch's own tests of FSDP1 and DDP, unmodified, on the host, with torch's classes or with the drop-in modules.
+"""Runs torch's own tests of FSDP1, FSDP2 and DDP, unmodified, on the host, with torch's classes or with the drop-in modules.
 
 python -m tools.torch_tests FOLDER torch               FOLDER: a source tree of torch, of which test/distributed is needed
 python -m tools.torch_tests FOLDER fsdp test_wrap.py   some files, with fsdp.compat.torch_fsdp and fsdp.compat.ddp instead
@@ -26,10 +26,15 @@ import torch
 ROOT: Final = Path(__file__).resolve().parents[1]
 NEEDED: Final = ("expecttest", "parameterized")
 """Packages that torch's tests import, and the project does not need."""
+NOT_COLLECTED: Final = 2
+"""The exit status of pytest where a file cannot be imported: it wants a name that the installed torch has no more."""
 NO_TESTS: Final = 5
 """The exit status of pytest where a file has none."""
+FSDP2_FOLDER: Final = Path("_composable") / "fsdp"
 DDP_FILE: Final = "test_c10d_gloo.py"
 DDP_TESTS: Final = "DistributedDataParallelTest"
+PROCESSES: Final = 8
+"""A test of more ranks is left out."""
 SECONDS: Final = 60
 """A test that takes longer is one that hangs."""
 _HOST: Final = torch.device("cpu")
@@ -57,7 +62,8 @@ def main(arguments: list[str]) -> None:
     if missing:
         parser.error(f"install {' and '.join(missing)}, which torch's tests import.")
     tests = given.folder / "test" / "distributed"
-    files = [*sorted((tests / "fsdp").glob("test_*.py")), tests / DDP_FILE]
+    folders = (tests / "fsdp", tests / FSDP2_FOLDER)
+    files = [*(file for folder in folders for file in sorted(folder.glob("test_*.py"))), tests / DDP_FILE]
     files = [file for file in files if not given.files or file.name in given.files]
     results = ROOT / "runs" / f"torch_tests.{given.engine}.json"
     results.parent.mkdir(exist_ok=True)
@@ -88,7 +94,7 @@ def _run(file: Path, engine: str) -> dict[str, str]:
     environment = {
         **os.environ,
         # tests of FSDP1 compare with torch's DDP
-        "FSDP_PEER_DOOR": "ddp" if file.name == DDP_FILE else "torch_fsdp",
+        "FSDP_PEER_DOOR": "ddp" if file.name == DDP_FILE else "fully_shard" if file.match(f"{FSDP2_FOLDER}/*") else "torch_fsdp",
         **{"FSDP_PEER_ENGINE": engine, "FSDP_PEER_EVENTS": str(events), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
         **{"PYTHONPATH": os.pathsep.join(paths), "BACKEND": "gloo", "WORLD_SIZE": "2", "TEMP_DIR": str(events.parent)},
     }
@@ -111,7 +117,7 @@ def _run(file: Path, engine: str) -> dict[str, str]:
     )
     lines = events.read_text(encoding="utf-8").splitlines()
     events.unlink()
-    if done.returncode not in (0, 1, NO_TESTS):
+    if done.returncode not in (0, 1, NOT_COLLECTED, NO_TESTS):
         raise SystemExit(f"{file.name}: pytest ended with {done.returncode}; its text says why.")
     return outcomes_of(lines)
 
@@ -142,6 +148,8 @@ def pytest_configure(config: Any) -> None:
         _give_fsdp1_the_host()
     _give_names_of_cuda_the_host()
     _give_tests_the_host()
+    if os.environ["FSDP_PEER_DOOR"] == "fully_shard":
+        _give_fsdp2s_tests_the_host()
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -152,6 +160,20 @@ def pytest_runtest_logreport(report: Any) -> None:
             file.write(json.dumps([name, report.outcome]) + "\n")
 
 
+class _Event:
+    """An event that is over."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait(self, *_: Any) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, *_: Any) -> float:
+        return 1.0
+
+
 def _give_fsdp1_the_host() -> None:
     from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
     from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
@@ -160,21 +182,11 @@ def _give_fsdp1_the_host() -> None:
         state._device_handle = _FSDPDeviceHandle.from_device(_HOST)
         return state
 
-    class Event:
-        """An event that is over."""
-
-        def __init__(self, *_: Any, **__: Any) -> None: ...
-        def record(self, *_: Any) -> None: ...
-        def synchronize(self) -> None: ...
-        def wait(self, *_: Any) -> None: ...
-        def query(self) -> bool:
-            return True
-
     for module in (_init_utils, fully_sharded_data_parallel):
         setattr(module, "_init_device_handle", handle)  # noqa: B010  # mypy knows that a function is assigned
     host: Any = torch.cpu
-    host.Event = getattr(host, "Event", Event)
-    host.Stream.record_event = getattr(host.Stream, "record_event", lambda self, event=None: event or Event())
+    host.Event = getattr(host, "Event", _Event)
+    host.Stream.record_event = getattr(host.Stream, "record_event", lambda self, event=None: event or _Event())
 
 
 def _is_cuda(device: Any) -> bool:
@@ -199,6 +211,8 @@ class _DeviceType(type):
 
 def _give_names_of_cuda_the_host() -> None:
     place: Any = torch
+    # `with torch.device("meta")` knows functions by what they are
+    torch.utils._device._device_constructors()
     place.device = _DeviceType("device", (), {"__module__": "torch"})
     for name in _MAKERS:
         setattr(torch, name, _on_the_host(getattr(torch, name)))
@@ -274,12 +288,16 @@ def _give_tests_the_host() -> None:
     for owner, name, wrap in ((c10d, "init_process_group", begins), (c10d, "new_group", makes)):
         _replace(owner, name, wrap)
         setattr(dist, name, getattr(owner, name))
-    _replace(meshes, "init_device_mesh", lambda init: lambda kind, *a, **k: init("cpu" if _is_cuda(kind) else kind, *a, **k))
+    _replace(
+        meshes,
+        "init_device_mesh",
+        lambda init: lambda device_type, *a, **k: init("cpu" if _is_cuda(device_type) else device_type, *a, **k),
+    )
     setattr(dist, "init_device_mesh", meshes.init_device_mesh)  # noqa: B010
     _replace(
         meshes.DeviceMesh,
         "__init__",
-        lambda init: lambda self, kind, *a, **k: init(self, "cpu" if _is_cuda(kind) else kind, *a, **k),
+        lambda init: lambda self, device_type, *a, **k: init(self, "cpu" if _is_cuda(device_type) else device_type, *a, **k),
     )
     ddp = torch.nn.parallel.DistributedDataParallel
     _replace(
@@ -289,6 +307,31 @@ def _give_tests_the_host() -> None:
     )
     made: Any = common_device_type.instantiate_device_type_tests
     common_device_type.instantiate_device_type_tests = lambda cls, scope, **_: made(cls, scope, only_for="cpu")
+
+
+def _give_fsdp2s_tests_the_host() -> None:
+    """What the tests of FSDP2 use besides. Ranks that are threads of a pretend group become processes."""
+    from torch.testing._internal import common_cuda, common_fsdp
+
+    fsdp_tests: Any = common_fsdp
+    setattr(common_cuda, "TEST_CUDA", True)  # noqa: B010
+
+    class Processes(fsdp_tests.FSDPTest):
+        def setUp(self) -> None:
+            if self.world_size > PROCESSES:
+                self.skipTest(f"{self.world_size} ranks")
+            super().setUp()
+
+        def perThreadSetUp(self) -> None: ...
+
+    fsdp_tests.FSDPTestMultiThread = Processes
+    # its name in torch 2.6
+    fsdp_tests.test_compiled_fsdp = fsdp_tests.compiled_fsdp_test
+    place: Any = torch
+    place.Event = place.cuda.Event = _Event
+    place.cuda.current_stream = place.accelerator.current_stream = torch.cpu.current_stream
+    place.cpu.Stream.record_event = lambda self, event=None: event or _Event()
+    place.accelerator.current_device_index = lambda: 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 [Note: how other engines are refused]
 No other engine asks a module whether it may be wrapped. But each looks something up on the module before it communicates:
 DistributedDataParallel iterates over the names to ignore, torch's FSDP and `replicate` look for their name in a registry, and
-DataParallel calls a method for each replica. The module of a unit has an object in these places that raises.
+DataParallel calls a method for each replica. The module of a unit has an object in these places that raises. `replicate` around a
+module that contains a sharded one leaves the sharded parameters out.
 """
 
 import sys
@@ -70,6 +71,8 @@ class _ShardedAlready(dict[str, Any]):
         caller = sys._getframe(1)
         if caller.f_code.co_name == "_composable" and caller.f_back and caller.f_back.f_code.co_name != "_get_ignored_modules":
             return name == "replicate"  # torch's FSDP walks over any model to list its own modules; here are none
+        if caller.f_code.co_name == "_is_fully_sharded" and caller.f_back and caller.f_back.f_code.co_name != "replicate":
+            return True  # `replicate` around a module that contains this one leaves out what is sharded
         if name in _COMPOSABLE:
             self._refuse()
         return super().__contains__(name)

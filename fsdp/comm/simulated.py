@@ -23,6 +23,8 @@ from fsdp.comm.failure.pending_call import Wait, remedies_for
 from fsdp.comm.simulated_group import torch_groups
 from fsdp.comm.simulated_ops import (
     Buffer,
+    Coalesced,
+    Evaluations,
     Operation,
     Side,
     describe,
@@ -156,6 +158,7 @@ class SimulatedCommunicator:
         """Fill `unsharded` (W * C,) with the chunks of all ranks, as bytes."""
         if unsharded.numel() % self.size:
             raise ShardingError(f"all_gather({label!r}) takes {self.size} equal chunks, not {describe(unsharded)}.")
+        self._world.evaluations.count(self.name, self._ranks[self.rank])
         unsharded = as_bytes(unsharded)
         buffer = Buffer(unsharded, label)
         chunk = unsharded.numel() // self.size
@@ -181,9 +184,9 @@ class SimulatedCommunicator:
         """False. Tests replace this method."""
         return False
 
-    def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> "_Coalesced":
+    def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Coalesced:
         """`reduce_scatter` of each bucket."""
-        return _Coalesced([self.reduce_scatter(bucket, chunk, label) for bucket, chunk in zip(buckets, into, strict=True)])
+        return Coalesced([self.reduce_scatter(bucket, chunk, label) for bucket, chunk in zip(buckets, into, strict=True)])
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         """Zero: the sum is written to its place at once."""
@@ -299,19 +302,6 @@ class _PendingWork:
         self._world.wait(self._rank, self.operation)
 
 
-class _Coalesced:
-    """Collectives in flight that are awaited together."""
-
-    __slots__ = ("_works",)
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
 class _World:
     """The scheduler of a simulated world: which rank runs, which rank waits for which operation, and what is in flight."""
 
@@ -329,6 +319,7 @@ class _World:
         """The operations whose data has not moved."""
         self._abandoned: dict[tuple[str, int], Abandoned] = {}
         """By communicator and rank."""
+        self.evaluations = Evaluations()
         self._complete: list[Operation] = []
         self._broken: dict[str, Operation] = {}
         """For each communicator on which ranks made different calls: the first operation where they did."""
@@ -488,12 +479,14 @@ class _World:
         self._operations.clear()
         for operation in [*self._broken.values(), *self._spoilt]:
             if not operation.reported:
-                raise WorldError(operation.fault or operation.report_mismatch())
+                raise WorldError(operation.fault or operation.report_mismatch(self.evaluations.alone(operation)))
 
     def _mismatch(self, operation: Operation) -> str | None:
         """The error if the ranks made different calls here, or earlier on this communicator."""
         broken = self._broken.get(operation.comm)
-        return None if broken is None or broken.order > operation.order else broken.report_mismatch()
+        if broken is None or broken.order > operation.order:
+            return None
+        return broken.report_mismatch(self.evaluations.alone(broken))
 
     def _missing(self, operation: Operation) -> PeerFailed | None:
         """The error if a rank will never call it: about the first rank that failed, else one that has abandoned the step."""
@@ -522,9 +515,10 @@ class _World:
                 parts.append(f"Rank {rank} failed with {_quote(self._failures[rank])}.")
             else:
                 parts.append(f"Rank {rank} finished.")
-        calls = [operation.name for rank_slot in self._rank_slots if (operation := rank_slot.waits_for) is not None]
-        remedy = remedies_for(calls)
-        if len(live) < self.size - len(self._failures) and FEWER_BATCHES not in remedy:
+        waiting = [operation for rank_slot in self._rank_slots if (operation := rank_slot.waits_for) is not None]
+        alone = [] if self._failures else self.evaluations.alone(waiting[0])
+        remedy = remedies_for([operation.name for operation in waiting], alone)
+        if not alone and len(live) < self.size - len(self._failures) and FEWER_BATCHES not in remedy:
             remedy.append(FEWER_BATCHES)
         return " ".join(["Deadlock: nobody can go on.", *parts, *remedy])
 

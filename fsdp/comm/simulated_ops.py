@@ -1,14 +1,18 @@
 """The data movement of simulated collectives: one operation, what each rank brings to it, and the buffers it reads and writes."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fsdp.autograd.frames import in_backward
 from fsdp.comm.communicator import ReduceOp
-from fsdp.comm.failure.pending_call import remedies_for
+from fsdp.comm.failure.desync import REMEDY
+from fsdp.comm.failure.pending_call import evaluated_alone, remedies_for
 from fsdp.comm.pairwise_sum import pairwise_sum
+from fsdp.comm.work import Work
 from fsdp.errors import ShardingError, WorldError, name_ranks
 
 
@@ -57,15 +61,15 @@ class Operation:
         first, *others = (side.call for side in self.sides.values())
         return any(call != first for call in others)
 
-    def report_mismatch(self) -> str:
-        """Name the ranks and their different calls. The operation counts as reported."""
+    def report_mismatch(self, alone: Sequence[int]) -> str:
+        """Name the ranks and their different calls. The operation counts as reported. `alone`: who has evaluated alone."""
         self.reported = True
         callers: dict[str, list[int]] = {}
         for rank in sorted(self.sides):
             callers.setdefault(self.sides[rank].call, []).append(rank)
         first, *others = (f"{name_ranks(ranks)} called {call}" for call, ranks in callers.items())
-        text = f"The ranks disagree on {self.place}: {first} where {' and '.join(others)}. Call the same in the same order."
-        return " ".join((text, *remedies_for(callers)))
+        text = f"The ranks disagree on {self.place}: {first} where {' and '.join(others)}."
+        return " ".join((text, *(() if alone else (REMEDY,)), *remedies_for(callers, alone)))
 
     def raise_fault(self) -> None:
         """Raise WorldError if the data could not move. The operation counts as reported."""
@@ -88,6 +92,35 @@ class Operation:
             self.pickled = [side.pickled for side in sides]
         self.moved = True
         self.sides.clear()
+
+
+class Evaluations:
+    """How many gathers each rank has made in forwards without gradients, by communicator."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, int]] = Counter()
+
+    def count(self, comm: str, rank: int) -> None:
+        """Count a gather of a rank, if it is one of these."""
+        if not torch.is_grad_enabled() and not in_backward():
+            self._counts[comm, rank] += 1
+
+    def alone(self, operation: Operation) -> list[int]:
+        """The ranks of an operation that have made such forwards which others have not made."""
+        return evaluated_alone({rank: self._counts[operation.comm, rank] for rank in operation.ranks})
+
+
+class Coalesced:
+    """Collectives in flight that are awaited together."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class Side(NamedTuple):

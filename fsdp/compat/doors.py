@@ -57,7 +57,11 @@ DOORS: Final[dict[str, Door]] = {
     ),
     "fully_shard": Door(
         "fsdp.compat.fully_shard",
-        {"torch.distributed.fsdp": WHAT_IT_HAS, "torch.distributed._composable.fsdp": WHAT_IT_HAS},
+        {
+            "torch.distributed.fsdp": WHAT_IT_HAS,
+            "torch.distributed._composable.fsdp": WHAT_IT_HAS,
+            "torch.distributed._composable.fsdp.fully_shard": WHAT_IT_HAS,
+        },
         # for a module of torch's FSDP2 it reduces gradients by itself; stages that are ours reduce with each micro-batch
         keeps=("torch.distributed.pipelining",),
     ),

@@ -35,6 +35,7 @@ def refuse_on_meta(engine: Engine) -> list[RemovableHandle]:
     wanted = {id(p) for flat in without_memory[0].flats if flat.device == META for p in flat.sharded_params}
 
     def refuse(*_: object) -> None:
+        without_memory[0].check_modules()
         raise NoMemoryYet(
             "FSDP parameters should be materialized from meta device before training, but the following were still on meta "
             f"device: {[name for name, one in root.module.named_parameters() if id(one) in wanted]}. Call "

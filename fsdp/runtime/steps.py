@@ -30,9 +30,11 @@ def _hook_optimizers() -> None:
     register_optimizer_step_pre_hook(_look_at_step)
 
 
-def _look_at_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises:
-    ShardingError: the step would use gradients that are not reduced, or has a parameter that exists inside a forward alone.
+def _look_at_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Refuse a step, or let it be refused after its closure, which may have the backward that reduces. Returns new arguments.
+
+    Raises:
+        ShardingError: the step would use gradients that are not reduced, or has a parameter that exists inside a forward alone.
     """
     name = f"{type(optimizer).__name__}.step"
     count = sum([len(group["params"]) for group in optimizer.param_groups])
@@ -40,6 +42,25 @@ def _look_at_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
         for parameter in _parameters_of(optimizer):
             _refuse_unsharded(name, parameter)
         _looked_through[optimizer] = count
+    if not any([engine.has_unreduced_grads for engine in _engines]):
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    _refuse_unreduced(name, optimizer, kept=not callable(closure))
+    if not callable(closure):
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        _refuse_unreduced(name, optimizer)
+        return loss
+
+    return (args, {**kwargs, "closure": checked}) if "closure" in kwargs else ((args[0], checked, *args[2:]), kwargs)
+
+
+def _refuse_unreduced(name: str, optimizer: Optimizer, kept: bool = True) -> None:
+    """Raises:
+    ShardingError: a gradient is not reduced yet inside a backward; or, with `kept`, it is kept under `no_sync`.
+    """
     for engine in [engine for engine in _engines if engine.has_unreduced_grads]:
         # engines of other models and of other simulated ranks may keep gradients too
         of_engine = engine.param_ids
@@ -50,7 +71,7 @@ def _look_at_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
                 f"{name}: inside a backward the gradient of {found!r} is not reduced yet; step after the backward, or in "
                 "p.register_post_accumulate_grad_hook."
             )
-        if found is not None:
+        if found is not None and kept:
             raise ShardingError(
                 f"{name}: the gradient of {found!r} is kept under no_sync and not reduced, so each rank has another one; step "
                 "after a backward that synchronises."

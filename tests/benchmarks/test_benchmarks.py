@@ -69,7 +69,10 @@ def test_where_a_step_goes_is_listed_by_kind_of_work(tmp_path: Path, run: Run, c
     run(step_profile, *given)
     found = result_file.read(out)["cases"][0]["contenders"]["ours"]
     assert found["arithmetic"] + found["moving"] + found["the rest"] == pytest.approx(found["by the clock"])
-    assert "aten::addmm" in found["dearest"] and found["operators"] > 100
+    # which of them took longest depends on what else the machine did
+    dearest = found["dearest"]
+    assert len(dearest) == 12 and found["operators"] > 100 and found["arithmetic"] > 0 and found["moving"] > 0
+    assert any(name.startswith("aten::") for name in dearest) and [*dearest.values()] == sorted(dearest.values(), reverse=True)
     assert "| ours |" in capsys.readouterr().out
 
 

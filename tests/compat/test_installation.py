@@ -12,6 +12,7 @@ import torch
 
 import fsdp
 import fsdp.compat
+from fsdp.compat import fully_shard
 from fsdp.compat.doors import DOORS, WHAT_IT_HAS, Door, replacements
 
 
@@ -202,6 +203,12 @@ def test_an_unchanged_script_for_fairscale_trains() -> None:
 
     with fsdp.compat.install("fairscale"):
         assert torch.equal(torch.cat(fsdp.simulate(2, one_rank)), torch.tensor([0.5, 0.5, 0.5, 1.0]))
+
+
+def test_the_old_path_of_fsdp2_is_that_of_the_door() -> None:
+    with fsdp.compat.install("fully_shard"):
+        old = importlib.import_module("torch.distributed._composable.fsdp.fully_shard")
+        assert (old.FSDPModule, old.fully_shard) == (fully_shard.FSDPModule, fully_shard.fully_shard)
 
 
 @pytest.mark.parametrize("door", [name for name, door in DOORS.items() if importlib.util.find_spec(door.module)])

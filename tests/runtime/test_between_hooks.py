@@ -1,7 +1,7 @@
 """What a user does between two hooks of the engine: right as in plain torch, or refused by a sentence before anything moves."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ import fsdp
 from fsdp.compat.ddp import DistributedDataParallel
 from fsdp.compat.fully_shard import fully_shard
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel
+from fsdp.runtime.registry import unit_ref_of
 from tests.runtime import forks
 from tests.support.models import assert_close, local
 from tests.support.processes import results_of
@@ -185,6 +186,36 @@ def test_a_step_while_gradients_are_kept_under_no_sync_is_refused(door: str) -> 
         assert float((weights(model)["first.weight"] - before["first.weight"]).abs().max()) > 0
 
     fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_closure_may_have_the_backward_that_reduces_what_no_sync_has_kept(by_name: bool) -> None:
+    def train(model: nn.Module, parts: Any) -> dict[str, Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def closure() -> Tensor:
+            loss = model(parts[1]).square().mean()
+            loss.backward()
+            return loss
+
+        def unsynchronised() -> None:
+            with unsynced(model) if unit_ref_of(model) else nullcontext():
+                model(parts[0]).square().mean().backward()
+
+        for _ in range(2):
+            unsynchronised()
+            optimizer.step(**{"closure": closure}) if by_name else optimizer.step(closure)
+            optimizer.zero_grad()
+        if unit_ref_of(model):
+            unsynchronised()
+            with pytest.raises(fsdp.ShardingError, match=r"AdamW\.step: the gradient of '.*' is kept under no_sync"):
+                optimizer.step(unsynchronised)
+            optimizer.zero_grad()
+        return weights(model) if unit_ref_of(model) else {name: p.detach() for name, p in model.named_parameters()}
+
+    plain = train(Net(), [torch.cat([data(0), data(1)]), torch.cat([data(2), data(3)])])
+    for found in fsdp.simulate(2, lambda rank: train(natively("FULL_SHARD")(Net()), [data(rank), data(2 + rank)])):
+        assert_close(found, plain)
 
 
 READS: Final[dict[str, Callable[[nn.Parameter], Any]]] = {

@@ -227,7 +227,8 @@ class DesyncDetector:
             if ahead or len(calls) > 1:
                 followers = sorted({*calls.pop(pending.agreed, ()), *ahead})
                 parts = [f"{self._name_all(ranks)} called {call}" for call, ranks in calls.items()]
-                alone = [self.name(one) for one in evaluated_alone(found, pending.comm)]
+                counts = {other: theirs.evaluated for other, theirs in found.items() if theirs.comm == pending.comm}
+                alone = [self.name(one) for one in evaluated_alone(counts)]
                 causes = remedies_for([*calls, *([pending.agreed] if followers else [])], alone)
                 remedy = " ".join(causes if alone else (REMEDY, *causes))
                 if followers:

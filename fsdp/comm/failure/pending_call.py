@@ -126,9 +126,11 @@ def remedies_for(calls: Iterable[str], alone: Sequence[int] = ()) -> list[str]:
     return [*([UNEVEN_PATHS] if uneven else ()), *([FEWER_BATCHES] if have_left_the_loop(calls) else ())]
 
 
-def evaluated_alone(found: Mapping[int, PendingCall], comm: str) -> list[int]:
-    """The ranks that have made forwards without gradients which others have not made; empty if all have made as many."""
-    counts = {rank: pending.evaluated for rank, pending in found.items() if pending.comm == comm}
+def evaluated_alone(counts: Mapping[int, int]) -> list[int]:
+    """The ranks that have made forwards without gradients which others have not made; empty if all have made as many.
+
+    `counts`: the number of gathers in such forwards, by rank.
+    """
     return [rank for rank, count in counts.items() if count > min(counts.values())]
 
 

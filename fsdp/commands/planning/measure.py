@@ -66,17 +66,24 @@ def measure_links(process_group: dist.ProcessGroup | None = None) -> Measured:
 
 
 def _link(group: dist.ProcessGroup | None, size: int, where: torch.device) -> Link:
-    """From a small and a large gather among these ranks: seconds = latency * log2(ranks) + received / bandwidth."""
-    seconds = []
-    for count in (SMALL, LARGE):
+    """From a small and a large gather among these ranks: seconds = latency * log2(ranks) + received / bandwidth.
+
+    Their difference says nothing if other work slowed the small one, so latency counts for half of the large one at most.
+    """
+
+    def seconds(count: int) -> float:
         gathered, own = (torch.zeros(ranks * count, dtype=torch.uint8, device=where) for ranks in (size, 1))
         gather = partial(dist.all_gather_into_tensor, gathered, own, group)
-        seconds.append(_fastest(gather, where))
-    # all ranks plan with the numbers of the slowest
-    agreed = torch.tensor(seconds, dtype=torch.float64, device=where)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX, group)
-    small, large = agreed.tolist()
-    bandwidth = (LARGE - SMALL) * (size - 1) / max(large - small, 1e-9)
+        # all ranks plan with the numbers of the slowest
+        agreed = torch.tensor(_fastest(gather, where), dtype=torch.float64, device=where)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group)
+        return agreed.item()
+
+    for count in (LARGE, 4 * LARGE):
+        small, large = seconds(SMALL), seconds(count)
+        if large > 2 * small:
+            break
+    bandwidth = (count - SMALL) * (size - 1) / max(large - small, large / 2)
     rounds = max(1, ceil(log2(size)))
     return Link(bandwidth, max(small - SMALL * (size - 1) / bandwidth, 1e-9) / rounds, "measured by fsdp.measure_links")
 

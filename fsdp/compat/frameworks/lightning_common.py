@@ -24,13 +24,30 @@ from fsdp.checkpoint.save import save
 from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
 from fsdp.config import MeshKind, find_strategy
 from fsdp.errors import ShardingError
-from fsdp.newer_peers import refuse_unknown_argument
+from fsdp.newer_peers import refuse_unknown_argument, refusing
 from fsdp.runtime.registry import engines_in, unit_ref_of
 from fsdp.state_dict.optim_state import FullOptimState
 
 FULL: Final = "full"
 SHARDED: Final = "sharded"
 _OPTIONS: Final = tuple(name for name in inspect.signature(fully_shard).parameters if name != "module")
+INHERITED: Final = {
+    # of both
+    *("accelerator", "all_gather", "backward", "barrier", "batch_to_device", "broadcast", "checkpoint_io"),
+    *("distributed_sampler_kwargs", "global_rank", "is_global_zero", "launcher", "local_rank", "node_rank", "num_nodes"),
+    *("num_processes", "optimizer_step", "parallel_devices", "process_dataloader", "process_group_backend"),
+    *("reduce_boolean_decision", "register_strategies", "root_device", "setup_environment", "world_size"),
+    # of the Trainer's
+    *("configure_ddp", "connect", "determine_ddp_device_ids", "handles_gradient_accumulation", "is_distributed"),
+    *("lightning_module", "lightning_restore_optimizer", "model", "on_exception", "on_predict_end", "on_predict_start"),
+    *("on_test_end", "on_test_start", "on_train_batch_start", "on_train_end", "on_train_start", "on_validation_end"),
+    *("on_validation_start", "optimizers", "post_backward", "post_training_step", "pre_backward", "reduce"),
+    *("remove_checkpoint", "set_world_ranks", "setup_distributed", "setup_optimizers", "setup_precision_plugin"),
+    # of Fabric's
+    *("all_reduce", "clip_gradients_norm", "clip_gradients_value", "setup_module_and_optimizers", "setup_optimizer"),
+    *("teardown", "tensor_init_context"),
+}
+"""What the strategies take from Lightning's DDPStrategy as it is."""
 _FOREIGN_PLUGINS: Final = tuple(
     kind for plugins in (fabric_plugins, trainer_plugins) for kind in (plugins.FSDPPrecision, plugins.DeepSpeedPrecision)
 )
@@ -63,6 +80,15 @@ def checked_options(strategy: str, state_dict_type: str, options: dict[str, Any]
             "norms are taken over all ranks."
         )
     return {"sync_module_states": True, **options}
+
+
+def refuse_later_methods(strategy: object, base: type) -> None:
+    """From now on, refuse by name what a later Lightning has given to `base`, from which the class of `strategy` inherits."""
+    kinds = type(strategy).__mro__
+    own = {name for kind in kinds[: kinds.index(base)] for name in vars(kind)}
+    for name in dir(base):
+        if not name.startswith("_") and name not in own | INHERITED and callable(getattr(base, name)):
+            setattr(strategy, name, refusing(f"{type(strategy).__name__}.{name}"))
 
 
 def with_mesh(options: Mapping[str, Any], num_nodes: int, num_processes: int) -> Mapping[str, Any]:

@@ -22,6 +22,7 @@ from fsdp.compat.frameworks.lightning_common import (
     load_folder,
     move_to_device,
     numbered,
+    refuse_later_methods,
     refuse_precision,
     save_folder,
     shard,
@@ -60,6 +61,7 @@ class FabricFSDPStrategy(DDPStrategy):
         **options: Any,
     ) -> None:
         self._options = checked_options(type(self).__name__, state_dict_type, options, TheirStrategy)
+        refuse_later_methods(self, DDPStrategy)
         self._state_dict_type = state_dict_type
         self._modules: list[nn.Module] = []
         refuse_precision(type(self).__name__, precision)

@@ -25,6 +25,7 @@ from fsdp.compat.frameworks.lightning_common import (
     load_folder,
     move_to_device,
     numbered,
+    refuse_later_methods,
     refuse_precision,
     save_folder,
     shard,
@@ -78,6 +79,7 @@ class FSDPStrategy(DDPStrategy):
         **options: Any,
     ) -> None:
         self._options = checked_options(type(self).__name__, state_dict_type, options, TheirStrategy)
+        refuse_later_methods(self, DDPStrategy)
         self._state_dict_type = state_dict_type
         self._sync_each_backward = sync_each_backward
         super().__init__(

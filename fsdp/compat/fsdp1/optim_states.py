@@ -12,6 +12,7 @@ from fsdp.autograd.frames import own_method as own_method  # for the class, whic
 from fsdp.compat.fsdp1 import torch_names
 from fsdp.compat.fsdp1.sharding import instances_in
 from fsdp.compat.fsdp1.state_types import settings_of
+from fsdp.compat.fsdp1.states import format_of
 from fsdp.compat.fsdp1.torch_names import OptimStateKeyType, StateDictType
 from fsdp.state_dict.fqns import first_names
 from fsdp.state_dict.model_view import ModelView
@@ -101,6 +102,8 @@ def sharded(model: nn.Module, optim: torch.optim.Optimizer, given: Any = None) -
 def in_format(model: nn.Module, optim: torch.optim.Optimizer, given: Any) -> dict[str, Any]:
     """See `FullyShardedDataParallel.optim_state_dict`."""
     settings = settings_of(model)
+    for one in instances_in(model):
+        format_of(one)
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
         found = sharded(model, optim, given)
     else:

@@ -52,7 +52,7 @@ def format_of(instance: Any) -> tuple[StateDictType, Any]:
     if instance.sharding_strategy is ShardingStrategy.NO_SHARD:
         return StateDictType.FULL_STATE_DICT, FullStateDictConfig()
     if instance._device_mesh is not None and kind is StateDictType.LOCAL_STATE_DICT:
-        raise RuntimeError("LOCAL_STATE_DICT has no form with a device_mesh; use SHARDED_STATE_DICT, which gives DTensors.")
+        raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT. Use SHARDED_STATE_DICT, which gives DTensors.")
     return kind, config
 
 

@@ -7,6 +7,8 @@ from datetime import timedelta
 from typing import NoReturn
 
 import pytest
+import torch
+from torch import nn
 
 import fsdp
 from fsdp.comm.failure import desync, pending_call
@@ -270,13 +272,40 @@ def test_a_rank_that_has_evaluated_alone_is_the_cause(counts: tuple[int, int]) -
     assert [UNEVEN_PATHS in text for text in ranks.said.values()] == [counts == (3, 3)] * 2
 
 
-def test_rank_0_does_not_end_before_the_others_have_read_the_reason() -> None:
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("evaluates", [(0,), (0, 1), ()])
+def test_simulated_ranks_say_who_has_evaluated_alone(steps: int, evaluates: tuple[int, ...]) -> None:
+    def program(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), auto_wrap_policy={nn.Linear})
+        for _ in range(steps):
+            model(torch.ones(2, 4)).sum().backward()
+            if rank in evaluates:
+                with torch.no_grad():
+                    model(torch.ones(2, 4))
+        if not evaluates and rank == 0:
+            model(torch.ones(2, 4)).sum().backward()
+
+    if len(evaluates) == 2:
+        fsdp.simulate(2, program)
+        return
+    with pytest.raises(fsdp.WorldError) as caught:
+        fsdp.simulate(2, program)
+    cause = (
+        "Only rank 0 made a forward without gradients (an evaluation) before: make it on every rank, or pass uneven_paths=True."
+    )
+    assert (cause in str(caught.value)) == bool(evaluates)
+    assert (FEWER_BATCHES in str(caught.value)) == (not evaluates)
+
+
+def test_rank_0_does_not_end_before_the_others_have_read_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desync, "STALL_SECONDS", 15.0)  # it waits no longer than it must
     ranks, read = Ranks(2), []
 
     def gather(detector: DesyncDetector) -> None:
-        if detector.rank:
+        while detector.rank and detector.fatal is None:
             threading.Event().wait(0.05)
             detector.read_fatal()
+        if detector.rank:
             return
         detector.declare_fatal("they disagree")
         detector.store.set("fatal", "they disagree")

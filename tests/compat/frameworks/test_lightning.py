@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import fsdp
-from fsdp.compat.frameworks.lightning_common import with_mesh
+from fsdp.compat.frameworks.lightning_common import INHERITED, with_mesh
 from fsdp.integrations.lightning import NAME, FabricFSDPStrategy, FSDPStrategy
 from tests.compat.frameworks.forked import KILLED, alone, largest_difference, mean_over_ranks, run, script_of_page
 
@@ -433,6 +433,28 @@ def test_an_argument_of_lightnings_strategy_is_known_or_may_be_left_at_its_defau
         ours(**{name: one.default})
         with pytest.raises(fsdp.ShardingError, match=name):
             ours(**{name: object()})
+
+
+@pytest.mark.parametrize("of", STRATEGIES)
+def test_what_is_inherited_from_lightning_is_known(of: str) -> None:
+    ours, _ = STRATEGIES[of]
+    base = ours.__mro__[1]
+    inherited = {name for name in dir(base) if not name.startswith("_")} - {*vars(ours)}
+    assert inherited <= INHERITED
+
+
+@pytest.mark.parametrize("of", STRATEGIES)
+def test_a_method_that_a_later_strategy_has_is_refused_by_name(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, _ = STRATEGIES[of]
+    monkeypatch.setattr(ours.__mro__[2], "save_later", lambda self: None, raising=False)
+    with pytest.raises(fsdp.ShardingError, match=r"Strategy\.save_later: this version of fsdp does not know it"):
+        ours().save_later()
+
+    class Mine(ours):  # type: ignore[misc, valid-type]
+        def save_later(self) -> int:
+            return 3
+
+    assert Mine().save_later() == 3
 
 
 @pytest.mark.parametrize("of", STRATEGIES)

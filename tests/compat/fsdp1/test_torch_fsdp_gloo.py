@@ -8,6 +8,7 @@ import torch
 from tests.support.processes import results_of
 
 pytestmark = pytest.mark.gloo
+NO_LOCAL = "DeviceMesh is not compatible with LOCAL_STATE_DICT. Use SHARDED_STATE_DICT, which gives DTensors."
 
 
 def test_an_old_script_gives_the_losses_of_torch_and_sharded_states_load(tmp_path: Path) -> None:
@@ -20,6 +21,7 @@ def test_an_old_script_gives_the_losses_of_torch_and_sharded_states_load(tmp_pat
             torch.testing.assert_close(weights[name], value, msg=name)
         assert result["SHARDED_STATE_DICT"] == ({"ShardedTensor"}, True)
         assert result["LOCAL_STATE_DICT"] == ({"ShardedTensor"}, True)
+        assert result["local with a mesh"] == [NO_LOCAL] * 2
         assert result["optimizer"]
         assert result["by torch"][:2] == [True, True]
         assert result["by torch"][2].startswith("get_optimizer_state_dict would take this rank's part of the optimizer's state")

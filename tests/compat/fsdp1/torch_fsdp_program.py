@@ -96,6 +96,20 @@ def refused_by_torch() -> str:
     return ""
 
 
+def local_with_a_mesh(mesh: Any) -> list[str]:
+    """What the two kinds of state dicts say in a format that has no form with a mesh."""
+    model = FullyShardedDataParallel(Net(), use_orig_params=True, device_mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters())
+    said = []
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        for ask in (model.state_dict, lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer)):
+            try:
+                ask()
+            except RuntimeError as refusal:
+                said.append(str(refusal))
+    return said
+
+
 def run(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
@@ -129,6 +143,7 @@ def run(rank: int, size: int, folder: Path) -> None:
     result["by torch"] = [resumed_by_torch(True), resumed_by_torch(False), refused_by_torch()]
     mesh = init_device_mesh("cpu", (size,))
     result["resumed"]["with a mesh", ""] = resumed("groups", StateDictType.SHARDED_STATE_DICT, mesh)
+    result["local with a mesh"] = local_with_a_mesh(mesh)
     result["torch"] = old_script(torch_on_the_host(), rank)
     torch.save(result, folder / f"{rank}.pt")
     dist.barrier()

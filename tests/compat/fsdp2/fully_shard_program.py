@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
+from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -179,7 +180,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.launched[{"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}[func._opname]] += 1
+            self.launched["all_gather" if "gather" in func._opname else func._opname.strip("_").removesuffix("_base")] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -210,6 +211,25 @@ def launched(fully_shard: Callable[..., Any], rank: int) -> Counter[str]:
     return collectives.launched
 
 
+def replicated_outside(api: Any, rank: int) -> list[float]:
+    """The losses of a model whose blocks are sharded, while `replicate` averages the gradients of the rest."""
+    torch.manual_seed(0)
+    model = Net()
+    for block in model.blocks:
+        api.fully_shard(block)
+    replicate(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        tokens = torch.randint(0, 7, (3, 5), generator=torch.Generator().manual_seed(2 * step + rank))
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 def refusal_of_an_early_optimizer() -> str:
     """What the step of an optimizer that was made before wrapping says."""
     model = nn.Linear(3, 3)
@@ -236,6 +256,7 @@ def run(rank: int, size: int, folder: Path) -> None:
         "native": launched(fsdp.fully_shard, rank),
     }
     results["precise"] = {"torch": precise(torch_fsdp, rank), "ours": precise(ours, rank)}
+    results["replicated outside"] = {"torch": replicated_outside(torch_fsdp, rank), "ours": replicated_outside(ours, rank)}
     for late in (False, True):
         results[f"late={late}"] = {"torch": converted(torch_fsdp, rank, late), "ours": converted(ours, rank, late)}
     torch.save(results, folder / f"{rank}.pt")

@@ -21,6 +21,16 @@ def on_meta(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.is_meta]
 
 
+def test_a_parameter_that_was_put_in_place_of_one_on_the_meta_device_is_refused_by_name() -> None:
+    def program(rank: int) -> None:
+        model = made()
+        model[0].bias = nn.Parameter(torch.zeros(4))
+        with pytest.raises(fsdp.ShardingError, match=r"Linear.bias in unit .* was replaced by another parameter"):
+            model(torch.ones(2, 4))
+
+    fsdp.simulate(2, program)
+
+
 def test_the_layers_of_a_model_on_the_meta_device_get_memory_one_by_one() -> None:
     def program(rank: int) -> None:
         model = made()

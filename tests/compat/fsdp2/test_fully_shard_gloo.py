@@ -24,6 +24,7 @@ def test_a_script_of_fsdp2_gives_the_same_losses(tmp_path: Path) -> None:
         torch.testing.assert_close(result["ours"]["losses"], result["torch"]["losses"])
         torch.testing.assert_close(result["ours"]["state"], result["torch"]["state"])
         torch.testing.assert_close(result["ours"]["optimizer"]["state"], result["torch"]["optimizer"]["state"])
+        torch.testing.assert_close(result["replicated outside"]["ours"], result["replicated outside"]["torch"])
         for mine, theirs in zip(result["precise"]["ours"], result["precise"]["torch"], strict=True):
             assert torch.equal(mine, theirs), "mixed precision"
         for late in ("late=False", "late=True"):
