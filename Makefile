@@ -72,6 +72,8 @@ test-browser: $(VENV)/.made-for-tests
 # measures everything, on a machine that should be idle, and writes docs/development/benchmarks.md
 bench: $(VENV)/.made-for-tests
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/step.py --model gpt8x256 --option plain --ranks 2 --out benchmarks/results/doors.json \
+	  --contenders bare ddp fsdp1_orig fsdp2 ours ours_no_shard door_ddp door_fsdp1 door_fsdp2
 	$(BIN)/python benchmarks/host.py
 	! command -v valgrind || $(BIN)/python benchmarks/instructions.py
 	$(BIN)/python benchmarks/wire.py

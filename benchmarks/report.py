@@ -25,6 +25,7 @@ FIGURES = ROOT / "docs" / "figures"
 
 TITLES = {
     "step": "Training steps over gloo",
+    "doors": "By the names of other engines",
     "host": "Host time",
     "instructions": "Instructions",
     "memory": "Memory",
@@ -53,7 +54,14 @@ SIZE = (
     "`tools/code_size.json`. An aim of 5,000 lines for all files that training needs was missed three times (7,213, 8,968 and "
     "12,524 on 2026-11-24), and is given up."
 )
-PICTURES = {"step": ("step_sharded", "step_replicated"), "instructions": (), "hosts": (), "accelerator": (), "offload": ()}
+PICTURES = {
+    "step": ("step_sharded", "step_replicated"),
+    "doors": (),
+    "instructions": (),
+    "hosts": (),
+    "accelerator": (),
+    "offload": (),
+}
 """The figures of a benchmark, where it has another number of them than the one of its name."""
 
 
@@ -165,6 +173,20 @@ def _step(report: Report) -> list[str]:
         markdown([*head, *(f"{measure} (≤ {limits[measure]:.2f})" for measure in judged), "hold", "losses"], ratios),
         "\\* More ranks than cores: they take turns, and nothing can be hidden behind computing."
         + "".join(f" {PEERS[name]} is left out where {why}." for name, why in sorted(skipped)),
+    ]
+
+
+def _doors(report: Report) -> list[str]:
+    rows = []
+    for case in report["cases"]:
+        for name, times in case["milliseconds"].items():
+            processor = case["contenders"][name]["processor_seconds_per_step"]
+            rows.append([PEERS[name], *(f"{times[what]:.1f}" for what in ("median", "least")), f"{1e3 * median(processor):.1f}"])
+    of = report["cases"][0]["settings"]
+    return [
+        f"A step of {of['model']} on {of['ranks']} ranks, by this engine's own names and by those of its peers with the peers' "
+        "options, beside the peers. ms of a step, and of the processors of all ranks:",
+        markdown(["contender", "median", "least", "processors, median"], rows),
     ]
 
 
@@ -339,6 +361,7 @@ def _offload(report: Report) -> list[str]:
 
 SECTIONS: Mapping[str, Callable[[Report], list[str]]] = {
     "step": _step,
+    "doors": _doors,
     "host": _host,
     "instructions": _instructions,
     "memory": _memory,

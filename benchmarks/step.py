@@ -1,7 +1,7 @@
 """A training step over gloo: every contender on the same model, the same batches, the same processes, in turn.
 
     python benchmarks/step.py      # the table of docs/development/benchmarks.md: about 40 minutes on two idle cores
-    python benchmarks/step.py --model mlp conv --option plain bf16 --ranks 2 4 --contenders fsdp2 ours
+    python benchmarks/step.py --model mlp conv --option plain bf16 --ranks 2 4 --contenders fsdp2 ours door_fsdp2
 
 Processes of one thread each hold one copy of the model per contender, all from the same initial weights. A repeat goes round the
 contenders, each time beginning with another; each runs `--steps` whole steps (forward, backward, AdamW) after a barrier, and the
@@ -34,7 +34,9 @@ from engines import CONTENDERS, TITLES, turns
 from torch import Tensor, nn
 from workloads import SMALL, WORKLOADS, Batch, Workload, adapt, checkpoint_units
 
-NAMES = ("bare", "ddp", "fsdp1", "fsdp1_orig", "fsdp2", "ours", "ours_no_shard", "door_ddp", "door_fsdp1", "door_fsdp2")
+NAMES = ("bare", "ddp", "fsdp1", "fsdp1_orig", "fsdp2", "ours", "ours_no_shard")
+DOORS = ("door_ddp", "door_fsdp1", "door_fsdp2")
+"""This engine by the names of its peers: measured where they are asked for."""
 OPTIONS = ("plain", "checkpoint", "bf16", "accumulate", "lora")
 DEFAULT = [(model, option, 2) for option in OPTIONS for model in WORKLOADS]
 DEFAULT += [(model, "plain", 4) for model in WORKLOADS]
@@ -187,7 +189,7 @@ def show(label: str, samples: dict[str, Sample], report: dict[str, dict[str, lis
 
 
 def parse() -> argparse.Namespace:
-    parser = arguments(__doc__, NAMES)
+    parser = arguments(__doc__, (*NAMES, *DOORS))
     parser.add_argument("--model", nargs="+", choices=WORKLOADS, help="gpt8x256 by default, where one of these three is given")
     parser.add_argument("--option", nargs="+", choices=OPTIONS, help="plain by default")
     parser.add_argument("--ranks", nargs="+", type=int, help="processes, one thread each; 2 by default")
@@ -230,7 +232,8 @@ def measure(settings: Settings, skipped: dict[str, str], seconds: float) -> tupl
 
 def main() -> None:
     options = parse()
-    report, names = begin("step", options, NAMES)
+    available = (*NAMES, *DOORS) if options.contenders else NAMES
+    report, names = begin("step", options, available)
     report["cases"] = []
     bars, complaints = [], []
     for model, option, ranks in cases_of(options):

@@ -46,19 +46,20 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_a_step_is_measured_for_every_contender_and_all_compute_the_same(tmp_path: Path, run: Run) -> None:
     out = tmp_path / "step.json"
     tiny = ("--small", "--repeats", "1", "--steps", "2", "--date", "2000-01-01", "--timeout", "120", "--out", str(out))
-    run(step, *tiny, "--option", "accumulate")
+    run(step, *tiny, "--option", "accumulate", "--contenders", *step.NAMES, *step.DOORS)
     report: dict[str, Any] = result_file.read(out)
     assert report["machine"]["date"] == "2000-01-01"
     assert str(Path.home()) not in out.read_text()
     (case,) = report["cases"]
-    assert set(case["contenders"]) == set(step.NAMES)
+    assert set(case["contenders"]) == {*step.NAMES, *step.DOORS}
     assert report["options"].keys() == case["contenders"].keys()
     for one in case["contenders"].values():
         assert len(one["seconds_per_step"]) == len(one["processor_seconds_per_step"]) == 1
         assert len(one["losses"]) == 2 + 2, "two to warm up, two measured"
     assert case["largest_loss_difference"] <= 1e-4
     assert [bar["limit"] for bar in report["bars"]] == [0.80, 0.70, 1.10, 1.00, 0.80, 1.05, 1.05]
-    assert "| gpt8x256 | accumulate | 2 |" in report_page({"step": report})
+    found = report_page({"step": report, "doors": report})
+    assert "| gpt8x256 | accumulate | 2 |" in found and "| ours, by FSDP2's names |" in found
 
 
 @pytest.mark.gloo
