@@ -58,6 +58,10 @@ def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 
     """
     if process_group is not None and mesh is not None:
         raise ShardingError("process_group and mesh contradict each other; give one of them.")
+    if process_group is not None and process_group is not SINGLE_RANK and not isinstance(process_group, dist.ProcessGroup):
+        raise ShardingError(
+            f"process_group must be a process group of torch.distributed that has this rank, not {process_group!r}."
+        )
     shape = isinstance(mesh, tuple | list)
     if mesh is not None and not (shape and mesh_kind is MeshKind.HYBRID) and not hasattr(mesh, "get_group"):
         raise ShardingError(

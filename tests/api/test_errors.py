@@ -25,8 +25,8 @@ class TestWrapping:
         ):
             fsdp.fully_shard(make_net())
 
-    def test_a_group_means_nothing_inside_a_simulated_world(self) -> None:
-        refused_everywhere(1, lambda rank: fsdp.fully_shard(make_net(), object()), "have no meaning inside fsdp.simulate")
+    def test_what_is_no_process_group_is_refused(self) -> None:
+        refused_everywhere(1, lambda rank: fsdp.fully_shard(make_net(), 3), "process_group must be a process group of torch")  # type: ignore[arg-type]
 
     def test_what_is_no_module_is_refused(self) -> None:
         refused_everywhere(1, lambda rank: fsdp.fully_shard(3), "fully_shard takes an nn.Module or a list of them, not int")  # type: ignore[type-var]
