@@ -1,8 +1,8 @@
 """One rank of two over gloo: trains a wrapped model, saves it in every form, and trains what pickle brings back."""
 
 import pickle
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,10 @@ import torch.distributed as dist
 import fsdp
 from fsdp.compat.fairscale import FullyShardedDataParallel, get_fsdp_instances, get_process_group_cached
 from tests.compat.fairscale.test_fairscale import Net, train
+from tests.support.processes import be_a_rank
 
 
-def run(rank: int, size: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+def run(rank: int, size: int, folder: Path) -> Any:
     group = dist.new_group()
     assert get_process_group_cached() is get_process_group_cached()
     alone = FullyShardedDataParallel(torch.nn.Linear(3, 3), get_process_group_cached(ranks=[rank]))
@@ -35,10 +35,8 @@ def run(rank: int, size: int, folder: Path) -> None:
         torch.nn.parallel.DistributedDataParallel(model)
     except fsdp.ShardingError as refusal:
         result["ddp"] = str(refusal)
-    torch.save(result, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return result
 
 
 if __name__ == "__main__":
-    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    be_a_rank(run)

@@ -2,19 +2,18 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp
 import fsdp.compat
+from tests.support.processes import be_a_rank
 
 
-def run(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+def run(rank: int, size: int, folder: Path) -> Any:
     assert not any(name.startswith("torch.distributed.pipelining") for name in sys.modules)
     fsdp.compat.install("fully_shard")
     from torch.distributed import pipelining
@@ -39,10 +38,8 @@ def run(rank: int, size: int, folder: Path) -> None:
     alone_losses = [nn.functional.mse_loss(alone(part), torch.zeros(2, 8)) for part in x.split(2)]
     (sum(alone_losses) / 2).backward()  # type: ignore[union-attr]
     expected = [parameter.grad for parameter in alone[rank].parameters()]
-    torch.save({"found": (losses, grads), "expected": (alone_losses if rank else [], expected)}, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"found": (losses, grads), "expected": (alone_losses if rank else [], expected)}
 
 
 if __name__ == "__main__":
-    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    be_a_rank(run)

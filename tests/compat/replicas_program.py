@@ -1,7 +1,6 @@
 """One rank of four over gloo: with FSDP1's HYBRID_SHARD, rank 0 alone gives the full states of the model and of the optimizer."""
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp.compat
+from tests.support.processes import be_a_rank
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -54,16 +54,12 @@ def resumed(**ranks: Any) -> bool:
     return len(one) == 4 and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def run(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+def run(rank: int, size: int, folder: Path) -> Any:
     fsdp.compat.install("torch_fsdp")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     pair = mesh["shards"].get_group(), mesh["replicas"].get_group()
-    torch.save({"mesh": resumed(device_mesh=mesh), "groups": resumed(process_group=pair)}, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"mesh": resumed(device_mesh=mesh), "groups": resumed(process_group=pair)}
 
 
 if __name__ == "__main__":
-    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    be_a_rank(run)

@@ -1,7 +1,6 @@
 """One rank of two over gloo: what training code in public repositories calls, with torch's classes and with ours."""
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +20,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import fsdp.compat
 from fsdp.compat import fully_shard as ours2
+from tests.support.processes import be_a_rank
 
 CPU: Final = torch.device("cpu")
 
@@ -225,17 +225,13 @@ BY_FSDP1: Final[dict[str, Callable[[], list[Any]]]] = {
 }
 
 
-def run(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+def run(rank: int, size: int, folder: Path) -> Any:
     results = {name: (case(torch_fsdp), case(ours2)) for name, case in BY_FSDP2.items()}
     theirs = {name: case() for name, case in BY_FSDP1.items()}
     with fsdp.compat.install("torch_fsdp"):
         results |= {name: (theirs[name], case()) for name, case in BY_FSDP1.items()}
-    torch.save(results, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    be_a_rank(run)

@@ -13,12 +13,13 @@ import site
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
@@ -133,6 +134,16 @@ def results_of(module: str, size: int, folder: Path) -> list[Any]:
         end_all(ranks)
     assert codes == [0] * size, "\n".join((folder / f"{rank}.txt").read_text() for rank in range(size))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def be_a_rank(run: Callable[[int, int, Path], Any]) -> None:
+    """Be one of the ranks that `results_of` starts: `run(rank, size, folder)` over gloo. What it returns is saved."""
+    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    torch.save(run(rank, size, folder), folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def without(folder: Path, *packages: str) -> Path:

@@ -1,6 +1,5 @@
 """One rank of two over gloo: an old script in torch's FSDP1 and in the drop-in module, and sharded states."""
 
-import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from fsdp.compat.torch_fsdp import FullOptimStateDictConfig, FullStateDictConfig
 from fsdp.errors import ShardingError
 from tests.compat.fsdp1.test_optim_states import OPTIMIZERS, train, wrapped
 from tests.compat.fsdp1.test_torch_fsdp import Net, batch, old_script
+from tests.support.processes import be_a_rank
 
 
 def torch_on_the_host() -> Any:
@@ -110,9 +110,7 @@ def local_with_a_mesh(mesh: Any) -> list[str]:
     return said
 
 
-def run(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+def run(rank: int, size: int, folder: Path) -> Any:
     result: dict[str, Any] = {"ours": old_script(torch_fsdp, rank)}
     model = FullyShardedDataParallel(Net(), use_orig_params=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -145,10 +143,8 @@ def run(rank: int, size: int, folder: Path) -> None:
     result["resumed"]["with a mesh", ""] = resumed("groups", StateDictType.SHARDED_STATE_DICT, mesh)
     result["local with a mesh"] = local_with_a_mesh(mesh)
     result["torch"] = old_script(torch_on_the_host(), rank)
-    torch.save(result, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return result
 
 
 if __name__ == "__main__":
-    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    be_a_rank(run)

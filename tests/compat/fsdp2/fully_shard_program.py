@@ -1,14 +1,12 @@
 """One rank of two over gloo: a script with torch's FSDP2 and with the drop-in module; losses and states of both."""
 
 import copy
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable import replicate
@@ -24,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp
 from fsdp.compat import fully_shard as ours
 from fsdp.runtime.registry import unit_ref_of
+from tests.support.processes import be_a_rank
 
 FULL = StateDictOptions(full_state_dict=True)
 
@@ -242,9 +241,7 @@ def refusal_of_an_early_optimizer() -> str:
     return ""
 
 
-def run(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+def run(rank: int, size: int, folder: Path) -> Any:
     results: dict[str, Any] = {
         "torch": script(torch_fsdp, rank),
         "ours": script(ours, rank),
@@ -259,10 +256,8 @@ def run(rank: int, size: int, folder: Path) -> None:
     results["replicated outside"] = {"torch": replicated_outside(torch_fsdp, rank), "ours": replicated_outside(ours, rank)}
     for late in (False, True):
         results[f"late={late}"] = {"torch": converted(torch_fsdp, rank, late), "ours": converted(ours, rank, late)}
-    torch.save(results, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    be_a_rank(run)

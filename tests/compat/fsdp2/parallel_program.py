@@ -1,12 +1,10 @@
 """One rank of four over gloo: FSDP2 and the drop-in module over a model that tensor parallelism has spread; losses and states."""
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
@@ -22,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp
 from fsdp.compat import fully_shard as ours
+from tests.support.processes import be_a_rank
 
 FULL = StateDictOptions(full_state_dict=True)
 PLAN = {name: style() for block in "01" for name, style in ((f"{block}.up", ColwiseParallel), (f"{block}.down", RowwiseParallel))}
@@ -119,9 +118,7 @@ def refusals(path: Path) -> list[str]:
     return said
 
 
-def run(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+def run(rank: int, size: int, folder: Path) -> Any:
     results: dict[str, Any] = {}
     for name, placement_fn in (("rows", None), ("other", other_dim)):
         results[name] = {
@@ -129,10 +126,8 @@ def run(rank: int, size: int, folder: Path) -> None:
             for kind, api in (("torch", torch_fsdp), ("ours", ours))
         }
     results["refusals"] = refusals(folder)
-    torch.save(results, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    be_a_rank(run)

@@ -1,11 +1,9 @@
 """One rank of two over gloo: schedules of torch's pipelining over stages that the drop-in module shards, and torch's FSDP2."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
@@ -15,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 
 from fsdp.compat import fully_shard as ours
+from tests.support.processes import be_a_rank
 
 SCHEDULES: dict[str, tuple[Any, int]] = {
     "gpipe": (ScheduleGPipe, 1),
@@ -81,17 +80,13 @@ def save_and_load(rank: int, folder: Path) -> bool:
     return torch.equal(values[0], values[1]) and torch.equal(values[0], values[2])
 
 
-def run(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+def run(rank: int, size: int, folder: Path) -> Any:
     results: dict[str, Any] = {"states": save_and_load(rank, folder)}
     for kind in SCHEDULES:
         shards = 1 if size == 2 else 2
         results[kind] = {name: train(api, kind, rank, size, shards) for name, api in (("torch", torch_fsdp), ("ours", ours))}
-    torch.save(results, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    be_a_rank(run)

@@ -1,7 +1,6 @@
 """One rank of two over gloo: what the engine does with parameters that are cut along their second dimension."""
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdp
 from fsdp.runtime.registry import unit_ref_of
+from tests.support.processes import be_a_rank
 
 Step = Callable[[Any], Any]
 
@@ -112,9 +112,7 @@ def close(mine: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return True
 
 
-def run(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+def run(rank: int, size: int, folder: Path) -> Any:
     everybody, alone = list(range(size)), [rank]
     expected = train(net(), everybody)
     model = sharded(net())
@@ -164,10 +162,8 @@ def run(rank: int, size: int, folder: Path) -> None:
         except ValueError as refusal:
             refused.append(str(refusal))
     results["refused"] = refused
-    torch.save(results, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    be_a_rank(run)
