@@ -170,8 +170,13 @@ class Player:
     # acts that are due ----------------------------------------------------------------------
 
     def reached(self, moment: str, really: bool = True) -> None:
-        """Do what is due at this moment."""
+        """Do what is due at this moment. An act may bring the moment again, for those that are still due."""
         for one in [one for one in self.due if really and one.moment == moment]:
+            self.do_if_due(one)
+
+    def do_if_due(self, one: Due) -> None:
+        """Do an act, unless another act has brought its moment."""
+        if one in self.due:
             self.due.remove(one)
             one.cancel()
             one.act()

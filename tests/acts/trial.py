@@ -272,9 +272,7 @@ def follow(at: Player, number: int, move: Move, refused: bool, ran: tuple[str, .
         return perform(at, number, move)
     at.reads, at.ran = [], []
     for due in [one for one in at.due if one.name in ran]:
-        at.due.remove(due)
-        due.cancel()
-        due.act()
+        at.do_if_due(due)
     if isinstance(move, Forward | Backward | Evaluate):
         at.abandon()
     return see(at, Seen("refused"))
