@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.acts.doors import DOORS
-from tests.acts.table import DIFFERS, MOMENTS_OF_HOOKS
+from tests.acts.table import DIFFERS, MOMENTS_OF_HOOKS, has_moment
 from tests.acts.trial import Arm, Backward, Do, Evaluate, Forward, Move, Step, Sync, Undo, Zero, judge
 from tests.acts.vocabulary import ACTS
 
@@ -93,7 +93,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
 
     @rule(moment=st.sampled_from(MOMENTS_OF_HOOKS), act=acts, block=blocks)
     def arm(self, moment: str, act: str, block: int) -> None:
-        if (act, moment) not in DIFFERS:
+        if (act, moment) not in DIFFERS and has_moment(moment, self.door, self.size):
             self.program.append(Arm(moment, act, block))
 
     @rule()

@@ -207,8 +207,13 @@ class Player:
         """What a user does whose pass has failed."""
         self.losses.clear()
         self.cancel()
+        self.zero()
+
+    def zero(self) -> None:
+        """Gradients of this rank stay where the optimizer does not have the parameter."""
         self.optimizer.zero_grad()
-        self.local_gradients = False
+        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self.local_gradients &= any(p.requires_grad and id(p) not in known for p in self.model.parameters())
 
     def undo(self) -> None:
         """Everything that an act has set and that stays, as it was in the beginning."""

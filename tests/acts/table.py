@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 from zlib import crc32
 
-from tests.acts.doors import DOORS
-from tests.acts.trial import Arm, Backward, Do, Forward, Move, Program, Step, Sync, Undo, Verdict, Zero, judge
+from tests.acts.doors import DOORS, WITHOUT
+from tests.acts.trial import POST, Arm, Backward, Do, Forward, Move, Program, Step, Sync, Undo, Verdict, Zero, judge
 from tests.acts.vocabulary import ACTS, FIRST
 
 MOMENTS_OF_HOOKS: Final = (
@@ -48,6 +48,11 @@ class Pair(NamedTuple):
     block: int
     door: str
     size: int = 2
+
+
+def has_moment(moment: str, door: str, size: int) -> bool:
+    """Whether the moment comes on all ranks. Where users see parts, a hook runs on the ranks that have one: two of three."""
+    return moment != POST or size < 3 or door not in WITHOUT
 
 
 def program_of(act: str, moment: str, block: int) -> Program:
