@@ -118,9 +118,8 @@ _OF_PARTS: Final = (
 )
 WITHOUT: Final[dict[str, tuple[str, ...]]] = {
     "torch_fsdp": _OF_PARTS,
-    "fairscale": (*_OF_PARTS, "load the kept state dict with assign=True", "convert the model"),
+    "fairscale": (*_OF_PARTS, "load the kept state dict with assign=True"),
 }
-"""What users of these two doors see of a parameter is a part, as with the engines of these names. fairscale knows no `assign`, and
-its first forward converts buffers to float32."""
+"""What users of these two doors see of a parameter is a part, as with the engines of these names. fairscale knows no `assign`."""
 REPLICATED: Final = ("NO_SHARD", "HYBRID_SHARD", "ddp")
 """Each of two ranks has all elements."""

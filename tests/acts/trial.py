@@ -244,7 +244,7 @@ def against_plain(program: Program, door: str, ranks: Sequence[Sequence[Seen]], 
                 return verdict.with_fault(f"{where}an accident: {(own or found)[0].text}\n{(own or found)[0].trace}")
             else:
                 verdict.refusals.append(own[0].text)
-            if any(name in CHANGE_WEIGHTS for name in found[0].ran):
+            if not isinstance(move, Backward) and any(name in CHANGE_WEIGHTS for name in found[0].ran):
                 return verdict  # what a forward that fails has changed in place is undone, in plain torch it stays
         elif wanted.raised == "accident":
             if wanted.text.startswith("CheckpointError"):
