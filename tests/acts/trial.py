@@ -22,7 +22,10 @@ from tests.support.models import distance, join, local
 
 WITHIN: Final = {torch.float64: 1e-6, torch.float32: 1e-5}
 """By dtype: sums in another order round differently, and a program takes many steps."""
+AT: Final = " / "
+"""Between the name of an act that is due and its moment."""
 POST: Final = "in a post-accumulate hook"
+OF_FAIRSCALE: Final = ("a view and its base", "this instance is in ")
 OURS: Final = (fsdp.ShardingError, fsdp.IllegalTransition, fsdp.PeerFailed)
 
 
@@ -173,11 +176,11 @@ def frozen(value: Any) -> Any:
     return [frozen(one) for one in value] if isinstance(value, tuple | list) else value
 
 
-def act_of(at: Player, name: str, block: int) -> Any:
+def act_of(at: Player, name: str, block: int, called: str = "") -> Any:
     def do() -> None:
         if name not in at.without:
             ACTS[name](at, block)
-        at.ran.append(name)
+        at.ran.append(called or name)
 
     return do
 
@@ -206,7 +209,8 @@ def execute(at: Player, number: int, move: Move) -> None:
         case Do(name, block):
             act_of(at, name, block)()
         case Arm(moment, name, block):
-            at.arm(moment, name, act_of(at, name, block))
+            called = f"{name}{AT}{moment}, {block}"
+            at.arm(moment, called, act_of(at, name, block, called))
         case Undo():
             at.undo()
 
@@ -244,7 +248,7 @@ def against_plain(program: Program, door: str, ranks: Sequence[Sequence[Seen]], 
                 return verdict.with_fault(f"{where}an accident: {(own or found)[0].text}\n{(own or found)[0].trace}")
             else:
                 verdict.refusals.append(own[0].text)
-            if not isinstance(move, Backward) and any(name in CHANGE_WEIGHTS for name in found[0].ran):
+            if not isinstance(move, Backward) and any(called.partition(AT)[0] in CHANGE_WEIGHTS for called in found[0].ran):
                 return verdict  # what a forward that fails has changed in place is undone, in plain torch it stays
         elif wanted.raised == "accident":
             if wanted.text.startswith("CheckpointError"):
@@ -259,8 +263,9 @@ def against_plain(program: Program, door: str, ranks: Sequence[Sequence[Seen]], 
 
 
 def is_of_fairscale(door: str, found: Sequence[Seen]) -> bool:
-    """Through its door, as in fairscale, modules compute with views of one parameter, which torch guards against changes."""
-    return door == "fairscale" and all("a view and its base" in one.text for one in found)
+    """Whether ranks raised what fairscale or torch raise through fairscale's door: modules compute with views of one parameter,
+    which torch guards against changes, and an instance says in which state it may be called."""
+    return door == "fairscale" and all(any(said in one.text for said in OF_FAIRSCALE) for one in found)
 
 
 Happened = tuple[tuple[bool, tuple[str, ...]], ...]
@@ -283,8 +288,9 @@ def follow(at: Player, number: int, move: Move, refused: bool, ran: tuple[str, .
     if not refused:
         return perform(at, number, move)
     at.reads, at.ran = [], []
-    for due in [one for one in at.due if one.name in ran]:
-        at.do_if_due(due)
+    for called in ran:
+        for due in [one for one in at.due if one.name == called][:1]:
+            at.do_if_due(due)
     if is_pass(move, ran):
         at.abandon()
     return see(at, Seen("refused"))

@@ -644,5 +644,7 @@ FIRST: Final = {
 }
 """Acts that need another one before them."""
 CHANGE_WEIGHTS: Final = frozenset(
-    name for name in ACTS if name.startswith(("change a weight", "initialise", "look a row up", "add the gradient", "replace p.data"))
+    name
+    for name in ACTS
+    if name.startswith(("change a weight", "initialise", "look a row up", "add the gradient", "replace p.data"))
 )
