@@ -240,7 +240,8 @@ class FlatBuffer:
 
     def _shard_memory(self, dtype: torch.dtype) -> Tensor:
         """Memory (C,) where the shard belongs: on the device, or on the host."""
-        return shard_memory(self.layout.shard_numel, dtype, self.device, self.is_offloaded, self.pins)
+        with torch.inference_mode(False):  # later passes write there too
+            return shard_memory(self.layout.shard_numel, dtype, self.device, self.is_offloaded, self.pins)
 
     def local_part(self, index: int, full: Tensor) -> Tensor:
         """This rank's part of a tensor with the shape of the unsharded parameter `index`."""

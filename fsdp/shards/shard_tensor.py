@@ -484,8 +484,8 @@ def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     info, sizes = _first_info(args), tuple(args[1])
     made = func(*args, **kwargs)
-    if made.numel() == 1:  # a constant
-        return made
+    if made.numel() == 1:  # a constant, unless it stands for features: then its sizes were asked of the part
+        return made if len(sizes) < 2 or len(sizes) != len(info.shape) else refuse(str(func), info)
     # composite operators of torch ask for a tensor of the size of the part, or of as many rows
     rows = info.of_row_sizes((info.shape[0], *sizes[1:])) if sizes and sizes[0] == info.local_shape[0] else None
     made_info = info if made.shape == info.local_shape else rows

@@ -170,8 +170,13 @@ class Player:
     # acts that are due ----------------------------------------------------------------------
 
     def reached(self, moment: str, really: bool = True) -> None:
-        """Do what is due at this moment."""
+        """Do what is due at this moment. An act may bring the moment again, for those that are still due."""
         for one in [one for one in self.due if really and one.moment == moment]:
+            self.do_if_due(one)
+
+    def do_if_due(self, one: Due) -> None:
+        """Do an act, unless another act has brought its moment."""
+        if one in self.due:
             self.due.remove(one)
             one.cancel()
             one.act()
@@ -202,8 +207,13 @@ class Player:
         """What a user does whose pass has failed."""
         self.losses.clear()
         self.cancel()
+        self.zero()
+
+    def zero(self) -> None:
+        """Gradients of this rank stay where the optimizer does not have the parameter."""
         self.optimizer.zero_grad()
-        self.local_gradients = False
+        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self.local_gradients &= any(p.requires_grad and id(p) not in known for p in self.model.parameters())
 
     def undo(self) -> None:
         """Everything that an act has set and that stays, as it was in the beginning."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 from zlib import crc32
 
-from tests.acts.doors import DOORS
-from tests.acts.trial import Arm, Backward, Do, Forward, Move, Program, Step, Sync, Undo, Verdict, Zero, judge
+from tests.acts.doors import DOORS, WITHOUT
+from tests.acts.trial import POST, Arm, Backward, Do, Forward, Move, Program, Step, Sync, Undo, Verdict, Zero, judge
 from tests.acts.vocabulary import ACTS, FIRST
 
 MOMENTS_OF_HOOKS: Final = (
@@ -48,6 +48,11 @@ class Pair(NamedTuple):
     block: int
     door: str
     size: int = 2
+
+
+def has_moment(moment: str, door: str, size: int) -> bool:
+    """Whether the moment comes on all ranks. Where users see parts, a hook runs on the ranks that have one: two of three."""
+    return moment != POST or size < 3 or door not in WITHOUT
 
 
 def program_of(act: str, moment: str, block: int) -> Program:
@@ -192,5 +197,17 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
         ("convert the model",),
     ),
 )
+UNSEEN: Final = {
+    (act, moment)
+    for moment in ("in a pre-hook", "inside a forward", "in a recompute")
+    for act in (
+        *("replace p.grad by its half", "scale p.grad in place", "scale p.grad.data in place", "zero p.grad in place"),
+        *("delete p.grad", "put a kept p.grad in again", "add the gradient to a weight", "read p.grad.shape"),
+        *("read the value of a gradient", "read which parameters have a gradient", "read the norm of every gradient"),
+    )
+}
+"""Pairs that are different where an earlier backward has left gradients, which the programs of the table do not: what a module
+shows then is an unsharded parameter, whose `.grad` is None. Python finds `.grad` on the class, and a class of our own would make
+every use of a parameter slower, see use_after_free.py."""
 DIFFERS: Final = {(act, moment): reason for reason, moments, acts in _DIFFER for moment in moments for act in acts}
 """Pairs that are different from plain torch in some world, and the reason why they stay so."""

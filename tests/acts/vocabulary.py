@@ -643,3 +643,8 @@ FIRST: Final = {
     "load the kept state dict with assign=True": "keep a copy of the state dict",
 }
 """Acts that need another one before them."""
+CHANGE_WEIGHTS: Final = frozenset(
+    name
+    for name in ACTS
+    if name.startswith(("change a weight", "initialise", "look a row up", "add the gradient", "replace p.data"))
+)

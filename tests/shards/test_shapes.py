@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fsdp
@@ -200,3 +201,29 @@ def test_sizes_that_are_not_there_are_refused_as_by_torch() -> None:
                     ask(dim)
 
     fsdp.simulate(2, fn)
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 3, 3), (4, 3, 3), (6, 2, 2, 2), (4, 5)], ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "dropout",
+    [F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout],
+    ids=lambda f: f.__name__,
+)
+def test_random_features_of_a_shard_are_refused_on_every_rank(
+    dropout: Callable[..., Any], size: int, shape: tuple[int, ...]
+) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(shape))
+
+    def fn(rank: int) -> None:
+        weight = fsdp.fully_shard(Holder()).weight
+        with (
+            torch.no_grad(),
+            pytest.raises((fsdp.ShardingError, RuntimeError), match=r"on 'weight', of which|Expected .*D input"),
+        ):
+            dropout(weight, 0.5, training=True)
+
+    fsdp.simulate(size, fn)
