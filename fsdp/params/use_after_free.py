@@ -30,8 +30,9 @@ READERS: Final = (
 """Methods that read all values of a tensor."""
 
 
-DTENSOR_READERS: Final = (*READERS, "full_tensor", "redistribute", "to_local")
-"""Those of a DTensor. Printing one prints its part on this rank."""
+LOCAL_READERS: Final = READERS[: READERS.index("__deepcopy__")]
+"""Those of this rank's part of a DTensor, which are called when the DTensor is printed."""
+DTENSOR_READERS: Final = (*LOCAL_READERS, "full_tensor", "redistribute", "to_local")
 
 
 def refuse_freed_reads(unsharded: nn.Parameter) -> None:
@@ -41,18 +42,26 @@ def refuse_freed_reads(unsharded: nn.Parameter) -> None:
         _refuse(unsharded, READERS, unsharded)
     else:
         _refuse(unsharded, DTENSOR_READERS, unsharded)
-        _refuse(local, READERS, unsharded)
+        _refuse(local, LOCAL_READERS, unsharded)
 
 
 def _refuse(read: Tensor, names: Sequence[str], unsharded: nn.Parameter) -> None:
     given, owned = weakref.ref(read), weakref.ref(unsharded)
-    read.__dict__.update({name: partial(_read, given, owned, name) for name in names})
+    kind = nn.Parameter if names is READERS else type(read)
+    read.__dict__.update({name: partial(_read, given, owned, kind, name) for name in names})
 
 
-def _read(given: "weakref.ref[Tensor]", owned: "weakref.ref[nn.Parameter]", name: str, *args: Any, **kwargs: Any) -> Any:
+def _read(
+    given: "weakref.ref[Tensor]",
+    owned: "weakref.ref[nn.Parameter]",
+    kind: type[Tensor],
+    name: str,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     unsharded = given()
-    if torch.compiler.is_compiling():
-        return getattr(type(unsharded), name)(unsharded, *args, **kwargs)
+    if torch.compiler.is_compiling():  # it does not know methods of nn.Parameter
+        return getattr(Tensor if kind is nn.Parameter else kind, name)(unsharded, *args, **kwargs)
     if unsharded is not None and unsharded.numel() and not _memory_of(unsharded).untyped_storage().size():
         parameter = owned()
         owner = None if parameter is None else owning_unit(parameter)
@@ -67,7 +76,7 @@ def _read(given: "weakref.ref[Tensor]", owned: "weakref.ref[nn.Parameter]", name
         plain = nn.Parameter(unsharded.data, unsharded.requires_grad)
         plain.__dict__.update({key: value for key, value in unsharded.__dict__.items() if key not in READERS})
         return plain.__reduce_ex__(*args, **kwargs)  # type: ignore[no-untyped-call]
-    return getattr(type(unsharded), name)(unsharded, *args, **kwargs)
+    return getattr(kind, name)(unsharded, *args, **kwargs)
 
 
 def _memory_of(tensor: Tensor) -> Tensor:

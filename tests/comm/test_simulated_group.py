@@ -211,3 +211,23 @@ def test_a_module_is_sharded_over_some_of_the_ranks() -> None:
     found = fsdp.simulate(4, program)
     for rank in range(4):
         torch.testing.assert_close(found[rank], train(Net(), [rank % 2, rank % 2 + 2]), rtol=1e-4, atol=1e-5)
+
+
+def test_looking_at_a_spread_parameter_that_was_kept_from_a_forward_is_refused() -> None:
+    def program(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        block = nn.Sequential(nn.Linear(5, 6))
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel()})
+        fsdp.fully_shard(block, mesh=mesh["dp"], dtensors=True)
+        kept: list[Any] = []
+        block[0].register_forward_hook(lambda module, args, out: kept.append(module.weight))
+        block(torch.ones(2, 5)).sum().backward()
+        said = []
+        for look in (repr, DTensor.sum, DTensor.full_tensor, DTensor.to_local, DTensor.tolist):
+            with pytest.raises(fsdp.ShardingError) as refusal:
+                (look if look is repr else getattr(kept[0], look.__name__))(*([kept[0]] if look is repr else []))
+            said.append(str(refusal.value))
+        return said
+
+    for said in fsdp.simulate(4, program):
+        assert all("was kept from inside a forward" in one for one in said)
