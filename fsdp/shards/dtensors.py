@@ -113,8 +113,16 @@ class DTensorLayout(NamedTuple):
 def _dtensor(local: Tensor, spec: Any) -> Tensor:
     # as torch's own fully_shard makes them, without `__init__`, which takes most of the time and does nothing
     kind = _dtensor_class()
-    made: Tensor = kind.__new__(kind, local, spec, requires_grad=False)
+    made: Tensor = kind.__new__(kind, _at_zero(local.dtype, local.device), spec, requires_grad=False)
+    set_local(made, local)
     return made
+
+
+@cache
+def _at_zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a DTensor is made of in place of its part: torch cannot deep-copy one whose part begins inside a storage."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 @cache

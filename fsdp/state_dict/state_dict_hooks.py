@@ -23,6 +23,7 @@ from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.refuse_copy import RefuseCopy
 from fsdp.runtime.registry import refuse_borrowing, refuse_unless_resting
+from fsdp.shards.dtensors import local_of
 from fsdp.shards.shard_tensor import ShardTensor
 from fsdp.state_dict.fqns import TRANSPARENT, check_names, check_values, entries, extra_states
 from fsdp.state_dict.param_ranges import ParamRange, gather_range
@@ -83,7 +84,10 @@ class StateHooks(RefuseCopy):
         self._unit.check_shards()
 
     def _put_sharded_values(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if self._summoned or self._shows_full_params or self._unit.has_dtensors:
+        if self._summoned or self._shows_full_params:
+            return
+        if self._unit.has_dtensors:
+            self._put_dtensors(module, state_dict, prefix)
             return
         call = full_state_call()
         for slot, param_shard in self._slots[module].items():
@@ -91,6 +95,14 @@ class StateHooks(RefuseCopy):
             if name in state_dict:
                 value = param_shard.value(name, param_shard.parameter)
                 state_dict[name] = value if call is None else self._in_full(param_shard, value, call)
+
+    def _put_dtensors(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """Put DTensors that `copy.deepcopy` can copy in the places of those that torch made by `detach`."""
+        for slot, param_shard in self._slots[module].items():
+            value = state_dict.get(prefix + slot)
+            local = None if isinstance(value, nn.Parameter) else local_of(value)
+            if local is not None:
+                state_dict[prefix + slot] = param_shard.flat.as_shown(param_shard.number, local)
 
     def _in_full(self, param_shard: ParamShard, value: Tensor, call: FullStateCall) -> Tensor:
         """The full parameter. Communicates. torch drops what it gets on a rank that does not keep it, so there it is `value`."""

@@ -357,18 +357,23 @@ def _(at: Player, block: int) -> None:
         at.read(name, (_kinds(parameter), parameter.requires_grad, parameter.is_leaf))
 
 
+def number(result: Any) -> float:
+    """A result as its value in full: of a DTensor, torch's `float` gives this rank's share."""
+    return float(result.full_tensor() if hasattr(result, "full_tensor") else result)
+
+
 @act("read the value of a weight")
 @torch.no_grad()
 def _(at: Player, block: int) -> None:
     weight = weight_of(at, block)
-    at.read("norm", (float(weight.norm()), float(weight.sum()), float(weight.abs().max()), bool((weight > 9).any())))
+    at.read("norm", (number(weight.norm()), number(weight.sum()), number(weight.abs().max()), bool(number((weight > 9).any()))))
 
 
 @act("read the value of a gradient")
 def _(at: Player, block: int) -> None:
     gradient = weight_of(at, block).grad
     if gradient is not None and not (at.replicated and at.local_gradients):
-        at.read("norm", (float(gradient.norm()), float(gradient.sum()), float(gradient.abs().max())))
+        at.read("norm", (number(gradient.norm()), number(gradient.sum()), number(gradient.abs().max())))
 
 
 @act("read which parameters have a gradient")
@@ -379,7 +384,7 @@ def _(at: Player, block: int) -> None:
 @act("read the norm of every gradient")
 def _(at: Player, block: int) -> None:
     if not (at.replicated and at.local_gradients):
-        at.read("norms", [float(p.grad.norm()) for p in at.parameters().values() if p.grad is not None])
+        at.read("norms", [number(p.grad.norm()) for p in at.parameters().values() if p.grad is not None])
 
 
 @act("make state by the shape of p")

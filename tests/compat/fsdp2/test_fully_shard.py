@@ -1,5 +1,6 @@
 """fsdp.compat.fully_shard in the simulated world: what FSDP2's names do, and what is refused."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -181,6 +182,19 @@ def test_weights_that_an_optimizer_changes_after_unshard_are_gathered_again() ->
         expected = plain(tokens_of(0, 0))
     for found in fsdp.simulate(2, program):
         torch.testing.assert_close(found, (expected, expected))
+
+
+def test_a_state_dict_and_gradients_can_be_copied_deeply() -> None:
+    def program(rank: int) -> None:
+        model = sharded()
+        model.loss(tokens_of(0, rank)).backward()
+        state = model.state_dict()
+        for kept, now in zip(copy.deepcopy(state).values(), state.values(), strict=True):
+            assert torch.equal(kept.full_tensor(), now.full_tensor()) and kept.to_local().data_ptr() != now.to_local().data_ptr()
+        grads = [p.grad for p in model.parameters()]
+        assert len(copy.deepcopy(grads)) == len(grads)
+
+    fsdp.simulate(2, program)
 
 
 def test_gradients_are_kept_until_they_are_to_be_synchronised() -> None:
