@@ -1,8 +1,8 @@
 """One flat buffer of a unit: parameters of one dtype, all trainable or all frozen, laid end to end and cut over the ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ from fsdp.shards.shard_parameter import become_full, become_local, become_shard,
 from fsdp.shards.shard_tensor import as_shard, plain, quick_attributes
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
-_LOCAL: Final = attrgetter("_local_tensor")
-"""This rank's part of a DTensor."""
+_torch: Any = torch._C
+_storage_id: Final[Callable[[Tensor], int]] = _torch._storage_id
 SavedShards = list[tuple[Tensor, Tensor]]
 """Views into shards, each with its values from before an in-place update was written back."""
 
@@ -365,15 +365,17 @@ class FlatBuffer:
     def _are_at_home(self) -> bool:
         if not self.asks_pointers:
             return not moved_shards or not self._moved()
-        if self._own_shard.data_ptr() != self._own_pointers[0]:  # the memory has moved as a whole, see `fsdp.offload`
+        if (
+            self.dtensor_layouts is None and self._own_shard.data_ptr() != self._own_pointers[0]
+        ):  # the memory has moved as a whole, see `fsdp.offload`
             own = [self._view_of(i, self._own_shard).data_ptr() for i in range(len(self.parts))]
             self._own_pointers = (self._own_shard.data_ptr(), own)
         return self._pointers() == self._own_pointers[1]
 
     def _pointers(self) -> list[int]:
-        """Where this rank's part of each parameter lies."""
+        """Where this rank's part of each parameter lies; of DTensors another number after `p.data = x`."""
         if self.dtensor_layouts is not None:
-            return [*map(Tensor.data_ptr, map(_LOCAL, self.sharded_params))]
+            return [*map(_storage_id, self.sharded_params)]
         with quick_attributes():
             return [*map(Tensor.data_ptr, self.sharded_params)]
 
@@ -395,6 +397,8 @@ class FlatBuffer:
         """
         if not (self.asks_pointers or moved_shards or self.is_elsewhere) or not self.is_replaced:
             return False
+        if self.dtensor_layouts is not None:
+            self._refuse_data_of_dtensors(unit)
         if self._are_at_home():
             self.shard = self._own_shard
         else:
@@ -409,6 +413,15 @@ class FlatBuffer:
             for unsharded, parameter in zip(self.unsharded_params, self.sharded_params, strict=True):
                 unsharded.data = parameter.data
         return True
+
+    def _refuse_data_of_dtensors(self, unit: str) -> None:
+        before, now = self._own_pointers[1], self._pointers()
+        self._own_pointers = (self._own_pointers[0], now)  # the values are what they were: it is said once
+        name = next(info.names[0] for info, one, other in zip(self.param_infos, before, now, strict=True) if one != other)
+        raise ShardingError(
+            f"`.data` of parameter {name!r} of unit {unit!r} was assigned. It is a DTensor, whose values are in its local "
+            "tensor: they have not changed. Change them in place, by p.copy_(x)."
+        )
 
     def _check_replaced(self, i: int, data: Tensor, unit: str) -> None:
         """Check that the user's data for a parameter fits. Data of the full shape is cut: the parameter is a part of it then."""

@@ -130,13 +130,22 @@ _NO_STATE: Final = "a rank that holds no element of a parameter keeps no optimiz
 _PUT_IN: Final = (
     "what is put in after wrapping is refused by the next forward; FSDP1's door leaves it whole and warns, as torch does"
 )
-_PEER: Final = "through the doors of FSDP1 and fairscale it raises an error of another class, or of torch"
+_PEER: Final = "through the doors of FSDP1, FSDP2 and fairscale it raises an error of another class, or of torch"
+_DTENSOR: Final = "through the door of FSDP2 `p.data = x` changes no DTensor, as in torch, and the next forward refuses it"
 _CONVERTED: Final = (
     "inside a forward, a hook or a recompute a conversion is lost, or torch's error; under no_sync it is refused late"
 )
 _FORKED: Final = "a process that is forked inside a forward, a hook or a recompute gets the error in the child, or waits"
 OUTSIDE: Final = tuple(moment for moment in MOMENTS if moment not in MOMENTS_OF_HOOKS)
 _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
+    (
+        _DTENSOR,
+        MOMENTS,
+        (
+            *("replace p.data", "replace p.data, evaluate, put it back", "replace p.data, keep the old one"),
+            "put the kept p.data back",
+        ),
+    ),
     (
         _HOOK,
         ("in a tensor hook",),
@@ -152,7 +161,14 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
         ("in a recompute",),
         ("read the norm of every gradient", "optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
     ),
-    (_ACCUMULATES, ("between micro-batches",), ("scale p.grad.data in place", "add the gradient to a weight")),
+    (
+        _ACCUMULATES,
+        ("between micro-batches",),
+        (
+            *("scale p.grad.data in place", "add the gradient to a weight"),
+            *("read the value of a gradient", "read the norm of every gradient"),
+        ),
+    ),
     (_LATE, ("between micro-batches",), ("add a tensor hook", "remove the last hook")),
     (_ALIAS, ("in a pre-hook", "inside a forward", "in a recompute"), ("change a weight through .data",)),
     (
@@ -191,6 +207,7 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
         ("deepcopy the model, and evaluate the copy",),
     ),
     (_PEER, ("in a post-accumulate hook",), ("deepcopy the model, and evaluate the copy",)),
+    (_PEER, MOMENTS, ("look a row up with max_norm",)),
     (
         _CONVERTED,
         ("in a pre-hook", "inside a forward", "in a tensor hook", "in a recompute", "between micro-batches"),

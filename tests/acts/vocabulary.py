@@ -393,7 +393,7 @@ def _(at: Player, block: int) -> None:
     made = torch.zeros_like(weight), weight.new_zeros(weight.shape)
     at.read("shapes", [_shapes(one) for one in made])
     with torch.no_grad():
-        at.read("sums", [float((one + weight).sum()) for one in made])
+        at.read("sums", [number((one + weight).sum()) for one in made])
 
 
 # state dicts ------------------------------------------------------------------------------------

@@ -197,6 +197,22 @@ def test_a_state_dict_and_gradients_can_be_copied_deeply() -> None:
     fsdp.simulate(2, program)
 
 
+def test_data_that_is_assigned_to_a_dtensor_is_refused_once_and_changes_nothing() -> None:
+    def program(rank: int) -> None:
+        model = sharded()
+        wanted = model.loss(tokens_of(0, rank)).item()
+        weight = next(model.parameters())
+        weight.data = torch.zeros_like(weight)
+        with pytest.raises(fsdp.ShardingError, match="they have not changed"):
+            model.loss(tokens_of(0, rank))
+        assert model.loss(tokens_of(0, rank)).item() == wanted
+        with torch.no_grad():
+            weight.copy_(torch.zeros_like(weight))
+        assert model.loss(tokens_of(0, rank)).item() != wanted
+
+    fsdp.simulate(2, program)
+
+
 def test_gradients_are_kept_until_they_are_to_be_synchronised() -> None:
     def program(rank: int) -> list[Tensor]:
         model = sharded()
