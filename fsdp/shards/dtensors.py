@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Size, Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp.errors import ShardingAssertion, ShardingError
 
@@ -161,6 +162,12 @@ def dim_of(name: str, parameter: Tensor, placement: Any) -> int:
 @cache
 def _hook_optimizers() -> None:
     register_optimizer_step_pre_hook(_refuse_replaced)
+    register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count the step as a change of each DTensor of this engine: operators on lists of DTensors (foreach) count none."""
+    increment_version([p for group in optimizer.param_groups for p in group["params"] if STANDS_FOR in p.__dict__])
 
 
 def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -187,6 +194,7 @@ def replace_by_dtensor(
         return former
     made = nn.Parameter(layout.tensor(local), original.requires_grad)
     made.__dict__.update(original.__dict__)
+    made.__dict__[STANDS_FOR] = True
     for hook in (original._post_accumulate_grad_hooks or {}).values():
         made.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     original.__dict__[REPLACED] = True
@@ -204,6 +212,8 @@ def _become(parameter: nn.Parameter, other: nn.Parameter) -> None:
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
+STANDS_FOR = "_fsdp_stands_for_another"
+"""The attribute of a DTensor that is trained in place of a parameter."""
 REPLACED = "_fsdp_replaced"
 """The attribute of a parameter in whose place a DTensor is trained."""
 

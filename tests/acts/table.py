@@ -135,7 +135,6 @@ _DTENSOR: Final = "through the door of FSDP2 `p.data = x` changes no DTensor, as
 _CONVERTED: Final = (
     "inside a forward, a hook or a recompute a conversion is lost, or torch's error; under no_sync it is refused late"
 )
-_FORKED: Final = "a process that is forked inside a forward, a hook or a recompute gets the error in the child, or waits"
 OUTSIDE: Final = tuple(moment for moment in MOMENTS if moment not in MOMENTS_OF_HOOKS)
 _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
     (
@@ -184,7 +183,6 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
     (_OTHER_OBJECT, ("in a tensor hook",), ("set p.grad_dtype",)),
     (_OTHER_OBJECT, ("in a pre-hook", "inside a forward", "in a recompute"), ("put the kept p.data back", "set p.grad_dtype")),
     (_FLAGS, ("in a recompute",), ("thaw what was trained", "evaluate with the model frozen, and thaw it")),
-    (_FORKED, ("in a pre-hook", "inside a forward"), ("call the model in a forked process",)),
     (_NO_STATE, MOMENTS, ("read the shapes of the optimizer's state",)),
     (_PUT_IN, MOMENTS, ("replace a module inside a unit", "replace a parameter")),
     (

@@ -6,10 +6,6 @@ Rule 3: what it reads it gives to `Player.read`; the values of the plain player 
 """
 
 import copy
-import os
-import pickle
-import select
-import signal
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -21,7 +17,6 @@ from tests.acts.players import WIDTH, Player, Raised, clean
 
 Act = Callable[[Player, int], None]
 """The number says in which block: 0 or 1."""
-SECONDS_OF_A_FORK: Final = 5.0
 ACTS: Final[dict[str, Act]] = {}
 
 
@@ -565,11 +560,6 @@ def _(at: Player, block: int) -> None:
     at.read("outputs of another model", at.outputs(other(at.data(997))))
 
 
-@act("call the model in a forked process")
-def _(at: Player, block: int) -> None:
-    in_fork(lambda: at.model(at.data(995)))
-
-
 @act("a forward whose output is dropped")
 def _(at: Player, block: int) -> None:
     at.read("outputs", [output.detach() for output in at.outputs(at.model(at.data(991)))])
@@ -608,35 +598,6 @@ def _(at: Player, block: int) -> None:
         pass
     finally:
         at.blocks[block].during = before
-
-
-def in_fork(call: Callable[[], object]) -> None:
-    """Call it in a child of this process. Raises what it raises there, and TimeoutError if it does not end."""
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if not child:
-        said = b""
-        try:
-            with torch.no_grad():
-                call()
-        except fsdp.ShardingError as refusal:
-            said = pickle.dumps(fsdp.ShardingError(str(refusal)))
-        except BaseException as error:
-            said = pickle.dumps(RuntimeError(str(error)))
-        finally:
-            os.write(theirs, said or b".")
-            os._exit(0)
-    os.close(theirs)
-    try:
-        if not select.select([ours], [], [], SECONDS_OF_A_FORK)[0]:
-            os.kill(child, signal.SIGKILL)
-            raise TimeoutError("the model waits in a forked process")
-        said = os.read(ours, 2**16)
-    finally:
-        os.close(ours)
-        os.waitpid(child, 0)
-    if said != b".":
-        raise pickle.loads(said)
 
 
 FIRST: Final = {

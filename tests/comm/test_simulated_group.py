@@ -213,7 +213,7 @@ def test_a_module_is_sharded_over_some_of_the_ranks() -> None:
         torch.testing.assert_close(found[rank], train(Net(), [rank % 2, rank % 2 + 2]), rtol=1e-4, atol=1e-5)
 
 
-def test_looking_at_a_spread_parameter_that_was_kept_from_a_forward_is_refused() -> None:
+def test_reading_a_tensor_parallel_parameter_kept_from_a_forward_is_refused() -> None:
     def program(rank: int) -> list[str]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         block = nn.Sequential(nn.Linear(5, 6))
@@ -231,3 +231,16 @@ def test_looking_at_a_spread_parameter_that_was_kept_from_a_forward_is_refused()
 
     for said in fsdp.simulate(4, program):
         assert all("was kept from inside a forward" in one for one in said)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_step_counts_as_a_change_of_dtensors(foreach: bool) -> None:
+    def program(rank: int) -> list[bool]:
+        model = fsdp.fully_shard(Net(), dtensors=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+        model(data(rank, 0)).square().sum().backward()
+        before = [p._version for p in model.parameters()]
+        optimizer.step()
+        return [p._version > version for p, version in zip(model.parameters(), before, strict=True)]
+
+    assert all(map(all, fsdp.simulate(2, program)))

@@ -261,7 +261,8 @@ class TestTorchsOptions:
             options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True, cpu_offload=True)
             found = get_optimizer_state_dict(model, optimizer, options=options)
             wanted = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-            for name, kept in wanted.items():
+            # with cpu_offload, torch gives the full state to rank 0 alone
+            for name, kept in wanted.items() if rank == 0 else ():
                 for key, value in kept.items():
                     assert torch.equal(torch.as_tensor(found.pop(f"state.{name}.{key}")), torch.as_tensor(value))
             assert all(key.startswith("param_groups.") for key in found)
