@@ -61,7 +61,7 @@ class Unit:
         """Whether shards of the unit are in host memory, while a device computes."""
         self.versions = Versions(self.flats)
         self._full_params = FullParams(self.flats)
-        self._read_copies = ReadCopies(self.param_infos)
+        self._read_copies = ReadCopies(self.param_infos, config.guard)
         self.unsharded_params = tuple(p for flat in self.flats for p in flat.unsharded_params)
         self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
         """Whether any parameter is trainable."""
