@@ -591,7 +591,9 @@ def test_guard_mode_refuses_a_change_through_data_of_a_copy(strategy: str, size:
     def fn(rank: int) -> None:
         model: Any = fsdp.fully_shard(Net(), auto_wrap_policy={nn.Linear}, sharding_strategy=strategy, guard=True)
         handle = model.first.register_forward_pre_hook(lambda module, args: model.last.weight.data.mul_(0.5).size() and None)
-        with pytest.raises(fsdp.ShardingError, match=r"'last.weight' was read .* changed there in place, which reaches a copy only"):
+        with pytest.raises(
+            fsdp.ShardingError, match=r"'last.weight' was read .* changed there in place, which reaches a copy only"
+        ):
             model(data(rank))
         handle.remove()
         model.first.register_forward_pre_hook(lambda module, args: model.last.weight.data.add(1).size() and None)
