@@ -387,8 +387,7 @@ class Unit:
             work.wait()
 
     def use_unsharded(self) -> None:
-        """Let the modules show the unsharded parameters, with `requires_grad` as it is now."""
-        self.sync_requires_grad()  # a hook or a recompute in this backward may have changed it
+        """Let the modules show the unsharded parameters."""
         for module_params in self._module_params:
             module_params.use_unsharded()
 
