@@ -63,7 +63,7 @@ class Unit:
         """Whether shards of the unit are in host memory, while a device computes."""
         self.versions = Versions(self.flats)
         self._full_params = FullParams(self.flats)
-        self._read_copies = ReadCopies(self.param_infos)
+        self._read_copies = ReadCopies(self.param_infos, config.guard)
         self.unsharded_params = tuple(p for flat in self.flats for p in flat.unsharded_params)
         self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
         """Whether any parameter is trainable."""
@@ -402,8 +402,7 @@ class Unit:
             work.wait()
 
     def use_unsharded(self) -> None:
-        """Let the modules show the unsharded parameters, with `requires_grad` as it is now."""
-        self.sync_requires_grad()  # a hook or a recompute in this backward may have changed it
+        """Let the modules show the unsharded parameters."""
         for module_params in self._module_params:
             module_params.use_unsharded()
 

@@ -180,12 +180,18 @@ class LocalShard(torch.autograd.Function):
 
 
 class ReadCopies:
-    """The copies that reads in forwards returned, watched for in-place updates, which would never reach the parameter."""
+    """The copies that reads in forwards returned, watched for in-place updates, which would never reach the parameter.
 
-    __slots__ = ("_param_infos", "_versions")
+    `guard`: also for those through `.data`, which no version counts. Memory: each copy twice, until the next check.
+    """
 
-    def __init__(self, param_infos: Sequence[ParamInfo]) -> None:
+    __slots__ = ("_guard", "_kept", "_param_infos", "_versions")
+
+    def __init__(self, param_infos: Sequence[ParamInfo], guard: bool) -> None:
         self._param_infos = param_infos
+        self._guard = guard
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        """In guard mode, by index of the parameter: the copy, and its values then."""
         self._versions: dict[int, tuple[Tensor, int]] = {}
         """By index of the parameter: a tensor without memory that has the version counter of the copy, and its count then."""
 
@@ -194,6 +200,8 @@ class ReadCopies:
         stand_in = copy.detach()
         stand_in.data = copy.new_empty(0)
         self._versions[index] = (stand_in, copy._version)
+        if self._guard:
+            self._kept[index] = (copy.detach(), copy.detach().clone())
 
     def check(self, unit: str) -> None:
         """Stop watching all copies.
@@ -201,14 +209,21 @@ class ReadCopies:
         Raises:
             ShardingError: a copy was changed in place.
         """
-        versions, self._versions = self._versions, {}
+        versions, self._versions, kept, self._kept = self._versions, {}, self._kept, {}
+        hidden = [index for index, (copy, before) in kept.items() if _bytes(copy).ne(_bytes(before)).any()]
         for index, (stand_in, version) in versions.items():
-            if stand_in._version != version:
+            if stand_in._version != version or index in hidden:
                 raise ShardingError(
                     f"parameter {self._param_infos[index].names[0]!r} was read in a forward outside its unit {unit!r} and "
                     "changed there in place, which reaches a copy only; change it in the forward of its unit, or between "
                     "forwards."
                 )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """What this rank holds. As bytes, NaN is equal to itself."""
+    local = local_of(tensor)
+    return (tensor if local is None else local).reshape(-1).view(torch.uint8)
 
 
 class RefuseShardGrad:

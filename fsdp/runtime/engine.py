@@ -363,8 +363,10 @@ class Engine:
 
     def _unshard(self, index: int) -> None:
         self._gathers.prefetch(self._schedule.gathered_with(index), self._prefetch)
-        if self.units[index].versions.is_copy_of_others and self.root.in_backward and not self.is_unsharded(index):
-            self.request(index, Request.RESHARD)  # an evaluation has gathered other weights, which the user has put back since
+        if self.root.in_backward and not self.is_unsharded(index):
+            self.units[index].sync_requires_grad()  # a hook or a recompute in this backward may have changed it
+            if self.units[index].versions.is_copy_of_others:
+                self.request(index, Request.RESHARD)  # an evaluation has gathered other weights, put back by the user since
         if done := self.request(index, Request.UNSHARD):
             self.reducer.gathered(index)  # without effect outside a backward: the next one begins anew
         self.streams.unit_begins(Effect.WAIT_ALL_GATHER in done)

@@ -213,7 +213,7 @@ class Player:
         """Gradients of this rank stay where the optimizer does not have the parameter."""
         self.optimizer.zero_grad()
         known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        self.local_gradients &= any(p.requires_grad and id(p) not in known for p in self.model.parameters())
+        self.local_gradients &= any(p.grad is not None and id(p) not in known for p in self.model.parameters())
 
     def undo(self) -> None:
         """Everything that an act has set and that stays, as it was in the beginning."""

@@ -182,15 +182,14 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
     (_OTHER_OBJECT, ("in a post-accumulate hook", "in a recompute"), ("replace p.data, evaluate, put it back",)),
     (_OTHER_OBJECT, ("in a tensor hook",), ("set p.grad_dtype",)),
     (_OTHER_OBJECT, ("in a pre-hook", "inside a forward", "in a recompute"), ("put the kept p.data back", "set p.grad_dtype")),
-    (_FLAGS, ("in a recompute",), ("thaw what was trained", "evaluate with the model frozen, and thaw it")),
+    (_FLAGS, ("in a recompute",), ("evaluate with the model frozen, and thaw it",)),
     (_NO_STATE, MOMENTS, ("read the shapes of the optimizer's state",)),
     (_PUT_IN, MOMENTS, ("replace a module inside a unit", "replace a parameter")),
     (
         _PEER,
         ("in a recompute",),
         (
-            *("replace p.data", "replace p.data, keep the old one", "change a weight in place", "initialise a weight"),
-            *("change a weight through .detach()", "convert one unit", "evaluate the model", "evaluate one module"),
+            *("replace p.data", "replace p.data, keep the old one", "evaluate the model", "evaluate one module"),
             "evaluate in inference mode",
         ),
     ),
