@@ -104,9 +104,9 @@ class FullyShardedDataParallel(nn.Module):
             that part, so a norm or a number of elements is the part's, on each rank another. A part without elements gets no
             gradient. Default False: the operators of a shard compute over all ranks, or raise.
         dtensors: True makes the shards torch's DTensors, as in FSDP2: new Parameter objects with `placements`, `to_local()` and
-            `full_tensor()`, which torch's functions for state dicts and clipping know. Each parameter is cut evenly and has
-            collectives of its own. A DTensor that tensor parallelism has made is cut once more. Make the optimizer after
-            wrapping. Refused: "NO_SHARD", `fsdp.simulate`, a parameter without dimensions. Default False.
+            `full_tensor()`, which torch's functions for state dicts and clipping know. Each parameter is cut evenly. A
+            DTensor that tensor parallelism has made is cut once more. Make the optimizer after wrapping. Refused: "NO_SHARD", a
+            parameter without dimensions. Default False.
         shard_placement_fn: with `dtensors`, a function that returns `Shard(dim)` for a parameter to be cut along `dim`, or None.
             Default None: between rows, Shard(0). Shards along another dimension are not contiguous.
         uneven_paths: True lets ranks go different ways: leave units out, repeat them, take them in another order, evaluate on

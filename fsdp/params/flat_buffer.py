@@ -522,10 +522,12 @@ class FlatBuffer:
         for i, (parameter, view) in enumerate(zip(self._local_unsharded, places, strict=True)):
             if parameter.data_ptr() == view.data_ptr():
                 continue
-            if parameter.shape != view.shape or parameter.dtype != view.dtype:
+            # a DTensor that is put into an ordinary parameter leaves it without memory
+            if parameter.shape != view.shape or parameter.dtype != view.dtype or (view.numel() and not parameter.data_ptr()):
+                parameter.data = view.data
                 raise ShardingError(
                     f"parameter {self.param_infos[i].names[0]!r} was replaced in the forward of unit {unit!r} by a tensor of "
-                    f"shape {tuple(parameter.shape)}, {parameter.dtype}; it is {tuple(view.shape)}, {view.dtype}."
+                    f"another shape or dtype, or by one without memory; it is {tuple(view.shape)}, {view.dtype}."
                 )
             view.copy_(parameter.data)
             parameter.data = view.data
