@@ -137,13 +137,11 @@ _CONVERTED: Final = (
 )
 OUTSIDE: Final = tuple(moment for moment in MOMENTS if moment not in MOMENTS_OF_HOOKS)
 _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
+    (_DTENSOR, MOMENTS, ("put the kept p.data back",)),
     (
         _DTENSOR,
-        MOMENTS,
-        (
-            *("replace p.data", "replace p.data, evaluate, put it back", "replace p.data, keep the old one"),
-            "put the kept p.data back",
-        ),
+        tuple(one for one in MOMENTS if one not in ("in a pre-hook", "inside a forward")),
+        ("replace p.data", "replace p.data, keep the old one"),
     ),
     (
         _HOOK,
@@ -196,7 +194,7 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
     (
         _PEER,
         ("in a pre-hook", "inside a forward", "in a recompute"),
-        ("model.to('cpu')", "enter no_sync and leave it", "add a parameter group", "a forward that fails, caught"),
+        ("enter no_sync and leave it", "add a parameter group", "a forward that fails, caught"),
     ),
     (
         _PEER,
@@ -204,7 +202,7 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
         ("deepcopy the model, and evaluate the copy",),
     ),
     (_PEER, ("in a post-accumulate hook",), ("deepcopy the model, and evaluate the copy",)),
-    (_PEER, MOMENTS, ("look a row up with max_norm",)),
+    (_PEER, tuple(one for one in MOMENTS if one != "in a recompute"), ("look a row up with max_norm",)),
     (
         _CONVERTED,
         ("in a pre-hook", "inside a forward", "in a tensor hook", "in a recompute", "between micro-batches"),
