@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch import library as operators
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -46,7 +47,7 @@ def kernels_of(on_cpu: bool, attention: Attention) -> Iterator[Counter[str]]:
     replaced: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": partial(_attention, choose, taken)}
     if not on_cpu:
         replaced |= {"dropout": _dropout, "rms_norm": _rms_norm}
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library = operators.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         for name, function in replaced.items():
             library.impl(name, function, "AutogradMeta")  # type: ignore[no-untyped-call]
