@@ -3,7 +3,7 @@
     python benchmarks/report.py
 
 Rule 1: nothing is measured here, and no number is typed: what the page says is what the files say.
-Rule 2: every bar is on the page, also those that are missed. Of the cases the page has those that decide; all are in the files.
+Rule 2: every bar is on the page, also those that are missed. All cases are in the files.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,9 +14,7 @@ from typing import Any
 
 import result_file
 from common import markdown
-from counting import COUNTERS
 from engines import TITLES as PEERS
-from host import ONCE, PHASES
 from result_file import Report
 
 ROOT = Path(__file__).parents[1]
@@ -26,27 +24,15 @@ FIGURES = ROOT / "docs" / "figures"
 TITLES = {
     "step": "Training steps over gloo",
     "doors": "By the names of other engines",
-    "host": "Host time",
-    "instructions": "Instructions",
-    "memory": "Memory",
-    "wire": "The wire",
-    "overlap": "Overlap",
-    "scale": "Growth",
     "hosts": "Hosts apart",
     "accelerator": "On the pretend accelerator",
-    "offload": "Shards in host memory",
 }
+"""Benchmarks of which the page has a section."""
 WIDTH = 140
-SHOWN_TENSORS = 12
-"""The size of units, in tensors, that the page shows; a layer of a transformer has about as many."""
-SHOWN_WORLDS = (64, 512)
-"""The numbers of ranks for which the page shows the bytes of each model, beside the number with the most padding."""
-SHOWN_GROWTH = ((200, 64), (200, 4096), (1000, 1024))
-"""The numbers of units and ranks for which the page shows times of the host."""
 SHOWN_LOAD = "1.0"
 """The load for which the page shows computed steps: communication takes as long as computing."""
-BARS_ALONE = ("plan", "tracing", "units", "uneven")
-"""Benchmarks of which the page shows the bars and nothing else."""
+OTHERS = ("host", "instructions", "memory", "wire", "overlap", "scale", "offload", "plan", "tracing", "units", "uneven")
+"""Benchmarks of which the page shows the bars alone. The figures of some are on the page about performance."""
 SOAK = result_file.RESULTS / "soak.json"
 SIZE = (
     "`python -m tools.code_size` counts files, lines and classes of the package and of its core (without `compat`, `commands` "
@@ -54,20 +40,13 @@ SIZE = (
     "`tools/code_size.json`. An aim of 5,000 lines for all files that training needs was missed three times (7,213, 8,968 and "
     "12,524 on 2026-11-24), and is given up."
 )
-PICTURES = {
-    "step": ("step_sharded", "step_replicated"),
-    "doors": (),
-    "instructions": (),
-    "hosts": (),
-    "accelerator": (),
-    "offload": (),
-}
-"""The figures of a benchmark, where it has another number of them than the one of its name."""
+PICTURES = ("step_sharded", "step_replicated")
+"""The figures of the steps."""
 
 
 def load(folder: Path = result_file.RESULTS) -> dict[str, Report]:
     """By benchmark, in the order of the page; who has not been run is not there."""
-    paths = {name: folder / f"{name}.json" for name in (*TITLES, *BARS_ALONE)}
+    paths = {name: folder / f"{name}.json" for name in (*TITLES, *OTHERS)}
     return {name: result_file.read(path) for name, path in paths.items() if path.exists()}
 
 
@@ -98,8 +77,10 @@ def page(results: Mapping[str, Report]) -> str:
     parts = [
         "# Benchmarks",
         "Written by `python benchmarks/report.py` from the raw numbers in `benchmarks/results/`. "
-        "`benchmarks/README.md` says how everything is measured, [Performance](../explanation/performance.md) what it means.",
+        "`benchmarks/README.md` says how everything is measured, [Performance](../explanation/performance.md) what it means; "
+        "figures of host time, memory, the wire, overlap and growth are there.",
         f"## The bars\n\n{bars_table(results)}",
+        f"## When they were measured\n\n{_measured(results)}",
     ]
     for name, title in TITLES.items():
         parts.append(f"## {title}")
@@ -107,9 +88,9 @@ def page(results: Mapping[str, Report]) -> str:
             parts.append(f"Not measured yet: `python benchmarks/{name}.py`.")
             continue
         report = results[name]
-        parts += [_machine(report), *SECTIONS[name](report)]
-        parts += [f"![{title}](../figures/{picture}.png)" for picture in PICTURES.get(name, (name,))]
+        parts += SECTIONS[name](report)
         if name == "step":
+            parts += [f"![{title}](../figures/{picture}.png)" for picture in PICTURES]
             options = [(PEERS[one], options) for one, options in report["options"].items()]
             parts += ["Options of the contenders; where another benchmark has others, its file says so:"]
             parts.append(markdown(["contender", "options"], options))
@@ -134,44 +115,39 @@ def _soak(report: Report) -> list[str]:
     ]
 
 
-def _machine(report: Report) -> str:
-    facts = report["machine"]
-    loads = f"load {facts['load_average'][0]:.1f} before, {facts['load_average_after'][0]:.1f} after"
-    processor = f"{facts['processor']}, " if facts.get("processor") else ""
-    return f"{facts['date']}: {processor}{facts['cores']} cores, Python {facts['python']}, torch {facts['torch']}; {loads}."
+def _measured(results: Mapping[str, Report]) -> str:
+    """When and where each benchmark ran, and what else the machine did; those that ran on one day beside as much are a row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, report in results.items():
+        facts = report["machine"]
+        loads = [f"{facts[when][0]:.1f}" for when in ("load_average", "load_average_after")]
+        processor = f"{facts['processor']}, " if facts.get("processor") else ""
+        where = f"{processor}{facts['cores']} cores, Python {facts['python']}, torch {facts['torch']}"
+        rows.setdefault((facts["date"], where, " and ".join(loads)), []).append(name)
+    return markdown(
+        ["benchmarks", "date", "on", "load before and after"],
+        [[", ".join(names), *facts] for facts, names in sorted(rows.items())],
+    )
 
 
 def _step(report: Report) -> list[str]:
     names = list(report["options"])
-    bars = {(bar["measure"].removeprefix("step: "), bar["case"]): bar for bar in report["bars"]}
-    judged = list(dict.fromkeys(measure for measure, _ in bars))
-    worst = {
-        bar["measure"]: max(one["value"] for one in bars.values() if one["measure"] == bar["measure"]) for bar in bars.values()
-    }
-    medians, ratios = [], []
+    medians = []
     for case in report["cases"]:
         of = case["settings"]
-        what = [of["model"], of["option"], f"{of['ranks']}{' *' if case['oversubscribed'] else ''}"]
-        milliseconds = [case["milliseconds"].get(name) for name in names]
         if of["option"] == "plain":
+            milliseconds = [case["milliseconds"].get(name) for name in names]
+            what = [of["model"], f"{of['ranks']}{' *' if case['oversubscribed'] else ''}"]
             medians.append([*what, *(f"{one['median']:.1f}" if one else "" for one in milliseconds)])
-        here = [bars.get((measure, f"{of['model']}, {of['option']}, {of['ranks']} ranks")) for measure in judged]
-        verdict = f"{sum(bar['holds'] for bar in here if bar)} of {sum(bar is not None for bar in here)}"
-        agree = f"{case['largest_loss_difference']:.0e}"
-        if of["option"] == "plain" or any(bar and bar["value"] == worst[bar["measure"]] for bar in here):
-            ratios.append([*what, *map(_judged, here), verdict, agree])
-    limits = {measure: next(bar["limit"] for (one, _), bar in bars.items() if one == measure) for measure in judged}
-    head = ["model", "option", "ranks"]
     models = {case["settings"]["model"]: case["model"] for case in report["cases"]}
     skipped = {(name, why) for case in report["cases"] for name, why in case["skipped"].items()}
+    apart = max(case["largest_loss_difference"] for case in report["cases"])
     return [
         "\n".join(f"- `{name}`: {what}" for name, what in models.items()),
         "ms of a step without options, medians:",
-        markdown([*head, *(PEERS[name] for name in names)], medians),
-        "Ratios of the medians, without options and where a ratio is the worst of all, with the most that the bar allows, and "
-        "how far the losses of all contenders are apart at most:",
-        markdown([*head, *(f"{measure} (≤ {limits[measure]:.2f})" for measure in judged), "hold", "losses"], ratios),
-        "\\* More ranks than cores: they take turns, and nothing can be hidden behind computing."
+        markdown(["model", "ranks", *(PEERS[name] for name in names)], medians),
+        "\\* More ranks than cores: they take turns, and nothing can be hidden behind computing. With all options the losses of "
+        f"all contenders are at most {apart:.0e} apart."
         + "".join(f" {PEERS[name]} is left out where {why}." for name, why in sorted(skipped)),
     ]
 
@@ -188,110 +164,6 @@ def _doors(report: Report) -> list[str]:
         "options, beside the peers. ms of a step, and of the processors of all ranks:",
         markdown(["contender", "median", "least", "processors, median"], rows),
     ]
-
-
-def _judged(bar: Mapping[str, Any] | None) -> str:
-    """A ratio, set off where the bar is missed."""
-    if bar is None:
-        return ""
-    return f"{bar['value']:.3f}" if bar["holds"] else f"**{bar['value']:.3f}**"
-
-
-def _host(report: Report) -> list[str]:
-    columns = ("forward", "backward", "added", "clip", "step", *ONCE)
-    rows = []
-    for case in report["cases"]:
-        of = case["settings"]
-        if of["tensors"] != SHOWN_TENSORS:
-            continue
-        for name, phases in case["microseconds_per_unit"].items():
-            found = case["contenders"][name]["operations"]
-            counts = [" / ".join(f"{found[kind][phase]['per_unit']:g}" for phase in PHASES) for kind in COUNTERS]
-            times = [f"{phases[what]['median']:.0f}" if what in phases else "" for what in columns]
-            rows.append([str(of["world"]), str(of["tensors"]), PEERS[name], *times, *counts])
-    operations = [f"{kind}: {' / '.join(PHASES)}" for kind in COUNTERS]
-    return [
-        "Processor µs per unit, medians, and exact operations per unit:",
-        markdown(["ranks", "tensors", "contender", *columns, *operations], rows),
-    ]
-
-
-def _instructions(report: Report) -> list[str]:
-    rows = [
-        [PEERS[name], *(f"{phases[phase] / 1e3:.0f}" for phase in PHASES)]
-        for name, phases in report["instructions_per_unit"].items()
-    ]
-    of = report["settings"]
-    head = f"Thousands of instructions a unit of {of['tensors']} tensors, {of['world']} ranks, by callgrind:"
-    return [head, markdown(["contender", *PHASES], rows)]
-
-
-def _memory(report: Report) -> list[str]:
-    names = list(report["options"])
-    rows = []
-    for case in report["cases"]:
-        engines = [case["contenders"][name]["engine"] for name in names]
-        kinds = ", ".join(f"{kind} {size / 1e6:.2f}" for kind, size in case["contenders"]["ours"]["kinds"].items())
-        sizes = [f"{size / 1e6:.2f}" for size in (case["floor"], *engines)]
-        rows.append([str(case["settings"]["world"]), *sizes, kinds])
-    head = ["ranks", "reckoned", *(PEERS[name] for name in names), "of ours the ledger names"]
-    activations = max(case["activations"] for case in report["cases"]) / 1e6
-    return [
-        f"Engine bytes at the peak of a step, MB; beside them, for everybody, {activations:.2f} of activations and gradients on "
-        "their way. Reckoned are the shards, as many reduced gradients, a unit that computes, one that is gathered ahead and a "
-        "bucket, all at once (the bars call it floor); an engine that never has all of them at once takes less:",
-        markdown(head, rows),
-    ]
-
-
-def _wire(report: Report) -> list[str]:
-    beside = {(one["model"], one["world"]): one for one in report["beside"]}
-    most = sorted(report["beside"], key=lambda one: one["ours"]["padding"])
-    worst = {one["model"]: one["world"] for one in most}
-    rows = []
-    for row in report["rows"]:
-        if row["strategy"] != "FULL_SHARD" or row["world"] not in {*SHOWN_WORLDS, worst[row["model"]]}:
-            continue
-        one = beside[row["model"], row["world"]]
-        padding = [f"{100 * one[name]['padding']:.2f}" for name in ("ours", "fsdp1", "fsdp2")]
-        misaligned = [f"{100 * one[name]['misaligned']:.0f}" for name in ("ours", "fsdp1", "fsdp2")]
-        sent = [f"{row['received'] / 1e9:.2f}", f"{row['received'] / row['floor']:.4f}", str(row["collectives"])]
-        rows.append([row["model"], str(row["world"]), *sent, *padding, *misaligned])
-    head = ["model", "ranks", "GB a step", "/ floor", "collectives", "padding %: ours", "FSDP1", "FSDP2"]
-    return [
-        "What one rank receives in a step of FULL_SHARD, gathered in bf16 and reduced in fp32; on 64 and 512 "
-        "ranks, and on the number with the most padding:",
-        markdown([*head, "units not at 16 bytes %: ours", "FSDP1", "FSDP2"], rows),
-    ]
-
-
-def _overlap(report: Report) -> list[str]:
-    names = list(report["options"])
-    by = {(line["load"], line["contender"]): line for line in report["lines"]}
-    rows = []
-    for load in dict.fromkeys(line["load"] for line in report["lines"]):
-        here = [by[load, name] for name in names]
-        rows.append([f"{load:g}", *(f"{1e3 * line['seconds']:.0f} ({line['to_ideal']:.2f})" for line in here)])
-    return [
-        "ms of the median step, and relative to max(computing, communication) of what this contender sends; load is how long "
-        "FULL_SHARD communicates, in terms of computing:",
-        markdown(["load", *(PEERS[name] for name in names)], rows),
-    ]
-
-
-def _scale(report: Report) -> list[str]:
-    rows = []
-    for case in report["cases"]:
-        of = case["settings"]
-        if (of["units"], of["world"]) not in SHOWN_GROWTH or of["contender"] == "bare":
-            continue
-        seconds = case["wrap_seconds"], case["first_step_seconds"], case["steady_step_seconds"]
-        times = [f"{1e6 * median(one) / of['units']:.0f}" for one in seconds]
-        rows.append(
-            [PEERS[of["contender"]], str(of["units"]), str(of["world"]), *times, f"{case['dispatched'] / of['units']:.1f}"]
-        )
-    head = ["contender", "units", "ranks", "wrap", "first step", "steady step", "dispatched"]
-    return ["Per unit, processor µs, medians, and dispatched operations:", markdown(head, rows)]
 
 
 def _hosts(report: Report) -> list[str]:
@@ -342,36 +214,13 @@ def _accelerator(report: Report) -> list[str]:
     ]
 
 
-def _offload(report: Report) -> list[str]:
-    of = report["settings"]
-    names = "step", "ideal", "to_ideal", "to_by_pass"
-    lines = [line for line in report["lines"] if line["ranks"] > 1]
-    rows = [[str(line["ranks"]), f"{line['load']:g}", *(f"{line[name]:.2f}" for name in names)] for line in lines]
-    return [
-        "**Computed, not timed.** The engine's own streams run on the [pretend accelerator](pretend-accelerator.md) over "
-        "queues that keep a clock: copies between host and device go one after another on a wire each way, a block's forward "
-        f"takes 1 and its backward 2, and hosts and collectives cost nothing. {of['blocks']} blocks, "
-        f"`prefetch={of['prefetch']}`. Load is how long the copies to the device take, in terms of computing. The ideal is "
-        "max(computing, transfers). Around load 1 the forward waits for copies and the backward for computing, one after the "
-        "other, so no engine that copies each shard twice reaches it. The last column has the sum of the ideals of both "
-        "passes:",
-        markdown(["ranks", "load", "step", "ideal", "step / ideal", "step / ideals of the passes"], rows),
-    ]
-
-
 SECTIONS: Mapping[str, Callable[[Report], list[str]]] = {
     "step": _step,
     "doors": _doors,
-    "host": _host,
-    "instructions": _instructions,
-    "memory": _memory,
-    "wire": _wire,
-    "overlap": _overlap,
-    "scale": _scale,
     "hosts": _hosts,
     "accelerator": _accelerator,
-    "offload": _offload,
 }
+"""Benchmarks of which the page has a table."""
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.comm.simulated import simulate
 from tests.support.models import CASES, Case, assert_close, join, local, loss_of, world_log, wrap
+from tests.support.ranks import on_ranks
 
 POWERS = [1.0, 2.0, 3.0, math.inf]
 
@@ -46,17 +47,15 @@ def test_norm_and_clipped_gradients_are_those_of_one_process(name: str, power: f
     )
 
 
-def test_a_small_norm_changes_nothing() -> None:
-    def fn(rank: int) -> None:
-        model = wrap(CASES["net"])
-        backward(model, CASES["net"], [rank])
-        before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        fsdp.clip_grad_norm_(model, 1e6)
-        for p, old in zip(model.parameters(), before, strict=True):
-            assert (p.grad is None) == (old is None)
-            assert p.grad is None or old is None or torch.equal(p.grad, old)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_small_norm_changes_nothing(rank: int) -> None:
+    model = wrap(CASES["net"])
+    backward(model, CASES["net"], [rank])
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    fsdp.clip_grad_norm_(model, 1e6)
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert (p.grad is None) == (old is None)
+        assert p.grad is None or old is None or torch.equal(p.grad, old)
 
 
 @pytest.mark.parametrize("power", POWERS)
@@ -87,16 +86,14 @@ def test_ranks_that_hold_no_part_take_part() -> None:
     assert fsdp.simulate(4, fn) == pytest.approx([3.0] * 4)
 
 
-def test_the_method_of_the_wrapper_is_the_function_and_communicates_once() -> None:
-    def fn(rank: int) -> None:
-        model = wrap(CASES["net"])
-        backward(model, CASES["net"], [rank])
-        before = len(world_log())
-        assert isinstance(model, fsdp.FullyShardedDataParallel)
-        model.clip_grad_norm_(1.0)
-        assert [call.kind for call in world_log()[before:]] == ["all_reduce"]
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_the_method_of_the_wrapper_is_the_function_and_communicates_once(rank: int) -> None:
+    model = wrap(CASES["net"])
+    backward(model, CASES["net"], [rank])
+    before = len(world_log())
+    assert isinstance(model, fsdp.FullyShardedDataParallel)
+    model.clip_grad_norm_(1.0)
+    assert [call.kind for call in world_log()[before:]] == ["all_reduce"]
 
 
 def test_a_gradient_that_is_not_a_number_says_so_on_every_rank() -> None:
@@ -137,10 +134,8 @@ def test_clipping_inside_a_summon_is_refused_and_loses_nothing() -> None:
     assert torch.cat(simulate(2, one_rank)).tolist() == [3.0] * 8
 
 
-def test_clipping_parameters_that_are_not_sharded_is_refused() -> None:
-    def one_rank(rank: int) -> None:
-        model = nn.ModuleDict({"sharded": fsdp.fully_shard(nn.Linear(2, 2)), "plain": nn.Linear(2, 2)})
-        with pytest.raises(fsdp.ShardingError, match=r"'plain\.weight' is not sharded"):
-            fsdp.clip_grad_norm_(model, 1.0)
-
-    simulate(2, one_rank)
+@on_ranks(2)
+def test_clipping_parameters_that_are_not_sharded_is_refused(rank: int) -> None:
+    model = nn.ModuleDict({"sharded": fsdp.fully_shard(nn.Linear(2, 2)), "plain": nn.Linear(2, 2)})
+    with pytest.raises(fsdp.ShardingError, match=r"'plain\.weight' is not sharded"):
+        fsdp.clip_grad_norm_(model, 1.0)

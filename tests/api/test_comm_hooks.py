@@ -13,6 +13,7 @@ from fsdp.comm.simulated import current_rank
 from fsdp.device.storage import MemoryTracker, ResizableStorage
 from fsdp.reduction.comm_hook import GradBucket
 from tests.support.models import Block, assert_close, gradients_of, is_at_rest, join, loss_of, make_net
+from tests.support.ranks import on_ranks
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "FULL_SHARD": (3, {}),
@@ -202,14 +203,12 @@ def test_one_bucket_of_a_backward_is_the_last(root: str, size: int, options: dic
     fsdp.simulate(size, one_rank)
 
 
-def test_a_hook_inside_is_not_lost() -> None:
-    def one_rank(rank: int) -> None:
-        inner = fsdp.fully_shard(nn.Linear(4, 4))
-        fsdp.register_comm_hook(inner, 2, average)
-        with pytest.raises(fsdp.ShardingError, match="unit '0' has a communication hook, which would be lost"):
-            fsdp.fully_shard(nn.Sequential(inner, nn.Linear(4, 4)))
-
-    fsdp.simulate(2, one_rank)
+@on_ranks(2)
+def test_a_hook_inside_is_not_lost(rank: int) -> None:
+    inner = fsdp.fully_shard(nn.Linear(4, 4))
+    fsdp.register_comm_hook(inner, 2, average)
+    with pytest.raises(fsdp.ShardingError, match="unit '0' has a communication hook, which would be lost"):
+        fsdp.fully_shard(nn.Sequential(inner, nn.Linear(4, 4)))
 
 
 class Broken(Exception):
@@ -274,13 +273,11 @@ def test_a_bad_hook_leaves_no_trace(name: str, size: int, options: dict[str, Any
     fsdp.simulate(size, one_rank)
 
 
-def test_what_cannot_be_registered_is_refused() -> None:
-    def one_rank(rank: int) -> None:
-        model = fsdp.fully_shard(make_net())
-        with pytest.raises(fsdp.ShardingError, match="takes a function of \\(state, bucket\\), not None"):
-            fsdp.register_comm_hook(model, None, None)  # type: ignore[arg-type]
+@on_ranks(2)
+def test_what_cannot_be_registered_is_refused(rank: int) -> None:
+    model = fsdp.fully_shard(make_net())
+    with pytest.raises(fsdp.ShardingError, match="takes a function of \\(state, bucket\\), not None"):
+        fsdp.register_comm_hook(model, None, None)  # type: ignore[arg-type]
+    fsdp.register_comm_hook(model, 2, average)
+    with pytest.raises(fsdp.ShardingError, match="has a communication hook already"):
         fsdp.register_comm_hook(model, 2, average)
-        with pytest.raises(fsdp.ShardingError, match="has a communication hook already"):
-            fsdp.register_comm_hook(model, 2, average)
-
-    fsdp.simulate(2, one_rank)

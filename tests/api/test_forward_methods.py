@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.comm.simulated import simulate
 from tests.support.models import is_at_rest
+from tests.support.ranks import on_ranks
 
 
 class GoesOn(nn.Linear):
@@ -34,14 +34,11 @@ REFUSED_METHODS = {
 
 
 @pytest.mark.parametrize("name", REFUSED_METHODS)
-def test_a_method_that_cannot_be_run_as_a_forward_is_refused(name: str) -> None:
+@on_ranks(2)
+def test_a_method_that_cannot_be_run_as_a_forward_is_refused(rank: int, name: str) -> None:
     """A generator met shards; `forward`, registered, was heard twice."""
-
-    def one_rank(rank: int) -> None:
-        model = fsdp.fully_shard(GoesOn(4, 4))
-        with pytest.raises(fsdp.ShardingError, match=f"'{name}' {REFUSED_METHODS[name]}"):
-            fsdp.register_forward_method(model, name)
-        model(torch.ones(1, 4)).sum().backward()
-        assert is_at_rest(model)
-
-    simulate(2, one_rank)
+    model = fsdp.fully_shard(GoesOn(4, 4))
+    with pytest.raises(fsdp.ShardingError, match=f"'{name}' {REFUSED_METHODS[name]}"):
+        fsdp.register_forward_method(model, name)
+    model(torch.ones(1, 4)).sum().backward()
+    assert is_at_rest(model)

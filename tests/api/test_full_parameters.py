@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fsdp
 from tests.support.models import assert_close, local, world_log
+from tests.support.ranks import on_ranks
 
 STEPS: Final = 3
 X: Final = torch.linspace(-1, 1, 4 * 2 * 4).view(4, 2, 4)
@@ -183,19 +184,16 @@ def test_without_autograd_values_are_full_and_have_no_graph(mode: Any) -> None:
     fsdp.simulate(2, fn)
 
 
-def test_shapes_are_full_and_communicate_nothing() -> None:
+@on_ranks(2)
+def test_shapes_are_full_and_communicate_nothing(rank: int) -> None:
     """One rank asks for them alone."""
-
-    def fn(rank: int) -> None:
-        model = sharded()
-        kept = model.module[0].weight
-        with fsdp.full_parameters(model):
-            if rank == 0:
-                assert (kept.shape, kept.size(0), kept.dim(), kept.numel(), len(kept)) == ((5, 4), 5, 2, 20, 5)
-            assert kept.T.shape == (4, 5) and kept.requires_grad and kept.is_leaf
-        assert local(kept).numel() < 20
-
-    fsdp.simulate(2, fn)
+    model = sharded()
+    kept = model.module[0].weight
+    with fsdp.full_parameters(model):
+        if rank == 0:
+            assert (kept.shape, kept.size(0), kept.dim(), kept.numel(), len(kept)) == ((5, 4), 5, 2, 20, 5)
+        assert kept.T.shape == (4, 5) and kept.requires_grad and kept.is_leaf
+    assert local(kept).numel() < 20
 
 
 def test_a_unit_is_gathered_once_for_all_its_parameters() -> None:
@@ -213,19 +211,17 @@ def test_a_unit_is_gathered_once_for_all_its_parameters() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_term_that_is_recomputed_is_refused(reentrant: bool) -> None:
+@on_ranks(2)
+def test_a_term_that_is_recomputed_is_refused(rank: int, reentrant: bool) -> None:
     def squares(weight: Tensor, x: Tensor) -> Tensor:
         return weight.pow(2).sum() * x
 
-    def fn(rank: int) -> None:
-        model = sharded()
-        x = torch.ones((), requires_grad=True)
-        with fsdp.full_parameters(model):
-            term = checkpoint(squares, model.module[0].weight, x, use_reentrant=reentrant)
-            with pytest.raises((fsdp.ShardingError, CheckpointError)):
-                term.backward()
-
-    fsdp.simulate(2, fn)
+    model = sharded()
+    x = torch.ones((), requires_grad=True)
+    with fsdp.full_parameters(model):
+        term = checkpoint(squares, model.module[0].weight, x, use_reentrant=reentrant)
+        with pytest.raises((fsdp.ShardingError, CheckpointError)):
+            term.backward()
 
 
 CHANGES: Final[dict[str, Callable[[Any], Any]]] = {
@@ -250,45 +246,39 @@ SAID: Final = {"setitem": r"an index 0 on '0\.weight'"}
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_in_place_are_refused(change: str, strategy: str) -> None:
-    def fn(rank: int) -> None:
-        model = sharded(strategy)
-        weight = model.module[0].weight
-        before = local(weight).clone()
-        refused = pytest.raises(fsdp.ShardingError, match=SAID.get(change if strategy == "FULL_SHARD" else "", CHANGED))
-        with torch.no_grad(), refused, fsdp.full_parameters(model):
-            CHANGES[change](weight)
-        assert change == "local" or torch.equal(local(weight), before)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_changes_in_place_are_refused(rank: int, change: str, strategy: str) -> None:
+    model = sharded(strategy)
+    weight = model.module[0].weight
+    before = local(weight).clone()
+    refused = pytest.raises(fsdp.ShardingError, match=SAID.get(change if strategy == "FULL_SHARD" else "", CHANGED))
+    with torch.no_grad(), refused, fsdp.full_parameters(model):
+        CHANGES[change](weight)
+    assert change == "local" or torch.equal(local(weight), before)
 
 
-def test_an_error_inside_ends_the_block() -> None:
-    def fn(rank: int) -> None:
-        model = sharded()
-        with pytest.raises(KeyError), fsdp.full_parameters(model):
-            raise KeyError
-        assert local(model.module[0].weight).shape != (5, 4)
-        term = model.module[0].weight.pow(2).sum()
-        with pytest.raises(fsdp.ShardingError, match=r"fsdp.full_parameters\(model\)"):
-            term.backward()
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_an_error_inside_ends_the_block(rank: int) -> None:
+    model = sharded()
+    with pytest.raises(KeyError), fsdp.full_parameters(model):
+        raise KeyError
+    assert local(model.module[0].weight).shape != (5, 4)
+    term = model.module[0].weight.pow(2).sum()
+    with pytest.raises(fsdp.ShardingError, match=r"fsdp.full_parameters\(model\)"):
+        term.backward()
 
 
-def test_parameters_of_other_models_stay_shards() -> None:
-    def fn(rank: int) -> None:
-        model, other = sharded(), sharded()
-        with fsdp.full_parameters(model):
-            assert model.module[0].weight.sum().dim() == 0 and model.module[0].weight.T.shape == (4, 5)
-            with pytest.raises(fsdp.ShardingError):
-                other.module[0].weight.t()
-        with fsdp.full_parameters(model), fsdp.full_parameters(other):
-            (penalty(model) - penalty(other)).backward()
-        gradients = zip(model.parameters(), other.parameters(), strict=True)
-        assert all(torch.equal(local(one.grad), -local(two.grad)) for one, two in gradients)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_parameters_of_other_models_stay_shards(rank: int) -> None:
+    model, other = sharded(), sharded()
+    with fsdp.full_parameters(model):
+        assert model.module[0].weight.sum().dim() == 0 and model.module[0].weight.T.shape == (4, 5)
+        with pytest.raises(fsdp.ShardingError):
+            other.module[0].weight.t()
+    with fsdp.full_parameters(model), fsdp.full_parameters(other):
+        (penalty(model) - penalty(other)).backward()
+    gradients = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(local(one.grad), -local(two.grad)) for one, two in gradients)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Rprop], ids=["plain parts", "shards"])
@@ -318,17 +308,15 @@ def test_a_loop_of_steps_may_be_inside(strategy: str, optimizer: Any) -> None:
     fsdp.simulate(2, fn)
 
 
-def test_a_forward_inside_gives_the_same_bits() -> None:
-    def fn(rank: int) -> None:
-        model = sharded()
-        outside = model(X[rank])
-        outside.sum().backward()
-        gradients = [local(p.grad).clone() for p in model.parameters()]
-        model.zero_grad()
-        with fsdp.full_parameters(model):
-            inside = model(X[rank])
-            inside.sum().backward()
-            assert all(torch.equal(local(p.grad), one) for p, one in zip(model.parameters(), gradients, strict=True))
-        assert torch.equal(inside, outside)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_forward_inside_gives_the_same_bits(rank: int) -> None:
+    model = sharded()
+    outside = model(X[rank])
+    outside.sum().backward()
+    gradients = [local(p.grad).clone() for p in model.parameters()]
+    model.zero_grad()
+    with fsdp.full_parameters(model):
+        inside = model(X[rank])
+        inside.sum().backward()
+        assert all(torch.equal(local(p.grad), one) for p, one in zip(model.parameters(), gradients, strict=True))
+    assert torch.equal(inside, outside)

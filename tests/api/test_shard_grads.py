@@ -10,6 +10,7 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 
 import fsdp
 from tests.support.models import Block, loss_of, make_net
+from tests.support.ranks import on_ranks
 
 SIZES = pytest.mark.parametrize("size", [2, 3])
 STRATEGIES = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRADIENTS", "NO_SHARD"])
@@ -99,7 +100,8 @@ def test_a_subset_and_the_graph_kept_for_another_call() -> None:
         assert_same(found, plain_gradients(2, ["leave.weight", "enter.weight", "enter.bias"]))
 
 
-def test_a_parameter_that_no_rank_used_is_none_where_that_is_allowed_and_named_elsewhere() -> None:
+@on_ranks(2)
+def test_a_parameter_that_no_rank_used_is_none_where_that_is_allowed_and_named_elsewhere(rank: int) -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -109,22 +111,17 @@ def test_a_parameter_that_no_rank_used_is_none_where_that_is_allowed_and_named_e
             out: Tensor = self.used(x)
             return out
 
-    def half(rank: int) -> None:
-        model = fsdp.fully_shard(Half())
-        parameters = [model.used.weight, model.left.weight]
-        found = torch.autograd.grad(loss_of(model(torch.ones(2, 4))), parameters, allow_unused=True)
-        assert [one is None for one in found] == [False, parameters[1].numel() > 0]
-        zeros = torch.autograd.grad(loss_of(model(torch.ones(2, 4))), parameters, materialize_grads=True)
-        assert zeros[1] is not None and not zeros[1].any()
-        if parameters[1].numel():
-            with pytest.raises(
-                fsdp.ShardingError, match=r"autograd.grad: a parameter of a sharded model was not used by any rank"
-            ):
-                torch.autograd.grad(loss_of(model(torch.ones(2, 4))), parameters)
-        else:
+    model = fsdp.fully_shard(Half())
+    parameters = [model.used.weight, model.left.weight]
+    found = torch.autograd.grad(loss_of(model(torch.ones(2, 4))), parameters, allow_unused=True)
+    assert [one is None for one in found] == [False, parameters[1].numel() > 0]
+    zeros = torch.autograd.grad(loss_of(model(torch.ones(2, 4))), parameters, materialize_grads=True)
+    assert zeros[1] is not None and not zeros[1].any()
+    if parameters[1].numel():
+        with pytest.raises(fsdp.ShardingError, match=r"autograd.grad: a parameter of a sharded model was not used by any rank"):
             torch.autograd.grad(loss_of(model(torch.ones(2, 4))), parameters)
-
-    fsdp.simulate(2, half)
+    else:
+        torch.autograd.grad(loss_of(model(torch.ones(2, 4))), parameters)
 
 
 def with_hook(model: nn.Module) -> Tensor:
@@ -191,53 +188,48 @@ def test_what_a_backward_cannot_give_is_refused_with_the_reason(kind: str) -> No
     fsdp.simulate(2, fn)
 
 
-def test_inside_a_backward_it_is_refused() -> None:
-    def fn(rank: int) -> None:
-        model = shard()
-        said: list[str] = []
+@on_ranks(2)
+def test_inside_a_backward_it_is_refused(rank: int) -> None:
+    model = shard()
+    said: list[str] = []
 
-        def ask(gradient: Tensor) -> None:
-            with pytest.raises(fsdp.ShardingError) as caught:
-                torch.autograd.grad(other, parameters_of(model))
-            said.append(str(caught.value))
+    def ask(gradient: Tensor) -> None:
+        with pytest.raises(fsdp.ShardingError) as caught:
+            torch.autograd.grad(other, parameters_of(model))
+        said.append(str(caught.value))
 
-        other = loss_of(model(batch(rank)))
-        loss = loss_of(model(batch(rank)))
-        loss.register_hook(ask)
-        loss.backward()
-        assert "because a backward is running" in said[0]
-
-    fsdp.simulate(2, fn)
+    other = loss_of(model(batch(rank)))
+    loss = loss_of(model(batch(rank)))
+    loss.register_hook(ask)
+    loss.backward()
+    assert "because a backward is running" in said[0]
 
 
-def test_parameters_and_other_tensors_in_one_call_are_refused() -> None:
-    def fn(rank: int) -> None:
-        model = shard()
-        x = batch(rank).requires_grad_()
-        loss = loss_of(model(x))
-        with pytest.raises(fsdp.ShardingError, match=r"a sharded model and other tensors are asked for in one call; ask for the"):
-            torch.autograd.grad(loss, [x, *model.parameters()])
-        # the remedy
-        torch.autograd.grad(loss, x, retain_graph=True)
-        torch.autograd.grad(loss, list(model.parameters()))
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_parameters_and_other_tensors_in_one_call_are_refused(rank: int) -> None:
+    model = shard()
+    x = batch(rank).requires_grad_()
+    loss = loss_of(model(x))
+    with pytest.raises(fsdp.ShardingError, match=r"a sharded model and other tensors are asked for in one call; ask for the"):
+        torch.autograd.grad(loss, [x, *model.parameters()])
+    # the remedy
+    torch.autograd.grad(loss, x, retain_graph=True)
+    torch.autograd.grad(loss, list(model.parameters()))
 
 
-def test_other_calls_are_as_before() -> None:
-    def fn(rank: int) -> None:
-        shard()
-        x = torch.ones(3, requires_grad=True)
-        weight = nn.Parameter(torch.ones(3))
-        y = x * weight * 2
-        assert torch.equal(torch.autograd.grad(y.sum(), [x, weight], retain_graph=True)[1], torch.full((3,), 2.0))
-        y.sum().backward(inputs=[weight])
-        assert x.grad is None and weight.grad is not None
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_other_calls_are_as_before(rank: int) -> None:
+    shard()
+    x = torch.ones(3, requires_grad=True)
+    weight = nn.Parameter(torch.ones(3))
+    y = x * weight * 2
+    assert torch.equal(torch.autograd.grad(y.sum(), [x, weight], retain_graph=True)[1], torch.full((3,), 2.0))
+    y.sum().backward(inputs=[weight])
+    assert x.grad is None and weight.grad is not None
 
 
-def test_an_unsharded_parameter_inside_its_forward_gives_its_own_gradient() -> None:
+@on_ranks(2)
+def test_an_unsharded_parameter_inside_its_forward_gives_its_own_gradient(rank: int) -> None:
     """As on a plain module: a gradient of this rank's own computation."""
 
     class Inner(nn.Module):
@@ -250,30 +242,23 @@ def test_an_unsharded_parameter_inside_its_forward_gives_its_own_gradient() -> N
             assert torch.equal(slope, x)
             return x * self.weight * slope
 
-    def fn(rank: int) -> None:
-        fsdp.fully_shard(Inner())(torch.full((4,), float(rank + 1))).sum().backward()
-
-    fsdp.simulate(2, fn)
+    fsdp.fully_shard(Inner())(torch.full((4,), float(rank + 1))).sum().backward()
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
-def test_a_pipeline_schedule_that_splits_the_backward_is_refused_in_its_first_step(no_sync: bool) -> None:
-    def fn(rank: int) -> None:
-        model = shard()
-        x = batch(rank).requires_grad_()
-        with pytest.raises(RuntimeError) as caught:  # torch's own, with ours as its cause
-            output = model(x)
-            if no_sync:
-                with fsdp.no_sync(model):
-                    stage_backward_input([output], [torch.ones_like(output)], [x], model.parameters())
-            else:
-                stage_backward_input([output], [torch.ones_like(output)], [x], model.parameters())
-        assert isinstance(caught.value.__cause__, fsdp.ShardingError)
-        assert "(zero bubble: stage_backward_input) would find no gradient of sharded weights; use a" in str(
-            caught.value.__cause__
-        )
+@on_ranks(2)
+def test_a_pipeline_schedule_that_splits_the_backward_is_refused_in_its_first_step(rank: int, no_sync: bool) -> None:
+    model = shard()
+    x = batch(rank).requires_grad_()
+    with pytest.raises(RuntimeError) as caught:  # torch's own, with ours as its cause
         output = model(x)
-        stage_backward(output, torch.ones_like(output), [x])
-        assert all(p.grad is not None for p in parameters_of(model))
-
-    fsdp.simulate(2, fn)
+        if no_sync:
+            with fsdp.no_sync(model):
+                stage_backward_input([output], [torch.ones_like(output)], [x], model.parameters())
+        else:
+            stage_backward_input([output], [torch.ones_like(output)], [x], model.parameters())
+    assert isinstance(caught.value.__cause__, fsdp.ShardingError)
+    assert "(zero bubble: stage_backward_input) would find no gradient of sharded weights; use a" in str(caught.value.__cause__)
+    output = model(x)
+    stage_backward(output, torch.ones_like(output), [x])
+    assert all(p.grad is not None for p in parameters_of(model))

@@ -28,6 +28,7 @@ from tests.support.models import (
     train,
     wrap,
 )
+from tests.support.ranks import on_ranks
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -273,12 +274,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("text", "options"), REFUSED.items(), ids=lambda value: str(value)[:30])
-def test_what_cannot_be_is_refused_by_name(text: str, options: dict[str, Any]) -> None:
-    def one_rank(rank: int) -> None:
-        with pytest.raises(fsdp.ShardingError, match=text):
-            fsdp.fully_shard(nn.Linear(4, 4), **options)
-
-    fsdp.simulate(4, one_rank)
+@on_ranks(4)
+def test_what_cannot_be_is_refused_by_name(rank: int, text: str, options: dict[str, Any]) -> None:
+    with pytest.raises(fsdp.ShardingError, match=text):
+        fsdp.fully_shard(nn.Linear(4, 4), **options)
 
 
 def test_replicas_that_begin_differently_are_refused() -> None:
@@ -325,10 +324,8 @@ def test_the_scaler_agrees_over_replicas_too(options: dict[str, Any]) -> None:
     assert fsdp.simulate(2, one_rank) == [8.0, 8.0]
 
 
-def test_units_with_different_strategies_over_the_ranks_are_refused() -> None:
-    def one_rank(rank: int) -> None:
-        net = nn.Sequential(fsdp.fully_shard(nn.Linear(4, 4), sharding_strategy="NO_SHARD"), nn.Linear(4, 4))
-        with pytest.raises(fsdp.ShardingError, match="with a strategy that shares the work in another way"):
-            fsdp.fully_shard(net)
-
-    fsdp.simulate(2, one_rank)
+@on_ranks(2)
+def test_units_with_different_strategies_over_the_ranks_are_refused(rank: int) -> None:
+    net = nn.Sequential(fsdp.fully_shard(nn.Linear(4, 4), sharding_strategy="NO_SHARD"), nn.Linear(4, 4))
+    with pytest.raises(fsdp.ShardingError, match="with a strategy that shares the work in another way"):
+        fsdp.fully_shard(net)

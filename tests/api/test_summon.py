@@ -22,6 +22,7 @@ from tests.support.models import (
     world_log,
     wrap,
 )
+from tests.support.ranks import on_ranks
 from tests.support.states import STATEFUL, assert_same_state
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
@@ -157,32 +158,27 @@ def test_data_assigned_inside_a_summon_is_written_back_or_refused() -> None:
     assert simulate(2, one_rank) == [7.0, 7.0]
 
 
-def test_data_assigned_before_a_summon_is_seen_inside_and_changes_of_it_stay() -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+@on_ranks(2)
+def test_data_assigned_before_a_summon_is_seen_inside_and_changes_of_it_stay(rank: int) -> None:
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    for parameter in model.parameters():
+        parameter.data = torch.full_like(parameter.data, 3.0)
+    with fsdp.summon_full_params(model), torch.no_grad():
         for parameter in model.parameters():
-            parameter.data = torch.full_like(parameter.data, 3.0)
-        with fsdp.summon_full_params(model), torch.no_grad():
-            for parameter in model.parameters():
-                assert bool((parameter == 3).all())
-                parameter.mul_(2)
-        state = fsdp.full_state_dict(model, rank0_only=False)
-        assert all(bool((state[name] == 6).all()) for name, _ in model.named_parameters())
-        next(model.parameters()).data = torch.zeros(7, 7, 7)
-        with pytest.raises(fsdp.ShardingError, match="was replaced from outside"), fsdp.summon_full_params(model):
-            pass
-
-    simulate(2, fn)
+            assert bool((parameter == 3).all())
+            parameter.mul_(2)
+    state = fsdp.full_state_dict(model, rank0_only=False)
+    assert all(bool((state[name] == 6).all()) for name, _ in model.named_parameters())
+    next(model.parameters()).data = torch.zeros(7, 7, 7)
+    with pytest.raises(fsdp.ShardingError, match="was replaced from outside"), fsdp.summon_full_params(model):
+        pass
 
 
-def test_to_local_inside_a_summon_is_refused() -> None:
+@on_ranks(2)
+def test_to_local_inside_a_summon_is_refused(rank: int) -> None:
     """What is lent is not this rank's part, and its gradients are set aside."""
-
-    def one_rank(rank: int) -> None:
-        model = fsdp.fully_shard(nn.Linear(4, 4))
-        with fsdp.summon_full_params(model), pytest.raises(fsdp.ShardingError, match="leave summon_full_params first"):
-            fsdp.to_local(model.weight)
-        fsdp.to_local(model.weight).square().sum().backward()
-        assert is_at_rest(model)
-
-    simulate(2, one_rank)
+    model = fsdp.fully_shard(nn.Linear(4, 4))
+    with fsdp.summon_full_params(model), pytest.raises(fsdp.ShardingError, match="leave summon_full_params first"):
+        fsdp.to_local(model.weight)
+    fsdp.to_local(model.weight).square().sum().backward()
+    assert is_at_rest(model)

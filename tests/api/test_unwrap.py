@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.compat import fairscale
 from tests.support.models import CASES, Block, Case, loss_of, make_net
+from tests.support.ranks import on_ranks
 
 Door = Callable[..., nn.Module]
 DOORS = pytest.mark.parametrize("door", [fsdp.fully_shard, fsdp.FullyShardedDataParallel], ids=["in place", "wrapper"])
@@ -66,27 +67,23 @@ def test_it_comes_back_from_every_kind_of_shard(options: dict[str, Any]) -> None
     fsdp.simulate(3, lambda rank: train_unwrap_and_train(CASES["net"], fsdp.fully_shard, options))
 
 
-def test_wrappers_inside_are_replaced_by_their_modules() -> None:
-    def fn(rank: int) -> None:
-        net, plain = make_net(), make_net()
-        for number, block in enumerate(net.blocks):
-            net.blocks[number] = fsdp.FullyShardedDataParallel(block)
-        check_is_plain(fsdp.unwrap(fsdp.FullyShardedDataParallel(net)), plain)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_wrappers_inside_are_replaced_by_their_modules(rank: int) -> None:
+    net, plain = make_net(), make_net()
+    for number, block in enumerate(net.blocks):
+        net.blocks[number] = fsdp.FullyShardedDataParallel(block)
+    check_is_plain(fsdp.unwrap(fsdp.FullyShardedDataParallel(net)), plain)
 
 
-def test_other_ranks_may_get_shapes_only() -> None:
-    def fn(rank: int) -> None:
-        plain, model = make_net(), fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-        fsdp.unwrap(model, rank0_only=True)
-        if rank == 0:
-            check_is_plain(model, plain)
-        else:
-            assert all(parameter.is_meta for parameter in model.parameters())
-            assert [p.shape for p in model.parameters()] == [p.shape for p in plain.parameters()]
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_other_ranks_may_get_shapes_only(rank: int) -> None:
+    plain, model = make_net(), fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    fsdp.unwrap(model, rank0_only=True)
+    if rank == 0:
+        check_is_plain(model, plain)
+    else:
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert [p.shape for p in model.parameters()] == [p.shape for p in plain.parameters()]
 
 
 def test_hooks_and_methods_of_the_user_are_as_before() -> None:
@@ -125,80 +122,70 @@ def test_a_kept_accumulator_gets_the_gradients_again() -> None:
     assert fsdp.simulate(2, fn) == [1, 1]
 
 
-def test_the_unwrapped_model_is_wrapped_again() -> None:
-    def fn(rank: int) -> None:
-        plain, model = make_net(), fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-        fsdp.fully_shard(fsdp.unwrap(model), sharding_strategy="NO_SHARD")
-        for one in (plain, model):
-            backward(one, torch.ones(2, 6))
-        check_is_plain(fsdp.unwrap(model), plain)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_the_unwrapped_model_is_wrapped_again(rank: int) -> None:
+    plain, model = make_net(), fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    fsdp.fully_shard(fsdp.unwrap(model), sharding_strategy="NO_SHARD")
+    for one in (plain, model):
+        backward(one, torch.ones(2, 6))
+    check_is_plain(fsdp.unwrap(model), plain)
 
 
-def test_the_step_of_an_optimizer_with_state_of_shards_is_refused() -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-        optimizer = torch.optim.AdamW(model.parameters())
-        backward(model, torch.ones(2, 6))
+@on_ranks(2)
+def test_the_step_of_an_optimizer_with_state_of_shards_is_refused(rank: int) -> None:
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    optimizer = torch.optim.AdamW(model.parameters())
+    backward(model, torch.ones(2, 6))
+    optimizer.step()
+    state = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+    fsdp.unwrap(model)
+    backward(model, torch.ones(2, 6))
+    with pytest.raises(fsdp.ShardingError):
         optimizer.step()
-        state = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
-        fsdp.unwrap(model)
-        backward(model, torch.ones(2, 6))
-        with pytest.raises(fsdp.ShardingError):
-            optimizer.step()
-        assert state
-
-    fsdp.simulate(2, fn)
+    assert state
 
 
-def test_a_graph_from_before_is_refused() -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-        loss = loss_of(model(torch.ones(2, 6)))
-        fsdp.unwrap(model)
-        with pytest.raises(fsdp.ShardingError):
-            loss.backward()
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_graph_from_before_is_refused(rank: int) -> None:
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    loss = loss_of(model(torch.ones(2, 6)))
+    fsdp.unwrap(model)
+    with pytest.raises(fsdp.ShardingError):
+        loss.backward()
 
 
-def test_it_is_refused_within_a_step_and_where_something_would_be_lost() -> None:
+@on_ranks(2)
+def test_it_is_refused_within_a_step_and_where_something_would_be_lost(rank: int) -> None:
     def refused(model: nn.Module, text: str) -> None:
         with pytest.raises(fsdp.ShardingError, match=text):
             fsdp.unwrap(model)
 
-    def fn(rank: int) -> None:
-        plain, model = make_net(), fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-        refused(model.blocks[1], "is a part of root 'Net'; call it on the root")
-        refused(nn.Linear(2, 2), "contains no unit")
-        with fsdp.summon_full_params(model):
-            refused(model, "outside any forward, backward and summon_full_params")
-        handle = model.blocks[0].register_forward_hook(lambda *_: refused(model, "outside any forward"))
-        model(torch.ones(2, 6))
-        handle.remove()
-        with fsdp.no_sync(model):
-            backward(model, torch.ones(2, 6))
-        refused(model, "keeps gradients under no_sync")
-        model.zero_grad()
-        with fsdp.join(model, lambda: None):
-            refused(model, "is inside fsdp.join")
-        if rank:
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-        refused(model, "parameter 'enter.weight' has a gradient on some ranks only")
-        model.zero_grad()
-        check_is_plain(fsdp.unwrap(model), plain)
-
-    fsdp.simulate(2, fn)
+    plain, model = make_net(), fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    refused(model.blocks[1], "is a part of root 'Net'; call it on the root")
+    refused(nn.Linear(2, 2), "contains no unit")
+    with fsdp.summon_full_params(model):
+        refused(model, "outside any forward, backward and summon_full_params")
+    handle = model.blocks[0].register_forward_hook(lambda *_: refused(model, "outside any forward"))
+    model(torch.ones(2, 6))
+    handle.remove()
+    with fsdp.no_sync(model):
+        backward(model, torch.ones(2, 6))
+    refused(model, "keeps gradients under no_sync")
+    model.zero_grad()
+    with fsdp.join(model, lambda: None):
+        refused(model, "is inside fsdp.join")
+    if rank:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    refused(model, "parameter 'enter.weight' has a gradient on some ranks only")
+    model.zero_grad()
+    check_is_plain(fsdp.unwrap(model), plain)
 
 
-def test_a_module_that_cannot_do_without_its_engine_says_what_to_do() -> None:
-    def fn(rank: int) -> None:
-        model = fairscale.FullyShardedDataParallel(make_net())
-        before = model(torch.ones(2, 6))
-        with pytest.raises(fsdp.ShardingError, match="cannot do without its engine; call its summon_full_params"):
-            fsdp.unwrap(model)
-        assert torch.equal(model(torch.ones(2, 6)), before)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_module_that_cannot_do_without_its_engine_says_what_to_do(rank: int) -> None:
+    model = fairscale.FullyShardedDataParallel(make_net())
+    before = model(torch.ones(2, 6))
+    with pytest.raises(fsdp.ShardingError, match="cannot do without its engine; call its summon_full_params"):
+        fsdp.unwrap(model)
+    assert torch.equal(model(torch.ones(2, 6)), before)

@@ -15,6 +15,7 @@ from fsdp.comm.simulated import simulate
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.runtime.side_outputs import SideOutputs
 from tests.support.models import Block, assert_close, gradients_of, is_at_rest, join, loss_of, units_of
+from tests.support.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 
@@ -96,21 +97,19 @@ def test_a_unit_is_left_before_the_next_one_is_reached(prefetch: int) -> None:
     assert max(fsdp.simulate(2, fn)) <= prefetch + 1
 
 
-def test_an_output_that_is_used_twice_is_reduced_once() -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(Stack(), auto_wrap_policy={Block})
-        output = model(X)
-        (loss_of(output) + loss_of(output * 2)).backward()
-        assert is_at_rest(model)
-        plain = Stack()
-        output = plain(X)
-        (loss_of(output) + loss_of(output * 2)).backward()
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert one.grad is not None
-            assert other.grad is not None
-            assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-7)
-
-    fsdp.simulate(1, fn)
+@on_ranks(1)
+def test_an_output_that_is_used_twice_is_reduced_once(rank: int) -> None:
+    model = fsdp.fully_shard(Stack(), auto_wrap_policy={Block})
+    output = model(X)
+    (loss_of(output) + loss_of(output * 2)).backward()
+    assert is_at_rest(model)
+    plain = Stack()
+    output = plain(X)
+    (loss_of(output) + loss_of(output * 2)).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-7)
 
 
 class AccumulatedGrad(nn.Module):
@@ -228,53 +227,45 @@ def aside(features: list[Tensor]) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD([model.scaled.scale], lr=0.1)
 
 
-def test_an_older_graph_that_is_kept_does_not_stand_for_the_one_a_backward_comes_to_from_inside() -> None:
+@on_ranks(2)
+def test_an_older_graph_that_is_kept_does_not_stand_for_the_one_a_backward_comes_to_from_inside(rank: int) -> None:
     """What the unit around returned is gone, and of an earlier forward it is kept, with what that computed with."""
-
-    def fn(rank: int) -> None:
-        features: list[Tensor] = []
-        model, optimizer = aside(features)
-        kept = model(X)[0]
-        kept.sum().backward(retain_graph=True)
-        optimizer.step()
-        features.clear()
-        aux = model(X)[1]
-        (aux + features[0].square().mean()).backward()
-        assert is_at_rest(model)
-
-    fsdp.simulate(2, fn)
+    features: list[Tensor] = []
+    model, optimizer = aside(features)
+    kept = model(X)[0]
+    kept.sum().backward(retain_graph=True)
+    optimizer.step()
+    features.clear()
+    aux = model(X)[1]
+    (aux + features[0].square().mean()).backward()
+    assert is_at_rest(model)
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_changed_parameter_around_is_refused_though_nobody_has_what_its_unit_returned(beside: bool) -> None:
+@on_ranks(2)
+def test_a_changed_parameter_around_is_refused_though_nobody_has_what_its_unit_returned(rank: int, beside: bool) -> None:
     """Also where the backward has come to that unit before, in a newer graph."""
-
-    def fn(rank: int) -> None:
-        features: list[Tensor] = []
-        model, optimizer = aside(features)
-        model(X)
-        old = features.pop()
-        model(X)[0].sum().backward()
-        optimizer.step()
-        newer = model(X)[0].sum() if beside else 0.0
-        with pytest.raises(fsdp.ShardingError, match="unit 'scaled' were changed in place between its forward and its backward"):
-            (old.sum() + newer).backward()
-
-    fsdp.simulate(2, fn)
+    features: list[Tensor] = []
+    model, optimizer = aside(features)
+    model(X)
+    old = features.pop()
+    model(X)[0].sum().backward()
+    optimizer.step()
+    newer = model(X)[0].sum() if beside else 0.0
+    with pytest.raises(fsdp.ShardingError, match="unit 'scaled' were changed in place between its forward and its backward"):
+        (old.sum() + newer).backward()
 
 
-def test_a_changed_parameter_around_is_no_matter_to_a_backward_that_does_not_go_on_there() -> None:
-    def fn(rank: int) -> None:
-        features: list[Tensor] = []
-        model, optimizer = aside(features)
-        model(X)[0].sum().backward()
-        model.scaled.goes_on = lambda x: model.scaled.inner(x.detach())
-        model(X)
-        optimizer.step()
-        features.pop().sum().backward()
-        assert is_at_rest(model)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_changed_parameter_around_is_no_matter_to_a_backward_that_does_not_go_on_there(rank: int) -> None:
+    features: list[Tensor] = []
+    model, optimizer = aside(features)
+    model(X)[0].sum().backward()
+    model.scaled.goes_on = lambda x: model.scaled.inner(x.detach())
+    model(X)
+    optimizer.step()
+    features.pop().sum().backward()
+    assert is_at_rest(model)
 
 
 def test_a_gradient_may_be_asked_of_what_a_unit_is_called_with_inside_itself() -> None:

@@ -13,9 +13,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp
-from fsdp.comm.simulated import simulate
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import Block, Net, Recurrent, Tied, local, loss_of, make_net, two_layers, units_of
+from tests.support.ranks import on_ranks
 
 DOORS = pytest.mark.parametrize("door", [fsdp.FullyShardedDataParallel, fsdp.fully_shard], ids=["wrapper", "in place"])
 
@@ -38,35 +38,31 @@ def names(model: nn.Module) -> list[str]:
     ],
     ids=["none", "set", "list", "ModuleWrapPolicy", "callable", "a class that is not there", "a torch policy without a match"],
 )
-def test_a_policy_chooses_the_units(door: Any, policy: Any, units: list[str]) -> None:
-    def fn(rank: int) -> None:
-        model = door(make_net(), auto_wrap_policy=policy)
-        assert [unit.name for unit in units_of(model)] == units
-        assert names(model) == names(make_net())
-        assert model(torch.ones(2, 6)).shape == (2, 2)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_policy_chooses_the_units(rank: int, door: Any, policy: Any, units: list[str]) -> None:
+    model = door(make_net(), auto_wrap_policy=policy)
+    assert [unit.name for unit in units_of(model)] == units
+    assert names(model) == names(make_net())
+    assert model(torch.ones(2, 6)).shape == (2, 2)
 
 
-def test_names_are_plain_through_wrappers_nested_by_hand() -> None:
-    def fn(rank: int) -> None:
-        net = make_net()
-        net.blocks[0] = fsdp.FullyShardedDataParallel(net.blocks[0], auto_wrap_policy={nn.Linear})
-        net.blocks[1] = checkpoint_wrapper(fsdp.FullyShardedDataParallel(net.blocks[1]))
-        net.blocks[2] = fsdp.FullyShardedDataParallel(checkpoint_wrapper(net.blocks[2]))
-        model = fsdp.FullyShardedDataParallel(net)
-        assert list(fsdp.full_state_dict(model, rank0_only=False)) == list(make_net().state_dict())
-        assert [unit.name for unit in units_of(model)] == [
-            "Net",
-            "blocks.0",
-            "blocks.0.up",
-            "blocks.0.down",
-            "blocks.1",
-            "blocks.2",
-        ]
-        assert [name.replace("_checkpoint_wrapped_module.", "") for name in names(model)] == names(make_net())
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_names_are_plain_through_wrappers_nested_by_hand(rank: int) -> None:
+    net = make_net()
+    net.blocks[0] = fsdp.FullyShardedDataParallel(net.blocks[0], auto_wrap_policy={nn.Linear})
+    net.blocks[1] = checkpoint_wrapper(fsdp.FullyShardedDataParallel(net.blocks[1]))
+    net.blocks[2] = fsdp.FullyShardedDataParallel(checkpoint_wrapper(net.blocks[2]))
+    model = fsdp.FullyShardedDataParallel(net)
+    assert list(fsdp.full_state_dict(model, rank0_only=False)) == list(make_net().state_dict())
+    assert [unit.name for unit in units_of(model)] == [
+        "Net",
+        "blocks.0",
+        "blocks.0.up",
+        "blocks.0.down",
+        "blocks.1",
+        "blocks.2",
+    ]
+    assert [name.replace("_checkpoint_wrapped_module.", "") for name in names(model)] == names(make_net())
 
 
 @DOORS
@@ -85,45 +81,39 @@ def test_wrapping_inner_units_first_is_wrapping_by_policy(door: Any) -> None:
     assert all(torch.equal(one, other) for one, other in fsdp.simulate(2, fn))
 
 
-def test_in_place_leaves_object_class_and_isinstance_alone() -> None:
-    def fn(rank: int) -> None:
-        net = make_net()
-        assert fsdp.fully_shard(net, auto_wrap_policy={Block}) is net
-        assert type(net) is Net
-        assert all(type(block) is Block for block in net.blocks)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_in_place_leaves_object_class_and_isinstance_alone(rank: int) -> None:
+    net = make_net()
+    assert fsdp.fully_shard(net, auto_wrap_policy={Block}) is net
+    assert type(net) is Net
+    assert all(type(block) is Block for block in net.blocks)
 
 
-def test_the_wrapper_shows_the_module() -> None:
-    def fn(rank: int) -> None:
-        net = make_net()
-        model = fsdp.FullyShardedDataParallel(net)
-        assert isinstance(model, nn.Module)
-        assert model.module is net
-        assert [name for name, _ in model.named_modules()][:3] == ["", "", "enter"]
-
-    fsdp.simulate(1, fn)
+@on_ranks(1)
+def test_the_wrapper_shows_the_module(rank: int) -> None:
+    net = make_net()
+    model = fsdp.FullyShardedDataParallel(net)
+    assert isinstance(model, nn.Module)
+    assert model.module is net
+    assert [name for name, _ in model.named_modules()][:3] == ["", "", "enter"]
 
 
 @DOORS
-def test_parameters_are_the_original_objects_with_their_attributes(door: Any) -> None:
-    def fn(rank: int) -> None:
-        net = make_net()
-        before = dict(net.named_parameters())
-        dims = {name: p.dim() for name, p in before.items()}
-        for name, p in before.items():
-            p.mark = name  # type: ignore[attr-defined]
-        model = door(net, auto_wrap_policy={Block})
-        for _ in range(2):
-            after = dict(model.named_parameters())
-            assert list(after) == list(before)
-            assert all(after[name] is before[name] for name in before)
-            assert all(p.mark == name and p.dim() == dims[name] for name, p in after.items())  # type: ignore[attr-defined]
-            assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in after.values())
-            loss_of(model(torch.ones(2, 6))).backward()
-
-    fsdp.simulate(3, fn)
+@on_ranks(3)
+def test_parameters_are_the_original_objects_with_their_attributes(rank: int, door: Any) -> None:
+    net = make_net()
+    before = dict(net.named_parameters())
+    dims = {name: p.dim() for name, p in before.items()}
+    for name, p in before.items():
+        p.mark = name  # type: ignore[attr-defined]
+    model = door(net, auto_wrap_policy={Block})
+    for _ in range(2):
+        after = dict(model.named_parameters())
+        assert list(after) == list(before)
+        assert all(after[name] is before[name] for name in before)
+        assert all(p.mark == name and p.dim() == dims[name] for name, p in after.items())  # type: ignore[attr-defined]
+        assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in after.values())
+        loss_of(model(torch.ones(2, 6))).backward()
 
 
 def test_an_optimizer_made_before_wrapping_trains_the_shards() -> None:
@@ -146,26 +136,23 @@ def test_each_rank_holds_its_share() -> None:
     assert max(held) < sum(held) / 3
 
 
-def test_tied_parameters_in_one_unit_are_stored_once() -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(Tied())
-        assert model.head.weight is model.embedding.weight
-        assert len(units_of(model)[0].param_infos) == len(list(Tied().parameters()))
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_tied_parameters_in_one_unit_are_stored_once(rank: int) -> None:
+    model = fsdp.fully_shard(Tied())
+    assert model.head.weight is model.embedding.weight
+    assert len(units_of(model)[0].param_infos) == len(list(Tied().parameters()))
 
 
-def test_tied_parameters_across_units_belong_to_the_unit_around_both() -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(Tied(), auto_wrap_policy={Block, nn.Embedding, nn.Linear})
-        owned = {unit.name: [place.names for place in unit.param_infos] for unit in units_of(model)}
-        assert owned["Tied"] == [["embedding.weight", "head.weight"]]
-        assert owned["embedding"] == owned["head"] == []
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_tied_parameters_across_units_belong_to_the_unit_around_both(rank: int) -> None:
+    model = fsdp.fully_shard(Tied(), auto_wrap_policy={Block, nn.Embedding, nn.Linear})
+    owned = {unit.name: [place.names for place in unit.param_infos] for unit in units_of(model)}
+    assert owned["Tied"] == [["embedding.weight", "head.weight"]]
+    assert owned["embedding"] == owned["head"] == []
 
 
-def test_a_module_used_twice_is_one_unit() -> None:
+@on_ranks(1)
+def test_a_module_used_twice_is_one_unit(rank: int) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -179,19 +166,17 @@ def test_a_module_used_twice_is_one_unit() -> None:
         torch.manual_seed(0)
         return Twice()
 
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(make(), auto_wrap_policy={nn.Linear})
-        plain = make()
-        assert [unit.name for unit in units_of(model)] == ["Twice", "one"]
-        for one in (model, plain):
-            loss_of(one(torch.ones(2, 4))).backward()
-        # one rank holds everything
-        assert torch.allclose(model.one.weight.grad, plain.one.weight.grad, rtol=1e-6, atol=1e-7)
-
-    fsdp.simulate(1, fn)
+    model = fsdp.fully_shard(make(), auto_wrap_policy={nn.Linear})
+    plain = make()
+    assert [unit.name for unit in units_of(model)] == ["Twice", "one"]
+    for one in (model, plain):
+        loss_of(one(torch.ones(2, 4))).backward()
+    # one rank holds everything
+    assert torch.allclose(model.one.weight.grad, plain.one.weight.grad, rtol=1e-6, atol=1e-7)
 
 
-def test_a_shared_unit_owns_its_parameters_and_comes_after_every_unit_around_it() -> None:
+@on_ranks(2)
+def test_a_shared_unit_owns_its_parameters_and_comes_after_every_unit_around_it(rank: int) -> None:
     class Around(nn.Module):
         def __init__(self, inside: nn.Module) -> None:
             super().__init__()
@@ -200,23 +185,20 @@ def test_a_shared_unit_owns_its_parameters_and_comes_after_every_unit_around_it(
         def forward(self, x: Tensor) -> Tensor:
             return self.own(self.inside(x))
 
-    def fn(rank: int) -> None:
-        shared = nn.Linear(4, 4)
-        inner = Around(shared)
-        model = nn.Sequential(shared, inner, Around(inner))
-        for one in (shared, inner):
-            fsdp.fully_shard(one)
-        fsdp.fully_shard(model, auto_wrap_policy={Around})
-        units = units_of(model)
-        engine = unit_ref_of(model).engine
-        assert [unit.name for unit in units] == ["Sequential", "2", "1", "0"]
-        assert [sorted(inside) for inside in engine.descendants] == [[1, 2, 3], [2, 3], [3], []]
-        assert [[place.names for place in unit.param_infos] for unit in units[2:]] == [
-            [["own.weight"], ["own.bias"]],
-            [["weight"], ["bias"]],
-        ]
-
-    fsdp.simulate(2, fn)
+    shared = nn.Linear(4, 4)
+    inner = Around(shared)
+    model = nn.Sequential(shared, inner, Around(inner))
+    for one in (shared, inner):
+        fsdp.fully_shard(one)
+    fsdp.fully_shard(model, auto_wrap_policy={Around})
+    units = units_of(model)
+    engine = unit_ref_of(model).engine
+    assert [unit.name for unit in units] == ["Sequential", "2", "1", "0"]
+    assert [sorted(inside) for inside in engine.descendants] == [[1, 2, 3], [2, 3], [3], []]
+    assert [[place.names for place in unit.param_infos] for unit in units[2:]] == [
+        [["own.weight"], ["own.bias"]],
+        [["weight"], ["bias"]],
+    ]
 
 
 def test_gradients_there_before_are_sharded_along() -> None:
@@ -231,35 +213,31 @@ def test_gradients_there_before_are_sharded_along() -> None:
     assert torch.equal(torch.cat(fsdp.simulate(3, fn)), torch.arange(48.0))
 
 
-def test_an_lstm_computes_with_the_weights_it_trains() -> None:
-    def fn(rank: int) -> None:
-        torch.manual_seed(0)
-        model = fsdp.fully_shard(Recurrent(), auto_wrap_policy={nn.LSTM})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        x = torch.ones(4, 2, 6)
-        losses = []
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss = model(x).square().sum()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-        assert losses[3] < losses[2] < losses[1] < losses[0]
-        second_book = zip(model.lstm._flat_weights, model.lstm._flat_weights_names, strict=True)
-        assert all(weight is getattr(model.lstm, name) for weight, name in second_book)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_an_lstm_computes_with_the_weights_it_trains(rank: int) -> None:
+    torch.manual_seed(0)
+    model = fsdp.fully_shard(Recurrent(), auto_wrap_policy={nn.LSTM})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.ones(4, 2, 6)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[3] < losses[2] < losses[1] < losses[0]
+    second_book = zip(model.lstm._flat_weights, model.lstm._flat_weights_names, strict=True)
+    assert all(weight is getattr(model.lstm, name) for weight, name in second_book)
 
 
-def test_buffers_stay_unsharded_and_the_same_objects() -> None:
-    def fn(rank: int) -> None:
-        net = make_net()
-        buffers = dict(net.named_buffers())
-        model = fsdp.FullyShardedDataParallel(net, auto_wrap_policy={Block})
-        assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
-        assert torch.equal(net.scale, make_net().scale)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_buffers_stay_unsharded_and_the_same_objects(rank: int) -> None:
+    net = make_net()
+    buffers = dict(net.named_buffers())
+    model = fsdp.FullyShardedDataParallel(net, auto_wrap_policy={Block})
+    assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
+    assert torch.equal(net.scale, make_net().scale)
 
 
 def test_sync_module_states_gives_every_rank_the_first_ranks_model() -> None:
@@ -279,30 +257,26 @@ def test_sync_module_states_gives_every_rank_the_first_ranks_model() -> None:
 
 
 @DOORS
-def test_a_unit_refuses_to_be_pickled_and_its_hooks_to_be_copied_alone(door: Any) -> None:
-    def fn(rank: int) -> None:
-        model = door(make_net(), auto_wrap_policy={Block})
-        with pytest.raises(fsdp.ShardingError, match=r"its hooks cannot be copied without its module; copy.deepcopy the model"):
-            copy.deepcopy(model.blocks[0]._forward_hooks)
-        with pytest.raises(fsdp.ShardingError, match=r"unit '\S+' cannot be pickled.*save fsdp.full_state_dict\(model\) instead"):
-            pickle.dumps(model)
-
-    fsdp.simulate(1, fn)
+@on_ranks(1)
+def test_a_unit_refuses_to_be_pickled_and_its_hooks_to_be_copied_alone(rank: int, door: Any) -> None:
+    model = door(make_net(), auto_wrap_policy={Block})
+    with pytest.raises(fsdp.ShardingError, match=r"its hooks cannot be copied without its module; copy.deepcopy the model"):
+        copy.deepcopy(model.blocks[0]._forward_hooks)
+    with pytest.raises(fsdp.ShardingError, match=r"unit '\S+' cannot be pickled.*save fsdp.full_state_dict\(model\) instead"):
+        pickle.dumps(model)
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_reading_a_module_between_passes_sees_living_shards(trained: bool) -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-        if trained:
-            loss_of(model(torch.ones(2, 6))).backward()
-        penalty = sum(fsdp.to_local(block.up.weight).square().sum() for block in model.blocks)
-        penalty.backward()
-        for block in model.blocks:
-            assert block.up.weight.untyped_storage().size() > 0
-            assert block.up.weight.grad is not None or not block.up.weight.numel()
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_reading_a_module_between_passes_sees_living_shards(rank: int, trained: bool) -> None:
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    if trained:
+        loss_of(model(torch.ones(2, 6))).backward()
+    penalty = sum(fsdp.to_local(block.up.weight).square().sum() for block in model.blocks)
+    penalty.backward()
+    for block in model.blocks:
+        assert block.up.weight.untyped_storage().size() > 0
+        assert block.up.weight.grad is not None or not block.up.weight.numel()
 
 
 def test_what_wrapping_does_for_a_unit_does_not_grow_with_the_units() -> None:
@@ -331,20 +305,16 @@ def test_what_wrapping_does_for_a_unit_does_not_grow_with_the_units() -> None:
 
 
 @pytest.mark.parametrize("value", [0, 1, "yes"])
-def test_reshard_after_forward_is_a_bool(value: object) -> None:
-    def one_rank(rank: int) -> None:
-        with pytest.raises(fsdp.ShardingError, match="reshard_after_forward must be True, False or None"):
-            fsdp.fully_shard(nn.Linear(2, 2), reshard_after_forward=value)
-
-    simulate(1, one_rank)
+@on_ranks(1)
+def test_reshard_after_forward_is_a_bool(rank: int, value: object) -> None:
+    with pytest.raises(fsdp.ShardingError, match="reshard_after_forward must be True, False or None"):
+        fsdp.fully_shard(nn.Linear(2, 2), reshard_after_forward=value)
 
 
-def test_a_class_as_a_policy_is_refused() -> None:
-    def one_rank(rank: int) -> None:
-        with pytest.raises(fsdp.ShardingError, match=r"put it in a set: \{Linear\}"):
-            fsdp.fully_shard(two_layers(), auto_wrap_policy=nn.Linear)
-
-    simulate(1, one_rank)
+@on_ranks(1)
+def test_a_class_as_a_policy_is_refused(rank: int) -> None:
+    with pytest.raises(fsdp.ShardingError, match=r"put it in a set: \{Linear\}"):
+        fsdp.fully_shard(two_layers(), auto_wrap_policy=nn.Linear)
 
 
 def _replace(module: nn.Module) -> None:
@@ -352,13 +322,10 @@ def _replace(module: nn.Module) -> None:
         setattr(module, name, nn.Parameter(torch.zeros_like(parameter)))
 
 
-def test_param_init_fn_may_not_replace_parameters() -> None:
+@on_ranks(2)
+def test_param_init_fn_may_not_replace_parameters(rank: int) -> None:
     """The new ones were no part of any unit."""
-
-    def one_rank(rank: int) -> None:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        with pytest.raises(fsdp.ShardingError, match=r"param_init_fn replaced a parameter of a Linear; .* copy into it"):
-            fsdp.fully_shard(model, auto_wrap_policy={nn.Linear}, param_init_fn=_replace)
-
-    simulate(2, one_rank)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(fsdp.ShardingError, match=r"param_init_fn replaced a parameter of a Linear; .* copy into it"):
+        fsdp.fully_shard(model, auto_wrap_policy={nn.Linear}, param_init_fn=_replace)

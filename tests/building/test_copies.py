@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fsdp
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import CASES, Block, Case, is_at_rest, loss_of, make_net, units_of
+from tests.support.ranks import on_ranks
 
 Door = Callable[..., nn.Module]
 DOORS = pytest.mark.parametrize("door", [fsdp.fully_shard, fsdp.FullyShardedDataParallel], ids=["in place", "wrapper"])
@@ -129,32 +130,30 @@ def test_a_frozen_copy_teaches_its_original() -> None:
     fsdp.simulate(2, fn)
 
 
-def test_hooks_of_the_user_keep_their_places_and_the_copy_runs_its_own() -> None:
-    def fn(rank: int) -> None:
-        ran: list[tuple[str, bool]] = []
-        model = make_net()
-        block = model.blocks[0]
+@on_ranks(2)
+def test_hooks_of_the_user_keep_their_places_and_the_copy_runs_its_own(rank: int) -> None:
+    ran: list[tuple[str, bool]] = []
+    model = make_net()
+    block = model.blocks[0]
 
-        def note(name: str) -> Callable[..., None]:
-            return lambda module, *_: ran.append((name, module is block))
+    def note(name: str) -> Callable[..., None]:
+        return lambda module, *_: ran.append((name, module is block))
 
-        block.register_forward_hook(note("before"))
-        fsdp.fully_shard(model, auto_wrap_policy={Block})
-        block.register_forward_hook(note("after"))
-        block.up.register_forward_hook(note("inside"))
-        model(torch.ones(2, 6))
-        copied = copy.deepcopy(model)
-        order = [type(getattr(hook, "__self__", None)).__name__ for hook in block._forward_hooks.values()]
-        assert order == [type(getattr(hook, "__self__", None)).__name__ for hook in copied.blocks[0]._forward_hooks.values()]
-        for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
-            assert len(getattr(copied.blocks[0], name)) == len(getattr(block, name))
-        assert not set(map(id, engine_objects(model))) & set(map(id, engine_objects(copied)))
-        ran.clear()
-        loss_of(copied(torch.ones(2, 6))).backward()
-        assert ran == [("inside", False), ("before", False), ("after", False)]
-        assert all(p.grad is None for p in model.parameters())
-
-    fsdp.simulate(2, fn)
+    block.register_forward_hook(note("before"))
+    fsdp.fully_shard(model, auto_wrap_policy={Block})
+    block.register_forward_hook(note("after"))
+    block.up.register_forward_hook(note("inside"))
+    model(torch.ones(2, 6))
+    copied = copy.deepcopy(model)
+    order = [type(getattr(hook, "__self__", None)).__name__ for hook in block._forward_hooks.values()]
+    assert order == [type(getattr(hook, "__self__", None)).__name__ for hook in copied.blocks[0]._forward_hooks.values()]
+    for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
+        assert len(getattr(copied.blocks[0], name)) == len(getattr(block, name))
+    assert not set(map(id, engine_objects(model))) & set(map(id, engine_objects(copied)))
+    ran.clear()
+    loss_of(copied(torch.ones(2, 6))).backward()
+    assert ran == [("inside", False), ("before", False), ("after", False)]
+    assert all(p.grad is None for p in model.parameters())
 
 
 def engine_objects(model: nn.Module) -> list[object]:
@@ -164,80 +163,72 @@ def engine_objects(model: nn.Module) -> list[object]:
     return [owner for hook in hooks if (owner := getattr(getattr(hook, "func", hook), "__self__", None)) is not None]
 
 
-def test_a_copied_method_that_runs_as_a_forward_is_the_copys_own() -> None:
+@on_ranks(2)
+def test_a_copied_method_that_runs_as_a_forward_is_the_copys_own(rank: int) -> None:
     class Coder(nn.Linear):
         def encode(self, x: Tensor) -> Tensor:
             return self(x).tanh()
 
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(Coder(4, 4))
-        fsdp.register_forward_method(model, "encode")
-        copied = copy.deepcopy(model)
-        with torch.no_grad():
-            copied.weight.zero_()
-            copied.bias.zero_()
-            assert not copied.encode(torch.ones(2, 4)).any()
-            assert model.encode(torch.ones(2, 4)).any()
-
-    fsdp.simulate(2, fn)
+    model = fsdp.fully_shard(Coder(4, 4))
+    fsdp.register_forward_method(model, "encode")
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.weight.zero_()
+        copied.bias.zero_()
+        assert not copied.encode(torch.ones(2, 4)).any()
+        assert model.encode(torch.ones(2, 4)).any()
 
 
-def test_a_module_or_an_object_around_a_sharded_model_is_copied_with_it() -> None:
+@on_ranks(2)
+def test_a_module_or_an_object_around_a_sharded_model_is_copied_with_it(rank: int) -> None:
     class Trainer:
         def __init__(self, model: nn.Module) -> None:
             self.optimizer = sgd(model)  # refers to the shards before the model does
             self.model = model
 
-    def fn(rank: int) -> None:
-        case = CASES["net"]
-        plain, sharded = (Trainer(one) for one in (case.model(), fsdp.fully_shard(case.model(), auto_wrap_policy=case.policy)))
-        copies = []
-        for trainer in (plain, sharded):
-            step(trainer.model, trainer.optimizer, case.batch(0, 0))
-            copied = copy.deepcopy(trainer)
-            step(copied.model, copied.optimizer, case.batch(0, 1))
-            copies.append(copied)
-        same(sharded.model, plain.model)
-        same(copies[1].model, copies[0].model)
-
-    fsdp.simulate(2, fn)
+    case = CASES["net"]
+    plain, sharded = (Trainer(one) for one in (case.model(), fsdp.fully_shard(case.model(), auto_wrap_policy=case.policy)))
+    copies = []
+    for trainer in (plain, sharded):
+        step(trainer.model, trainer.optimizer, case.batch(0, 0))
+        copied = copy.deepcopy(trainer)
+        step(copied.model, copied.optimizer, case.batch(0, 1))
+        copies.append(copied)
+    same(sharded.model, plain.model)
+    same(copies[1].model, copies[0].model)
 
 
-def test_a_copy_lives_without_its_original_and_a_copy_of_it_too() -> None:
-    def fn(rank: int) -> None:
-        case = CASES["net"]
-        plain = case.model()
-        model = copy.deepcopy(copy.deepcopy(fsdp.fully_shard(case.model(), auto_wrap_policy=case.policy)))
-        for one in (plain, model):
-            step(one, sgd(one), case.batch(0, 0))
-        same(model, plain)
-        assert is_at_rest(model)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_copy_lives_without_its_original_and_a_copy_of_it_too(rank: int) -> None:
+    case = CASES["net"]
+    plain = case.model()
+    model = copy.deepcopy(copy.deepcopy(fsdp.fully_shard(case.model(), auto_wrap_policy=case.policy)))
+    for one in (plain, model):
+        step(one, sgd(one), case.batch(0, 0))
+    same(model, plain)
+    assert is_at_rest(model)
 
 
-def test_a_copy_that_would_lose_something_is_refused_and_nothing_changes() -> None:
+@on_ranks(2)
+def test_a_copy_that_would_lose_something_is_refused_and_nothing_changes(rank: int) -> None:
     def refused(model: nn.Module, text: str) -> None:
         with pytest.raises(fsdp.ShardingError, match=text):
             copy.deepcopy(model)
 
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-        refused(model.blocks[1], "unit 'blocks.1' is a part of root 'Net'; copy the root")
-        with fsdp.summon_full_params(model):
-            refused(model, "outside any forward, backward and summon_full_params")
-        handle = model.blocks[0].register_forward_hook(lambda *_: refused(model, "outside any forward"))
-        model(torch.ones(2, 6))
-        handle.remove()
-        with fsdp.no_sync(model):
-            loss_of(model(torch.ones(2, 6))).backward()
-        refused(model, "keeps gradients under no_sync")
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    refused(model.blocks[1], "unit 'blocks.1' is a part of root 'Net'; copy the root")
+    with fsdp.summon_full_params(model):
+        refused(model, "outside any forward, backward and summon_full_params")
+    handle = model.blocks[0].register_forward_hook(lambda *_: refused(model, "outside any forward"))
+    model(torch.ones(2, 6))
+    handle.remove()
+    with fsdp.no_sync(model):
         loss_of(model(torch.ones(2, 6))).backward()
-        with fsdp.join(model, lambda: None):
-            refused(model, "is inside fsdp.join")
-        copied = copy.deepcopy(model)
-        fsdp.register_comm_hook(model, None, lambda state, bucket: bucket.buffer())
-        refused(model, "has a communication hook")
-        same(copied, model)
-
-    fsdp.simulate(2, fn)
+    refused(model, "keeps gradients under no_sync")
+    loss_of(model(torch.ones(2, 6))).backward()
+    with fsdp.join(model, lambda: None):
+        refused(model, "is inside fsdp.join")
+    copied = copy.deepcopy(model)
+    fsdp.register_comm_hook(model, None, lambda state, bucket: bucket.buffer())
+    refused(model, "has a communication hook")
+    same(copied, model)

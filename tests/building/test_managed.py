@@ -8,6 +8,7 @@ import fsdp
 from fsdp.autograd.pytree import MANAGED
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import Block, make_net
+from tests.support.ranks import on_ranks
 
 
 def must_stay_in_step(module: nn.Module) -> bool:
@@ -16,27 +17,23 @@ def must_stay_in_step(module: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("door", [fsdp.fully_shard, fsdp.FullyShardedDataParallel])
-def test_every_module_of_a_unit_is_marked_and_no_other(door: type[nn.Module]) -> None:
-    def fn(rank: int) -> None:
-        net = make_net()
-        assert not any(map(must_stay_in_step, net.modules()))
-        model = door(net, auto_wrap_policy={Block}, ignored_modules={net.blocks[1].up, net.leave})
-        assert must_stay_in_step(model)
-        marked = {name for name, module in net.named_modules() if must_stay_in_step(module)}
-        assert marked == {name for name, _ in net.named_modules()} - {"blocks.1.up", "leave"}
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_every_module_of_a_unit_is_marked_and_no_other(rank: int, door: type[nn.Module]) -> None:
+    net = make_net()
+    assert not any(map(must_stay_in_step, net.modules()))
+    model = door(net, auto_wrap_policy={Block}, ignored_modules={net.blocks[1].up, net.leave})
+    assert must_stay_in_step(model)
+    marked = {name for name, module in net.named_modules() if must_stay_in_step(module)}
+    assert marked == {name for name, _ in net.named_modules()} - {"blocks.1.up", "leave"}
 
 
-def test_no_module_is_marked_with_uneven_paths() -> None:
-    def fn(rank: int) -> None:
-        net = make_net()
-        fsdp.fully_shard(net.blocks[0])
-        assert must_stay_in_step(net.blocks[0])
-        model = fsdp.fully_shard(net, auto_wrap_policy={Block}, uneven_paths=True)
-        assert not any(map(must_stay_in_step, model.modules()))
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_no_module_is_marked_with_uneven_paths(rank: int) -> None:
+    net = make_net()
+    fsdp.fully_shard(net.blocks[0])
+    assert must_stay_in_step(net.blocks[0])
+    model = fsdp.fully_shard(net, auto_wrap_policy={Block}, uneven_paths=True)
+    assert not any(map(must_stay_in_step, model.modules()))
 
 
 class Writer(nn.Module):
@@ -131,14 +128,11 @@ def test_ranks_drop_other_layers() -> None:
             assert torch.allclose(found[name], wanted, rtol=1e-6, atol=1e-7), name
 
 
-def test_the_mark_costs_a_forward_nothing() -> None:
+@on_ranks(1)
+def test_the_mark_costs_a_forward_nothing(rank: int) -> None:
     """A unit searches the attributes of its modules for tensors after each forward, and not these."""
-
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2)))
-        model(torch.ones(1, 2))
-        side_outputs = unit_ref_of(model).hooks._unit_hooks[0]._side_outputs
-        searched = {name for attributes in side_outputs._attributes for name in attributes._names}
-        assert not searched & set(MANAGED)
-
-    fsdp.simulate(1, fn)
+    model = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2)))
+    model(torch.ones(1, 2))
+    side_outputs = unit_ref_of(model).hooks._unit_hooks[0]._side_outputs
+    searched = {name for attributes in side_outputs._attributes for name in attributes._names}
+    assert not searched & set(MANAGED)

@@ -11,6 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp
 from tests.support.models import loss_of, two_layers
+from tests.support.ranks import on_ranks
 
 
 class Scaled(nn.Parameter):
@@ -121,24 +122,20 @@ def test_a_parameter_that_cannot_be_sharded_is_named(kind: str, size: int, bad: 
 
 
 @pytest.mark.parametrize("kind", ["subclass", "quantised", "sparse"])
-def test_an_ignored_module_may_have_such_a_parameter(kind: str) -> None:
-    def fn(rank: int) -> None:
-        model = two_layers()
-        extra = model[1].extra = nn.Module()
-        extra.weight = BAD[kind][0]()
-        fsdp.fully_shard(model, ignored_modules=[extra])
-        loss_of(model(torch.ones(2, 3))).backward()
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_an_ignored_module_may_have_such_a_parameter(rank: int, kind: str) -> None:
+    model = two_layers()
+    extra = model[1].extra = nn.Module()
+    extra.weight = BAD[kind][0]()
+    fsdp.fully_shard(model, ignored_modules=[extra])
+    loss_of(model(torch.ones(2, 3))).backward()
 
 
-def test_a_class_of_parameters_without_operators_of_its_own_is_sharded() -> None:
-    def fn(rank: int) -> None:
-        model = two_layers()
-        model[1].weight = Marked(dense())
-        assert_trains(model)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_class_of_parameters_without_operators_of_its_own_is_sharded(rank: int) -> None:
+    model = two_layers()
+    model[1].weight = Marked(dense())
+    assert_trains(model)
 
 
 @WORLDS
@@ -156,14 +153,12 @@ def test_two_parameters_over_one_memory_are_named(size: int, bad: tuple[int, ...
         )
 
 
-def test_frozen_parameters_may_share_memory() -> None:
-    def fn(rank: int) -> None:
-        model = nn.Sequential(*two_layers(), nn.Linear(3, 3))
-        model[1].weight = nn.Parameter(model[0].weight.data, requires_grad=False)
-        model[0].weight.requires_grad_(False)
-        assert_trains(model)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_frozen_parameters_may_share_memory(rank: int) -> None:
+    model = nn.Sequential(*two_layers(), nn.Linear(3, 3))
+    model[1].weight = nn.Parameter(model[0].weight.data, requires_grad=False)
+    model[0].weight.requires_grad_(False)
+    assert_trains(model)
 
 
 def test_a_meta_parameter_that_something_refers_to_is_named() -> None:
@@ -193,11 +188,9 @@ def test_a_scripted_module_is_named(size: int, bad: tuple[int, ...]) -> None:
         )
 
 
-def test_a_scripted_module_without_parameters_may_be_inside() -> None:
-    def fn(rank: int) -> None:
-        assert_trains(nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.ReLU())))  # type: ignore[no-untyped-call]
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_scripted_module_without_parameters_may_be_inside(rank: int) -> None:
+    assert_trains(nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.ReLU())))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(

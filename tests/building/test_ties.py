@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import fsdp
 from tests.support.models import Block, Tied, loss_of, units_of
+from tests.support.ranks import on_ranks
 
 Door = Callable[..., nn.Module]
 DOORS = pytest.mark.parametrize("door", [fsdp.fully_shard, fsdp.FullyShardedDataParallel], ids=["in place", "wrapper"])
@@ -94,14 +95,12 @@ def test_units_that_share_a_parameter_are_wrapped_by_hand_in_any_order(door: Doo
     [{"sharding_strategy": "NO_SHARD"}, {"sharding_strategy": "SHARD_OPTIMIZER"}, {"plain_shards": True}],
     ids=["NO_SHARD", "SHARD_OPTIMIZER", "plain shards"],
 )
-def test_ties_move_under_every_kind_of_shard(options: dict[str, Any]) -> None:
-    def fn(rank: int) -> None:
-        model = make()
-        for name in ("embedding", "head"):
-            fsdp.fully_shard(getattr(model, name), **options)
-        check_against_plain(fsdp.fully_shard(model, **options), Tied, rank, 3)
-
-    fsdp.simulate(3, fn)
+@on_ranks(3)
+def test_ties_move_under_every_kind_of_shard(rank: int, options: dict[str, Any]) -> None:
+    model = make()
+    for name in ("embedding", "head"):
+        fsdp.fully_shard(getattr(model, name), **options)
+    check_against_plain(fsdp.fully_shard(model, **options), Tied, rank, 3)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -120,48 +119,42 @@ def test_blocks_that_share_weights_are_wrapped_from_the_inside_outwards(ranks: i
     assert [name.removeprefix("groups.0.1.") for name in kept] == ["norm.weight", "norm.bias", "up.bias", "down.bias"]
 
 
-def test_a_policy_of_the_outer_call_meets_a_unit_that_was_wrapped_by_hand() -> None:
-    def fn(rank: int) -> None:
-        model = make(Shared)
-        fsdp.fully_shard(model.groups[0][1])
-        check_against_plain(fsdp.fully_shard(model, auto_wrap_policy={Block}), Shared, rank, 2)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_policy_of_the_outer_call_meets_a_unit_that_was_wrapped_by_hand(rank: int) -> None:
+    model = make(Shared)
+    fsdp.fully_shard(model.groups[0][1])
+    check_against_plain(fsdp.fully_shard(model, auto_wrap_policy={Block}), Shared, rank, 2)
 
 
-def test_a_regrouped_unit_keeps_its_options() -> None:
-    def fn(rank: int) -> None:
-        model = make(Shared)
-        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        fsdp.fully_shard(model.groups[0][1], mp_policy=policy, reshard_after_forward=False)
-        before = next(unit.config for unit in units_of(model))
-        fsdp.fully_shard(model)
-        regrouped = next(unit for unit in units_of(model) if unit.name == "groups.0.1")
-        assert regrouped.config is before
-        assert {flat.unsharded.dtype for flat in regrouped.flats} == {torch.bfloat16}
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_regrouped_unit_keeps_its_options(rank: int) -> None:
+    model = make(Shared)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fsdp.fully_shard(model.groups[0][1], mp_policy=policy, reshard_after_forward=False)
+    before = next(unit.config for unit in units_of(model))
+    fsdp.fully_shard(model)
+    regrouped = next(unit for unit in units_of(model) if unit.name == "groups.0.1")
+    assert regrouped.config is before
+    assert {flat.unsharded.dtype for flat in regrouped.flats} == {torch.bfloat16}
 
 
-def test_an_optimizer_and_gradients_from_between_the_wraps_follow() -> None:
-    def fn(rank: int) -> None:
-        model, plain = make(), make()
-        for name in ("embedding", "head"):
-            fsdp.fully_shard(getattr(model, name))
-        optimizer = adam(model)
-        # a gradient of the unit that owns the tied weight, which is kept until the step
-        for one in (model, plain):
-            loss_of(one.embedding(torch.arange(5))).backward()
-        fsdp.fully_shard(model)
-        for one in (model, plain):
-            loss_of(one(torch.arange(5))).backward()
-        for steps in (optimizer, adam(plain)):
-            steps.step()
-        state = fsdp.full_state_dict(model, rank0_only=False)
-        for name, weight in plain.state_dict().items():
-            torch.testing.assert_close(state[name], weight, rtol=1e-4, atol=1e-5)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_an_optimizer_and_gradients_from_between_the_wraps_follow(rank: int) -> None:
+    model, plain = make(), make()
+    for name in ("embedding", "head"):
+        fsdp.fully_shard(getattr(model, name))
+    optimizer = adam(model)
+    # a gradient of the unit that owns the tied weight, which is kept until the step
+    for one in (model, plain):
+        loss_of(one.embedding(torch.arange(5))).backward()
+    fsdp.fully_shard(model)
+    for one in (model, plain):
+        loss_of(one(torch.arange(5))).backward()
+    for steps in (optimizer, adam(plain)):
+        steps.step()
+    state = fsdp.full_state_dict(model, rank0_only=False)
+    for name, weight in plain.state_dict().items():
+        torch.testing.assert_close(state[name], weight, rtol=1e-4, atol=1e-5)
 
 
 def test_the_state_of_an_optimizer_that_stepped_between_the_wraps_is_refused_by_its_next_step() -> None:
@@ -200,55 +193,45 @@ USES: dict[str, Callable[[nn.Module], object]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_unit_that_borrows_is_refused_until_a_unit_around_both_is_made(use: str) -> None:
-    def fn(rank: int) -> None:
-        model = borrowing()
-        with pytest.raises(
-            fsdp.ShardingError, match=r"unit 'Linear' uses parameter 'weight' of unit 'Embedding'.*wrap the module"
-        ):
-            USES[use](model.head)
-        model.embedding(torch.arange(3))
-        check_against_plain(fsdp.fully_shard(model), Tied, rank, 2)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_unit_that_borrows_is_refused_until_a_unit_around_both_is_made(rank: int, use: str) -> None:
+    model = borrowing()
+    with pytest.raises(fsdp.ShardingError, match=r"unit 'Linear' uses parameter 'weight' of unit 'Embedding'.*wrap the module"):
+        USES[use](model.head)
+    model.embedding(torch.arange(3))
+    check_against_plain(fsdp.fully_shard(model), Tied, rank, 2)
 
 
-def test_an_inner_unit_after_the_outer_one_is_refused() -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(make())
-        with pytest.raises(fsdp.ShardingError, match=r"already owned by unit 'Tied', which is around this module"):
-            fsdp.fully_shard(model.head)
-        check_against_plain(model, Tied, rank, 2)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_an_inner_unit_after_the_outer_one_is_refused(rank: int) -> None:
+    model = fsdp.fully_shard(make())
+    with pytest.raises(fsdp.ShardingError, match=r"already owned by unit 'Tied', which is around this module"):
+        fsdp.fully_shard(model.head)
+    check_against_plain(model, Tied, rank, 2)
 
 
-def test_a_gradient_on_some_ranks_only_is_refused_before_anything_moves() -> None:
-    def fn(rank: int) -> None:
-        model = borrowing()
-        if rank:
-            model.embedding.weight.grad = torch.ones_like(model.embedding.weight)
-        with pytest.raises(fsdp.ShardingError, match=r"parameter 'weight' has a gradient on some ranks only"):
-            fsdp.fully_shard(model)
-        model.embedding.weight.grad = None
-        check_against_plain(fsdp.fully_shard(model), Tied, rank, 2)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_gradient_on_some_ranks_only_is_refused_before_anything_moves(rank: int) -> None:
+    model = borrowing()
+    if rank:
+        model.embedding.weight.grad = torch.ones_like(model.embedding.weight)
+    with pytest.raises(fsdp.ShardingError, match=r"parameter 'weight' has a gradient on some ranks only"):
+        fsdp.fully_shard(model)
+    model.embedding.weight.grad = None
+    check_against_plain(fsdp.fully_shard(model), Tied, rank, 2)
 
 
-def test_what_would_be_lost_with_a_regrouped_unit_is_refused() -> None:
-    def fn(rank: int) -> None:
-        model = make(Shared)
-        block = model.groups[0][1]
-        fsdp.fully_shard(block, reduction=fsdp.ReductionPolicy(triggers=("up.weight",)))
-        with pytest.raises(fsdp.ShardingError, match=r"reduction\.triggers names parameters of this unit"):
-            fsdp.fully_shard(model)
-        model = make(Shared)
-        block = model.groups[0][1]
-        fsdp.fully_shard(block, plain_shards=True)
-        with torch.no_grad():
-            block.up.weight.mul_(2)
-        with pytest.raises(fsdp.ShardingError, match="after the shards were changed"):
-            fsdp.fully_shard(model, plain_shards=True)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_what_would_be_lost_with_a_regrouped_unit_is_refused(rank: int) -> None:
+    model = make(Shared)
+    block = model.groups[0][1]
+    fsdp.fully_shard(block, reduction=fsdp.ReductionPolicy(triggers=("up.weight",)))
+    with pytest.raises(fsdp.ShardingError, match=r"reduction\.triggers names parameters of this unit"):
+        fsdp.fully_shard(model)
+    model = make(Shared)
+    block = model.groups[0][1]
+    fsdp.fully_shard(block, plain_shards=True)
+    with torch.no_grad():
+        block.up.weight.mul_(2)
+    with pytest.raises(fsdp.ShardingError, match="after the shards were changed"):
+        fsdp.fully_shard(model, plain_shards=True)

@@ -18,6 +18,7 @@ import fsdp
 from fsdp.checkpoint.dcp import StoredCheckpoint
 from tests.support.models import CASES, Block, Case, Net, loss_of, make_net, own_batches, train, weights_of, wrap
 from tests.support.optimizers import OPTIMIZERS, ROWS, RowStatistics, assert_same, in_groups, trained
+from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 FULL = StateDictOptions(full_state_dict=True)
@@ -213,15 +214,13 @@ class Counting(nn.Linear):
         self.counts = state["counts"]
 
 
-def test_extra_state_of_modules_comes_back(tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        model, other = (fsdp.fully_shard(nn.Sequential(Counting(3, 3), nn.Linear(3, 3))) for _ in range(2))
-        model[0].counts = {"a": 5}
-        fsdp.save(tmp_path / "a", model)
-        fsdp.load(tmp_path / "a", other)
-        assert other[0].counts == {"a": 5}
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_extra_state_of_modules_comes_back(rank: int, tmp_path: Path) -> None:
+    model, other = (fsdp.fully_shard(nn.Sequential(Counting(3, 3), nn.Linear(3, 3))) for _ in range(2))
+    model[0].counts = {"a": 5}
+    fsdp.save(tmp_path / "a", model)
+    fsdp.load(tmp_path / "a", other)
+    assert other[0].counts == {"a": 5}
 
 
 @pytest.mark.parametrize("make", [*OPTIMIZERS.values(), RowStatistics], ids=[*OPTIMIZERS, "number a row"])

@@ -15,6 +15,7 @@ from fsdp.checkpoint.convert import convert, describe
 from fsdp.checkpoint.dcp import StoredCheckpoint
 from tests.support.models import Block, Case, local, own_batches, train
 from tests.support.optimizers import assert_same
+from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -278,22 +279,20 @@ def test_a_parameter_that_each_rank_trained_for_itself_is_not_lost(size: int, ig
 
 
 @pytest.mark.parametrize("idle", [0, 1])
-def test_state_of_an_ignored_parameter_that_one_rank_never_stepped_stays_that_ranks(idle: int, tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        model, optimizer = make(ignored=True)
-        model.uses_own = rank != idle
-        train(model, own_batches(CASE, rank), lambda _: optimizer)
-        state = fsdp.full_optim_state_dict(model, optimizer)
-        assert rank != 0 or ("own.weight" in state["state"]) == (idle != 0)
-        fsdp.save(tmp_path / "a", model, optimizer)
-        other, again = make(ignored=True)
-        other.codebook.queue = torch.zeros_like(model.codebook.queue)
-        fsdp.load(tmp_path / "a", other, again)
-        for one, two in zip(model.parameters(), other.parameters(), strict=True):
-            assert_same(dict(again.state[two]), dict(optimizer.state[one]))
-        assert bool(again.state[other.own.weight]) == (rank != idle)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_state_of_an_ignored_parameter_that_one_rank_never_stepped_stays_that_ranks(rank: int, idle: int, tmp_path: Path) -> None:
+    model, optimizer = make(ignored=True)
+    model.uses_own = rank != idle
+    train(model, own_batches(CASE, rank), lambda _: optimizer)
+    state = fsdp.full_optim_state_dict(model, optimizer)
+    assert rank != 0 or ("own.weight" in state["state"]) == (idle != 0)
+    fsdp.save(tmp_path / "a", model, optimizer)
+    other, again = make(ignored=True)
+    other.codebook.queue = torch.zeros_like(model.codebook.queue)
+    fsdp.load(tmp_path / "a", other, again)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert_same(dict(again.state[two]), dict(optimizer.state[one]))
+    assert bool(again.state[other.own.weight]) == (rank != idle)
 
 
 def test_a_value_that_no_checksum_can_be_made_of_is_notified_to_every_rank(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from fsdp.checkpoint import background, dcp, save
 from tests.checkpoint.test_load import Noisy
 from tests.support.models import CASES, Block, Case, own_batches, train, weights_of, wrap
 from tests.support.optimizers import assert_same, in_groups, trained
+from tests.support.ranks import on_ranks
 
 NOISY = Case(Noisy, {Block})
 
@@ -237,29 +238,27 @@ def draws() -> list[Any]:
     return [random.random(), float(numpy.random.standard_normal()), torch.rand(3)]
 
 
-def test_resumption_draws_the_same_random_numbers(tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[Any]:
-            train(model, [[NOISY.batch(rank, step)] for step in range(first, last)], lambda _: optimizer)
-            return [weights_of(model), fsdp.full_optim_state_dict(model, optimizer), *draws()]
+@on_ranks(2)
+def test_resumption_draws_the_same_random_numbers(rank: int, tmp_path: Path) -> None:
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[Any]:
+        train(model, [[NOISY.batch(rank, step)] for step in range(first, last)], lambda _: optimizer)
+        return [weights_of(model), fsdp.full_optim_state_dict(model, optimizer), *draws()]
 
-        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
-            seed(rank)
-        numpy.random.standard_normal()  # it draws two and keeps one
-        model = wrap(NOISY)
-        optimizer = in_groups(model.parameters())
-        steps(model, optimizer, 0, 2)
-        fsdp.save(tmp_path / "2", model, optimizer)
-        wanted = steps(model, optimizer, 2, 4)
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(rank)
+    numpy.random.standard_normal()  # it draws two and keeps one
+    model = wrap(NOISY)
+    optimizer = in_groups(model.parameters())
+    steps(model, optimizer, 0, 2)
+    fsdp.save(tmp_path / "2", model, optimizer)
+    wanted = steps(model, optimizer, 2, 4)
 
-        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
-            seed(100 + rank)
-        model = wrap(NOISY)
-        optimizer = in_groups(model.parameters())
-        assert fsdp.load(tmp_path / "2", model, optimizer) == {}
-        assert_same(steps(model, optimizer, 2, 4), wanted)
-
-    fsdp.simulate(2, fn)
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(100 + rank)
+    model = wrap(NOISY)
+    optimizer = in_groups(model.parameters())
+    assert fsdp.load(tmp_path / "2", model, optimizer) == {}
+    assert_same(steps(model, optimizer, 2, 4), wanted)
 
 
 @pytest.mark.parametrize(("saved", "loaded", "size"), [(False, True, 2), (True, False, 2), (True, True, 3)])

@@ -11,6 +11,7 @@ import fsdp
 from fsdp.checkpoint import dcp
 from tests.support.models import CASES, Case, loss_of, weights_of, wrap
 from tests.support.optimizers import assert_same, in_groups
+from tests.support.ranks import on_ranks
 
 
 def micro(model: nn.Module, case: Case, rank: int, step: int) -> None:
@@ -83,18 +84,16 @@ def test_without_being_asked_they_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("accumulated", [False, True])
-def test_gradients_kept_under_no_sync_are_refused(accumulated: bool, tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        model = wrap(CASES["net"])
-        with fsdp.no_sync(model):
-            micro(model, CASES["net"], rank, 0)
-        with pytest.raises(fsdp.ShardingError, match=r"gradients are kept under no_sync, unsharded on each rank"):
-            fsdp.save(tmp_path / "a", model, accumulated=accumulated)
-        assert not list(tmp_path.iterdir())
-        model.zero_grad()
-        fsdp.save(tmp_path / str(rank // 2), model, accumulated=accumulated)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_gradients_kept_under_no_sync_are_refused(rank: int, accumulated: bool, tmp_path: Path) -> None:
+    model = wrap(CASES["net"])
+    with fsdp.no_sync(model):
+        micro(model, CASES["net"], rank, 0)
+    with pytest.raises(fsdp.ShardingError, match=r"gradients are kept under no_sync, unsharded on each rank"):
+        fsdp.save(tmp_path / "a", model, accumulated=accumulated)
+    assert not list(tmp_path.iterdir())
+    model.zero_grad()
+    fsdp.save(tmp_path / str(rank // 2), model, accumulated=accumulated)
 
 
 @pytest.mark.parametrize("options", [{}, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}], ids=["one row", "a mesh"])
@@ -112,15 +111,13 @@ def test_gradients_that_only_some_ranks_have_are_named(options: dict[str, Any], 
     fsdp.simulate(size, fn)
 
 
-def test_gradients_of_what_is_not_sharded_are_refused(tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        net = CASES["net"].model()
-        model = fsdp.fully_shard(net, ignored_modules={net.leave})
-        micro(model, CASES["net"], rank, 0)
-        with pytest.raises(fsdp.ShardingError, match=r"gradient of 'leave.weight', which is not sharded, is each rank's own"):
-            fsdp.save(tmp_path / "a", model, accumulated=True)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_gradients_of_what_is_not_sharded_are_refused(rank: int, tmp_path: Path) -> None:
+    net = CASES["net"].model()
+    model = fsdp.fully_shard(net, ignored_modules={net.leave})
+    micro(model, CASES["net"], rank, 0)
+    with pytest.raises(fsdp.ShardingError, match=r"gradient of 'leave.weight', which is not sharded, is each rank's own"):
+        fsdp.save(tmp_path / "a", model, accumulated=True)
 
 
 def test_a_gradient_the_model_has_no_parameter_for_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fsdp
 from tests.support.models import CASES, loss_of, make_net, weights_of, wrap
+from tests.support.ranks import on_ranks
 from tests.support.states import assert_same_state, shifted
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -104,7 +105,8 @@ def test_names_are_left_out_and_reported(kind: str, size: int, tmp_path: Path) -
     fsdp.simulate(size, fn)
 
 
-def test_extra_state_that_is_missing_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_extra_state_that_is_missing_is_named_before_anything_is_loaded(rank: int, tmp_path: Path) -> None:
     """The names of tensors are the same, so only the extra state differs."""
 
     class Counting(nn.Linear):
@@ -114,20 +116,18 @@ def test_extra_state_that_is_missing_is_named_before_anything_is_loaded(tmp_path
         def set_extra_state(self, count: int) -> None:
             raise AssertionError("there is none")
 
-    def fn(rank: int) -> None:
-        fsdp.save(tmp_path / "a", fsdp.fully_shard(nn.Linear(3, 3)))
-        model = fsdp.fully_shard(Counting(3, 3))
-        before = weights_of(model)
-        with pytest.raises(fsdp.ShardingError, match=r"missing \['_extra_state'\], unexpected nothing"):
-            fsdp.load(tmp_path / "a", model)
-        assert_same_state(weights_of(model), before)
-        assert fsdp.load(tmp_path / "a", model, strict=False).missing_keys == ["_extra_state"]
-
-    fsdp.simulate(2, fn)
+    fsdp.save(tmp_path / "a", fsdp.fully_shard(nn.Linear(3, 3)))
+    model = fsdp.fully_shard(Counting(3, 3))
+    before = weights_of(model)
+    with pytest.raises(fsdp.ShardingError, match=r"missing \['_extra_state'\], unexpected nothing"):
+        fsdp.load(tmp_path / "a", model)
+    assert_same_state(weights_of(model), before)
+    assert fsdp.load(tmp_path / "a", model, strict=False).missing_keys == ["_extra_state"]
 
 
 @pytest.mark.parametrize("extra", [{}, None, [], 0, {"a": torch.ones(2)}])
-def test_extra_state_without_a_value_comes_back(extra: Any, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_extra_state_without_a_value_comes_back(rank: int, extra: Any, tmp_path: Path) -> None:
     class Keeping(nn.Linear):
         found: Any = "nothing"
 
@@ -137,13 +137,10 @@ def test_extra_state_without_a_value_comes_back(extra: Any, tmp_path: Path) -> N
         def set_extra_state(self, state: Any) -> None:
             self.found = state
 
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(Keeping(3, 3))
-        fsdp.save(tmp_path / "a", model)
-        fsdp.load(tmp_path / "a", model)
-        assert str(model.found) == ("nothing" if extra == {} else str(extra))
-
-    fsdp.simulate(2, fn)
+    model = fsdp.fully_shard(Keeping(3, 3))
+    fsdp.save(tmp_path / "a", model)
+    fsdp.load(tmp_path / "a", model)
+    assert str(model.found) == ("nothing" if extra == {} else str(extra))
 
 
 def test_a_value_that_does_not_fit_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
@@ -179,14 +176,12 @@ def test_the_parameters_of_an_optimizer_must_be_those_of_the_checkpoint(tmp_path
     fsdp.simulate(2, fn)
 
 
-def test_what_load_returns_is_pickled_as_something_that_torch_loads(tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        model = wrap(NET)
-        fsdp.save(tmp_path / "a", model, extra={"step": 1})
-        found = fsdp.load(tmp_path / "a", model)
-        assert (found.missing_keys, found.unexpected_keys) == ([], [])
-        assert type(pickle.loads(pickle.dumps(found))) is OrderedDict
-        torch.save(found, tmp_path / f"{rank}.pt")
-        assert torch.load(tmp_path / f"{rank}.pt") == {"step": 1}
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_what_load_returns_is_pickled_as_something_that_torch_loads(rank: int, tmp_path: Path) -> None:
+    model = wrap(NET)
+    fsdp.save(tmp_path / "a", model, extra={"step": 1})
+    found = fsdp.load(tmp_path / "a", model)
+    assert (found.missing_keys, found.unexpected_keys) == ([], [])
+    assert type(pickle.loads(pickle.dumps(found))) is OrderedDict
+    torch.save(found, tmp_path / f"{rank}.pt")
+    assert torch.load(tmp_path / f"{rank}.pt") == {"step": 1}

@@ -13,6 +13,7 @@ import fsdp
 from fsdp.compat.ddp import DistributedDataParallel as DDP
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP
 from fsdp.compat.torch_fsdp import ShardingStrategy
+from tests.support.ranks import on_ranks
 
 
 def net() -> nn.Sequential:
@@ -45,26 +46,22 @@ def trained(model: Any, rank: int, steps: range) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_copy_trains_and_saves_as_the_original(name: str) -> None:
-    def program(rank: int) -> None:
-        model = MODELS[name]()
-        before = trained(model, rank, range(2))
-        copied = copy.deepcopy(model)
-        assert type(copied) is type(model) and not {*map(id, model.parameters())} & {*map(id, copied.parameters())}
-        torch.testing.assert_close({**copied.state_dict()}, before, rtol=0, atol=0)
-        after = trained(copied, rank, range(2, 4))
-        torch.testing.assert_close({**model.state_dict()}, before, rtol=0, atol=0)
-        torch.testing.assert_close(trained(model, rank, range(2, 4)), after, rtol=0, atol=0)
-        copied.load_state_dict(before)
-        torch.testing.assert_close({**copied.state_dict()}, before, rtol=0, atol=0)
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_a_copy_trains_and_saves_as_the_original(rank: int, name: str) -> None:
+    model = MODELS[name]()
+    before = trained(model, rank, range(2))
+    copied = copy.deepcopy(model)
+    assert type(copied) is type(model) and not {*map(id, model.parameters())} & {*map(id, copied.parameters())}
+    torch.testing.assert_close({**copied.state_dict()}, before, rtol=0, atol=0)
+    after = trained(copied, rank, range(2, 4))
+    torch.testing.assert_close({**model.state_dict()}, before, rtol=0, atol=0)
+    torch.testing.assert_close(trained(model, rank, range(2, 4)), after, rtol=0, atol=0)
+    copied.load_state_dict(before)
+    torch.testing.assert_close({**copied.state_dict()}, before, rtol=0, atol=0)
 
 
-def test_an_inner_instance_is_copied_with_the_outermost_one() -> None:
-    def program(rank: int) -> None:
-        model = nested()
-        with pytest.raises(fsdp.ShardingError, match=re.escape("copy.deepcopy: unit '0' is a part of root")):
-            copy.deepcopy(model.module[0])
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_an_inner_instance_is_copied_with_the_outermost_one(rank: int) -> None:
+    model = nested()
+    with pytest.raises(fsdp.ShardingError, match=re.escape("copy.deepcopy: unit '0' is a part of root")):
+        copy.deepcopy(model.module[0])

@@ -14,6 +14,7 @@ from fsdp.debug.error_notes import MARK
 from fsdp.device import storage
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import Block, Net, is_at_rest, loss_of, make_net
+from tests.support.ranks import on_ranks
 
 X: Final = torch.linspace(-1, 1, 12).view(2, 6)
 
@@ -241,22 +242,19 @@ def test_the_story_of_many_units_is_short() -> None:
     assert len(lines) <= 15 and lines[-1] == "  and 23 more units" and "blocks.16" in "".join(lines)
 
 
-def test_what_is_caught_inside_leaves_nothing_behind() -> None:
+@on_ranks(1)
+def test_what_is_caught_inside_leaves_nothing_behind(rank: int) -> None:
     """One error a step, each with one note, and the tracer of a debugger keeps tracing."""
-
-    def one_rank(rank: int) -> None:
-        seen: list[str] = []
-        model = wrap()
-        handle = model.blocks[1].up.register_full_backward_hook(raising(Mine()))
-        tracer = lambda frame, event, told: seen.append(event)  # noqa: E731
-        sys.settrace(tracer)
-        try:
-            with pytest.raises(Mine) as caught:
-                loss_of(model(X)).backward()
-            assert sys.gettrace() is tracer
-        finally:
-            sys.settrace(None)
-        note_of(caught.value)
-        handle.remove()
-
-    fsdp.simulate(1, one_rank)
+    seen: list[str] = []
+    model = wrap()
+    handle = model.blocks[1].up.register_full_backward_hook(raising(Mine()))
+    tracer = lambda frame, event, told: seen.append(event)  # noqa: E731
+    sys.settrace(tracer)
+    try:
+        with pytest.raises(Mine) as caught:
+            loss_of(model(X)).backward()
+        assert sys.gettrace() is tracer
+    finally:
+        sys.settrace(None)
+    note_of(caught.value)
+    handle.remove()

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from tests.support.models import CASES, assert_trained_alike, is_at_rest, joined, own_batches, reference, train, wrap
+from tests.support.ranks import on_ranks
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 X = torch.linspace(-1, 1, 8).view(2, 4)
@@ -179,14 +180,11 @@ class EditsActivation(nn.Linear):
         return y
 
 
-def test_torchs_own_check_of_versions_still_works() -> None:
+@on_ranks(2)
+def test_torchs_own_check_of_versions_still_works(rank: int) -> None:
     """torch itself compares no versions of what hooks have packed: the gradients were silently wrong."""
-
-    def one_rank(rank: int) -> None:
-        with pytest.raises(RuntimeError, match="changed by an in-place operation"):
-            fsdp.fully_shard(EditsActivation(4, 4), guard=True)(X).sum().backward()
-
-    fsdp.simulate(2, one_rank)
+    with pytest.raises(RuntimeError, match="changed by an in-place operation"):
+        fsdp.fully_shard(EditsActivation(4, 4), guard=True)(X).sum().backward()
 
 
 class CallsItself(nn.Linear):
@@ -199,22 +197,21 @@ class Interrupted(nn.Linear):
         raise KeyboardInterrupt
 
 
-def test_no_guard_is_left_behind() -> None:
-    def one_rank(rank: int) -> None:
-        model = fsdp.fully_shard(CallsItself(4, 4), guard=True)
-        model(X).sum().backward()
-        assert is_at_rest(model)
-        for door in (fsdp.FullyShardedDataParallel, fsdp.fully_shard):
-            interrupted = door(Holds(Interrupted(4, 4)), auto_wrap_policy={Interrupted}, guard=True)
-            with pytest.raises(KeyboardInterrupt):
-                interrupted(X)
-            fsdp.story(interrupted)  # in place, the next call of this library cleans up
-            assert is_at_rest(interrupted)
-
-    fsdp.simulate(1, one_rank)
+@on_ranks(1)
+def test_no_guard_is_left_behind(rank: int) -> None:
+    model = fsdp.fully_shard(CallsItself(4, 4), guard=True)
+    model(X).sum().backward()
+    assert is_at_rest(model)
+    for door in (fsdp.FullyShardedDataParallel, fsdp.fully_shard):
+        interrupted = door(Holds(Interrupted(4, 4)), auto_wrap_policy={Interrupted}, guard=True)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(X)
+        fsdp.story(interrupted)  # in place, the next call of this library cleans up
+        assert is_at_rest(interrupted)
 
 
-def test_a_refusal_leaves_no_update_behind() -> None:
+@on_ranks(2)
+def test_a_refusal_leaves_no_update_behind(rank: int) -> None:
     class EditsBoth(nn.Linear):
         inplace_updates = True
 
@@ -225,15 +222,12 @@ def test_a_refusal_leaves_no_update_behind() -> None:
                 self.bias.data.mul_(0.5)
             return super().forward(x)
 
-    def one_rank(rank: int) -> None:
-        model = fsdp.fully_shard(EditsBoth(4, 4), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16), guard=True)
-        with pytest.raises(fsdp.ShardingError, match="'bias' was changed through"):
-            model(X)
-        model.inplace_updates = False
-        model(X).sum().backward()
-        assert is_at_rest(model)
-
-    fsdp.simulate(2, one_rank)
+    model = fsdp.fully_shard(EditsBoth(4, 4), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16), guard=True)
+    with pytest.raises(fsdp.ShardingError, match="'bias' was changed through"):
+        model(X)
+    model.inplace_updates = False
+    model(X).sum().backward()
+    assert is_at_rest(model)
 
 
 def test_the_environment_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import fsdp
 from tests.equivalence.hygiene_programs import LIMIT, ROUNDS, X, round_of_training
 from tests.support.models import Block, loss_of, make_net
 from tests.support.processes import command, environment
+from tests.support.ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -80,28 +81,25 @@ def test_a_pickle_is_refused_with_the_remedy(door: Any) -> None:
     assert "save fsdp.full_state_dict(model) instead" in fsdp.simulate(2, one_rank)[1]
 
 
-def test_printing_a_model_at_any_time_shows_what_is_there() -> None:
+@on_ranks(2)
+def test_printing_a_model_at_any_time_shows_what_is_there(rank: int) -> None:
     """Whatever is reached through the module has memory, also while its whole parameters have none."""
+    model = fsdp.FullyShardedDataParallel(make_net(), auto_wrap_policy={Block})
+    printed: list[str] = []
 
-    def one_rank(rank: int) -> None:
-        model = fsdp.FullyShardedDataParallel(make_net(), auto_wrap_policy={Block})
-        printed: list[str] = []
+    def look(*_: Any) -> None:
+        printed.append(repr(model))
+        printed.extend(repr(p) for p in model.parameters())
+        printed.extend(repr(getattr(one, "weight", None)) for one in model.modules())
+        printed.extend(repr(p) for one in model.modules() for p in one._parameters.values())
 
-        def look(*_: Any) -> None:
-            printed.append(repr(model))
-            printed.extend(repr(p) for p in model.parameters())
-            printed.extend(repr(getattr(one, "weight", None)) for one in model.modules())
-            printed.extend(repr(p) for one in model.modules() for p in one._parameters.values())
-
-        for module in (model.blocks[1], model.blocks[2].up, model.leave):
-            module.register_forward_hook(look)
-            module.register_full_backward_hook(look)
-        for _ in range(2):
-            loss_of(model(X)).backward()
-            look()
-        assert all(printed)
-
-    fsdp.simulate(2, one_rank)
+    for module in (model.blocks[1], model.blocks[2].up, model.leave):
+        module.register_forward_hook(look)
+        module.register_full_backward_hook(look)
+    for _ in range(2):
+        loss_of(model(X)).backward()
+        look()
+    assert all(printed)
 
 
 def test_a_module_that_prints_its_weights_may_be_one() -> None:

@@ -7,16 +7,15 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.comm.simulated import simulate
 from tests.support.models import two_units
+from tests.support.ranks import on_ranks
 
 
-def test_a_parameter_put_in_a_slot_after_wrapping_is_refused() -> None:
-    def one_rank(rank: int) -> None:
-        model = two_units()
-        model.module[1].weight = nn.Parameter(torch.zeros(3, 3))
-        with pytest.raises(fsdp.ShardingError, match=r"Linear\.weight in unit '1' was replaced by another parameter"):
-            model(torch.ones(1, 3))
-
-    simulate(2, one_rank)
+@on_ranks(2)
+def test_a_parameter_put_in_a_slot_after_wrapping_is_refused(rank: int) -> None:
+    model = two_units()
+    model.module[1].weight = nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(fsdp.ShardingError, match=r"Linear\.weight in unit '1' was replaced by another parameter"):
+        model(torch.ones(1, 3))
 
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize, prune
 import fsdp
 from fsdp.shards.shard_tensor import ShardTensor
 from tests.support.models import loss_of
+from tests.support.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
@@ -91,19 +92,17 @@ def test_what_is_added_is_named_on_every_rank_until_it_is_gone(kind: str, strate
     fsdp.simulate(2, fn)
 
 
-def test_one_rank_alone_names_it_and_the_others_are_notified() -> None:
-    def fn(rank: int) -> None:
-        model = sharded()
-        if rank:
-            model.more = layer()
-        error = fsdp.ShardingError if rank else fsdp.PeerFailed
-        with pytest.raises(error, match=r"parameter 'more.weight' was added after wrapping"):
-            model(X)
-        if rank:
-            del model.more
-        loss_of(model(X)).backward()
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_one_rank_alone_names_it_and_the_others_are_notified(rank: int) -> None:
+    model = sharded()
+    if rank:
+        model.more = layer()
+    error = fsdp.ShardingError if rank else fsdp.PeerFailed
+    with pytest.raises(error, match=r"parameter 'more.weight' was added after wrapping"):
+        model(X)
+    if rank:
+        del model.more
+    loss_of(model(X)).backward()
 
 
 @pytest.mark.parametrize(
@@ -116,16 +115,14 @@ def test_one_rank_alone_names_it_and_the_others_are_notified() -> None:
     ],
     ids=["without parameters", "frozen", "shared", "taken away"],
 )
-def test_what_does_no_harm_is_accepted(add: Callable[[Net], object]) -> None:
-    def fn(rank: int) -> None:
-        model, plain = sharded(), Net()
-        add(model)
-        add(plain)
-        for _ in range(2):
-            assert torch.allclose(model(X), plain(X))
-        loss_of(model(X)).backward()
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_what_does_no_harm_is_accepted(rank: int, add: Callable[[Net], object]) -> None:
+    model, plain = sharded(), Net()
+    add(model)
+    add(plain)
+    for _ in range(2):
+        assert torch.allclose(model(X), plain(X))
+    loss_of(model(X)).backward()
 
 
 def test_the_remedy_is_right() -> None:
@@ -153,65 +150,55 @@ def test_the_remedy_is_right() -> None:
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_ignored_modules_may_change() -> None:
-    def fn(rank: int) -> None:
-        net = Net()
-        model = fsdp.fully_shard(net, ignored_modules=[net.layers])
-        model.layers.append(layer())
-        loss_of(model(X)).backward()
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_ignored_modules_may_change(rank: int) -> None:
+    net = Net()
+    model = fsdp.fully_shard(net, ignored_modules=[net.layers])
+    model.layers.append(layer())
+    loss_of(model(X)).backward()
 
 
-def test_a_root_that_became_an_inner_unit_is_checked_by_its_new_root() -> None:
-    def fn(rank: int) -> None:
-        model = Net()
-        fsdp.fully_shard(model.enter)
-        model.more = layer()
-        fsdp.fully_shard(model)
-        loss_of(model(X)).backward()
-        model.enter.extra = layer()
-        with pytest.raises(fsdp.ShardingError, match=r"parameter 'enter.extra.weight' was added after wrapping"):
-            model(X)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_root_that_became_an_inner_unit_is_checked_by_its_new_root(rank: int) -> None:
+    model = Net()
+    fsdp.fully_shard(model.enter)
+    model.more = layer()
+    fsdp.fully_shard(model)
+    loss_of(model(X)).backward()
+    model.enter.extra = layer()
+    with pytest.raises(fsdp.ShardingError, match=r"parameter 'enter.extra.weight' was added after wrapping"):
+        model(X)
 
 
 @STRATEGIES
 @pytest.mark.parametrize("way", ["parametrize", "prune"])
-def test_a_parameter_that_torch_takes_away_is_named(way: str, strategy: str) -> None:
-    def fn(rank: int) -> None:
-        model = sharded(strategy)
-        if way == "parametrize" and isinstance(model.enter.weight, ShardTensor):
-            with pytest.raises(fsdp.ShardingError, match=r"aten.set_.* on 'enter.weight'.* it needs the full tensor"):
-                parametrize.register_parametrization(model.enter, "weight", Doubled())
-            loss_of(model(X)).backward()  # the model is as it was
-            return
-        if way == "parametrize":
+@on_ranks(2)
+def test_a_parameter_that_torch_takes_away_is_named(rank: int, way: str, strategy: str) -> None:
+    model = sharded(strategy)
+    if way == "parametrize" and isinstance(model.enter.weight, ShardTensor):
+        with pytest.raises(fsdp.ShardingError, match=r"aten.set_.* on 'enter.weight'.* it needs the full tensor"):
             parametrize.register_parametrization(model.enter, "weight", Doubled())
-        else:
-            prune.identity(model.enter, "weight")  # type: ignore[no-untyped-call]
-        with pytest.raises(
-            fsdp.ShardingError,
-            match=r"Linear.weight in unit 'enter' was taken away after wrapping, as torch.nn.utils.parametrize, prune and",
-        ):
-            model(X)
-
-    fsdp.simulate(2, fn)
+        loss_of(model(X)).backward()  # the model is as it was
+        return
+    if way == "parametrize":
+        parametrize.register_parametrization(model.enter, "weight", Doubled())
+    else:
+        prune.identity(model.enter, "weight")  # type: ignore[no-untyped-call]
+    with pytest.raises(
+        fsdp.ShardingError,
+        match=r"Linear.weight in unit 'enter' was taken away after wrapping, as torch.nn.utils.parametrize, prune and",
+    ):
+        model(X)
 
 
 @STRATEGIES
-def test_functional_call_with_other_tensors_is_refused_and_leaves_the_model_as_it_was(strategy: str) -> None:
-    def fn(rank: int) -> None:
-        model = sharded(strategy)
-        others = {name: p.detach().clone() for name, p in model.named_parameters()}
-        with pytest.raises(
-            fsdp.ShardingError, match=r"was replaced by another parameter after wrapping.*functional_call replaces"
-        ):
-            torch.func.functional_call(model, others, (X,))
-        loss_of(torch.func.functional_call(model, dict(model.named_parameters()), (X,))).backward()
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_functional_call_with_other_tensors_is_refused_and_leaves_the_model_as_it_was(rank: int, strategy: str) -> None:
+    model = sharded(strategy)
+    others = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(fsdp.ShardingError, match=r"was replaced by another parameter after wrapping.*functional_call replaces"):
+        torch.func.functional_call(model, others, (X,))
+    loss_of(torch.func.functional_call(model, dict(model.named_parameters()), (X,))).backward()
 
 
 TRANSFORMS: dict[str, Callable[[nn.Module], object]] = {
@@ -227,15 +214,13 @@ TRANSFORMS: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRADIENTS", "NO_SHARD"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_are_refused_in_a_sentence(transform: str, strategy: str) -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(Net(), sharding_strategy=strategy)
-        for _ in range(2):
-            with pytest.raises(fsdp.ShardingError, match=r"a transform of torch.func \(vmap, grad, .* goes through 'Net', whose"):
-                TRANSFORMS[transform](model)
-            loss_of(model(X)).backward()
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_transforms_are_refused_in_a_sentence(rank: int, transform: str, strategy: str) -> None:
+    model = fsdp.fully_shard(Net(), sharding_strategy=strategy)
+    for _ in range(2):
+        with pytest.raises(fsdp.ShardingError, match=r"a transform of torch.func \(vmap, grad, .* goes through 'Net', whose"):
+            TRANSFORMS[transform](model)
+        loss_of(model(X)).backward()
 
 
 def test_the_jacobian_of_autograd_is_the_remedy() -> None:

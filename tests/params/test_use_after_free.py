@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fsdp
 from tests.support.models import Block, loss_of, make_net
+from tests.support.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 READERS: dict[str, Callable[[nn.Parameter], Any]] = {
@@ -39,36 +40,30 @@ def keep(net: nn.Module, seen: list[Any], look: Callable[[nn.Parameter], Any]) -
 
 
 @pytest.mark.parametrize("look", READERS.values(), ids=READERS)
-def test_looking_at_what_was_kept_is_refused_by_name(look: Callable[[nn.Parameter], Any]) -> None:
-    def fn(rank: int) -> None:
-        net, seen = make_net(), list[Any]()
-        kept = keep(net, seen, look)
-        plain, alike = make_net(), list[Any]()
-        keep(plain, alike, look)
-        model = fsdp.FullyShardedDataParallel(net, auto_wrap_policy={Block})
-        for _ in range(2):
-            loss_of(model(X)).backward()
-            with pytest.raises(
-                fsdp.ShardingError, match=r"of unit 'blocks.1', of shape \(16, 8\), was kept from inside a forward"
-            ):
-                look(kept[0])
-        plain(X)
-        if not isinstance(alike[0], Tensor):
-            assert str(seen[0]) == str(alike[0])
-        elif look is not READERS["an alias"]:  # which has no memory either
-            assert torch.equal(seen[0], alike[0])
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_looking_at_what_was_kept_is_refused_by_name(rank: int, look: Callable[[nn.Parameter], Any]) -> None:
+    net, seen = make_net(), list[Any]()
+    kept = keep(net, seen, look)
+    plain, alike = make_net(), list[Any]()
+    keep(plain, alike, look)
+    model = fsdp.FullyShardedDataParallel(net, auto_wrap_policy={Block})
+    for _ in range(2):
+        loss_of(model(X)).backward()
+        with pytest.raises(fsdp.ShardingError, match=r"of unit 'blocks.1', of shape \(16, 8\), was kept from inside a forward"):
+            look(kept[0])
+    plain(X)
+    if not isinstance(alike[0], Tensor):
+        assert str(seen[0]) == str(alike[0])
+    elif look is not READERS["an alias"]:  # which has no memory either
+        assert torch.equal(seen[0], alike[0])
 
 
-def test_what_keeps_its_memory_may_be_looked_at() -> None:
-    def fn(rank: int) -> None:
-        net, seen = make_net(), list[Any]()
-        kept = keep(net, seen, repr)
-        loss_of(fsdp.FullyShardedDataParallel(net, auto_wrap_policy={Block}, sharding_strategy="NO_SHARD")(X)).backward()
-        assert repr(kept[0]) == seen[0]
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_what_keeps_its_memory_may_be_looked_at(rank: int) -> None:
+    net, seen = make_net(), list[Any]()
+    kept = keep(net, seen, repr)
+    loss_of(fsdp.FullyShardedDataParallel(net, auto_wrap_policy={Block}, sharding_strategy="NO_SHARD")(X)).backward()
+    assert repr(kept[0]) == seen[0]
 
 
 def test_a_compiled_forward_may_use_these_methods() -> None:
@@ -92,19 +87,16 @@ def test_a_compiled_forward_may_use_these_methods() -> None:
     torch.testing.assert_close(fsdp.simulate(1, fn)[0], Uses()(X))
 
 
-def test_an_array_made_of_an_unsharded_parameter_is_refused_by_name() -> None:
+@on_ranks(2)
+def test_an_array_made_of_an_unsharded_parameter_is_refused_by_name(rank: int) -> None:
     """It shares the memory, which can never be given back then: a copy can be made."""
-
-    def fn(rank: int) -> None:
-        net = make_net()
-        seen: list[Any] = []
-        net.blocks[1].up.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone().numpy()))
-        fsdp.fully_shard(net, auto_wrap_policy={Block})
-        loss_of(net(X)).backward()
-        assert seen[0].shape == tuple(make_net().blocks[1].up.weight.shape)
-        net.blocks[1].up.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().numpy()))
-        with pytest.raises(fsdp.ShardingError, match=r"make it of a copy, weight.detach\(\).clone\(\).numpy\(\)") as told:
-            net(X)
-        assert any("in unit 'blocks.1'" in note for note in told.value.__notes__)
-
-    fsdp.simulate(2, fn)
+    net = make_net()
+    seen: list[Any] = []
+    net.blocks[1].up.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone().numpy()))
+    fsdp.fully_shard(net, auto_wrap_policy={Block})
+    loss_of(net(X)).backward()
+    assert seen[0].shape == tuple(make_net().blocks[1].up.weight.shape)
+    net.blocks[1].up.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().numpy()))
+    with pytest.raises(fsdp.ShardingError, match=r"make it of a copy, weight.detach\(\).clone\(\).numpy\(\)") as told:
+        net(X)
+    assert any("in unit 'blocks.1'" in note for note in told.value.__notes__)

@@ -24,6 +24,7 @@ from tests.support.models import (
     units_of,
     world_log,
 )
+from tests.support.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 
@@ -115,18 +116,16 @@ def test_the_context_restores_what_the_switch_said() -> None:
     assert_close(gradients(2, program), wanted(2, 1, 2, 3))
 
 
-def test_the_method_of_the_wrapper_is_the_function() -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.FullyShardedDataParallel(make_net())
-        with model.no_sync():
-            loss_of(model(X)).backward()
-        assert not world_log("reduce_scatter")
-        with pytest.raises(KeyError), model.no_sync():
-            raise KeyError
+@on_ranks(2)
+def test_the_method_of_the_wrapper_is_the_function(rank: int) -> None:
+    model = fsdp.FullyShardedDataParallel(make_net())
+    with model.no_sync():
         loss_of(model(X)).backward()
-        assert len(world_log("reduce_scatter")) == 1
-
-    fsdp.simulate(2, fn)
+    assert not world_log("reduce_scatter")
+    with pytest.raises(KeyError), model.no_sync():
+        raise KeyError
+    loss_of(model(X)).backward()
+    assert len(world_log("reduce_scatter")) == 1
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -192,22 +191,20 @@ def test_a_failed_backward_leaves_no_trace_in_the_gradients(kept: bool) -> None:
     assert_close(gradients(2, program), wanted(2, 1, 3))
 
 
-def test_editing_kept_gradients_is_refused_where_they_would_be_used() -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-        backward(model, rank, 1, kept=True)
-        for p in model.parameters():
-            if p.grad is not None:
-                with pytest.raises(fsdp.ShardingError, match="is kept under no_sync: it is not reduced"):
-                    p.grad.mul_(0.5)
-                local(p.grad).mul_(0.5)  # past the shard, as an ordinary gradient is edited
-        with pytest.raises(fsdp.ShardingError, match="was edited while gradients are kept under no_sync; scale or clip after"):
-            backward(model, rank, 2)
-        assert is_at_rest(model)
-        model.zero_grad()
-        backward(model, rank, 3)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_editing_kept_gradients_is_refused_where_they_would_be_used(rank: int) -> None:
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    backward(model, rank, 1, kept=True)
+    for p in model.parameters():
+        if p.grad is not None:
+            with pytest.raises(fsdp.ShardingError, match="is kept under no_sync: it is not reduced"):
+                p.grad.mul_(0.5)
+            local(p.grad).mul_(0.5)  # past the shard, as an ordinary gradient is edited
+    with pytest.raises(fsdp.ShardingError, match="was edited while gradients are kept under no_sync; scale or clip after"):
+        backward(model, rank, 2)
+    assert is_at_rest(model)
+    model.zero_grad()
+    backward(model, rank, 3)
 
 
 class TwoWays(nn.Module):
@@ -238,19 +235,17 @@ def test_a_unit_used_only_under_no_sync_is_reduced_all_the_same() -> None:
     assert_close(found, run(plain, [0, 1], nullcontext))
 
 
-def test_no_sync_keeps_memory_for_unsharded_gradients_and_releases_it() -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-        backward(model, rank, 1, kept=True)
-        assert all(len(bucket.accumulated) == len(bucket.views) for bucket in _buckets(model))
-        backward(model, rank, 1)
-        assert not any(bucket.accumulated for bucket in _buckets(model))
-        backward(model, rank, 1, kept=True)
-        model.zero_grad()
-        backward(model, rank, 1)
-        assert not any(bucket.accumulated for bucket in _buckets(model))
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_no_sync_keeps_memory_for_unsharded_gradients_and_releases_it(rank: int) -> None:
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    backward(model, rank, 1, kept=True)
+    assert all(len(bucket.accumulated) == len(bucket.views) for bucket in _buckets(model))
+    backward(model, rank, 1)
+    assert not any(bucket.accumulated for bucket in _buckets(model))
+    backward(model, rank, 1, kept=True)
+    model.zero_grad()
+    backward(model, rank, 1)
+    assert not any(bucket.accumulated for bucket in _buckets(model))
 
 
 def _buckets(model: nn.Module) -> list[Any]:
@@ -291,17 +286,15 @@ def test_writing_weights_drops_nothing_that_no_sync_kept() -> None:
     assert torch.cat(simulate(2, one_rank)).tolist() == [2.0]
 
 
-def test_gradients_kept_under_no_sync_are_in_the_books() -> None:
-    def one_rank(rank: int) -> None:
-        model = two_units()
-        before = fsdp.memory_bytes(model)
-        with fsdp.no_sync(model):
-            model(torch.ones(1, 3)).sum().backward()
-        assert fsdp.memory_bytes(model) == before + 2 * (9 + 3) * 4
+@on_ranks(2)
+def test_gradients_kept_under_no_sync_are_in_the_books(rank: int) -> None:
+    model = two_units()
+    before = fsdp.memory_bytes(model)
+    with fsdp.no_sync(model):
         model(torch.ones(1, 3)).sum().backward()
-        assert fsdp.memory_bytes(model) == before
-
-    simulate(2, one_rank)
+    assert fsdp.memory_bytes(model) == before + 2 * (9 + 3) * 4
+    model(torch.ones(1, 3)).sum().backward()
+    assert fsdp.memory_bytes(model) == before
 
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -38,6 +38,7 @@ from tests.support.models import (
     world_log,
     wrap,
 )
+from tests.support.ranks import on_ranks
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 X = torch.linspace(-1, 1, 12).view(2, 6)
@@ -626,18 +627,16 @@ def test_a_static_graph_says_who_has_what_once() -> None:
     assert fsdp.simulate(2, fn) == [[1, 0, 0]] * 2
 
 
-def test_a_graph_that_was_said_to_be_static_and_is_not_is_refused_by_name() -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(Branches(), reduction=fsdp.ReductionPolicy(static_graph=True))
-        loss_of(model(X, 1)).backward()
-        before = gradients_of(model)
-        with pytest.raises(fsdp.ShardingError, match=r"'branches.1.weight' .* had a gradient in the first backward and has none"):
-            loss_of(model(X, 2)).backward()
-        after = gradients_of(model)
-        assert all(before[name] is after[name] or torch.equal(before[name], after[name]) for name in before)
-        loss_of(model(X, 1)).backward()
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_graph_that_was_said_to_be_static_and_is_not_is_refused_by_name(rank: int) -> None:
+    model = fsdp.fully_shard(Branches(), reduction=fsdp.ReductionPolicy(static_graph=True))
+    loss_of(model(X, 1)).backward()
+    before = gradients_of(model)
+    with pytest.raises(fsdp.ShardingError, match=r"'branches.1.weight' .* had a gradient in the first backward and has none"):
+        loss_of(model(X, 2)).backward()
+    after = gradients_of(model)
+    assert all(before[name] is after[name] or torch.equal(before[name], after[name]) for name in before)
+    loss_of(model(X, 1)).backward()
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
@@ -670,26 +669,22 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_options_that_do_not_fit_are_refused_before_anything_moves(text: str) -> None:
-    def fn(rank: int) -> None:
-        net = Net()
-        with pytest.raises(fsdp.ShardingError, match=text):
-            fsdp.fully_shard(net, **WRONG[text])
-        fsdp.fully_shard(net)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_options_that_do_not_fit_are_refused_before_anything_moves(rank: int, text: str) -> None:
+    net = Net()
+    with pytest.raises(fsdp.ShardingError, match=text):
+        fsdp.fully_shard(net, **WRONG[text])
+    fsdp.fully_shard(net)
 
 
 @pytest.mark.parametrize(
     "option", [{"deterministic": True}, {"average": False}, {"predivide_factor": 2.0}, {"streams": 2}], ids=str
 )
-def test_a_hook_leaves_no_sum_to_have_options(option: dict[str, Any]) -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(nn.Linear(2, 2), reduction=fsdp.ReductionPolicy(**option))
-        with pytest.raises(fsdp.ShardingError, match=f"the hook does the sums, so reduction.{next(iter(option))}"):
-            fsdp.register_comm_hook(model, None, print)
-
-    fsdp.simulate(1, fn)
+@on_ranks(1)
+def test_a_hook_leaves_no_sum_to_have_options(rank: int, option: dict[str, Any]) -> None:
+    model = fsdp.fully_shard(nn.Linear(2, 2), reduction=fsdp.ReductionPolicy(**option))
+    with pytest.raises(fsdp.ShardingError, match=f"the hook does the sums, so reduction.{next(iter(option))}"):
+        fsdp.register_comm_hook(model, None, print)
 
 
 @pytest.mark.parametrize("cap", [None, 1.0])
@@ -715,30 +710,28 @@ def test_the_policy_of_the_outermost_unit_counts() -> None:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("broken", ["all_reduce", "reduce_scatter", "fill"])
-def test_a_launch_that_fails_leaves_no_byte(strategy: str, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fn(rank: int) -> None:
-        policy = fsdp.ReductionPolicy(bucket_cap_mb=1, first_bucket_mb=1)
-        model = fsdp.fully_shard(Net(2), auto_wrap_policy={Block}, sharding_strategy=strategy, reduction=policy)
-        loss_of(model(X)).backward()
-        model.zero_grad()
-        resting = fsdp.memory_bytes(model)
-        engine = fsdp.runtime.registry.unit_ref_of(model).engine
-        holder = engine.reducer.buckets[1].__class__ if broken == "fill" else engine.comms.reduce_comm.__class__
-        if broken == "all_reduce":
-            holder = engine.comms.replica_comm.__class__
-        loss = loss_of(model(X))
+@on_ranks(1)
+def test_a_launch_that_fails_leaves_no_byte(rank: int, strategy: str, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = fsdp.ReductionPolicy(bucket_cap_mb=1, first_bucket_mb=1)
+    model = fsdp.fully_shard(Net(2), auto_wrap_policy={Block}, sharding_strategy=strategy, reduction=policy)
+    loss_of(model(X)).backward()
+    model.zero_grad()
+    resting = fsdp.memory_bytes(model)
+    engine = fsdp.runtime.registry.unit_ref_of(model).engine
+    holder = engine.reducer.buckets[1].__class__ if broken == "fill" else engine.comms.reduce_comm.__class__
+    if broken == "all_reduce":
+        holder = engine.comms.replica_comm.__class__
+    loss = loss_of(model(X))
 
-        def fails(*_: Any, **__: Any) -> None:
-            raise MemoryError(broken)
+    def fails(*_: Any, **__: Any) -> None:
+        raise MemoryError(broken)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(holder, broken, fails)
-            with suppress(MemoryError):
-                loss.backward()
-        del loss
-        assert fsdp.memory_bytes(model) == resting
-
-    fsdp.simulate(1, fn)
+    with monkeypatch.context() as patch:
+        patch.setattr(holder, broken, fails)
+        with suppress(MemoryError):
+            loss.backward()
+    del loss
+    assert fsdp.memory_bytes(model) == resting
 
 
 def test_predividing_keeps_what_would_overflow() -> None:

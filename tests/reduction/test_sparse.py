@@ -16,6 +16,7 @@ from fsdp.comm.simulated import current_rank
 from fsdp.reduction.sparse import SparseTotal
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import gradients_of, is_at_rest, loss_of, world_log
+from tests.support.ranks import on_ranks
 
 ROWS, WIDTH = 40, 6
 REPLICATED: dict[str, Any] = {"sharding_strategy": "NO_SHARD", "auto_wrap_policy": {nn.Embedding, nn.EmbeddingBag}}
@@ -232,7 +233,8 @@ def test_the_sum_has_the_bits_of_the_dense_one(dtype: torch.dtype) -> None:
     assert all(map(torch.equal, rows, dense))
 
 
-def test_a_sparse_gradient_where_dense_was_declared_is_refused_by_name() -> None:
+@on_ranks(2)
+def test_a_sparse_gradient_where_dense_was_declared_is_refused_by_name(rank: int) -> None:
     def looked_up(model: nn.Module, sparse: bool) -> Tensor:
         return nn.functional.embedding(tokens_of(0, 0), model.weight, sparse=sparse)
 
@@ -244,27 +246,22 @@ def test_a_sparse_gradient_where_dense_was_declared_is_refused_by_name() -> None
         def forward(self, sparse: bool) -> Tensor:
             return looked_up(self, sparse)
 
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(make(Table), sharding_strategy="NO_SHARD")
-        with pytest.raises(fsdp.ShardingError, match=r"gradient of 'weight' .*sparse"):
-            model(True).sum().backward()
-        assert model.weight.grad is None and is_at_rest(model)
-        model(False).sum().backward()
-        plain = make(Table)
-        plain(False).sum().backward()
-        assert torch.equal(model.weight.grad, plain.weight.grad)
-
-    fsdp.simulate(2, fn)
+    model = fsdp.fully_shard(make(Table), sharding_strategy="NO_SHARD")
+    with pytest.raises(fsdp.ShardingError, match=r"gradient of 'weight' .*sparse"):
+        model(True).sum().backward()
+    assert model.weight.grad is None and is_at_rest(model)
+    model(False).sum().backward()
+    plain = make(Table)
+    plain(False).sum().backward()
+    assert torch.equal(model.weight.grad, plain.weight.grad)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRADIENTS"])
-def test_where_rows_are_cut_over_the_ranks_gradients_are_dense(strategy: str) -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(make(), sharding_strategy=strategy)
-        loss_of(model(tokens_of(rank, 0))).backward()
-        assert not any(gradient is not None and gradient.is_sparse for gradient in gradients_of(model).values())
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_where_rows_are_cut_over_the_ranks_gradients_are_dense(rank: int, strategy: str) -> None:
+    model = fsdp.fully_shard(make(), sharding_strategy=strategy)
+    loss_of(model(tokens_of(rank, 0))).backward()
+    assert not any(gradient is not None and gradient.is_sparse for gradient in gradients_of(model).values())
 
 
 def test_hooks_on_the_parameter_see_the_sparse_average_and_may_change_it() -> None:
@@ -358,15 +355,13 @@ def test_they_are_saved_in_the_middle_of_an_accumulation(tmp_path: Any) -> None:
         assert torch.equal(saved, loaded)
 
 
-def test_the_books_are_even_after_a_step() -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(make(), **REPLICATED)
-        for step in range(2):
-            loss_of(model(tokens_of(rank, step))).backward()
-        assert is_at_rest(model)
-        assert bytes_held(model).keys() == {"shards"}
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_the_books_are_even_after_a_step(rank: int) -> None:
+    model = fsdp.fully_shard(make(), **REPLICATED)
+    for step in range(2):
+        loss_of(model(tokens_of(rank, step))).backward()
+    assert is_at_rest(model)
+    assert bytes_held(model).keys() == {"shards"}
 
 
 def test_a_rank_that_fails_where_rows_are_exchanged_exchanges_no_others() -> None:

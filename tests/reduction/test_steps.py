@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.comm.simulated import current_rank
 from tests.support.models import Block, loss_of, make_net
+from tests.support.ranks import on_ranks
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -150,46 +151,40 @@ def test_what_ranks_do_alike_or_may_do_apart_is_not_refused(size: int, strategy:
     fsdp.simulate(size, fn)
 
 
-def test_two_optimizers_in_turns_are_not_refused() -> None:
-    def fn(rank: int) -> None:
-        model = shard()
-        parameters = list(model.parameters())
-        optimizers = [OPTIMIZERS["SGD"](parameters[:3]), OPTIMIZERS["AdamW"](parameters[3:])]
-        for step in range(6):
-            backward(model, rank)
-            optimizers[step % 2].step()
-
-    fsdp.simulate(3, fn)
-
-
-def test_frozen_units_and_no_sync_are_not_refused() -> None:
-    def fn(rank: int) -> None:
-        model = shard()
-        optimizer = OPTIMIZERS["AdamW"](model.parameters())
-        for step in range(6):
-            model.blocks[0].requires_grad_(step % 3 == 0)
-            with fsdp.no_sync(model):
-                backward(model, rank)
-            backward(model, rank)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    fsdp.simulate(2, fn)
-
-
-def test_join_is_not_refused() -> None:
-    def fn(rank: int) -> None:
-        model = shard()
-        optimizer = OPTIMIZERS["AdamW"](model.parameters())
-        with fsdp.join(model, optimizer.step) as joined:
-            for _ in range(2 + 2 * rank):
-                optimizer.zero_grad()
-                backward(model, rank)
-                joined.step()
-        optimizer.zero_grad()
+@on_ranks(3)
+def test_two_optimizers_in_turns_are_not_refused(rank: int) -> None:
+    model = shard()
+    parameters = list(model.parameters())
+    optimizers = [OPTIMIZERS["SGD"](parameters[:3]), OPTIMIZERS["AdamW"](parameters[3:])]
+    for step in range(6):
         backward(model, rank)
+        optimizers[step % 2].step()
 
-    fsdp.simulate(2, fn)
+
+@on_ranks(2)
+def test_frozen_units_and_no_sync_are_not_refused(rank: int) -> None:
+    model = shard()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    for step in range(6):
+        model.blocks[0].requires_grad_(step % 3 == 0)
+        with fsdp.no_sync(model):
+            backward(model, rank)
+        backward(model, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_join_is_not_refused(rank: int) -> None:
+    model = shard()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    with fsdp.join(model, optimizer.step) as joined:
+        for _ in range(2 + 2 * rank):
+            optimizer.zero_grad()
+            backward(model, rank)
+            joined.step()
+    optimizer.zero_grad()
+    backward(model, rank)
 
 
 class Broken(Exception):
@@ -205,22 +200,20 @@ def fail_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
 
 
 @pytest.mark.parametrize("failing", [fail, fail_in_backward])
-def test_a_step_that_was_given_up_is_not_compared(failing: Callable[..., None]) -> None:
-    def fn(rank: int) -> None:
-        model = shard()
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
-        for step in range(5):
-            optimizer.zero_grad()
-            if step == 2:
-                handle = model.blocks[0].register_forward_hook(failing) if rank else None
-                with pytest.raises(Broken if rank else fsdp.PeerFailed):
-                    backward(model, rank)
-                if handle is not None:
-                    handle.remove()
-            backward(model, rank)
-            optimizer.step()
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_step_that_was_given_up_is_not_compared(rank: int, failing: Callable[..., None]) -> None:
+    model = shard()
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    for step in range(5):
+        optimizer.zero_grad()
+        if step == 2:
+            handle = model.blocks[0].register_forward_hook(failing) if rank else None
+            with pytest.raises(Broken if rank else fsdp.PeerFailed):
+                backward(model, rank)
+            if handle is not None:
+                handle.remove()
+        backward(model, rank)
+        optimizer.step()
 
 
 def test_only_parameters_of_several_ranks_are_compared_and_no_collective_is_added() -> None:

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from tests.support.models import assert_close, gradients_of, is_at_rest, join
+from tests.support.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 STRATEGIES = ("FULL_SHARD", "NO_SHARD", "SHARD_GRADIENTS")
@@ -163,7 +164,8 @@ def test_ranks_may_use_different_parameters(kind: type[nn.Module], strategy: str
         assert_close({name: join([one[name] for one in found], g.shape) for name, g in wanted.items() if g is not None}, wanted)
 
 
-def test_a_unit_that_some_ranks_do_not_come_to_may_be_frozen() -> None:
+@on_ranks(2)
+def test_a_unit_that_some_ranks_do_not_come_to_may_be_frozen(rank: int) -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -173,17 +175,14 @@ def test_a_unit_that_some_ranks_do_not_come_to_may_be_frozen() -> None:
         def forward(self, x: Tensor, chosen: int) -> Tensor:
             return self.layers[chosen](torch.tanh(self.layers[0](x)))
 
-    def fn(rank: int) -> None:
-        policy = fsdp.ReductionPolicy(find_unused_parameters=True)
-        model = fsdp.fully_shard(Branches(), auto_wrap_policy={nn.Linear}, sharding_strategy="NO_SHARD", reduction=policy)
-        for step in range(3):
-            if step == 1:
-                model.layers[2].requires_grad_(False)
-            model.zero_grad()
-            model(X, 1 + rank).square().sum().backward()
-        assert model.layers[1].weight.grad is not None and model.layers[2].weight.grad is None
-
-    fsdp.simulate(2, fn)
+    policy = fsdp.ReductionPolicy(find_unused_parameters=True)
+    model = fsdp.fully_shard(Branches(), auto_wrap_policy={nn.Linear}, sharding_strategy="NO_SHARD", reduction=policy)
+    for step in range(3):
+        if step == 1:
+            model.layers[2].requires_grad_(False)
+        model.zero_grad()
+        model(X, 1 + rank).square().sum().backward()
+    assert model.layers[1].weight.grad is not None and model.layers[2].weight.grad is None
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER"])

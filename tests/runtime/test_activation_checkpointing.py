@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import fsdp
 from tests.support.models import Block, Net, assert_close, is_at_rest, join, local, loss_of, make_net, world_log
+from tests.support.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
@@ -169,20 +170,17 @@ def test_under_no_sync_kept_gradients_add_up(reentrant: bool) -> None:
 
 
 @REENTRANT
-def test_a_checkpoint_costs_one_more_gather_at_most(reentrant: bool) -> None:
+@on_ranks(2)
+def test_a_checkpoint_costs_one_more_gather_at_most(rank: int, reentrant: bool) -> None:
     """The replay gathers for the backward behind it as well."""
-
-    def fn(rank: int) -> None:
-        net = make_net()
-        net.__class__ = Checkpointed
-        net.way = partial(each, reentrant=reentrant)
-        model = fsdp.fully_shard(net, auto_wrap_policy={Block})
-        for _ in range(2):
-            before = len(world_log("all_gather"))
-            loss_of(model(X)).backward()
-            assert len(world_log("all_gather")) - before == 4 + 3
-
-    fsdp.simulate(2, fn)
+    net = make_net()
+    net.__class__ = Checkpointed
+    net.way = partial(each, reentrant=reentrant)
+    model = fsdp.fully_shard(net, auto_wrap_policy={Block})
+    for _ in range(2):
+        before = len(world_log("all_gather"))
+        loss_of(model(X)).backward()
+        assert len(world_log("all_gather")) - before == 4 + 3
 
 
 def test_what_a_recompute_reads_of_another_root_belongs_to_the_backward_around_the_checkpoint() -> None:

@@ -18,6 +18,7 @@ from fsdp.runtime.registry import unit_ref_of
 from tests.runtime import forks
 from tests.support.models import assert_close, local
 from tests.support.processes import results_of
+from tests.support.ranks import on_ranks
 
 STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER", "NO_SHARD")
 
@@ -171,21 +172,19 @@ def unsynced(model: nn.Module) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_step_while_gradients_are_kept_under_no_sync_is_refused(door: str) -> None:
-    def fn(rank: int) -> None:
-        model = DOORS[door](Net())
-        optimizer = torch.optim.AdamW(model.parameters())
-        before = weights(model)
-        with unsynced(model):
-            model(data(rank)).sum().backward()
-        with pytest.raises(fsdp.ShardingError, match=r"AdamW\.step: the gradient of '.*' is kept under no_sync"):
-            optimizer.step()
-        assert_close(weights(model), before, within=0)
+@on_ranks(2)
+def test_a_step_while_gradients_are_kept_under_no_sync_is_refused(rank: int, door: str) -> None:
+    model = DOORS[door](Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = weights(model)
+    with unsynced(model):
         model(data(rank)).sum().backward()
+    with pytest.raises(fsdp.ShardingError, match=r"AdamW\.step: the gradient of '.*' is kept under no_sync"):
         optimizer.step()
-        assert float((weights(model)["first.weight"] - before["first.weight"]).abs().max()) > 0
-
-    fsdp.simulate(2, fn)
+    assert_close(weights(model), before, within=0)
+    model(data(rank)).sum().backward()
+    optimizer.step()
+    assert float((weights(model)["first.weight"] - before["first.weight"]).abs().max()) > 0
 
 
 @pytest.mark.parametrize("by_name", [True, False])
@@ -277,17 +276,15 @@ def test_gradients_that_are_kept_can_be_zeroed_and_then_steps_go_on(strategy: st
 
 
 @pytest.mark.parametrize("door", ["NO_SHARD", "DDP", "FULL_SHARD"])
-def test_a_gradient_that_is_replaced_between_micro_batches_is_refused(door: str) -> None:
-    def fn(rank: int) -> None:
-        model = DOORS[door](Net())
-        with unsynced(model):
-            model(data(rank)).sum().backward()
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        with pytest.raises(fsdp.ShardingError, match=r"was replaced while gradients are kept under no_sync"):
-            model(data(rank)).sum().backward()
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_gradient_that_is_replaced_between_micro_batches_is_refused(rank: int, door: str) -> None:
+    model = DOORS[door](Net())
+    with unsynced(model):
+        model(data(rank)).sum().backward()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(fsdp.ShardingError, match=r"was replaced while gradients are kept under no_sync"):
+        model(data(rank)).sum().backward()
 
 
 # inside a backward ----------------------------------------------------------------------------
@@ -331,45 +328,41 @@ def test_what_needs_the_gradients_of_this_backward_is_refused_in_a_tensor_hook(a
     fsdp.simulate(2, in_tensor_hook(ACTS[act]))
 
 
-def test_a_step_in_a_recompute_is_refused() -> None:
-    def fn(rank: int) -> None:
-        model = natively("FULL_SHARD")(Net(checkpointed=True))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        calls: list[int] = []
+@on_ranks(2)
+def test_a_step_in_a_recompute_is_refused(rank: int) -> None:
+    model = natively("FULL_SHARD")(Net(checkpointed=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls: list[int] = []
 
-        def step_in_recompute(*_: Any) -> None:
-            calls.append(0)
-            if len(calls) == 2:
-                optimizer.step()
+    def step_in_recompute(*_: Any) -> None:
+        calls.append(0)
+        if len(calls) == 2:
+            optimizer.step()
 
-        handle = model.second.register_forward_pre_hook(step_in_recompute)
-        loss = model(data(rank)).sum()
-        with pytest.raises(fsdp.ShardingError, match=r"SGD\.step: inside a backward the gradient of"):
-            loss.backward()
-        handle.remove()
-        model(data(rank)).sum().backward()
-        optimizer.step()
-
-    fsdp.simulate(2, fn)
+    handle = model.second.register_forward_pre_hook(step_in_recompute)
+    loss = model(data(rank)).sum()
+    with pytest.raises(fsdp.ShardingError, match=r"SGD\.step: inside a backward the gradient of"):
+        loss.backward()
+    handle.remove()
+    model(data(rank)).sum().backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_parameter_that_an_optimizer_gets_inside_a_forward_is_refused_before_its_step(strategy: str) -> None:
-    def fn(rank: int) -> None:
-        model = natively(strategy)(Net())
-        optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
+@on_ranks(2)
+def test_a_parameter_that_an_optimizer_gets_inside_a_forward_is_refused_before_its_step(rank: int, strategy: str) -> None:
+    model = natively(strategy)(Net())
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    optimizer.step()
+
+    def add(module: nn.Module, args: Any) -> None:
+        optimizer.add_param_group({"params": [module.weight]})
+
+    handle = model.second.register_forward_pre_hook(add)
+    model(data(rank)).sum().backward()
+    handle.remove()
+    with pytest.raises(fsdp.ShardingError, match=r"was given a parameter of unit 'second' inside its forward"):
         optimizer.step()
-
-        def add(module: nn.Module, args: Any) -> None:
-            optimizer.add_param_group({"params": [module.weight]})
-
-        handle = model.second.register_forward_pre_hook(add)
-        model(data(rank)).sum().backward()
-        handle.remove()
-        with pytest.raises(fsdp.ShardingError, match=r"was given a parameter of unit 'second' inside its forward"):
-            optimizer.step()
-
-    fsdp.simulate(2, fn)
 
 
 # p.data --------------------------------------------------------------------------------------
@@ -533,41 +526,35 @@ def test_a_model_of_inference_mode_can_be_used_and_trained(size: int, strategy: 
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_gradient_of_another_dtype_is_refused_when_the_model_is_wrapped(door: str) -> None:
-    def fn(rank: int) -> None:
-        net = Net().bfloat16()
-        net.second.weight.grad_dtype = torch.float32
-        with pytest.raises(fsdp.ShardingError, match=r"weight' has grad_dtype torch\.float32"):
-            DOORS[door](net)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_gradient_of_another_dtype_is_refused_when_the_model_is_wrapped(rank: int, door: str) -> None:
+    net = Net().bfloat16()
+    net.second.weight.grad_dtype = torch.float32
+    with pytest.raises(fsdp.ShardingError, match=r"weight' has grad_dtype torch\.float32"):
+        DOORS[door](net)
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_gradient_of_another_dtype_is_refused_when_it_is_asked_for(door: str) -> None:
-    def fn(rank: int) -> None:
-        model = DOORS[door](Net().bfloat16())
-        with pytest.raises(fsdp.ShardingError, match=r"grad_dtype of '.*': its reduced gradient is torch\.bfloat16"):
-            for p in model.parameters():
-                p.grad_dtype = torch.float32
-            model(data(rank).bfloat16())
+@on_ranks(2)
+def test_a_gradient_of_another_dtype_is_refused_when_it_is_asked_for(rank: int, door: str) -> None:
+    model = DOORS[door](Net().bfloat16())
+    with pytest.raises(fsdp.ShardingError, match=r"grad_dtype of '.*': its reduced gradient is torch\.bfloat16"):
         for p in model.parameters():
-            p.grad_dtype = torch.bfloat16
-        model(data(rank).bfloat16()).sum().backward()
-        assert all(p.grad is None or p.grad.dtype is torch.bfloat16 for p in model.parameters())
-
-    fsdp.simulate(2, fn)
+            p.grad_dtype = torch.float32
+        model(data(rank).bfloat16())
+    for p in model.parameters():
+        p.grad_dtype = torch.bfloat16
+    model(data(rank).bfloat16()).sum().backward()
+    assert all(p.grad is None or p.grad.dtype is torch.bfloat16 for p in model.parameters())
 
 
 @pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("door", DOORS)
-def test_an_embedding_that_renormalises_is_refused_among_several_ranks(door: str, make: Any) -> None:
-    def fn(rank: int) -> None:
-        net = nn.Sequential(make(4, 8, max_norm=1.0), nn.Linear(8, 1))
-        with pytest.raises(fsdp.ShardingError, match=r"max_norm=1\.0\) changes in its forward the rows that this rank looks up"):
-            DOORS[door](net)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_an_embedding_that_renormalises_is_refused_among_several_ranks(rank: int, door: str, make: Any) -> None:
+    net = nn.Sequential(make(4, 8, max_norm=1.0), nn.Linear(8, 1))
+    with pytest.raises(fsdp.ShardingError, match=r"max_norm=1\.0\) changes in its forward the rows that this rank looks up"):
+        DOORS[door](net)
 
 
 def test_an_embedding_may_renormalise_on_one_rank_and_by_hand() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import fsdp
 from tests.support.models import ALONE, Block, Net, loss_of, units_of, world_log
+from tests.support.ranks import on_ranks
 
 BLOCKS = 4
 X = torch.linspace(-1, 1, 12).view(2, 6)
@@ -118,16 +119,14 @@ def test_half_precision_halves_what_gathers_move(dtype: torch.dtype) -> None:
     assert half <= full / 2 * 1.01
 
 
-def test_frozen_units_are_not_reduced() -> None:
-    def fn(rank: int) -> None:
-        net = Net(BLOCKS)
-        net.blocks.requires_grad_(False)
-        model = fsdp.fully_shard(net, auto_wrap_policy={Block})
-        step(model)
-        assert [call.label for call in world_log("reduce_scatter")] == ["Net"]
-        assert len(units_of(model)) == BLOCKS + 1
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_frozen_units_are_not_reduced(rank: int) -> None:
+    net = Net(BLOCKS)
+    net.blocks.requires_grad_(False)
+    model = fsdp.fully_shard(net, auto_wrap_policy={Block})
+    step(model)
+    assert [call.label for call in world_log("reduce_scatter")] == ["Net"]
+    assert len(units_of(model)) == BLOCKS + 1
 
 
 def test_gathers_and_reductions_have_communicators_of_their_own() -> None:

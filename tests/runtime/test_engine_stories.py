@@ -13,6 +13,7 @@ from fsdp.comm.simulated import simulate
 from fsdp.runtime.registry import unit_ref_of
 from state_machine import Event
 from tests.support.models import assert_close, gradients_of, is_at_rest, join
+from tests.support.ranks import on_ranks
 
 
 class UsedInTwoCheckpoints(nn.Module):
@@ -146,54 +147,47 @@ def test_ranks_that_use_different_parameters_of_a_unit_do_not_wait_for_each_othe
     assert_close({"last.sometimes": found}, {"last.sometimes": plain.last.sometimes.grad})
 
 
-def test_create_graph_with_gradients_of_parameters_is_refused_by_name() -> None:
-    def one_rank(rank: int) -> None:
-        model = fsdp.fully_shard(nn.Linear(2, 2))
-        x = torch.ones(1, 2, requires_grad=True)
-        with pytest.raises(fsdp.ShardingError, match="create_graph=True brings gradients to the parameters of unit 'Linear'"):
-            model(x).sum().backward(create_graph=True)
-        model(x).sum().backward()
-        assert is_at_rest(model)
-
-    simulate(2, one_rank)
+@on_ranks(2)
+def test_create_graph_with_gradients_of_parameters_is_refused_by_name(rank: int) -> None:
+    model = fsdp.fully_shard(nn.Linear(2, 2))
+    x = torch.ones(1, 2, requires_grad=True)
+    with pytest.raises(fsdp.ShardingError, match="create_graph=True brings gradients to the parameters of unit 'Linear'"):
+        model(x).sum().backward(create_graph=True)
+    model(x).sum().backward()
+    assert is_at_rest(model)
 
 
-def test_a_step_between_forward_and_backward_is_refused_by_name() -> None:
+@on_ranks(2)
+def test_a_step_between_forward_and_backward_is_refused_by_name(rank: int) -> None:
     """Plain torch refuses it as well; gathering the new weights for the backward would go unnoticed."""
-
-    def one_rank(rank: int) -> None:
-        model = fsdp.FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.ones(1, 2)).sum().backward()
-        loss = model(torch.ones(1, 2)).sum()
-        optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(fsdp.ShardingError, match="changed in place between its forward and its backward"):
-            loss.backward()
-        assert is_at_rest(model) and all(parameter.grad is None for parameter in model.parameters())
-
-    simulate(2, one_rank)
+    model = fsdp.FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    loss = model(torch.ones(1, 2)).sum()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(fsdp.ShardingError, match="changed in place between its forward and its backward"):
+        loss.backward()
+    assert is_at_rest(model) and all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("wrap", [fsdp.fully_shard, fsdp.FullyShardedDataParallel])
-def test_ctrl_c_inside_a_forward_is_noticed_by_whatever_comes_next(wrap: Callable[..., nn.Module]) -> None:
-    def one_rank(rank: int) -> None:
-        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        model = wrap(module, auto_wrap_policy={nn.Linear})
-        interrupts = iter((True, False))
+@on_ranks(2)
+def test_ctrl_c_inside_a_forward_is_noticed_by_whatever_comes_next(rank: int, wrap: Callable[..., nn.Module]) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = wrap(module, auto_wrap_policy={nn.Linear})
+    interrupts = iter((True, False))
 
-        def interrupt(module: nn.Module, inputs: object) -> None:
-            if next(interrupts, False):
-                raise KeyboardInterrupt
+    def interrupt(module: nn.Module, inputs: object) -> None:
+        if next(interrupts, False):
+            raise KeyboardInterrupt
 
-        module[1].register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            model(torch.ones(1, 2))
-        assert set(fsdp.full_state_dict(model, rank0_only=False)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
-        assert is_at_rest(model)
-        model(torch.ones(1, 2)).sum().backward()
-
-    simulate(2, one_rank)
+    module[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1, 2))
+    assert set(fsdp.full_state_dict(model, rank0_only=False)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert is_at_rest(model)
+    model(torch.ones(1, 2)).sum().backward()
 
 
 class KeepsAnAuxiliaryLoss(nn.Module):

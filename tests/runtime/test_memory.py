@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp
 from tests.support.floors import BLOCKS, all_sizes, expected_peak, floor, make, root_and_block, shards_of
 from tests.support.models import Block, is_at_rest, loss_of
+from tests.support.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 6).view(1, 6)
 
@@ -114,45 +115,41 @@ def stop(*_: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("where", ["forward pre-hook", "forward hook", "backward", "tensor hook"])
-def test_an_exception_releases_the_memory(where: str, strategy: str) -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(make(8), auto_wrap_policy={Block}, sharding_strategy=strategy)
+@on_ranks(2)
+def test_an_exception_releases_the_memory(rank: int, where: str, strategy: str) -> None:
+    model = fsdp.fully_shard(make(8), auto_wrap_policy={Block}, sharding_strategy=strategy)
+    step(model)
+    middle = model.blocks[2]
+    handle = {
+        "forward pre-hook": lambda: middle.register_forward_pre_hook(stop),
+        "forward hook": lambda: middle.up.register_forward_hook(stop),
+        "backward": lambda: middle.up.register_full_backward_hook(stop),
+        "tensor hook": lambda: middle.register_forward_hook(lambda m, args, output: output.register_hook(stop) and None),
+    }[where]()
+    with pytest.raises(Stop):
         step(model)
-        middle = model.blocks[2]
-        handle = {
-            "forward pre-hook": lambda: middle.register_forward_pre_hook(stop),
-            "forward hook": lambda: middle.up.register_forward_hook(stop),
-            "backward": lambda: middle.up.register_full_backward_hook(stop),
-            "tensor hook": lambda: middle.register_forward_hook(lambda m, args, output: output.register_hook(stop) and None),
-        }[where]()
-        with pytest.raises(Stop):
-            step(model)
-        handle.remove()
-        assert fsdp.memory_bytes(model) == shards_of(model)
-        assert is_at_rest(model)
-        step(model)
-        assert fsdp.memory_bytes(model) == shards_of(model)
-
-    fsdp.simulate(2, fn)
+    handle.remove()
+    assert fsdp.memory_bytes(model) == shards_of(model)
+    assert is_at_rest(model)
+    step(model)
+    assert fsdp.memory_bytes(model) == shards_of(model)
 
 
 @pytest.mark.parametrize("options", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"reshard_after_forward": True}], ids=str)
-def test_at_rest_the_shards_are_all_there_is(options: dict[str, Any]) -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(make(8), auto_wrap_policy={Block}, **options)
-        shards = shards_of(model)
+@on_ranks(2)
+def test_at_rest_the_shards_are_all_there_is(rank: int, options: dict[str, Any]) -> None:
+    model = fsdp.fully_shard(make(8), auto_wrap_policy={Block}, **options)
+    shards = shards_of(model)
+    assert fsdp.memory_bytes(model) == shards
+    for _ in range(2):
+        step(model)
         assert fsdp.memory_bytes(model) == shards
-        for _ in range(2):
-            step(model)
-            assert fsdp.memory_bytes(model) == shards
-            with torch.no_grad():
-                model(X)
-            assert fsdp.memory_bytes(model) == shards
-        with fsdp.summon_full_params(model):
-            assert fsdp.memory_bytes(model) == shards + sum(s.unsharded for s in all_sizes(2, 8))
+        with torch.no_grad():
+            model(X)
         assert fsdp.memory_bytes(model) == shards
-
-    fsdp.simulate(2, fn)
+    with fsdp.summon_full_params(model):
+        assert fsdp.memory_bytes(model) == shards + sum(s.unsharded for s in all_sizes(2, 8))
+    assert fsdp.memory_bytes(model) == shards
 
 
 def test_evaluation_holds_the_root_and_the_units_asked_for() -> None:
@@ -207,42 +204,36 @@ def _sum(output: Any) -> Tensor:
 
 @pytest.mark.parametrize("block", [Block, Residual])
 @pytest.mark.parametrize("backward", [False, True])
-def test_the_graph_dies_with_its_last_output(backward: bool, block: type[Block]) -> None:
+@on_ranks(1)
+def test_the_graph_dies_with_its_last_output(rank: int, backward: bool, block: type[Block]) -> None:
     """No cycle through our hooks may keep activations alive until the garbage collector comes."""
-
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(Watched(block), auto_wrap_policy={Block})
-        gc.collect()
-        gc.disable()
-        try:
-            output = model(X)
-            assert model.watched[0]() is not None
-            if backward:
-                loss_of(output).backward()
-            del output
-            assert model.watched[0]() is None
-        finally:
-            gc.enable()
-
-    fsdp.simulate(1, fn)
+    model = fsdp.fully_shard(Watched(block), auto_wrap_policy={Block})
+    gc.collect()
+    gc.disable()
+    try:
+        output = model(X)
+        assert model.watched[0]() is not None
+        if backward:
+            loss_of(output).backward()
+        del output
+        assert model.watched[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
-def test_who_keeps_a_graph_gathers_in_the_order_of_who_does_not(prefetch: int) -> None:
+@on_ranks(2)
+def test_who_keeps_a_graph_gathers_in_the_order_of_who_does_not(rank: int, prefetch: int) -> None:
     """Rank 0 adds up the losses of an evaluation, and so has their graphs, which must not change what is gathered ahead."""
-
-    def fn(rank: int) -> None:
-        model = make(16)
-        blocks = [module for module in model.modules() if isinstance(module, Block)]
-        for number, block in enumerate(blocks):
-            fsdp.fully_shard(block, reshard_after_forward=number > 0)
-        fsdp.fully_shard(model, prefetch=prefetch)
-        total = torch.zeros(())
-        for _ in range(3):
-            step(model)
-            for _ in range(2):
-                loss = loss_of(model(X))
-                total = total + loss if rank == 0 else total
-                del loss
-
-    fsdp.simulate(2, fn)
+    model = make(16)
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for number, block in enumerate(blocks):
+        fsdp.fully_shard(block, reshard_after_forward=number > 0)
+    fsdp.fully_shard(model, prefetch=prefetch)
+    total = torch.zeros(())
+    for _ in range(3):
+        step(model)
+        for _ in range(2):
+            loss = loss_of(model(X))
+            total = total + loss if rank == 0 else total
+            del loss

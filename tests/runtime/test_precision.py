@@ -24,6 +24,7 @@ from tests.support.models import (
     train,
     wrap,
 )
+from tests.support.ranks import on_ranks
 
 BF16 = torch.bfloat16
 
@@ -111,14 +112,12 @@ def test_torchs_policy_is_ours() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "found"), [(None, BF16), (torch.float32, torch.float32), (torch.float64, torch.float64)])
-def test_outputs_have_the_output_dtype(wanted: torch.dtype | None, found: torch.dtype) -> None:
-    def fn(rank: int) -> None:
-        policy = fsdp.MixedPrecisionPolicy(param_dtype=BF16, output_dtype=wanted)
-        output = fsdp.fully_shard(nn.Linear(6, 2), mp_policy=policy)(X)
-        assert output.dtype is found
-        output.sum().backward()
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_outputs_have_the_output_dtype(rank: int, wanted: torch.dtype | None, found: torch.dtype) -> None:
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=BF16, output_dtype=wanted)
+    output = fsdp.fully_shard(nn.Linear(6, 2), mp_policy=policy)(X)
+    assert output.dtype is found
+    output.sum().backward()
 
 
 class Asker(nn.Module):
@@ -136,17 +135,15 @@ class Asker(nn.Module):
 
 
 @pytest.mark.parametrize("cast", [True, False])
-def test_floating_inputs_are_cast_wherever_they_are_and_nothing_else(cast: bool) -> None:
-    def fn(rank: int) -> None:
-        caller = Asker()
-        policy = fsdp.MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=cast)
-        model = fsdp.fully_shard(caller, mp_policy=policy)
-        x, i, b = torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
-        model(x, (i, [x.double()]), more={"x": x, "mask": b}, count=3)
-        floats = [BF16, torch.int64, BF16, BF16, torch.bool, BF16]
-        assert caller.seen == (floats if cast else [torch.float32, torch.int64, torch.float64, torch.float32, torch.bool, BF16])
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_floating_inputs_are_cast_wherever_they_are_and_nothing_else(rank: int, cast: bool) -> None:
+    caller = Asker()
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=cast)
+    model = fsdp.fully_shard(caller, mp_policy=policy)
+    x, i, b = torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
+    model(x, (i, [x.double()]), more={"x": x, "mask": b}, count=3)
+    floats = [BF16, torch.int64, BF16, BF16, torch.bool, BF16]
+    assert caller.seen == (floats if cast else [torch.float32, torch.int64, torch.float64, torch.float32, torch.bool, BF16])
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -12,6 +12,7 @@ import fsdp
 from fsdp.runtime.prefetch import PrefetchSchedule
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import Block, Net, is_at_rest, loss_of, world_log
+from tests.support.ranks import on_ranks
 
 BLOCKS, WIDTH = 6, 8
 X = torch.linspace(-1, 1, 12).view(2, 6)
@@ -97,30 +98,26 @@ def test_the_numbers_are_those_of_units_that_share_nothing(options: dict[str, An
     fsdp.simulate(size, fn)
 
 
-def test_replicas_of_a_mesh_share_as_well() -> None:
-    def fn(rank: int) -> None:
-        options = {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}
-        alone, shared = train(0, **options), train(1.0, **options)
-        assert all(torch.equal(one, other) for one, other in zip(alone[1], shared[1], strict=True))
-        assert shared[0][-1]["all_gather"] == 2
-
-    fsdp.simulate(4, fn)
+@on_ranks(4)
+def test_replicas_of_a_mesh_share_as_well(rank: int) -> None:
+    options = {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}
+    alone, shared = train(0, **options), train(1.0, **options)
+    assert all(torch.equal(one, other) for one, other in zip(alone[1], shared[1], strict=True))
+    assert shared[0][-1]["all_gather"] == 2
 
 
-def test_no_gather_is_larger_than_the_cap() -> None:
-    def fn(rank: int) -> None:
-        cap = 2.5 * BLOCK_BYTES / 2**20
-        train(cap, steps=1)
-        before = len(world_log("all_gather"))
-        counts, _, peak = train(cap)
-        sizes = [call.received * 2 for call in world_log("all_gather")[before:]]
-        assert max(sizes) <= 2.5 * BLOCK_BYTES
-        assert counts[-1]["all_gather"] < counts[0]["all_gather"]
-        # one group computes, one is gathered ahead, and each of the two has a copy until it is waited for; gradients wait for
-        # their group, in buckets that are joined
-        assert peak <= train(0)[2] + 6 * 2.5 * BLOCK_BYTES
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_no_gather_is_larger_than_the_cap(rank: int) -> None:
+    cap = 2.5 * BLOCK_BYTES / 2**20
+    train(cap, steps=1)
+    before = len(world_log("all_gather"))
+    counts, _, peak = train(cap)
+    sizes = [call.received * 2 for call in world_log("all_gather")[before:]]
+    assert max(sizes) <= 2.5 * BLOCK_BYTES
+    assert counts[-1]["all_gather"] < counts[0]["all_gather"]
+    # one group computes, one is gathered ahead, and each of the two has a copy until it is waited for; gradients wait for
+    # their group, in buckets that are joined
+    assert peak <= train(0)[2] + 6 * 2.5 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("wrong", [-1, "1", float("inf"), True])
@@ -129,30 +126,28 @@ def test_a_wrong_cap_is_refused(wrong: Any) -> None:
         fsdp.ReductionPolicy(coalesce_cap_mb=wrong)
 
 
-def test_a_step_that_fails_between_members_of_a_group_leaves_nothing_in_flight() -> None:
-    def fn(rank: int) -> None:
-        torch.manual_seed(0)
-        shared = fsdp.ReductionPolicy(coalesce_cap_mb=1)
-        model = fsdp.fully_shard(Net(BLOCKS, WIDTH), auto_wrap_policy={Block}, reduction=shared)
-        for _ in range(2):
-            loss_of(model(X)).backward()
-
-        def fail(*_: object) -> None:
-            raise ValueError("on purpose")
-
-        handle = model.blocks[2].register_forward_pre_hook(fail)
-        with pytest.raises(ValueError, match="on purpose"):
-            model(X)
-        handle.remove()
-        assert is_at_rest(model)
-        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        model.zero_grad()
+@on_ranks(2)
+def test_a_step_that_fails_between_members_of_a_group_leaves_nothing_in_flight(rank: int) -> None:
+    torch.manual_seed(0)
+    shared = fsdp.ReductionPolicy(coalesce_cap_mb=1)
+    model = fsdp.fully_shard(Net(BLOCKS, WIDTH), auto_wrap_policy={Block}, reduction=shared)
+    for _ in range(2):
         loss_of(model(X)).backward()
-        loss_of(model(X)).backward()
-        after = [p.grad for p in model.parameters() if p.grad is not None]
-        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
-    fsdp.simulate(2, fn)
+    def fail(*_: object) -> None:
+        raise ValueError("on purpose")
+
+    handle = model.blocks[2].register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        model(X)
+    handle.remove()
+    assert is_at_rest(model)
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    loss_of(model(X)).backward()
+    loss_of(model(X)).backward()
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 def run(schedule: PrefetchSchedule, *units: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

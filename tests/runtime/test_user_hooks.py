@@ -19,6 +19,7 @@ from torch.nn.modules import module as global_hooks
 
 import fsdp
 from tests.support.models import Block, Net, gradients_of, join, loss_of
+from tests.support.ranks import on_ranks
 
 RANKS = 2
 STEPS = 2
@@ -199,7 +200,8 @@ class Stop(Exception):
     """Raised inside a forward."""
 
 
-def test_forward_hooks_that_are_always_called_are_called_when_a_forward_fails() -> None:
+@on_ranks(RANKS)
+def test_forward_hooks_that_are_always_called_are_called_when_a_forward_fails(rank: int) -> None:
     def calls(rank: int, sharded: bool) -> list[str]:
         def stop(*_: Any) -> None:
             raise Stop
@@ -215,11 +217,8 @@ def test_forward_hooks_that_are_always_called_are_called_when_a_forward_fails() 
         loss_of(model(data(rank, 0))).backward()
         return [name for name, _ in heard.calls]
 
-    def one_rank(rank: int) -> None:
-        assert calls(rank, True) == calls(rank, False)
-        assert calls(rank, True)[:2] == ["register_forward_hook enter", "register_forward_hook blocks.0"]
-
-    fsdp.simulate(RANKS, one_rank)
+    assert calls(rank, True) == calls(rank, False)
+    assert calls(rank, True)[:2] == ["register_forward_hook enter", "register_forward_hook blocks.0"]
 
 
 # hooks that hold for every module --------------------------------------------------------------------------------
@@ -325,13 +324,11 @@ def on_parameters(model: nn.Module, heard: Heard) -> None:
         model.get_parameter(name).register_hook(lambda gradient, name=name: heard.note(name, gradient))
 
 
-def test_on_parameters_before_wrapping_see_the_unsharded_gradient_of_this_rank_once_a_backward() -> None:
-    def one_rank(rank: int) -> None:
-        found = run(rank, on_parameters, True, before=True)[0]
-        assert_heard_alike(found, run(rank, on_parameters, False)[0])
-        assert sorted(name for name, _ in found.calls) == sorted(PARAMETERS * STEPS)
-
-    fsdp.simulate(RANKS, one_rank)
+@on_ranks(RANKS)
+def test_on_parameters_before_wrapping_see_the_unsharded_gradient_of_this_rank_once_a_backward(rank: int) -> None:
+    found = run(rank, on_parameters, True, before=True)[0]
+    assert_heard_alike(found, run(rank, on_parameters, False)[0])
+    assert sorted(name for name, _ in found.calls) == sorted(PARAMETERS * STEPS)
 
 
 def test_on_parameters_before_wrapping_may_change_the_gradient() -> None:
@@ -397,21 +394,19 @@ def test_after_accumulation_see_what_has_accumulated_and_tensor_hooks_what_was_a
         torch.testing.assert_close(twice[name], 2 * gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_a_hook_that_is_removed_is_not_called() -> None:
-    def one_rank(rank: int) -> None:
-        calls: list[str] = []
-        model = make()
-        early = model.get_parameter("enter.weight").register_hook(lambda gradient: calls.append("before wrapping"))
-        fsdp.fully_shard(model, auto_wrap_policy={Block})
-        parameter = model.get_parameter("enter.weight")
-        late = parameter.register_hook(lambda gradient: calls.append("after wrapping"))
-        last = parameter.register_post_accumulate_grad_hook(lambda parameter: calls.append("after accumulation"))
-        for handle in (early, late, last):
-            handle.remove()
-        loss_of(model(data(rank, 0))).backward()
-        assert not calls
-
-    fsdp.simulate(RANKS, one_rank)
+@on_ranks(RANKS)
+def test_a_hook_that_is_removed_is_not_called(rank: int) -> None:
+    calls: list[str] = []
+    model = make()
+    early = model.get_parameter("enter.weight").register_hook(lambda gradient: calls.append("before wrapping"))
+    fsdp.fully_shard(model, auto_wrap_policy={Block})
+    parameter = model.get_parameter("enter.weight")
+    late = parameter.register_hook(lambda gradient: calls.append("after wrapping"))
+    last = parameter.register_post_accumulate_grad_hook(lambda parameter: calls.append("after accumulation"))
+    for handle in (early, late, last):
+        handle.remove()
+    loss_of(model(data(rank, 0))).backward()
+    assert not calls
 
 
 def on_the_accumulating_node(model: nn.Module, heard: Heard) -> None:
@@ -424,78 +419,68 @@ def on_the_accumulating_node(model: nn.Module, heard: Heard) -> None:
         node.register_hook(lambda inputs, outputs, name=name: heard.note(name, (*inputs, *outputs)))
 
 
-def test_on_the_accumulating_node_before_wrapping_see_the_unsharded_gradient_of_this_rank_once_a_backward() -> None:
+@on_ranks(RANKS)
+def test_on_the_accumulating_node_before_wrapping_see_the_unsharded_gradient_of_this_rank_once_a_backward(rank: int) -> None:
     """Beside hooks on the tensor itself, which hear of each gradient once, as on the plain module."""
 
     def both(model: nn.Module, heard: Heard) -> None:
         on_the_accumulating_node(model, heard)
         on_parameters(model, heard)
 
-    def one_rank(rank: int) -> None:
-        found, model = run(rank, both, True, before=True)
-        assert_heard_alike(found, run(rank, both, False)[0])
-        assert len(found.calls) == 3 * len(PARAMETERS) * STEPS
-        assert all(p.requires_grad for p in model.parameters())
-
-    fsdp.simulate(RANKS, one_rank)
+    found, model = run(rank, both, True, before=True)
+    assert_heard_alike(found, run(rank, both, False)[0])
+    assert len(found.calls) == 3 * len(PARAMETERS) * STEPS
+    assert all(p.requires_grad for p in model.parameters())
 
 
-def test_on_the_accumulating_node_of_a_shard_are_refused_at_the_first_forward() -> None:
+@on_ranks(RANKS)
+def test_on_the_accumulating_node_of_a_shard_are_refused_at_the_first_forward(rank: int) -> None:
     """After wrapping, outside a forward: into that node nothing accumulates."""
-
-    def one_rank(rank: int) -> None:
-        model = fsdp.fully_shard(make(), auto_wrap_policy={Block})
-        heard = Heard()
-        on_the_accumulating_node(model, heard)
-        with pytest.raises(fsdp.ShardingError, match=r"keeps the node .* of 'enter\.weight'"):
-            model(data(rank, 0))
-        heard.kept.clear()  # type: ignore[attr-defined]
-        loss_of(model(data(rank, 0))).backward()
-        assert not heard.calls
-
-    fsdp.simulate(RANKS, one_rank)
+    model = fsdp.fully_shard(make(), auto_wrap_policy={Block})
+    heard = Heard()
+    on_the_accumulating_node(model, heard)
+    with pytest.raises(fsdp.ShardingError, match=r"keeps the node .* of 'enter\.weight'"):
+        model(data(rank, 0))
+    heard.kept.clear()  # type: ignore[attr-defined]
+    loss_of(model(data(rank, 0))).backward()
+    assert not heard.calls
 
 
-def test_on_the_accumulating_node_do_not_step_an_optimizer() -> None:
+@on_ranks(RANKS)
+def test_on_the_accumulating_node_do_not_step_an_optimizer(rank: int) -> None:
     """What they would step with is the gradient of the backward before."""
-
-    def one_rank(rank: int) -> None:
-        model = make()
-        parameter = model.enter.weight
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
-        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        handle = node.register_hook(lambda *_: optimizer.step())
-        fsdp.fully_shard(model, sharding_strategy="NO_SHARD")
-        with pytest.raises(fsdp.ShardingError, match=r"SGD\.step: inside a backward the gradient of 'enter\.weight'"):
-            loss_of(model(data(rank, 0))).backward()
-        handle.remove()
-        handle = node.register_hook(lambda *_: (parameter.detach().add_(1), None)[1])  # a step by hand
-        with pytest.raises(fsdp.ShardingError, match=r"hook on the node .* of 'enter\.weight' changed the parameter"):
-            loss_of(model(data(rank, 0))).backward()
-        handle.remove()
+    model = make()
+    parameter = model.enter.weight
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    handle = node.register_hook(lambda *_: optimizer.step())
+    fsdp.fully_shard(model, sharding_strategy="NO_SHARD")
+    with pytest.raises(fsdp.ShardingError, match=r"SGD\.step: inside a backward the gradient of 'enter\.weight'"):
         loss_of(model(data(rank, 0))).backward()
-
-    fsdp.simulate(RANKS, one_rank)
-
-
-def test_of_several_parameters_before_wrapping_run_or_are_refused() -> None:
-    def one_rank(rank: int) -> None:
-        heard: list[Any] = []
-        model = make()
-        register_multi_grad_hook(tuple(model.parameters()), heard.append, mode="any")
-        fsdp.fully_shard(model, auto_wrap_policy={Block})
+    handle.remove()
+    handle = node.register_hook(lambda *_: (parameter.detach().add_(1), None)[1])  # a step by hand
+    with pytest.raises(fsdp.ShardingError, match=r"hook on the node .* of 'enter\.weight' changed the parameter"):
         loss_of(model(data(rank, 0))).backward()
-        assert len(heard) == 1
-        model = make()
-        handle = register_multi_grad_hook(tuple(model.parameters()), heard.append, mode="all")
-        fsdp.fully_shard(model, auto_wrap_policy={Block})
-        with pytest.raises(fsdp.ShardingError, match=r"register_multi_grad_hook was set on 'enter\.weight'"):
-            model(data(rank, 0))
-        handle.remove()
-        loss_of(model(data(rank, 0))).backward()
-        assert len(heard) == 1
+    handle.remove()
+    loss_of(model(data(rank, 0))).backward()
 
-    fsdp.simulate(RANKS, one_rank)
+
+@on_ranks(RANKS)
+def test_of_several_parameters_before_wrapping_run_or_are_refused(rank: int) -> None:
+    heard: list[Any] = []
+    model = make()
+    register_multi_grad_hook(tuple(model.parameters()), heard.append, mode="any")
+    fsdp.fully_shard(model, auto_wrap_policy={Block})
+    loss_of(model(data(rank, 0))).backward()
+    assert len(heard) == 1
+    model = make()
+    handle = register_multi_grad_hook(tuple(model.parameters()), heard.append, mode="all")
+    fsdp.fully_shard(model, auto_wrap_policy={Block})
+    with pytest.raises(fsdp.ShardingError, match=r"register_multi_grad_hook was set on 'enter\.weight'"):
+        model(data(rank, 0))
+    handle.remove()
+    loss_of(model(data(rank, 0))).backward()
+    assert len(heard) == 1
 
 
 # all together, however it is sharded ------------------------------------------------------------------------------
@@ -515,12 +500,10 @@ def every_listener(model: nn.Module, heard: Heard) -> None:
 
 @ENTER_HAS_NO_GRADIENT
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_kind_at_once_under_every_strategy(strategy: str) -> None:
-    def one_rank(rank: int) -> None:
-        found = run(rank, every_listener, True, before=True, options=STRATEGIES[strategy])[0]
-        assert_heard_alike(found, run(rank, every_listener, False)[0])
-
-    fsdp.simulate(RANKS, one_rank)
+@on_ranks(RANKS)
+def test_every_kind_at_once_under_every_strategy(rank: int, strategy: str) -> None:
+    found = run(rank, every_listener, True, before=True, options=STRATEGIES[strategy])[0]
+    assert_heard_alike(found, run(rank, every_listener, False)[0])
 
 
 # the page ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import fsdp
 from fsdp.shards.shard_parameter import ShardParameter
 from tests.shards.programs import PROGRAMS, Found, backward, make
 from tests.support.models import assert_close, join, local, weights_of
+from tests.support.ranks import on_ranks
 
 
 def assert_of_one_process(found: list[Found], wanted: Found) -> None:
@@ -140,16 +141,14 @@ def test_an_initialisation_that_draws_nothing_is_right(name: str) -> None:
         assert torch.equal(full, getattr(torch, name.removesuffix("_"))(8, 6))
 
 
-def test_a_deep_copy_of_a_parameter_is_a_shard_of_its_own() -> None:
-    def fn(rank: int) -> None:
-        parameter = make(sharded=True).enter.weight
-        copied = copy.deepcopy(parameter)
-        assert isinstance(copied, ShardParameter)
-        assert copied.requires_grad
-        assert copied.shard_info == parameter.shard_info
-        assert torch.equal(copied, parameter)
-        with torch.no_grad():
-            copied.add_(1)
-        assert not torch.equal(copied, parameter)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_deep_copy_of_a_parameter_is_a_shard_of_its_own(rank: int) -> None:
+    parameter = make(sharded=True).enter.weight
+    copied = copy.deepcopy(parameter)
+    assert isinstance(copied, ShardParameter)
+    assert copied.requires_grad
+    assert copied.shard_info == parameter.shard_info
+    assert torch.equal(copied, parameter)
+    with torch.no_grad():
+        copied.add_(1)
+    assert not torch.equal(copied, parameter)

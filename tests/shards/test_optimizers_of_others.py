@@ -14,6 +14,7 @@ import fsdp
 from tests.shards.optimizer_table import Row
 from tests.shards.test_optimizers import assert_refused, assert_right, outcome
 from tests.support.models import Case, assert_close, local
+from tests.support.ranks import on_ranks
 
 Update = Callable[[Tensor, Tensor, dict[str, Any]], None]
 """Changes a parameter by its gradient and its state."""
@@ -175,26 +176,22 @@ REFUSED: Final = {name: call for name, call in vars(Refused).items() if isinstan
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_names_the_parameter_and_changes_nothing(name: str) -> None:
-    def fn(rank: int) -> None:
-        parameter = fsdp.fully_shard(nn.Linear(8, 12, bias=False)).weight
-        before = local(parameter).clone()
-        with torch.no_grad(), pytest.raises(fsdp.ShardingError, match=r"'weight'.* (needs the full tensor|with the full values)"):
-            REFUSED[name](parameter.detach())
-        assert torch.equal(local(parameter), before)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_what_is_refused_names_the_parameter_and_changes_nothing(rank: int, name: str) -> None:
+    parameter = fsdp.fully_shard(nn.Linear(8, 12, bias=False)).weight
+    before = local(parameter).clone()
+    with torch.no_grad(), pytest.raises(fsdp.ShardingError, match=r"'weight'.* (needs the full tensor|with the full values)"):
+        REFUSED[name](parameter.detach())
+    assert torch.equal(local(parameter), before)
 
 
 @pytest.mark.parametrize("view", [Tensor.abs, lambda p: p.view(-1), lambda p: p.ravel(), torch.flatten])
-def test_a_loss_of_a_view_is_refused(view: Callable[[Tensor], Tensor]) -> None:
-    def fn(rank: int) -> None:
-        weight = fsdp.fully_shard(nn.Linear(8, 12)).weight
-        with pytest.raises(fsdp.ShardingError, match=r"'weight'.*fsdp\.full_parameters\(model\)"):
-            view(weight).square().sum().backward()
-        assert weight.grad is None
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_loss_of_a_view_is_refused(rank: int, view: Callable[[Tensor], Tensor]) -> None:
+    weight = fsdp.fully_shard(nn.Linear(8, 12)).weight
+    with pytest.raises(fsdp.ShardingError, match=r"'weight'.*fsdp\.full_parameters\(model\)"):
+        view(weight).square().sum().backward()
+    assert weight.grad is None
 
 
 def halve(tensor: Any) -> None:
@@ -211,20 +208,18 @@ def halve_into(tensor: Any) -> None:
 
 @pytest.mark.parametrize("change", [halve, halve_all, halve_into])
 @pytest.mark.parametrize("view", [lambda p: p.data.view(-1), lambda p: p.data[:], lambda p: p.data, lambda p: p.view(-1)])
+@on_ranks(2)
 def test_what_is_changed_through_a_view_is_seen_by_a_unit_that_is_gathered_ahead(
-    view: Callable[[Tensor], Tensor], change: Callable[[Tensor], None]
+    rank: int, view: Callable[[Tensor], Tensor], change: Callable[[Tensor], None]
 ) -> None:
-    def fn(rank: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 12, bias=False))
-        fsdp.fully_shard(model, auto_wrap_policy={nn.Linear})
-        weight = model[1].weight
-        with torch.no_grad():
-            before = model(torch.ones(2, 8))
-            model[0].register_forward_pre_hook(lambda *_: change(view(weight)))
-            assert torch.allclose(model(torch.ones(2, 8)), before * 0.5)
-
-    fsdp.simulate(2, fn)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 12, bias=False))
+    fsdp.fully_shard(model, auto_wrap_policy={nn.Linear})
+    weight = model[1].weight
+    with torch.no_grad():
+        before = model(torch.ones(2, 8))
+        model[0].register_forward_pre_hook(lambda *_: change(view(weight)))
+        assert torch.allclose(model(torch.ones(2, 8)), before * 0.5)
 
 
 @pytest.mark.parametrize("shape", [(13,), (1, 65), (5, 13, 1)])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fsdp
 from tests.support.models import assert_close, local
+from tests.support.ranks import on_ranks
 
 SIZES: Final[dict[str, Callable[[Tensor], Any]]] = {
     "shape": lambda t: t.shape,
@@ -192,15 +193,13 @@ def test_a_state_of_rows_is_cut_as_the_rows_are() -> None:
         assert torch.allclose(found, wanted, atol=1e-6)
 
 
-def test_sizes_that_are_not_there_are_refused_as_by_torch() -> None:
-    def fn(rank: int) -> None:
-        weight = fsdp.fully_shard(nn.Linear(8, 12, bias=False)).weight
-        for ask in (weight.size, weight.stride):
-            for dim in (2, -3):
-                with pytest.raises(IndexError, match="Dimension out of range"):
-                    ask(dim)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_sizes_that_are_not_there_are_refused_as_by_torch(rank: int) -> None:
+    weight = fsdp.fully_shard(nn.Linear(8, 12, bias=False)).weight
+    for ask in (weight.size, weight.stride):
+        for dim in (2, -3):
+            with pytest.raises(IndexError, match="Dimension out of range"):
+                ask(dim)
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 3, 3), (4, 3, 3), (6, 2, 2, 2), (4, 5)], ids=str)

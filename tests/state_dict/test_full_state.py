@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.comm.simulated import simulate
 from tests.support.models import (
     CASES,
     Case,
@@ -17,6 +16,7 @@ from tests.support.models import (
     world_log,
     wrap,
 )
+from tests.support.ranks import on_ranks
 from tests.support.states import STATEFUL, assert_same_state, shifted
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
@@ -208,13 +208,11 @@ class TestLoading:
         fsdp.simulate(2, fn)
 
 
-def test_loading_between_forward_and_backward_is_refused_like_any_change() -> None:
-    def one_rank(rank: int) -> None:
-        model = two_units()
-        state = fsdp.full_state_dict(model, rank0_only=False)
-        loss = model(torch.ones(1, 3)).sum()
-        fsdp.load_full_state_dict(model, {name: value * 2 for name, value in state.items()})
-        with pytest.raises(fsdp.ShardingError, match="changed in place between its forward and its backward"):
-            loss.backward()
-
-    simulate(2, one_rank)
+@on_ranks(2)
+def test_loading_between_forward_and_backward_is_refused_like_any_change(rank: int) -> None:
+    model = two_units()
+    state = fsdp.full_state_dict(model, rank0_only=False)
+    loss = model(torch.ones(1, 3)).sum()
+    fsdp.load_full_state_dict(model, {name: value * 2 for name, value in state.items()})
+    with pytest.raises(fsdp.ShardingError, match="changed in place between its forward and its backward"):
+        loss.backward()

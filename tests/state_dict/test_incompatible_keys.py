@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import fsdp
 from tests.support.models import CASES, Case, make_net, weights_of, wrap
 from tests.support.optimizers import assert_same, in_groups, trained
+from tests.support.ranks import on_ranks
 from tests.support.states import STATEFUL, assert_same_state, shifted
 
 NET = CASES["net"]
@@ -92,7 +93,8 @@ def test_names_are_left_out_and_returned_as_torch_returns_them(other_ranks: str,
         assert_same_state(state, dict(plain.state_dict()))
 
 
-def test_one_of_two_tied_names_is_enough_and_extra_state_may_be_missing() -> None:
+@on_ranks(2)
+def test_one_of_two_tied_names_is_enough_and_extra_state_may_be_missing(rank: int) -> None:
     class Counting(nn.Linear):
         count = 0
 
@@ -102,61 +104,52 @@ def test_one_of_two_tied_names_is_enough_and_extra_state_may_be_missing() -> Non
         def set_extra_state(self, count: int) -> None:
             self.count = count
 
-    def fn(rank: int) -> None:
-        model = nn.Sequential(Counting(3, 3), nn.Linear(3, 3, bias=False))
-        model[1].weight = model[0].weight
-        model[0].count = 5
-        fsdp.fully_shard(model)
-        keys = fsdp.load_full_state_dict(model, {"1.weight": torch.ones(3, 3)} if rank == 0 else {}, strict=False)
-        assert keys.missing_keys == ["0.weight", "0.bias", "0._extra_state"]
-        assert torch.equal(fsdp.full_state_dict(model, rank0_only=False)["0.weight"], torch.ones(3, 3))
-        assert model[0].count == 5
-
-    fsdp.simulate(2, fn)
+    model = nn.Sequential(Counting(3, 3), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    model[0].count = 5
+    fsdp.fully_shard(model)
+    keys = fsdp.load_full_state_dict(model, {"1.weight": torch.ones(3, 3)} if rank == 0 else {}, strict=False)
+    assert keys.missing_keys == ["0.weight", "0.bias", "0._extra_state"]
+    assert torch.equal(fsdp.full_state_dict(model, rank0_only=False)["0.weight"], torch.ones(3, 3))
+    assert model[0].count == 5
 
 
 @pytest.mark.parametrize("from_rank_0", [True, False])
-def test_a_value_that_does_not_fit_is_refused_and_nothing_is_loaded(from_rank_0: bool) -> None:
-    def fn(rank: int) -> None:
-        model = wrap(NET)
-        before = weights_of(model)
-        state = {**changed(shifted(NET)), "enter.bias": torch.ones(9)}
-        with pytest.raises(fsdp.ShardingError, match=r"'enter.bias' has shape \(9,\), the model has \(8,\)"):
-            fsdp.load_full_state_dict(model, {} if from_rank_0 and rank else state, strict=False)
-        assert_same_state(weights_of(model), before)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_value_that_does_not_fit_is_refused_and_nothing_is_loaded(rank: int, from_rank_0: bool) -> None:
+    model = wrap(NET)
+    before = weights_of(model)
+    state = {**changed(shifted(NET)), "enter.bias": torch.ones(9)}
+    with pytest.raises(fsdp.ShardingError, match=r"'enter.bias' has shape \(9,\), the model has \(8,\)"):
+        fsdp.load_full_state_dict(model, {} if from_rank_0 and rank else state, strict=False)
+    assert_same_state(weights_of(model), before)
 
 
-def test_ranks_that_leave_out_different_names_are_refused() -> None:
-    def fn(rank: int) -> None:
-        model = wrap(NET)
-        before, state = weights_of(model), shifted(NET)
-        if rank == 1:
-            del state["leave.bias"]
-        text = r"the state dict of rank 0 lacks nothing, that of rank 1 lacks \['leave.bias'\]; give the same on every rank"
-        with pytest.raises(fsdp.ShardingError, match=text):
-            fsdp.load_full_state_dict(model, state, strict=False)
-        assert_same_state(weights_of(model), before)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_ranks_that_leave_out_different_names_are_refused(rank: int) -> None:
+    model = wrap(NET)
+    before, state = weights_of(model), shifted(NET)
+    if rank == 1:
+        del state["leave.bias"]
+    text = r"the state dict of rank 0 lacks nothing, that of rank 1 lacks \['leave.bias'\]; give the same on every rank"
+    with pytest.raises(fsdp.ShardingError, match=text):
+        fsdp.load_full_state_dict(model, state, strict=False)
+    assert_same_state(weights_of(model), before)
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_load_state_dict_of_the_model_does_the_same(wrapped: bool) -> None:
-    def fn(rank: int) -> None:
-        net = make_net()
-        model = fsdp.FullyShardedDataParallel(net) if wrapped else fsdp.fully_shard(net)
-        before = weights_of(model)
-        with pytest.raises(fsdp.ShardingError, match=r"unexpected \['more.0', 'z'\]; .* or strict=False to leave these"):
-            model.load_state_dict(changed(shifted(NET)))
-        with pytest.raises(fsdp.ShardingError, match="has shape"):
-            model.load_state_dict({**changed(shifted(NET)), "enter.bias": torch.ones(9)}, strict=False)
-        assert_same_state(weights_of(model), before)
-        keys = model.load_state_dict(changed(shifted(NET)), strict=False)
-        assert sorted(keys.missing_keys) == sorted(MISSING) and sorted(keys.unexpected_keys) == UNEXPECTED
-        plain = make_net()
-        plain.load_state_dict(changed(shifted(NET)), strict=False)
-        assert_same_state(fsdp.full_state_dict(model, rank0_only=False), dict(plain.state_dict()))
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_load_state_dict_of_the_model_does_the_same(rank: int, wrapped: bool) -> None:
+    net = make_net()
+    model = fsdp.FullyShardedDataParallel(net) if wrapped else fsdp.fully_shard(net)
+    before = weights_of(model)
+    with pytest.raises(fsdp.ShardingError, match=r"unexpected \['more.0', 'z'\]; .* or strict=False to leave these"):
+        model.load_state_dict(changed(shifted(NET)))
+    with pytest.raises(fsdp.ShardingError, match="has shape"):
+        model.load_state_dict({**changed(shifted(NET)), "enter.bias": torch.ones(9)}, strict=False)
+    assert_same_state(weights_of(model), before)
+    keys = model.load_state_dict(changed(shifted(NET)), strict=False)
+    assert sorted(keys.missing_keys) == sorted(MISSING) and sorted(keys.unexpected_keys) == UNEXPECTED
+    plain = make_net()
+    plain.load_state_dict(changed(shifted(NET)), strict=False)
+    assert_same_state(fsdp.full_state_dict(model, rank0_only=False), dict(plain.state_dict()))

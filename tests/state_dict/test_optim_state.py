@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import fsdp
 from tests.support.models import CASES, Block, Case, assert_close, join, loss_of, make_net, own_batches, reference, train, wrap
 from tests.support.optimizers import OPTIMIZERS, ROWS, Make, RowStatistics, assert_same, in_groups, trained
+from tests.support.ranks import on_ranks
 from tests.support.states import STATEFUL
 
 
@@ -193,28 +194,24 @@ def test_groups_that_differ_are_named() -> None:
     fsdp.simulate(2, fn)
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
-    def fn(rank: int) -> None:
-        model, other = wrap(CASES["net"]), wrap(CASES["net"])
-        with pytest.raises(fsdp.ShardingError, match="not in this model; make it from"):
-            fsdp.full_optim_state_dict(model, torch.optim.SGD(other.parameters()))
-
-    fsdp.simulate(1, fn)
+@on_ranks(1)
+def test_an_optimizer_of_another_model_is_refused(rank: int) -> None:
+    model, other = wrap(CASES["net"]), wrap(CASES["net"])
+    with pytest.raises(fsdp.ShardingError, match="not in this model; make it from"):
+        fsdp.full_optim_state_dict(model, torch.optim.SGD(other.parameters()))
 
 
-def test_parameters_that_are_not_sharded_keep_their_state() -> None:
-    def fn(rank: int) -> None:
-        net = make_net()
-        model = fsdp.fully_shard(net, auto_wrap_policy={Block}, ignored_modules={net.leave})
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
-        train(model, [[CASES["net"].batch(0, 0)]], lambda _: optimizer)
-        saved = fsdp.full_optim_state_dict(model, optimizer)
-        assert rank != 0 or torch.equal(saved["state"]["leave.weight"]["momentum_buffer"], net.leave.weight.grad)
-        other = OPTIMIZERS["SGD"](model.parameters())
-        fsdp.load_full_optim_state_dict(model, other, saved if rank == 0 else None)
-        assert torch.equal(other.state[net.leave.weight]["momentum_buffer"], net.leave.weight.grad)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_parameters_that_are_not_sharded_keep_their_state(rank: int) -> None:
+    net = make_net()
+    model = fsdp.fully_shard(net, auto_wrap_policy={Block}, ignored_modules={net.leave})
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    train(model, [[CASES["net"].batch(0, 0)]], lambda _: optimizer)
+    saved = fsdp.full_optim_state_dict(model, optimizer)
+    assert rank != 0 or torch.equal(saved["state"]["leave.weight"]["momentum_buffer"], net.leave.weight.grad)
+    other = OPTIMIZERS["SGD"](model.parameters())
+    fsdp.load_full_optim_state_dict(model, other, saved if rank == 0 else None)
+    assert torch.equal(other.state[net.leave.weight]["momentum_buffer"], net.leave.weight.grad)
 
 
 def test_it_is_close_to_what_one_process_would_have() -> None:

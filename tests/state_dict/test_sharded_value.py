@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import fsdp
 from fsdp.shards.sharded_value import ShardedValue
 from tests.support.models import CASES, Block, Case, Net, make_net, weights_of, world_log, wrap
+from tests.support.ranks import on_ranks
 from tests.support.states import STATEFUL, assert_same_state, shifted
 
 
@@ -309,18 +310,15 @@ class Renames(nn.Module):
         return x * self.weight
 
 
-def test_a_part_under_a_made_up_name_is_found_wherever_it_stands_in_a_state_dict() -> None:
+@on_ranks(2)
+def test_a_part_under_a_made_up_name_is_found_wherever_it_stands_in_a_state_dict(rank: int) -> None:
     """Also where other entries were there before, or went."""
-
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2), Renames()), auto_wrap_policy={Renames})
-        first = model.state_dict()
-        model[1].asked = True
-        for ask in (model.state_dict, lambda: model.state_dict(destination=first), model[1].state_dict):
-            with pytest.raises(fsdp.ShardingError, match=r"'(1\.)?alias' in the state dict of unit '1' is this rank's part"):
-                ask()
-
-    fsdp.simulate(2, fn)
+    model = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2), Renames()), auto_wrap_policy={Renames})
+    first = model.state_dict()
+    model[1].asked = True
+    for ask in (model.state_dict, lambda: model.state_dict(destination=first), model[1].state_dict):
+        with pytest.raises(fsdp.ShardingError, match=r"'(1\.)?alias' in the state dict of unit '1' is this rank's part"):
+            ask()
 
 
 def test_a_module_may_remove_entries_that_were_there_before() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join
 import fsdp
 from fsdp.compat import apex, ddp
 from fsdp.compat.ddp.arguments import ABSENT
+from tests.support.ranks import on_ranks
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TORCH_DDP: Any = nn.parallel.DistributedDataParallel
@@ -113,23 +114,21 @@ def test_weights_are_those_of_one_process_and_have_the_names_of_the_peer(wrapper
                 torch.testing.assert_close(state[f"module.{name}"], value)
 
 
-def test_states_are_plain_tensors_that_torch_saves_and_loads() -> None:
-    def one_rank(rank: int) -> None:
-        model, optimizer = trained(ddp.DistributedDataParallel, rank)
-        file = io.BytesIO()
-        torch.save((model.state_dict(), model.module.state_dict(), optimizer.state_dict()), file)
-        file.seek(0)
-        full, inner, optimizer_state = torch.load(file)
-        again = ddp.DistributedDataParallel(Net())
-        again.load_state_dict(full)
-        SGD(again.parameters()).load_state_dict(optimizer_state)
-        plain = Net()
-        plain.load_state_dict(inner)
-        with torch.no_grad():
-            expected, *found = [one.eval()(batch(0, 9)) for one in (model, again, plain)]
-        assert all(torch.equal(one, expected) for one in found)
-
-    fsdp.simulate(2, one_rank)
+@on_ranks(2)
+def test_states_are_plain_tensors_that_torch_saves_and_loads(rank: int) -> None:
+    model, optimizer = trained(ddp.DistributedDataParallel, rank)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), model.module.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    full, inner, optimizer_state = torch.load(file)
+    again = ddp.DistributedDataParallel(Net())
+    again.load_state_dict(full)
+    SGD(again.parameters()).load_state_dict(optimizer_state)
+    plain = Net()
+    plain.load_state_dict(inner)
+    with torch.no_grad():
+        expected, *found = [one.eval()(batch(0, 9)) for one in (model, again, plain)]
+    assert all(torch.equal(one, expected) for one in found)
 
 
 def test_buffers_are_those_of_rank_0_unless_they_are_not_broadcast() -> None:
@@ -224,17 +223,15 @@ def test_an_unchanged_loop_trains_with_uneven_batches_inside_join(divides_by_all
             torch.testing.assert_close(mine, theirs)
 
 
-def test_join_stops_all_ranks_with_the_first_and_does_nothing_if_it_is_not_enabled() -> None:
-    def one_rank(rank: int) -> None:
-        model = ddp.DistributedDataParallel(nn.Linear(3, 1))
-        stops = pytest.raises(RuntimeError, match="rank 0 had no further batch while others had; all ranks stop")
-        with stops, model.join(throw_on_early_termination=True):
-            for number in range(1 + rank):
-                model(batch(rank, number)).sum().backward()
-        with model.join(enable=False) as nothing:
-            assert nothing is None
-
-    fsdp.simulate(2, one_rank)
+@on_ranks(2)
+def test_join_stops_all_ranks_with_the_first_and_does_nothing_if_it_is_not_enabled(rank: int) -> None:
+    model = ddp.DistributedDataParallel(nn.Linear(3, 1))
+    stops = pytest.raises(RuntimeError, match="rank 0 had no further batch while others had; all ranks stop")
+    with stops, model.join(throw_on_early_termination=True):
+        for number in range(1 + rank):
+            model(batch(rank, number)).sum().backward()
+    with model.join(enable=False) as nothing:
+        assert nothing is None
 
 
 @pytest.mark.parametrize("ignored", [["extra.weight", "extra.bias"], ["extra.weight"]], ids=["a module", "a part of one"])
@@ -251,17 +248,15 @@ def test_parameters_that_the_user_ignores_are_left_alone(ignored: list[str]) -> 
     assert fsdp.simulate(2, one_rank) == [(True, True)] * 2
 
 
-def test_frameworks_that_ask_for_torchs_class_find_it() -> None:
-    def one_rank(rank: int) -> None:
-        model = ddp.DistributedDataParallel(nn.Linear(1, 1))
-        assert isinstance(model, TORCH_DDP) and issubclass(ddp.DistributedDataParallel, TORCH_DDP)
-        logged = model._get_ddp_logging_data()
-        assert logged["world_size"] == 1 and logged["static_graph"] is False and model.broadcast_buffers is True
-        assert not isinstance(fsdp.FullyShardedDataParallel(nn.Linear(1, 1)), TORCH_DDP)
-        with pytest.raises(fsdp.ShardingError, match=r"use `with model.join\(\):`"):
-            Join([model])
-
-    fsdp.simulate(1, one_rank)
+@on_ranks(1)
+def test_frameworks_that_ask_for_torchs_class_find_it(rank: int) -> None:
+    model = ddp.DistributedDataParallel(nn.Linear(1, 1))
+    assert isinstance(model, TORCH_DDP) and issubclass(ddp.DistributedDataParallel, TORCH_DDP)
+    logged = model._get_ddp_logging_data()
+    assert logged["world_size"] == 1 and logged["static_graph"] is False and model.broadcast_buffers is True
+    assert not isinstance(fsdp.FullyShardedDataParallel(nn.Linear(1, 1)), TORCH_DDP)
+    with pytest.raises(fsdp.ShardingError, match=r"use `with model.join\(\):`"):
+        Join([model])
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
@@ -318,26 +313,22 @@ def ignoring(name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(("wrap", "text"), REFUSED.values(), ids=REFUSED)
-def test_what_this_engine_lacks_is_refused_with_the_alternative(wrap: Callable[[], object], text: str) -> None:
-    def one_rank(rank: int) -> None:
-        with pytest.raises(fsdp.ShardingError, match=text.replace("?", "\\?")):
-            wrap()
-
-    fsdp.simulate(1, one_rank)
+@on_ranks(1)
+def test_what_this_engine_lacks_is_refused_with_the_alternative(rank: int, wrap: Callable[[], object], text: str) -> None:
+    with pytest.raises(fsdp.ShardingError, match=text.replace("?", "\\?")):
+        wrap()
 
 
-def test_a_part_of_torchs_engine_is_not_there_and_the_error_says_what_is() -> None:
-    def one_rank(rank: int) -> None:
-        model = ddp.DistributedDataParallel(Net())
-        for name, instead in ABSENT.items():
-            with pytest.raises(
-                AttributeError, match=re.escape(f"DistributedDataParallel.{name} is part of torch's engine: {instead}")
-            ):
-                getattr(model, name)
-        with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-            model.nonsense  # noqa: B018  # it raises
-
-    fsdp.simulate(1, one_rank)
+@on_ranks(1)
+def test_a_part_of_torchs_engine_is_not_there_and_the_error_says_what_is(rank: int) -> None:
+    model = ddp.DistributedDataParallel(Net())
+    for name, instead in ABSENT.items():
+        with pytest.raises(
+            AttributeError, match=re.escape(f"DistributedDataParallel.{name} is part of torch's engine: {instead}")
+        ):
+            getattr(model, name)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        model.nonsense  # noqa: B018  # it raises
 
 
 def test_a_communication_hook_reduces_the_buckets_inside_join_too() -> None:
@@ -363,7 +354,8 @@ def test_a_communication_hook_reduces_the_buckets_inside_join_too() -> None:
     assert fsdp.simulate(2, one_rank) == [[2.0, 0.0], [2.0, 2.0]]
 
 
-def test_a_wrong_communication_hook_is_refused_with_the_types_and_words_of_ddp() -> None:
+@on_ranks(1)
+def test_a_wrong_communication_hook_is_refused_with_the_types_and_words_of_ddp(rank: int) -> None:
     def of_a_number(state: object, bucket: int) -> torch.futures.Future[Tensor]:
         return torch.futures.Future()
 
@@ -373,29 +365,27 @@ def test_a_wrong_communication_hook_is_refused_with_the_types_and_words_of_ddp()
     def without_annotations(state, bucket):  # type: ignore[no-untyped-def]  # what is under test
         return 1
 
-    def one_rank(rank: int) -> None:
-        model = ddp.DistributedDataParallel(nn.Linear(1, 1))
-        assert model._get_ddp_logging_data()["has_error"] == 0
-        with pytest.raises(TypeError, match="Communication hook must be callable"):
-            model.register_comm_hook(None, 1)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"bucket annotation should be dist.GradBucket. It is <class 'int'>"):
-            model.register_comm_hook(None, of_a_number)
-        with pytest.raises(ValueError, match=r"return annotation should be torch.futures.Future"):
-            model.register_comm_hook(None, to_a_number)  # type: ignore[arg-type]
-        logged = model._get_ddp_logging_data()
-        assert logged["has_error"] == 1 and "return annotation" in str(logged["error"]) and logged["iteration"] == 0
+    model = ddp.DistributedDataParallel(nn.Linear(1, 1))
+    assert model._get_ddp_logging_data()["has_error"] == 0
+    with pytest.raises(TypeError, match="Communication hook must be callable"):
+        model.register_comm_hook(None, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"bucket annotation should be dist.GradBucket. It is <class 'int'>"):
+        model.register_comm_hook(None, of_a_number)
+    with pytest.raises(ValueError, match=r"return annotation should be torch.futures.Future"):
+        model.register_comm_hook(None, to_a_number)  # type: ignore[arg-type]
+    logged = model._get_ddp_logging_data()
+    assert logged["has_error"] == 1 and "return annotation" in str(logged["error"]) and logged["iteration"] == 0
+    model.register_comm_hook(None, without_annotations)
+    with pytest.raises(RuntimeError, match="can only be called once"):
         model.register_comm_hook(None, without_annotations)
-        with pytest.raises(RuntimeError, match="can only be called once"):
-            model.register_comm_hook(None, without_annotations)
-        loss = model(torch.ones(1, 1)).sum()
-        assert model._get_ddp_logging_data()["iteration"] == 1
-        with pytest.raises(RuntimeError, match=r"callback must return a torch.futures.Future object, but got int"):
-            loss.backward()
-
-    fsdp.simulate(1, one_rank)
+    loss = model(torch.ones(1, 1)).sum()
+    assert model._get_ddp_logging_data()["iteration"] == 1
+    with pytest.raises(RuntimeError, match=r"callback must return a torch.futures.Future object, but got int"):
+        loss.backward()
 
 
-def test_torchs_annotated_hooks_are_accepted() -> None:
+@on_ranks(1)
+def test_torchs_annotated_hooks_are_accepted(rank: int) -> None:
     def quoted(state: object, bucket: "fsdp.GradBucket") -> "torch.futures.Future[Tensor]":
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
@@ -407,11 +397,8 @@ def test_torchs_annotated_hooks_are_accepted() -> None:
         def __call__(self, state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
             return quoted(state, bucket)  # type: ignore[arg-type]
 
-    def one_rank(rank: int) -> None:
-        for hook in (quoted, Callable(), fp16_compress_hook):
-            ddp.DistributedDataParallel(nn.Linear(1, 1)).register_comm_hook(None, hook)
-
-    fsdp.simulate(1, one_rank)
+    for hook in (quoted, Callable(), fp16_compress_hook):
+        ddp.DistributedDataParallel(nn.Linear(1, 1)).register_comm_hook(None, hook)
 
 
 def test_parameters_that_trigger_a_reduction_are_found_by_identity() -> None:

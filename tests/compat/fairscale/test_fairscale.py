@@ -15,6 +15,7 @@ import fsdp
 from fsdp.comm.simulated import simulate
 from fsdp.compat import fairscale
 from fsdp.compat.fairscale import FullyShardedDataParallel, TrainingState, checkpoint_wrapper, get_fsdp_instances
+from tests.support.ranks import on_ranks
 
 STEPS = 3
 
@@ -331,41 +332,35 @@ def test_vectors_are_ordinary_tensors_of_this_rank() -> None:
     assert counts == [-(-numel // 2)] * 2
 
 
-def test_units_have_plain_names_and_a_changed_dtype_is_refused() -> None:
-    def one_rank(rank: int) -> None:
-        model = wrapped()
-        assert [name.split()[0] for name in fsdp.story(model).splitlines() if "blocks" in name] == ["blocks.0", "blocks.1"]
-        model.half()
-        with pytest.raises(fsdp.ShardingError, match="Convert or move the module before wrapping it"):
-            model(batch(0, rank))
-
-    simulate(2, one_rank)
+@on_ranks(2)
+def test_units_have_plain_names_and_a_changed_dtype_is_refused(rank: int) -> None:
+    model = wrapped()
+    assert [name.split()[0] for name in fsdp.story(model).splitlines() if "blocks" in name] == ["blocks.0", "blocks.1"]
+    model.half()
+    with pytest.raises(fsdp.ShardingError, match="Convert or move the module before wrapping it"):
+        model(batch(0, rank))
 
 
-def test_inputs_that_are_cast_let_the_backward_pass() -> None:
-    def one_rank(rank: int) -> None:
-        model = FullyShardedDataParallel(nn.ReLU(), mixed_precision=True)
-        x = torch.ones(2, requires_grad=True)
-        model(x).float().sum().backward()
-        assert x.grad is None
-
-    simulate(2, one_rank)
+@on_ranks(2)
+def test_inputs_that_are_cast_let_the_backward_pass(rank: int) -> None:
+    model = FullyShardedDataParallel(nn.ReLU(), mixed_precision=True)
+    x = torch.ones(2, requires_grad=True)
+    model(x).float().sum().backward()
+    assert x.grad is None
 
 
-def test_outside_a_forward_a_flat_model_shows_shapes_without_memory() -> None:
-    def one_rank(rank: int) -> None:
-        model = FullyShardedDataParallel(nn.Linear(3, 5))
-        for _ in range(2):
-            assert model.module.weight.is_meta and model.module.weight.shape == (5, 3)
-            assert "out_features=5, bias=True" in repr(model)
-            model(torch.ones(1, 3)).sum().backward()
-        with model.summon_full_params():
-            assert not model.module.weight.is_meta
-            model.module.weight.data.fill_(7)
-        assert model.module.weight.is_meta
-        assert (model.state_dict()["weight"] == 7).all()
-
-    simulate(2, one_rank)
+@on_ranks(2)
+def test_outside_a_forward_a_flat_model_shows_shapes_without_memory(rank: int) -> None:
+    model = FullyShardedDataParallel(nn.Linear(3, 5))
+    for _ in range(2):
+        assert model.module.weight.is_meta and model.module.weight.shape == (5, 3)
+        assert "out_features=5, bias=True" in repr(model)
+        model(torch.ones(1, 3)).sum().backward()
+    with model.summon_full_params():
+        assert not model.module.weight.is_meta
+        model.module.weight.data.fill_(7)
+    assert model.module.weight.is_meta
+    assert (model.state_dict()["weight"] == 7).all()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -455,17 +450,15 @@ def test_overflow_of_one_rank_lowers_the_scale_of_all() -> None:
     assert simulate(2, one_rank) == [2.0**15] * 2
 
 
-def test_state_dicts_on_rank_0_only_and_of_inner_instances() -> None:
-    def one_rank(rank: int) -> None:
-        model = wrapped(state_dict_on_rank_0_only=True)
-        assert bool(model.state_dict()) == (rank == 0)
-        inner = get_fsdp_instances(model)[1]
-        inner.state_dict_on_rank_0_only = False
-        assert list(inner.state_dict()) == list(Block().state_dict())
-        nested = nn.Sequential(inner).state_dict()
-        assert list(nested) == [f"0.{name}" for name in Block().state_dict()]
-
-    simulate(2, one_rank)
+@on_ranks(2)
+def test_state_dicts_on_rank_0_only_and_of_inner_instances(rank: int) -> None:
+    model = wrapped(state_dict_on_rank_0_only=True)
+    assert bool(model.state_dict()) == (rank == 0)
+    inner = get_fsdp_instances(model)[1]
+    inner.state_dict_on_rank_0_only = False
+    assert list(inner.state_dict()) == list(Block().state_dict())
+    nested = nn.Sequential(inner).state_dict()
+    assert list(nested) == [f"0.{name}" for name in Block().state_dict()]
 
 
 REFUSED: dict[str, tuple[type[Exception], dict[str, Any]]] = {
@@ -486,43 +479,39 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("text", "case"), REFUSED.items(), ids=lambda value: str(value)[:30])
-def test_what_cannot_be_is_refused(text: str, case: tuple[type[Exception], dict[str, Any]]) -> None:
-    def one_rank(rank: int) -> None:
-        with pytest.raises(case[0], match=text):
-            FullyShardedDataParallel(nn.Linear(2, 2), **case[1])
-
-    simulate(2, one_rank)
+@on_ranks(2)
+def test_what_cannot_be_is_refused(rank: int, text: str, case: tuple[type[Exception], dict[str, Any]]) -> None:
+    with pytest.raises(case[0], match=text):
+        FullyShardedDataParallel(nn.Linear(2, 2), **case[1])
 
 
-def test_calls_on_the_wrong_instance_or_at_the_wrong_time_are_refused() -> None:
-    def one_rank(rank: int) -> None:
-        model = wrapped(flatten_parameters=False)
-        inner = get_fsdp_instances(model)[1]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for call in (inner.no_sync().__enter__, partial(inner.clip_grad_norm_, 1.0)):
-            with pytest.raises(AssertionError, match="this instance is inside another one; call it on the outermost"):
-                call()
-        with pytest.raises(AssertionError, match="gather_full_optim_state_dict: this instance is inside another one"):
-            inner.gather_full_optim_state_dict(optimizer)
-        with pytest.raises(NotImplementedError, match="an instance with several parameters has flatten_parameters=False"):
-            model.gather_full_optim_state_dict(optimizer)
-        two = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
-        with pytest.raises(AssertionError, match="the optimizer has 16 parameter groups, and the format has one"):
-            model.gather_full_optim_state_dict(two)
-        with pytest.raises(AssertionError, match="the state is of 3 parameters, and this model has 16"):
-            model.get_shard_from_optim_state_dict({"state": {}, "param_groups": [{"params": [0, 1, 2]}]})
-        with pytest.raises(ValueError, match="this instance is in IDLE; here it may be in FORWARD, BACKWARD_PRE"):
-            model.assert_state([TrainingState.FORWARD, TrainingState.BACKWARD_PRE])
-        with pytest.raises(RuntimeError, match="the module was wrapped without allow_reset_parameters=True"):
-            model.reset_parameters()
-        with model.summon_full_params(), pytest.raises(ValueError, match="an instance is in SUMMON_FULL_PARAMS; call it outside"):
-            model.local_state_dict()
-        with pytest.raises(AssertionError, match="no module of this instance has this parameter; tie it before wrapping"):
-            model.append_shared_param(nn.Parameter(torch.ones(1)))
-        with pytest.raises(AssertionError, match="this instance needs at least one parameter of its own"):
-            FullyShardedDataParallel(nn.ReLU()).append_shared_param(nn.Parameter(torch.ones(1)))
-
-    simulate(2, one_rank)
+@on_ranks(2)
+def test_calls_on_the_wrong_instance_or_at_the_wrong_time_are_refused(rank: int) -> None:
+    model = wrapped(flatten_parameters=False)
+    inner = get_fsdp_instances(model)[1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for call in (inner.no_sync().__enter__, partial(inner.clip_grad_norm_, 1.0)):
+        with pytest.raises(AssertionError, match="this instance is inside another one; call it on the outermost"):
+            call()
+    with pytest.raises(AssertionError, match="gather_full_optim_state_dict: this instance is inside another one"):
+        inner.gather_full_optim_state_dict(optimizer)
+    with pytest.raises(NotImplementedError, match="an instance with several parameters has flatten_parameters=False"):
+        model.gather_full_optim_state_dict(optimizer)
+    two = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
+    with pytest.raises(AssertionError, match="the optimizer has 16 parameter groups, and the format has one"):
+        model.gather_full_optim_state_dict(two)
+    with pytest.raises(AssertionError, match="the state is of 3 parameters, and this model has 16"):
+        model.get_shard_from_optim_state_dict({"state": {}, "param_groups": [{"params": [0, 1, 2]}]})
+    with pytest.raises(ValueError, match="this instance is in IDLE; here it may be in FORWARD, BACKWARD_PRE"):
+        model.assert_state([TrainingState.FORWARD, TrainingState.BACKWARD_PRE])
+    with pytest.raises(RuntimeError, match="the module was wrapped without allow_reset_parameters=True"):
+        model.reset_parameters()
+    with model.summon_full_params(), pytest.raises(ValueError, match="an instance is in SUMMON_FULL_PARAMS; call it outside"):
+        model.local_state_dict()
+    with pytest.raises(AssertionError, match="no module of this instance has this parameter; tie it before wrapping"):
+        model.append_shared_param(nn.Parameter(torch.ones(1)))
+    with pytest.raises(AssertionError, match="this instance needs at least one parameter of its own"):
+        FullyShardedDataParallel(nn.ReLU()).append_shared_param(nn.Parameter(torch.ones(1)))
 
 
 def test_without_torch_distributed_there_is_no_group() -> None:
@@ -530,13 +519,11 @@ def test_without_torch_distributed_there_is_no_group() -> None:
         FullyShardedDataParallel(nn.Linear(2, 2))
 
 
-def test_a_simulated_group_has_all_ranks_or_one() -> None:
-    def one_rank(rank: int) -> None:
-        assert [fairscale.get_process_group_cached(ranks=ranks).size() for ranks in (None, [rank], range(3))] == [3, 1, 3]
-        with pytest.raises(fsdp.ShardingError, match=r"a group has all 3 ranks or this one alone, not \[0, 1\]"):
-            fairscale.get_process_group_cached(ranks=[0, 1])
-
-    simulate(3, one_rank)
+@on_ranks(3)
+def test_a_simulated_group_has_all_ranks_or_one(rank: int) -> None:
+    assert [fairscale.get_process_group_cached(ranks=ranks).size() for ranks in (None, [rank], range(3))] == [3, 1, 3]
+    with pytest.raises(fsdp.ShardingError, match=r"a group has all 3 ranks or this one alone, not \[0, 1\]"):
+        fairscale.get_process_group_cached(ranks=[0, 1])
 
 
 def test_nothing_imports_it_and_it_does_not_import_fairscale() -> None:

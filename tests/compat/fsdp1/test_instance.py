@@ -14,44 +14,41 @@ from fsdp.compat.torch_fsdp import CPUOffload, FlatParameter, MixedPrecision, Mo
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP
 from state_machine import ResidencyState
 from tests.compat.fsdp1.test_torch_fsdp import Block, Net, batch, wrapped
+from tests.support.ranks import on_ranks
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
-def test_a_wrapped_model_may_become_double_and_trains_like_a_plain_one(strategy: str) -> None:
-    def fn(rank: int) -> None:
-        model = wrapped(sharding_strategy=ShardingStrategy[strategy])
-        objects = [*model.parameters()]
-        assert model.double() is model
-        assert all(one is other for one, other in zip(objects, model.parameters(), strict=True))
-        plain = Net().double()
-        optimizers = [torch.optim.AdamW(one.parameters(), lr=0.05) for one in (model, plain)]
-        for step in range(3):
-            model(batch(step, rank).double()).square().mean().backward()
-            for other in range(2):
-                (plain(batch(step, other).double()).square().mean() / 2).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        for name, value in model.state_dict().items():
-            assert value.dtype is torch.float64
-            torch.testing.assert_close(value, plain.state_dict()[name])
-        assert model.half().state_dict()["scale"].dtype is torch.float16
-        assert [*model.state_dict()] == [*plain.state_dict()], "a conversion brings back the engine's state dicts"
-
-    simulate(2, fn)
+@on_ranks(2)
+def test_a_wrapped_model_may_become_double_and_trains_like_a_plain_one(rank: int, strategy: str) -> None:
+    model = wrapped(sharding_strategy=ShardingStrategy[strategy])
+    objects = [*model.parameters()]
+    assert model.double() is model
+    assert all(one is other for one, other in zip(objects, model.parameters(), strict=True))
+    plain = Net().double()
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.05) for one in (model, plain)]
+    for step in range(3):
+        model(batch(step, rank).double()).square().mean().backward()
+        for other in range(2):
+            (plain(batch(step, other).double()).square().mean() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        assert value.dtype is torch.float64
+        torch.testing.assert_close(value, plain.state_dict()[name])
+    assert model.half().state_dict()["scale"].dtype is torch.float16
+    assert [*model.state_dict()] == [*plain.state_dict()], "a conversion brings back the engine's state dicts"
 
 
-def test_one_instance_of_a_model_may_be_converted_and_a_model_around_instances() -> None:
-    def fn(rank: int) -> None:
-        model = wrapped()
-        model.blocks[1].double()
-        dtypes = {name: p.dtype for name, p in model.named_parameters()}
-        assert {dtype for name, dtype in dtypes.items() if "blocks.1" in name} == {torch.float64}
-        assert {dtype for name, dtype in dtypes.items() if "blocks.1" not in name} == {torch.float32}
-        around = nn.Sequential(FSDP(nn.Linear(3, 3)), nn.Linear(3, 3)).double()
-        around(batch(0, rank).double()).sum().backward()
-
-    simulate(2, fn)
+@on_ranks(2)
+def test_one_instance_of_a_model_may_be_converted_and_a_model_around_instances(rank: int) -> None:
+    model = wrapped()
+    model.blocks[1].double()
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert {dtype for name, dtype in dtypes.items() if "blocks.1" in name} == {torch.float64}
+    assert {dtype for name, dtype in dtypes.items() if "blocks.1" not in name} == {torch.float32}
+    around = nn.Sequential(FSDP(nn.Linear(3, 3)), nn.Linear(3, 3)).double()
+    around(batch(0, rank).double()).sum().backward()
 
 
 def test_evaluations_leave_mixed_precision_out_if_the_variable_of_fsdp1_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,21 +77,19 @@ def test_evaluations_leave_mixed_precision_out_if_the_variable_of_fsdp1_says_so(
     assert seen == {rank: [low, low, low] for rank in range(2)}
 
 
-def test_an_instance_is_gathered_ahead_of_its_forward() -> None:
-    def fn(rank: int) -> None:
-        model = FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), backward_prefetch=None)
-        model(batch(0, rank)).sum().backward()
-        block = model.blocks[0]
-        handle = block._unshard(async_op=True)
-        assert handle is not None
-        handle.wait()
-        assert block.module.up.weight.shape == (5, 3)
-        assert block._unshard() is None
-        model._wait_unshard_streams_on_current_stream()
-        model(batch(1, rank)).sum().backward()
-        assert FSDP(nn.Sequential(nn.ReLU()))._unshard() is None
-
-    simulate(2, fn)
+@on_ranks(2)
+def test_an_instance_is_gathered_ahead_of_its_forward(rank: int) -> None:
+    model = FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), backward_prefetch=None)
+    model(batch(0, rank)).sum().backward()
+    block = model.blocks[0]
+    handle = block._unshard(async_op=True)
+    assert handle is not None
+    handle.wait()
+    assert block.module.up.weight.shape == (5, 3)
+    assert block._unshard() is None
+    model._wait_unshard_streams_on_current_stream()
+    model(batch(1, rank)).sum().backward()
+    assert FSDP(nn.Sequential(nn.ReLU()))._unshard() is None
 
 
 def test_the_flat_view_has_the_values_and_gradients_of_this_rank_end_to_end() -> None:
@@ -122,33 +117,31 @@ def test_the_flat_view_has_the_values_and_gradients_of_this_rank_end_to_end() ->
         torch.testing.assert_close(found, wanted)
 
 
-def test_full_parameters_are_refused_in_a_forward_and_inside_each_other() -> None:
-    def fn(rank: int) -> None:
-        model = wrapped()
+@on_ranks(2)
+def test_full_parameters_are_refused_in_a_forward_and_inside_each_other(rank: int) -> None:
+    model = wrapped()
 
-        def summon(*_: object) -> None:
-            with FSDP.summon_full_params(model):
-                pass
-
-        handle = model.first.register_forward_pre_hook(summon)
-        with pytest.raises(AssertionError, match="Cannot manually unshard parameters during forward/backward"):
-            model(batch(0, rank))
-        handle.remove()
-        out = model(batch(0, rank))
-        out.register_hook(summon)
-        with pytest.raises(AssertionError, match="Cannot manually unshard parameters during forward/backward"):
-            out.sum().backward()
-        with (
-            FSDP.summon_full_params(model),
-            pytest.raises(AssertionError, match="Cannot manually unshard parameters when already unsharding parameters"),
-        ):
-            summon()
-        with pytest.raises(NotImplementedError, match="is not supported"), FSDP.summon_full_params(model, rank0_only=True):
+    def summon(*_: object) -> None:
+        with FSDP.summon_full_params(model):
             pass
-        with pytest.raises(ValueError, match="is expected to be in states IDLE but"), FSDP.summon_full_params(model):
-            model.apply(lambda module: None)
 
-    simulate(2, fn)
+    handle = model.first.register_forward_pre_hook(summon)
+    with pytest.raises(AssertionError, match="Cannot manually unshard parameters during forward/backward"):
+        model(batch(0, rank))
+    handle.remove()
+    out = model(batch(0, rank))
+    out.register_hook(summon)
+    with pytest.raises(AssertionError, match="Cannot manually unshard parameters during forward/backward"):
+        out.sum().backward()
+    with (
+        FSDP.summon_full_params(model),
+        pytest.raises(AssertionError, match="Cannot manually unshard parameters when already unsharding parameters"),
+    ):
+        summon()
+    with pytest.raises(NotImplementedError, match="is not supported"), FSDP.summon_full_params(model, rank0_only=True):
+        pass
+    with pytest.raises(ValueError, match="is expected to be in states IDLE but"), FSDP.summon_full_params(model):
+        model.apply(lambda module: None)
 
 
 def test_warnings_and_errors_have_the_words_that_users_of_fsdp1_match() -> None:
@@ -228,33 +221,29 @@ def test_params_are_vectors_over_the_parameters_with_names_and_ranges() -> None:
         assert bool((found == 0.25).all())
 
 
-def test_an_instance_is_resharded_by_its_handle() -> None:
-    def program(rank: int) -> None:
-        model = FSDP(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True)
-        model(torch.ones(1, 4))
-        ref = model._unit_ref
-        assert ref is not None and model._handle is not None
-        _reshard(model, model._handle, False)
-        assert ref.engine.snapshot().units[0].residency is not ResidencyState.SHARDED
-        _reshard(model, model._handle, True)
-        assert ref.engine.snapshot().units[0].residency is ResidencyState.SHARDED
-        model(torch.ones(1, 4)).sum().backward()
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_an_instance_is_resharded_by_its_handle(rank: int) -> None:
+    model = FSDP(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True)
+    model(torch.ones(1, 4))
+    ref = model._unit_ref
+    assert ref is not None and model._handle is not None
+    _reshard(model, model._handle, False)
+    assert ref.engine.snapshot().units[0].residency is not ResidencyState.SHARDED
+    _reshard(model, model._handle, True)
+    assert ref.engine.snapshot().units[0].residency is ResidencyState.SHARDED
+    model(torch.ones(1, 4)).sum().backward()
 
 
-def test_a_frozen_module_that_was_replaced_is_saved_and_loaded_as_it_is() -> None:
-    def program(rank: int) -> None:
-        inner = FSDP(nn.Linear(4, 4), use_orig_params=True)
-        model = FSDP(nn.Sequential(nn.Linear(4, 4), inner), use_orig_params=True)
-        model.module[0] = nn.Linear(4, 4).requires_grad_(False)
-        with torch.no_grad():
-            model.module[0].weight.fill_(3.0)
-        model(torch.ones(2, 4)).sum().backward()
-        state = model.state_dict()
-        assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias"] and bool((state["0.weight"] == 3).all())
-        model.load_state_dict({name: value + 1 for name, value in state.items()})
-        assert bool((model.module[0].weight == 4).all())
-        torch.testing.assert_close(model.state_dict()["1.weight"], state["1.weight"] + 1)
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_a_frozen_module_that_was_replaced_is_saved_and_loaded_as_it_is(rank: int) -> None:
+    inner = FSDP(nn.Linear(4, 4), use_orig_params=True)
+    model = FSDP(nn.Sequential(nn.Linear(4, 4), inner), use_orig_params=True)
+    model.module[0] = nn.Linear(4, 4).requires_grad_(False)
+    with torch.no_grad():
+        model.module[0].weight.fill_(3.0)
+    model(torch.ones(2, 4)).sum().backward()
+    state = model.state_dict()
+    assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias"] and bool((state["0.weight"] == 3).all())
+    model.load_state_dict({name: value + 1 for name, value in state.items()})
+    assert bool((model.module[0].weight == 4).all())
+    torch.testing.assert_close(model.state_dict()["1.weight"], state["1.weight"] + 1)

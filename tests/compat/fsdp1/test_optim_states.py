@@ -19,6 +19,7 @@ from fsdp.comm.simulated import simulate
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP
 from fsdp.compat.torch_fsdp import ModuleWrapPolicy, OptimStateKeyType
 from tests.compat.fsdp1.test_torch_fsdp import Block, batch
+from tests.support.ranks import on_ranks
 
 Optimizer = torch.optim.Optimizer
 Make = Callable[[nn.Module], Optimizer]
@@ -148,59 +149,53 @@ def test_a_plain_optimizer_takes_the_state_and_returns_it() -> None:
     assert again["state"].keys() == state["state"].keys()
 
 
-def test_the_given_state_counts_in_place_of_the_optimizers_own() -> None:
-    def fn(rank: int) -> None:
-        model = wrapped()
-        optimizer = of_one_block(model)
-        train(model, optimizer, range(2))
-        given = deepcopy(optimizer.state_dict())
-        for kept in given["state"].values():
-            kept["exp_avg"] = kept["exp_avg"] + 1
-            kept["note"], kept["nothing"] = 2.5, None
-        state = FSDP.optim_state_dict(model, optimizer, given)
-        own = FSDP.optim_state_dict(model, optimizer)
-        for name, kept in own["state"].items():
-            assert torch.equal(state["state"][name]["exp_avg"], kept["exp_avg"] + 1)
-            assert (state["state"][name]["note"], state["state"][name]["nothing"]) == (2.5, None)
-        groupless = FSDP.optim_state_dict(model, optimizer, {"state": given["state"]})
-        assert "param_groups" not in groupless
-        back = FSDP.optim_state_dict_to_load(model, optimizer, groupless)
-        assert back.keys() == {"state"} and all(kept["note"] == 2.5 for kept in back["state"].values())
-        with pytest.raises(fsdp.ShardingError, match=r"the optimizer has no parameters \['77'\]"):
-            FSDP.optim_state_dict(model, optimizer, {"state": {77: {}}})
-
-    simulate(2, fn)
+@on_ranks(2)
+def test_the_given_state_counts_in_place_of_the_optimizers_own(rank: int) -> None:
+    model = wrapped()
+    optimizer = of_one_block(model)
+    train(model, optimizer, range(2))
+    given = deepcopy(optimizer.state_dict())
+    for kept in given["state"].values():
+        kept["exp_avg"] = kept["exp_avg"] + 1
+        kept["note"], kept["nothing"] = 2.5, None
+    state = FSDP.optim_state_dict(model, optimizer, given)
+    own = FSDP.optim_state_dict(model, optimizer)
+    for name, kept in own["state"].items():
+        assert torch.equal(state["state"][name]["exp_avg"], kept["exp_avg"] + 1)
+        assert (state["state"][name]["note"], state["state"][name]["nothing"]) == (2.5, None)
+    groupless = FSDP.optim_state_dict(model, optimizer, {"state": given["state"]})
+    assert "param_groups" not in groupless
+    back = FSDP.optim_state_dict_to_load(model, optimizer, groupless)
+    assert back.keys() == {"state"} and all(kept["note"] == 2.5 for kept in back["state"].values())
+    with pytest.raises(fsdp.ShardingError, match=r"the optimizer has no parameters \['77'\]"):
+        FSDP.optim_state_dict(model, optimizer, {"state": {77: {}}})
 
 
-def test_parameters_that_are_not_sharded_may_be_left_out_of_a_state_and_those_of_a_unit_not() -> None:
-    def fn(rank: int) -> None:
-        model = wrapped()
-        optimizer = torch.optim.Adam(model.parameters())
-        train(model, optimizer, range(2))
-        state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-        bigger = nn.ModuleDict({"_fsdp_wrapped_module": wrapped()})
-        bigger["own"] = nn.Linear(2, 2)
-        other = torch.optim.Adam(bigger.parameters())
-        found = FSDP.shard_full_optim_state_dict(state, bigger, optim=other)
-        numbers = list(range(len([*bigger.parameters()])))
-        assert found["param_groups"][0]["params"] == numbers[:-2] and not {*numbers[-2:]} & {*found["state"]}
-        del state["state"]["first.bias"]
-        state["param_groups"][0]["params"].remove("first.bias")
-        with pytest.raises(ValueError, match=r"must have scalar state with the same value and dtype: .*\['first.bias'\]"):
-            FSDP.shard_full_optim_state_dict(state, bigger, optim=other)
-
-    simulate(2, fn)
+@on_ranks(2)
+def test_parameters_that_are_not_sharded_may_be_left_out_of_a_state_and_those_of_a_unit_not(rank: int) -> None:
+    model = wrapped()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, range(2))
+    state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    bigger = nn.ModuleDict({"_fsdp_wrapped_module": wrapped()})
+    bigger["own"] = nn.Linear(2, 2)
+    other = torch.optim.Adam(bigger.parameters())
+    found = FSDP.shard_full_optim_state_dict(state, bigger, optim=other)
+    numbers = list(range(len([*bigger.parameters()])))
+    assert found["param_groups"][0]["params"] == numbers[:-2] and not {*numbers[-2:]} & {*found["state"]}
+    del state["state"]["first.bias"]
+    state["param_groups"][0]["params"].remove("first.bias")
+    with pytest.raises(ValueError, match=r"must have scalar state with the same value and dtype: .*\['first.bias'\]"):
+        FSDP.shard_full_optim_state_dict(state, bigger, optim=other)
 
 
-def test_an_optimizer_that_leaves_out_what_rank_0_steps_is_refused_on_every_rank() -> None:
-    def fn(rank: int) -> None:
-        model = wrapped()
-        params = [*model.parameters()]
-        optimizer = torch.optim.Adam(params[: len(params) - rank])
-        with pytest.raises(RuntimeError, match=r"some ranks are missing some of those states: rank 1 leaves out \['blocks.1"):
-            FSDP.full_optim_state_dict(model, optimizer)
-
-    simulate(2, fn)
+@on_ranks(2)
+def test_an_optimizer_that_leaves_out_what_rank_0_steps_is_refused_on_every_rank(rank: int) -> None:
+    model = wrapped()
+    params = [*model.parameters()]
+    optimizer = torch.optim.Adam(params[: len(params) - rank])
+    with pytest.raises(RuntimeError, match=r"some ranks are missing some of those states: rank 1 leaves out \['blocks.1"):
+        FSDP.full_optim_state_dict(model, optimizer)
 
 
 class Named(torch.optim.Adam):
@@ -219,25 +214,21 @@ class Named(torch.optim.Adam):
         return {"state": {self.names[id(p)]: kept for p, kept in self.state.items()}, "param_groups": groups}
 
 
-def test_an_optimizer_with_names_of_its_own_saves_and_loads_by_them() -> None:
-    def fn(rank: int) -> None:
-        model = wrapped()
-        named, plain = Named(model), wrapped()
-        ordinary = torch.optim.Adam(plain.parameters(), lr=0.05)
-        train(model, named, range(2))
-        train(plain, ordinary, range(2))
-        state = FSDP.optim_state_dict(model, named, named.state_dict())
-        wanted = FSDP.optim_state_dict(plain, ordinary)
-        assert state["state"].keys() == wanted["state"].keys()
-        for name, kept in wanted["state"].items():
-            for key, value in kept.items():
-                assert torch.equal(state["state"][name][key], value)
-        back = FSDP.optim_state_dict_to_load(model, named, state, is_named_optimizer=True)
-        current = named.state_dict()["state"]
-        assert {*back["state"]} >= {name for name, kept in current.items() if kept} and {*back["state"]} <= {
-            *named.names.values()
-        }
-        for name, kept in back["state"].items():
-            assert all(torch.equal(value, current[name][key]) for key, value in kept.items())
-
-    simulate(2, fn)
+@on_ranks(2)
+def test_an_optimizer_with_names_of_its_own_saves_and_loads_by_them(rank: int) -> None:
+    model = wrapped()
+    named, plain = Named(model), wrapped()
+    ordinary = torch.optim.Adam(plain.parameters(), lr=0.05)
+    train(model, named, range(2))
+    train(plain, ordinary, range(2))
+    state = FSDP.optim_state_dict(model, named, named.state_dict())
+    wanted = FSDP.optim_state_dict(plain, ordinary)
+    assert state["state"].keys() == wanted["state"].keys()
+    for name, kept in wanted["state"].items():
+        for key, value in kept.items():
+            assert torch.equal(state["state"][name][key], value)
+    back = FSDP.optim_state_dict_to_load(model, named, state, is_named_optimizer=True)
+    current = named.state_dict()["state"]
+    assert {*back["state"]} >= {name for name, kept in current.items() if kept} and {*back["state"]} <= {*named.names.values()}
+    for name, kept in back["state"].items():
+        assert all(torch.equal(value, current[name][key]) for key, value in kept.items())

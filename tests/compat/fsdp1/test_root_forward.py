@@ -11,6 +11,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 import fsdp
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP
+from tests.support.ranks import on_ranks
 
 
 def wrapped() -> Any:
@@ -61,55 +62,48 @@ def test_a_parameter_that_replaces_one_gives_it_its_values(use: Callable[[Any], 
 
 
 @pytest.mark.parametrize("use", [forward, summon, save])
-def test_one_that_does_not_fit_is_refused(use: Callable[[Any], object]) -> None:
-    def program(rank: int) -> None:
-        model = wrapped()
-        model.module[0].weight = nn.Parameter(torch.zeros(5, 5))
-        text = r"Cannot writeback when the parameter shape changes: '0.weight' of unit 'Sequential' is \(\d, 4\)"
-        with pytest.raises(RuntimeError, match=text):
-            use(model)
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_one_that_does_not_fit_is_refused(rank: int, use: Callable[[Any], object]) -> None:
+    model = wrapped()
+    model.module[0].weight = nn.Parameter(torch.zeros(5, 5))
+    text = r"Cannot writeback when the parameter shape changes: '0.weight' of unit 'Sequential' is \(\d, 4\)"
+    with pytest.raises(RuntimeError, match=text):
+        use(model)
 
 
-def test_a_module_that_is_added_stays_unsharded_with_a_warning() -> None:
-    def program(rank: int) -> None:
-        model = wrapped()
-        model.module.append(nn.Linear(4, 2))
-        with pytest.warns(
-            UserWarning, match="parameter '2.weight' was added after wrapping: it is not sharded, and its gradients"
-        ):
-            out = model(torch.ones(2, 4) + rank)
-        out.sum().backward()
-        added = model.module[2]
-        assert out.shape == (2, 2) and added.weight.shape == (2, 4) and added.weight.grad is not None
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model(torch.ones(2, 4)).sum().backward()
-            state = model.state_dict()
-        assert torch.equal(state["2.weight"], added.weight) and state["0.weight"].shape == (4, 4)
-        model.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
-        assert not bool(added.weight.any()) and not bool(model.state_dict()["0.weight"].any())
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_a_module_that_is_added_stays_unsharded_with_a_warning(rank: int) -> None:
+    model = wrapped()
+    model.module.append(nn.Linear(4, 2))
+    with pytest.warns(UserWarning, match="parameter '2.weight' was added after wrapping: it is not sharded, and its gradients"):
+        out = model(torch.ones(2, 4) + rank)
+    out.sum().backward()
+    added = model.module[2]
+    assert out.shape == (2, 2) and added.weight.shape == (2, 4) and added.weight.grad is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(2, 4)).sum().backward()
+        state = model.state_dict()
+    assert torch.equal(state["2.weight"], added.weight) and state["0.weight"].shape == (4, 4)
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
+    assert not bool(added.weight.any()) and not bool(model.state_dict()["0.weight"].any())
 
 
 @pytest.mark.parametrize("original", [False, True])
-def test_an_optimizer_inside_the_backward_is_refused(original: bool) -> None:
-    def program(rank: int) -> None:
-        model = FSDP(nn.Sequential(nn.Linear(4, 4)), use_orig_params=original)
-        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False)
-        text = (
-            "parameter '0.weight' has an optimizer that steps inside the backward. In FSDP1 that is only supported with "
-            "use_orig_params=True"
-        )
-        with pytest.raises(RuntimeError, match=text):
-            model(torch.ones(2, 4))
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_an_optimizer_inside_the_backward_is_refused(rank: int, original: bool) -> None:
+    model = FSDP(nn.Sequential(nn.Linear(4, 4)), use_orig_params=original)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False)
+    text = (
+        "parameter '0.weight' has an optimizer that steps inside the backward. In FSDP1 that is only supported with "
+        "use_orig_params=True"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        model(torch.ones(2, 4))
 
 
-def test_ranks_that_call_instances_in_other_orders_get_the_words_of_fsdp1() -> None:
+@on_ranks(2)
+def test_ranks_that_call_instances_in_other_orders_get_the_words_of_fsdp1(rank: int) -> None:
     class Either(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -119,9 +113,6 @@ def test_ranks_that_call_instances_in_other_orders_get_the_words_of_fsdp1() -> N
             out: Tensor = self.two(self.one(x)) if first else self.one(self.two(x))
             return out
 
-    def program(rank: int) -> None:
-        model = FSDP(Either(), use_orig_params=True)
-        with pytest.raises(fsdp.WorldError, match=r"^Forward order differs across ranks\. .*'one'"):
-            model(torch.ones(2, 4), rank == 0)
-
-    fsdp.simulate(2, program)
+    model = FSDP(Either(), use_orig_params=True)
+    with pytest.raises(fsdp.WorldError, match=r"^Forward order differs across ranks\. .*'one'"):
+        model(torch.ones(2, 4), rank == 0)

@@ -26,6 +26,7 @@ from fsdp.compat.torch_fsdp import (
     wrap,
 )
 from tests.support.described_torch import describes_this_torch
+from tests.support.ranks import on_ranks
 
 STEPS = 3
 PAGE = Path(__file__).parents[3] / "docs" / "migration" / "from-fsdp1.md"
@@ -126,22 +127,20 @@ def test_every_strategy_gives_the_weights_of_a_single_process(strategy: str) -> 
         torch.testing.assert_close(weights[name], value)
 
 
-def test_names_are_those_of_fsdp1_and_plain_inside_summon_full_params() -> None:
-    def fn(rank: int) -> None:
-        model = wrapped()
-        sharded = dict(model.named_parameters())
-        assert list(sharded)[:2] == ["_fsdp_wrapped_module.first.weight", "_fsdp_wrapped_module.first.bias"]
-        assert "_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.up.weight" in sharded
-        with FSDP.summon_full_params(model):
-            full = {name: p.detach().clone() for name, p in model.named_parameters()}
-            assert [name for name, _ in model.named_buffers()] == ["scale"]
-        assert {name: p.shape for name, p in full.items()} == {name: p.shape for name, p in Net().named_parameters()}
-        assert [*map(type, FSDP.fsdp_modules(model))] == [FSDP] * 3
-        assert FSDP.fsdp_modules(model, root_only=True) == [model]
-        assert model.check_is_root() and not model.blocks[0].check_is_root()
-        assert isinstance(model.module, Net)
-
-    simulate(2, fn)
+@on_ranks(2)
+def test_names_are_those_of_fsdp1_and_plain_inside_summon_full_params(rank: int) -> None:
+    model = wrapped()
+    sharded = dict(model.named_parameters())
+    assert list(sharded)[:2] == ["_fsdp_wrapped_module.first.weight", "_fsdp_wrapped_module.first.bias"]
+    assert "_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.up.weight" in sharded
+    with FSDP.summon_full_params(model):
+        full = {name: p.detach().clone() for name, p in model.named_parameters()}
+        assert [name for name, _ in model.named_buffers()] == ["scale"]
+    assert {name: p.shape for name, p in full.items()} == {name: p.shape for name, p in Net().named_parameters()}
+    assert [*map(type, FSDP.fsdp_modules(model))] == [FSDP] * 3
+    assert FSDP.fsdp_modules(model, root_only=True) == [model]
+    assert model.check_is_root() and not model.blocks[0].check_is_root()
+    assert isinstance(model.module, Net)
 
 
 def test_rank0_only_shows_full_parameters_on_rank_0_alone() -> None:
@@ -205,49 +204,43 @@ def test_rank0_only_states_are_empty_on_other_ranks_and_scatter() -> None:
     assert simulate(2, fn) == [(len(Net().state_dict()), 2), (0, 0)]
 
 
-def test_a_value_of_another_shape_is_refused_by_name() -> None:
-    def fn(rank: int) -> None:
-        model = wrapped()
-        state = model.state_dict()
-        # the shape of this rank's part, which would fit the memory
-        state["first.weight"] = torch.zeros(dict(model.named_parameters())["_fsdp_wrapped_module.first.weight"].shape)
-        with pytest.raises(RuntimeError, match=r"size mismatch for first.weight: the state dict has .*, the model has \(3, 3\)"):
-            model.load_state_dict(state)
-
-    simulate(2, fn)
+@on_ranks(2)
+def test_a_value_of_another_shape_is_refused_by_name(rank: int) -> None:
+    model = wrapped()
+    state = model.state_dict()
+    # the shape of this rank's part, which would fit the memory
+    state["first.weight"] = torch.zeros(dict(model.named_parameters())["_fsdp_wrapped_module.first.weight"].shape)
+    with pytest.raises(RuntimeError, match=r"size mismatch for first.weight: the state dict has .*, the model has \(3, 3\)"):
+        model.load_state_dict(state)
 
 
-def test_states_are_rekeyed_by_number_and_back() -> None:
-    def fn(rank: int) -> None:
-        model, optimizer = trained()
-        net = Net()
-        other = torch.optim.Adam(net.parameters())
-        by_name = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-        by_number = FSDP.rekey_optim_state_dict(by_name, OptimStateKeyType.PARAM_ID, net, optim=other)
-        assert set(by_number["state"]) == set(range(len([*net.parameters()])))
-        again = FSDP.rekey_optim_state_dict(by_number, OptimStateKeyType.PARAM_NAME, net, optim=other)
-        assert set(again["state"]) == set(by_name["state"])
-
-    simulate(2, fn)
+@on_ranks(2)
+def test_states_are_rekeyed_by_number_and_back(rank: int) -> None:
+    model, optimizer = trained()
+    net = Net()
+    other = torch.optim.Adam(net.parameters())
+    by_name = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    by_number = FSDP.rekey_optim_state_dict(by_name, OptimStateKeyType.PARAM_ID, net, optim=other)
+    assert set(by_number["state"]) == set(range(len([*net.parameters()])))
+    again = FSDP.rekey_optim_state_dict(by_number, OptimStateKeyType.PARAM_NAME, net, optim=other)
+    assert set(again["state"]) == set(by_name["state"])
 
 
-def test_no_sync_is_for_the_outermost_instance() -> None:
-    def fn(rank: int) -> None:
-        model = wrapped()
-        with pytest.raises(RuntimeError, match="no_sync: this instance is inside another one"), model.blocks[0].no_sync():
-            pass
-        with model.no_sync():
-            model(batch(0, rank)).sum().backward()
+@on_ranks(2)
+def test_no_sync_is_for_the_outermost_instance(rank: int) -> None:
+    model = wrapped()
+    with pytest.raises(RuntimeError, match="no_sync: this instance is inside another one"), model.blocks[0].no_sync():
+        pass
+    with model.no_sync():
         model(batch(0, rank)).sum().backward()
-        twice = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        model(batch(0, rank)).sum().backward()
-        for double, p in zip(twice, model.parameters(), strict=True):
-            assert (double is None) == (p.grad is None)
-            if p.grad is not None:
-                torch.testing.assert_close(double, 2 * p.grad)
-
-    simulate(2, fn)
+    model(batch(0, rank)).sum().backward()
+    twice = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(batch(0, rank)).sum().backward()
+    for double, p in zip(twice, model.parameters(), strict=True):
+        assert (double is None) == (p.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(double, 2 * p.grad)
 
 
 def test_clipping_counts_instances_over_other_ranks_and_ignored_parameters_once() -> None:
@@ -294,30 +287,26 @@ def test_wrap_makes_instances_inside_enable_wrap() -> None:
     assert simulate(1, fn)[0] == [FSDP, FSDP]
 
 
-def test_a_communication_hook_gets_the_gradient_and_the_place_of_its_part() -> None:
+@on_ranks(2)
+def test_a_communication_hook_gets_the_gradient_and_the_place_of_its_part(rank: int) -> None:
     def hook(seen: list[int], gradient: Tensor, result: Tensor) -> None:
         seen.append(gradient.numel() // result.numel())
         result.fill_(7)
 
-    def fn(rank: int) -> None:
-        model, seen = wrapped(), list[int]()
+    model, seen = wrapped(), list[int]()
+    model.register_comm_hook(seen, hook)
+    model(batch(0, rank)).sum().backward()
+    assert seen == [2, 2, 2]
+    assert all(bool((p.grad == 7).all()) for p in model.parameters() if p.grad is not None)
+    with pytest.raises(AssertionError, match=r"^A communication hook is already registered$"):
         model.register_comm_hook(seen, hook)
-        model(batch(0, rank)).sum().backward()
-        assert seen == [2, 2, 2]
-        assert all(bool((p.grad == 7).all()) for p in model.parameters() if p.grad is not None)
-        with pytest.raises(AssertionError, match=r"^A communication hook is already registered$"):
-            model.register_comm_hook(seen, hook)
-
-    simulate(2, fn)
 
 
-def test_a_number_is_the_host_and_offload_changes_nothing_where_there_is_no_accelerator() -> None:
-    def fn(rank: int) -> None:
-        model = wrapped(device_id=0, cpu_offload=CPUOffload(offload_params=True))
-        assert model.compute_device == torch.device("cpu")
-        model(batch(0, rank)).sum().backward()
-
-    simulate(2, fn)
+@on_ranks(2)
+def test_a_number_is_the_host_and_offload_changes_nothing_where_there_is_no_accelerator(rank: int) -> None:
+    model = wrapped(device_id=0, cpu_offload=CPUOffload(offload_params=True))
+    assert model.compute_device == torch.device("cpu")
+    model(batch(0, rank)).sum().backward()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -400,29 +389,27 @@ def _continued(rows: list[list[str]], row: int) -> list[str]:
     return found
 
 
-def test_what_accelerate_does_in_mixed_precision_makes_float32_parameters_of_lower_ones() -> None:
-    def program(rank: int) -> None:
-        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        model = FSDP(Net().bfloat16(), auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=policy, use_orig_params=True)
-        before = model.state_dict()
-        for module in FSDP.fsdp_modules(model):
-            found = module._flat_param
-            assert module._has_params and found is not None and found.requires_grad and found.device.type == "cpu"
-            assert found.dtype is torch.bfloat16 and len(found._fqns) == len(module.params)
-            found.data = found.data.to(torch.float32)
-            module._handle._orig_param_dtype = torch.float32
-        assert {p.dtype for p in model.parameters()} == {torch.float32}
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, before[name].float()) if name != "scale" else value.dtype is torch.bfloat16
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        loss = model(batch(0, rank)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        flat = model._flat_param
-        flat.data = torch.ones_like(flat.data)
-        with FSDP.summon_full_params(model):
-            assert all(bool((p == 1).all()) for p in model.first.parameters())
-        with pytest.raises(ValueError, match=r"_flat_param.data: \(1,\) elements for"):
-            flat.data = torch.ones(1)
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_what_accelerate_does_in_mixed_precision_makes_float32_parameters_of_lower_ones(rank: int) -> None:
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = FSDP(Net().bfloat16(), auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=policy, use_orig_params=True)
+    before = model.state_dict()
+    for module in FSDP.fsdp_modules(model):
+        found = module._flat_param
+        assert module._has_params and found is not None and found.requires_grad and found.device.type == "cpu"
+        assert found.dtype is torch.bfloat16 and len(found._fqns) == len(module.params)
+        found.data = found.data.to(torch.float32)
+        module._handle._orig_param_dtype = torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name].float()) if name != "scale" else value.dtype is torch.bfloat16
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    loss = model(batch(0, rank)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    flat = model._flat_param
+    flat.data = torch.ones_like(flat.data)
+    with FSDP.summon_full_params(model):
+        assert all(bool((p == 1).all()) for p in model.first.parameters())
+    with pytest.raises(ValueError, match=r"_flat_param.data: \(1,\) elements for"):
+        flat.data = torch.ones(1)

@@ -8,6 +8,7 @@ from torch import nn
 
 import fsdp
 from fsdp.compat.fully_shard import fully_shard
+from tests.support.ranks import on_ranks
 
 
 def made(device: str = "meta") -> Any:
@@ -21,82 +22,72 @@ def on_meta(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.is_meta]
 
 
-def test_a_parameter_that_was_put_in_place_of_one_on_the_meta_device_is_refused_by_name() -> None:
-    def program(rank: int) -> None:
-        model = made()
-        model[0].bias = nn.Parameter(torch.zeros(4))
-        with pytest.raises(fsdp.ShardingError, match=r"Linear.bias in unit .* was replaced by another parameter"):
-            model(torch.ones(2, 4))
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_a_parameter_that_was_put_in_place_of_one_on_the_meta_device_is_refused_by_name(rank: int) -> None:
+    model = made()
+    model[0].bias = nn.Parameter(torch.zeros(4))
+    with pytest.raises(fsdp.ShardingError, match=r"Linear.bias in unit .* was replaced by another parameter"):
+        model(torch.ones(2, 4))
 
 
-def test_the_layers_of_a_model_on_the_meta_device_get_memory_one_by_one() -> None:
-    def program(rank: int) -> None:
-        model = made()
-        parameters = [*model.parameters()]
-        with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['0.weight', '0.bias'\]"):
-            model(torch.ones(2, 4))
-        model[0].to_empty(device="cpu")
-        with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['1.0.weight', '1.0.bias', '1.1.weight', '1.1.bias'\]"):
-            model(torch.ones(2, 4))
-        model[1][0].to_empty(device="cpu")
-        model[1][1].to_empty(device="cpu")
-        assert not on_meta(model) and all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter.fill_(0.5)
-            model[1][1].reset_running_stats()
-        model(torch.ones(2, 4)).sum().backward()
-        assert all(parameter.grad is not None for parameter in parameters)
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_the_layers_of_a_model_on_the_meta_device_get_memory_one_by_one(rank: int) -> None:
+    model = made()
+    parameters = [*model.parameters()]
+    with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['0.weight', '0.bias'\]"):
+        model(torch.ones(2, 4))
+    model[0].to_empty(device="cpu")
+    with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['1.0.weight', '1.0.bias', '1.1.weight', '1.1.bias'\]"):
+        model(torch.ones(2, 4))
+    model[1][0].to_empty(device="cpu")
+    model[1][1].to_empty(device="cpu")
+    assert not on_meta(model) and all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.fill_(0.5)
+        model[1][1].reset_running_stats()
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in parameters)
 
 
 @pytest.mark.filterwarnings("ignore:for 1.1.num_batches_tracked")  # BatchNorm adds it to a state dict that leaves it out
-def test_two_loads_give_memory_to_what_each_of_them_names() -> None:
-    def program(rank: int) -> None:
-        model = made()
-        model.load_state_dict({"0.weight": torch.ones(4, 4), "0.bias": torch.ones(4)}, strict=False, assign=True)
-        assert on_meta(model) == ["1.0.weight", "1.0.bias", "1.1.weight", "1.1.bias"]
-        assert model[1][1].running_mean.is_meta
-        rest = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).state_dict(prefix="1.")
-        model.load_state_dict(rest, strict=False, assign=True)
-        assert not on_meta(model) and not model[1][1].running_mean.is_meta
-        assert bool((fsdp.full_tensor(model[0].weight) == 1).all())
-        assert torch.equal(fsdp.full_tensor(model[1][0].weight), rest["1.0.weight"])
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_two_loads_give_memory_to_what_each_of_them_names(rank: int) -> None:
+    model = made()
+    model.load_state_dict({"0.weight": torch.ones(4, 4), "0.bias": torch.ones(4)}, strict=False, assign=True)
+    assert on_meta(model) == ["1.0.weight", "1.0.bias", "1.1.weight", "1.1.bias"]
+    assert model[1][1].running_mean.is_meta
+    rest = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).state_dict(prefix="1.")
+    model.load_state_dict(rest, strict=False, assign=True)
+    assert not on_meta(model) and not model[1][1].running_mean.is_meta
+    assert bool((fsdp.full_tensor(model[0].weight) == 1).all())
+    assert torch.equal(fsdp.full_tensor(model[1][0].weight), rest["1.0.weight"])
 
 
-def test_all_of_a_model_gets_memory_if_a_module_loads_from_other_names() -> None:
-    def program(rank: int) -> None:
-        def rename(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-            state[f"{prefix}weight"] = state.pop(f"{prefix}old")
+@on_ranks(2)
+def test_all_of_a_model_gets_memory_if_a_module_loads_from_other_names(rank: int) -> None:
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}old")
 
-        with torch.device("meta"):
-            model: Any = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
-        model[0].register_load_state_dict_pre_hook(rename)
-        fully_shard(model)
-        model.load_state_dict({"0.old": torch.ones(4, 4)}, strict=False)
-        assert not on_meta(model) and bool((fsdp.full_tensor(model[0].weight) == 1).all())
-        assert bool(fsdp.full_tensor(model[1][0].weight).isnan().all())
-
-    fsdp.simulate(2, program)
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    model[0].register_load_state_dict_pre_hook(rename)
+    fully_shard(model)
+    model.load_state_dict({"0.old": torch.ones(4, 4)}, strict=False)
+    assert not on_meta(model) and bool((fsdp.full_tensor(model[0].weight) == 1).all())
+    assert bool(fsdp.full_tensor(model[1][0].weight).isnan().all())
 
 
-def test_a_layer_that_shares_a_buffer_is_converted_alone() -> None:
-    def program(rank: int) -> None:
-        model = made("cpu")
-        before = [full(p) for p in model.parameters()]
-        model[1](torch.rand(3, 4)).sum().backward()
-        grads = [full(p.grad) for p in model[1].parameters()]
-        model[1][0].double()
-        assert [p.dtype for p in model[1].parameters()] == [torch.float64] * 2 + [torch.float32] * (len(grads) - 2)
-        torch.testing.assert_close([full(p).float() for p in model.parameters()], before)
-        torch.testing.assert_close([full(p.grad).float() for p in model[1].parameters()], grads)
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_a_layer_that_shares_a_buffer_is_converted_alone(rank: int) -> None:
+    model = made("cpu")
+    before = [full(p) for p in model.parameters()]
+    model[1](torch.rand(3, 4)).sum().backward()
+    grads = [full(p.grad) for p in model[1].parameters()]
+    model[1][0].double()
+    assert [p.dtype for p in model[1].parameters()] == [torch.float64] * 2 + [torch.float32] * (len(grads) - 2)
+    torch.testing.assert_close([full(p).float() for p in model.parameters()], before)
+    torch.testing.assert_close([full(p.grad).float() for p in model[1].parameters()], grads)
 
 
 def full(tensor: Any) -> torch.Tensor:

@@ -18,6 +18,7 @@ from fsdp.compat import fully_shard as api
 from fsdp.compat.fully_shard import FSDPModule, fully_shard
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.described_torch import describes_this_torch
+from tests.support.ranks import on_ranks
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "migration" / "from-fsdp2.md"
 STEPS = 3
@@ -107,16 +108,14 @@ def test_a_module_inside_another_one_of_its_list_is_left_out() -> None:
     assert fsdp.simulate(2, program) == [1, 1]
 
 
-def test_the_class_is_a_subclass_of_the_modules_own() -> None:
-    def program(rank: int) -> None:
-        model = sharded()
-        assert type(model).__name__ == "FSDPNet"
-        assert isinstance(model, FSDPModule) and isinstance(model, Net)
-        assert not isinstance(model.blocks[0][0], FSDPModule)
-        # a slice of a container is an ordinary container
-        assert type(model.blocks[0][:2]) is nn.Sequential
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_the_class_is_a_subclass_of_the_modules_own(rank: int) -> None:
+    model = sharded()
+    assert type(model).__name__ == "FSDPNet"
+    assert isinstance(model, FSDPModule) and isinstance(model, Net)
+    assert not isinstance(model.blocks[0][0], FSDPModule)
+    # a slice of a container is an ordinary container
+    assert type(model.blocks[0][:2]) is nn.Sequential
 
 
 def toggle_everything(model: Any, step: int) -> None:
@@ -152,16 +151,14 @@ def test_training_ends_in_the_same_weights_with(before: Callable[[Any, int], obj
     check(before)
 
 
-def test_unshard_shows_full_parameters_until_reshard() -> None:
-    def program(rank: int) -> None:
-        model = sharded()
-        block = model.blocks[0]
-        block.unshard()
-        assert torch.equal(block[0].weight, net().blocks[0][0].weight)  # type: ignore[index]
-        block.reshard()
-        assert type(block[0].weight) is not nn.Parameter
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_unshard_shows_full_parameters_until_reshard(rank: int) -> None:
+    model = sharded()
+    block = model.blocks[0]
+    block.unshard()
+    assert torch.equal(block[0].weight, net().blocks[0][0].weight)  # type: ignore[index]
+    block.reshard()
+    assert type(block[0].weight) is not nn.Parameter
 
 
 def test_weights_that_an_optimizer_changes_after_unshard_are_gathered_again() -> None:
@@ -184,33 +181,29 @@ def test_weights_that_an_optimizer_changes_after_unshard_are_gathered_again() ->
         torch.testing.assert_close(found, (expected, expected))
 
 
-def test_a_state_dict_and_gradients_can_be_copied_deeply() -> None:
-    def program(rank: int) -> None:
-        model = sharded()
-        model.loss(tokens_of(0, rank)).backward()
-        state = model.state_dict()
-        for kept, now in zip(copy.deepcopy(state).values(), state.values(), strict=True):
-            assert torch.equal(kept.full_tensor(), now.full_tensor()) and kept.to_local().data_ptr() != now.to_local().data_ptr()
-        grads = [p.grad for p in model.parameters()]
-        assert len(copy.deepcopy(grads)) == len(grads)
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_a_state_dict_and_gradients_can_be_copied_deeply(rank: int) -> None:
+    model = sharded()
+    model.loss(tokens_of(0, rank)).backward()
+    state = model.state_dict()
+    for kept, now in zip(copy.deepcopy(state).values(), state.values(), strict=True):
+        assert torch.equal(kept.full_tensor(), now.full_tensor()) and kept.to_local().data_ptr() != now.to_local().data_ptr()
+    grads = [p.grad for p in model.parameters()]
+    assert len(copy.deepcopy(grads)) == len(grads)
 
 
-def test_data_that_is_assigned_to_a_dtensor_is_refused_once_and_changes_nothing() -> None:
-    def program(rank: int) -> None:
-        model = sharded()
-        wanted = model.loss(tokens_of(0, rank)).item()
-        weight = next(model.parameters())
-        weight.data = torch.zeros_like(weight)
-        with pytest.raises(fsdp.ShardingError, match="they have not changed"):
-            model.loss(tokens_of(0, rank))
-        assert model.loss(tokens_of(0, rank)).item() == wanted
-        with torch.no_grad():
-            weight.copy_(torch.zeros_like(weight))
-        assert model.loss(tokens_of(0, rank)).item() != wanted
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_data_that_is_assigned_to_a_dtensor_is_refused_once_and_changes_nothing(rank: int) -> None:
+    model = sharded()
+    wanted = model.loss(tokens_of(0, rank)).item()
+    weight = next(model.parameters())
+    weight.data = torch.zeros_like(weight)
+    with pytest.raises(fsdp.ShardingError, match="they have not changed"):
+        model.loss(tokens_of(0, rank))
+    assert model.loss(tokens_of(0, rank)).item() == wanted
+    with torch.no_grad():
+        weight.copy_(torch.zeros_like(weight))
+    assert model.loss(tokens_of(0, rank)).item() != wanted
 
 
 def test_gradients_are_kept_until_they_are_to_be_synchronised() -> None:
@@ -338,14 +331,12 @@ def test_loading_a_state_dict_gives_memory_to_a_model_on_the_meta_device(assign:
         torch.testing.assert_close(one, [p.grad for p in plain.parameters()] + want)
 
 
-def test_what_a_state_dict_leaves_out_stays_on_the_meta_device() -> None:
-    def program(rank: int) -> None:
-        with torch.device("meta"):
-            model: Any = nn.Linear(4, 3)
-        fully_shard(model).load_state_dict({"bias": torch.ones(3)}, strict=False)
-        assert model.weight.is_meta and (fsdp.full_tensor(model.bias) == 1).all()
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_what_a_state_dict_leaves_out_stays_on_the_meta_device(rank: int) -> None:
+    with torch.device("meta"):
+        model: Any = nn.Linear(4, 3)
+    fully_shard(model).load_state_dict({"bias": torch.ones(3)}, strict=False)
+    assert model.weight.is_meta and (fsdp.full_tensor(model.bias) == 1).all()
 
 
 def test_a_module_is_converted_after_wrapping() -> None:
@@ -364,12 +355,10 @@ def test_offloading_to_the_host_changes_nothing_on_the_host() -> None:
     torch.testing.assert_close(fsdp.simulate(2, program)[0], train(net(), [0, 1]))
 
 
-def test_a_number_of_ranks_to_reshard_to_is_taken_as_true_with_a_warning() -> None:
-    def program(rank: int) -> None:
-        with pytest.warns(UserWarning, match="reshard_after_forward=2: parameters are resharded over all ranks"):
-            fully_shard(net(), reshard_after_forward=2)
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_a_number_of_ranks_to_reshard_to_is_taken_as_true_with_a_warning(rank: int) -> None:
+    with pytest.warns(UserWarning, match="reshard_after_forward=2: parameters are resharded over all ranks"):
+        fully_shard(net(), reshard_after_forward=2)
 
 
 def _mesh_of_three() -> Any:
@@ -408,12 +397,10 @@ REFUSALS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("text", REFUSALS)
-def test_is_refused(text: str) -> None:
-    def program(rank: int) -> None:
-        with pytest.raises(ValueError, match=text):
-            REFUSALS[text](sharded())
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_is_refused(rank: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        REFUSALS[text](sharded())
 
 
 # the page ------------------------------------------------------------------------------

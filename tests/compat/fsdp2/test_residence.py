@@ -12,6 +12,7 @@ from fsdp.compat.fsdp2.wrap import fully_shard
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, unit_ref_of
 from state_machine import ReshardPolicy, ResidencyState
+from tests.support.ranks import on_ranks
 
 
 def wrapped() -> tuple[nn.Sequential, list[UnitRef]]:
@@ -61,12 +62,10 @@ def test_a_unit_that_is_kept_after_its_backward_is_cached() -> None:
     assert fsdp.simulate(2, program)[0] == [ResidencyState.CACHED, ResidencyState.SHARDED]
 
 
-def test_the_policy_changes_between_steps_only() -> None:
-    def program(rank: int) -> None:
-        model: Any
-        model, refs = wrapped()
-        model[1].register_forward_hook(lambda *_: residence.reshard_after_forward(refs[1], False))
-        with pytest.raises(ShardingError, match="set_reshard_after_forward: call it outside any forward"):
-            model(torch.ones(1, 4))
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_the_policy_changes_between_steps_only(rank: int) -> None:
+    model: Any
+    model, refs = wrapped()
+    model[1].register_forward_hook(lambda *_: residence.reshard_after_forward(refs[1], False))
+    with pytest.raises(ShardingError, match="set_reshard_after_forward: call it outside any forward"):
+        model(torch.ones(1, 4))

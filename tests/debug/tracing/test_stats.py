@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp
 from tests.support.models import Block, loss_of, make_net, world_log
+from tests.support.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 
@@ -18,40 +19,36 @@ def step(model: nn.Module) -> None:
     loss_of(model(X)).backward()
 
 
-def test_counts_are_those_of_the_last_step() -> None:
-    def one_rank(rank: int) -> None:
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-        assert not any(number for name, number in fsdp.stats(model).items() if not name.startswith("bytes"))
-        for _ in range(2):
-            step(model)
-        before = len(world_log())
-        with fsdp.no_sync(model):
-            step(model)
+@on_ranks(2)
+def test_counts_are_those_of_the_last_step(rank: int) -> None:
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    assert not any(number for name, number in fsdp.stats(model).items() if not name.startswith("bytes"))
+    for _ in range(2):
         step(model)
-        calls = world_log()[before:]
-        kinds = Counter(call.kind for call in calls)
-        with torch.no_grad():
-            model(X)  # belongs to no step
-        found = fsdp.stats(model)
-        assert (found["step"], found["gathers"], found["reductions"]) == (3, kinds["all_gather"], kinds["reduce_scatter"])
-        received = sum(call.received for call in calls if call.kind == "all_gather")
-        assert received < found["gather_bytes"] and received == pytest.approx(found["gather_bytes"] / 2)
-        assert found["reduce_bytes"] == sum(one.bytes for one in fsdp.reducer_stats(model))
-        assert 0 < found["gather_wait_s"] < found["forward_s"] + found["backward_s"]
-        assert (found["bytes_held"], found["bytes_peak"]) == (fsdp.memory_bytes(model), fsdp.memory_bytes(model, peak=True))
-        assert all(isinstance(number, int | float) for number in found.values())
+    before = len(world_log())
+    with fsdp.no_sync(model):
+        step(model)
+    step(model)
+    calls = world_log()[before:]
+    kinds = Counter(call.kind for call in calls)
+    with torch.no_grad():
+        model(X)  # belongs to no step
+    found = fsdp.stats(model)
+    assert (found["step"], found["gathers"], found["reductions"]) == (3, kinds["all_gather"], kinds["reduce_scatter"])
+    received = sum(call.received for call in calls if call.kind == "all_gather")
+    assert received < found["gather_bytes"] and received == pytest.approx(found["gather_bytes"] / 2)
+    assert found["reduce_bytes"] == sum(one.bytes for one in fsdp.reducer_stats(model))
+    assert 0 < found["gather_wait_s"] < found["forward_s"] + found["backward_s"]
+    assert (found["bytes_held"], found["bytes_peak"]) == (fsdp.memory_bytes(model), fsdp.memory_bytes(model, peak=True))
+    assert all(isinstance(number, int | float) for number in found.values())
 
-    fsdp.simulate(2, one_rank)
 
-
-def test_the_numbers_of_several_roots_are_added() -> None:
-    def one_rank(rank: int) -> None:
-        both = nn.Sequential(*(fsdp.fully_shard(nn.Linear(6, 6)) for _ in range(2)))
-        both(X).sum().backward()
-        found = fsdp.stats(both)
-        assert (found["step"], found["gathers"], found["reductions"]) == (1, 2, 2)
-
-    fsdp.simulate(2, one_rank)
+@on_ranks(2)
+def test_the_numbers_of_several_roots_are_added(rank: int) -> None:
+    both = nn.Sequential(*(fsdp.fully_shard(nn.Linear(6, 6)) for _ in range(2)))
+    both(X).sum().backward()
+    found = fsdp.stats(both)
+    assert (found["step"], found["gathers"], found["reductions"]) == (1, 2, 2)
 
 
 def test_a_step_that_was_abandoned_is_not_counted() -> None:
@@ -97,19 +94,17 @@ def test_without_a_configuration_the_log_is_silent(capfd: pytest.CaptureFixture[
     assert "nobody" not in "".join(capfd.readouterr())
 
 
-def test_a_profile_names_the_phases_and_nothing_is_named_without_one() -> None:
-    def one_rank(rank: int) -> None:
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+@on_ranks(1)
+def test_a_profile_names_the_phases_and_nothing_is_named_without_one(rank: int) -> None:
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    step(model)
+    handlers = _handlers(model)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
         step(model)
-        handlers = _handlers(model)
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            step(model)
-        names = {event.name for event in profiled.events()}
-        assert {"fsdp::all_gather blocks.1", "fsdp::wait_all_gather blocks.2", "fsdp::reduce_grads blocks.0"} <= names
-        step(model)
-        assert _handlers(model) == handlers
-
-    fsdp.simulate(1, one_rank)
+    names = {event.name for event in profiled.events()}
+    assert {"fsdp::all_gather blocks.1", "fsdp::wait_all_gather blocks.2", "fsdp::reduce_grads blocks.0"} <= names
+    step(model)
+    assert _handlers(model) == handlers
 
 
 def _handlers(model: nn.Module) -> object:

@@ -14,6 +14,7 @@ import fsdp
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in
 from tests.support.models import Block, loss_of, make_net, world_log
+from tests.support.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -153,41 +154,37 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_trace_dispatches_no_operation_and_changes_no_gradient() -> None:
-    def one_rank(rank: int) -> None:
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-        found = []
-        for _ in range(2):
-            step(model)
-        for is_traced in (False, True):
-            model.zero_grad()
-            with _Count() as count:
-                if is_traced:
-                    with fsdp.trace(model):
-                        step(model)
-                else:
+@on_ranks(1)
+def test_a_trace_dispatches_no_operation_and_changes_no_gradient(rank: int) -> None:
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    found = []
+    for _ in range(2):
+        step(model)
+    for is_traced in (False, True):
+        model.zero_grad()
+        with _Count() as count:
+            if is_traced:
+                with fsdp.trace(model):
                     step(model)
-            found.append((count.operations, [parameter.grad.clone() for parameter in model.parameters()]))
-        (plain, one), (other, two) = found
-        assert plain == other and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+            else:
+                step(model)
+        found.append((count.operations, [parameter.grad.clone() for parameter in model.parameters()]))
+    (plain, one), (other, two) = found
+    assert plain == other and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
-    fsdp.simulate(1, one_rank)
 
-
-def test_after_a_trace_everything_is_as_it_was() -> None:
-    def one_rank(rank: int) -> None:
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-        engine = engine_of(model)
-        handlers, effects = dict(engine._action_handlers), [dict(one) for one in engine._effect_handlers]
-        with pytest.raises(ZeroDivisionError), fsdp.trace(model):
-            step(model)
-            raise ZeroDivisionError
-        assert engine._action_handlers == handlers and list(engine._effect_handlers) == effects
-        assert type(engine.tracker.held) is dict
-        assert all(type(one._story) is deque and one.story for one in engine.root.lifecycles)
-        assert all(comm._recorder is None for comm in engine.comms.each().values() if comm.size > 1)
-
-    fsdp.simulate(2, one_rank)
+@on_ranks(2)
+def test_after_a_trace_everything_is_as_it_was(rank: int) -> None:
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    engine = engine_of(model)
+    handlers, effects = dict(engine._action_handlers), [dict(one) for one in engine._effect_handlers]
+    with pytest.raises(ZeroDivisionError), fsdp.trace(model):
+        step(model)
+        raise ZeroDivisionError
+    assert engine._action_handlers == handlers and list(engine._effect_handlers) == effects
+    assert type(engine.tracker.held) is dict
+    assert all(type(one._story) is deque and one.story for one in engine.root.lifecycles)
+    assert all(comm._recorder is None for comm in engine.comms.each().values() if comm.size > 1)
 
 
 def test_wrong_uses_are_refused() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.shards.shard_tensor import plain
 from tests.support.models import CASES, Block, Net, assert_close, is_at_rest, join, loss_of, weights_of
+from tests.support.ranks import on_ranks
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {},
@@ -220,12 +221,10 @@ def test_gradients_may_be_divided_by_all_ranks() -> None:
     assert fsdp.simulate(2, fn) == [1.0, 0.5]
 
 
-def test_a_communication_hook_divides_by_all_ranks_too() -> None:
-    def fn(rank: int) -> None:
-        with fsdp.join(hooked_model(), print, divides_by_all_ranks=True):
-            pass
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_a_communication_hook_divides_by_all_ranks_too(rank: int) -> None:
+    with fsdp.join(hooked_model(), print, divides_by_all_ranks=True):
+        pass
 
 
 @pytest.mark.parametrize("options", [{}, REPLICATED], ids=["FULL_SHARD", "NO_SHARD"])
@@ -282,13 +281,11 @@ def test_optimizers_that_differ_at_the_end_are_refused(differs: str) -> None:
         fsdp.simulate(2, fn)
 
 
-def test_a_step_that_was_not_given_cannot_be_taken() -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(nn.Linear(2, 1), **REPLICATED)
-        with fsdp.join(model) as joined, pytest.raises(fsdp.ShardingError, match="takes the step that was given"):
-            joined.step()
-
-    fsdp.simulate(1, fn)
+@on_ranks(1)
+def test_a_step_that_was_not_given_cannot_be_taken(rank: int) -> None:
+    model = fsdp.fully_shard(nn.Linear(2, 1), **REPLICATED)
+    with fsdp.join(model) as joined, pytest.raises(fsdp.ShardingError, match="takes the step that was given"):
+        joined.step()
 
 
 def test_ranks_that_do_different_things_get_an_error() -> None:
@@ -312,12 +309,10 @@ def test_ranks_that_do_different_things_get_an_error() -> None:
         (lambda: fsdp.fully_shard(nn.Linear(2, 2)), None, "join takes a function that steps"),
     ],
 )
-def test_what_does_not_fit_is_refused(model: Any, step: Any, text: str) -> None:
-    def fn(rank: int) -> None:
-        with pytest.raises(fsdp.ShardingError, match=text), fsdp.join(model(), step):
-            pass
-
-    fsdp.simulate(1, fn)
+@on_ranks(1)
+def test_what_does_not_fit_is_refused(rank: int, model: Any, step: Any, text: str) -> None:
+    with pytest.raises(fsdp.ShardingError, match=text), fsdp.join(model(), step):
+        pass
 
 
 def hooked_model() -> nn.Module:
@@ -326,29 +321,25 @@ def hooked_model() -> nn.Module:
     return model
 
 
-def test_what_a_finished_rank_cannot_serve_is_refused() -> None:
-    def fn(rank: int) -> None:
-        with pytest.raises(fsdp.ShardingError, match="averages over all ranks"), fsdp.join(hooked_model(), print):
-            pass
-        model = fsdp.fully_shard(nn.Linear(2, 2), reduction=fsdp.ReductionPolicy(static_graph=True))
-        with pytest.raises(fsdp.ShardingError, match="leave out reduction"), fsdp.join(model, print):
-            pass
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_what_a_finished_rank_cannot_serve_is_refused(rank: int) -> None:
+    with pytest.raises(fsdp.ShardingError, match="averages over all ranks"), fsdp.join(hooked_model(), print):
+        pass
+    model = fsdp.fully_shard(nn.Linear(2, 2), reduction=fsdp.ReductionPolicy(static_graph=True))
+    with pytest.raises(fsdp.ShardingError, match="leave out reduction"), fsdp.join(model, print):
+        pass
 
 
-def test_after_it_everything_is_as_before() -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(Net(1))
-        with pytest.raises(ZeroDivisionError), fsdp.join(model, lambda: None):
-            raise ZeroDivisionError
-        with (
-            fsdp.join(model, lambda: None),
-            pytest.raises(fsdp.ShardingError, match="inside another join"),
-            fsdp.join(model, print),
-        ):
-            pass
-        loss_of(model(batch(0, 0))).backward()
-        assert is_at_rest(model)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_after_it_everything_is_as_before(rank: int) -> None:
+    model = fsdp.fully_shard(Net(1))
+    with pytest.raises(ZeroDivisionError), fsdp.join(model, lambda: None):
+        raise ZeroDivisionError
+    with (
+        fsdp.join(model, lambda: None),
+        pytest.raises(fsdp.ShardingError, match="inside another join"),
+        fsdp.join(model, print),
+    ):
+        pass
+    loss_of(model(batch(0, 0))).backward()
+    assert is_at_rest(model)

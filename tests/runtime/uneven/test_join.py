@@ -14,6 +14,7 @@ from tests.runtime.uneven.test_even_join import COUNTS, STRATEGIES, alone, train
 from tests.runtime.uneven.test_uneven_paths import ALL, EVEN, make
 from tests.support.models import assert_close
 from tests.support.paths import Branching, Hop, batch
+from tests.support.ranks import on_ranks
 
 EVERY_COUNT = [COUNTS, (0, 2, 2, 3), (1, 0, 0, 0), (2, 2, 2, 2)]
 UNEVEN: dict[str, Any] = {"uneven_paths": True}
@@ -61,7 +62,8 @@ def test_gradients_are_zeroed_outside_the_step_beside_accumulated_ones(
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_backwards_of_their_own_through_one_forward_are_served() -> None:
+@on_ranks(2)
+def test_backwards_of_their_own_through_one_forward_are_served(rank: int) -> None:
     """Each of them is a step of its own, so that the common path of one begins in a backward."""
 
     class Outside(nn.Module):
@@ -73,15 +75,12 @@ def test_backwards_of_their_own_through_one_forward_are_served() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layers(x) * self.scale  # type: ignore[no-any-return]
 
-    def run(rank: int) -> None:
-        model = fsdp.fully_shard(Outside(), auto_wrap_policy={nn.Linear}, **UNEVEN)
-        with fsdp.join(model, lambda: None):
-            for _ in range(1 + rank):
-                loss = model(torch.ones(2, 8)).square().sum()
-                for _ in range(10):
-                    loss.backward(retain_graph=True)
-
-    fsdp.simulate(2, run)
+    model = fsdp.fully_shard(Outside(), auto_wrap_policy={nn.Linear}, **UNEVEN)
+    with fsdp.join(model, lambda: None):
+        for _ in range(1 + rank):
+            loss = model(torch.ones(2, 8)).square().sum()
+            for _ in range(10):
+                loss.backward(retain_graph=True)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -228,17 +227,15 @@ def test_ranks_meet_inside_a_join() -> None:
     assert first == second > 0
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    def run(rank: int) -> None:
-        model = make(**UNEVEN)
-        with pytest.raises(fsdp.ShardingError, match="a rank without a batch computes nothing, so leave inputs out"):
-            fsdp.join(model, lambda: None, inputs=(1,)).__enter__()
-        with fsdp.join(model, lambda: None), pytest.raises(fsdp.ShardingError, match="inside another join"):
-            fsdp.join(model, lambda: None).__enter__()
-        with pytest.raises(fsdp.ShardingError, match="empty_backward: all ranks of this model compute the same"):
-            fsdp.empty_backward(make())
-
-    fsdp.simulate(1, run)
+@on_ranks(1)
+def test_what_does_not_fit_is_refused(rank: int) -> None:
+    model = make(**UNEVEN)
+    with pytest.raises(fsdp.ShardingError, match="a rank without a batch computes nothing, so leave inputs out"):
+        fsdp.join(model, lambda: None, inputs=(1,)).__enter__()
+    with fsdp.join(model, lambda: None), pytest.raises(fsdp.ShardingError, match="inside another join"):
+        fsdp.join(model, lambda: None).__enter__()
+    with pytest.raises(fsdp.ShardingError, match="empty_backward: all ranks of this model compute the same"):
+        fsdp.empty_backward(make())
 
 
 # a backward without a batch ---------------------------------------------------------------

@@ -15,6 +15,7 @@ from fsdp.comm.simulated import Call, current_rank
 from fsdp.runtime.registry import engines_in
 from state_machine.paths import PATIENCE
 from tests.support.paths import Branching, Hop, batch
+from tests.support.ranks import on_ranks
 
 ALL = tuple(Hop(layer) for layer in range(4))
 EVEN = (Hop(0), Hop(2))
@@ -283,16 +284,14 @@ def test_options_that_do_not_fit_are_refused(text: str) -> None:
         fsdp.simulate(1, lambda rank: make(**REFUSED[text]))
 
 
-def test_what_needs_the_same_path_is_refused() -> None:
-    def run(rank: int) -> None:
-        with pytest.raises(fsdp.ShardingError, match="ranks of this model take the same path"):
-            fsdp.meet(make())
-        model = make(uneven_paths=True)
-        (engine,) = engines_in(model, "test")
-        with pytest.raises(fsdp.ShardingError, match="what is prefetched cannot be given"):
-            engine.schedules.forward.give(0, [1])
-
-    fsdp.simulate(1, run)
+@on_ranks(1)
+def test_what_needs_the_same_path_is_refused(rank: int) -> None:
+    with pytest.raises(fsdp.ShardingError, match="ranks of this model take the same path"):
+        fsdp.meet(make())
+    model = make(uneven_paths=True)
+    (engine,) = engines_in(model, "test")
+    with pytest.raises(fsdp.ShardingError, match="what is prefetched cannot be given"):
+        engine.schedules.forward.give(0, [1])
 
 
 def test_a_comm_hook_reduces_what_some_rank_has() -> None:

@@ -15,6 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 import fsdp
 from tests.runtime.uneven.test_uneven_paths import ALL, EVEN, make
 from tests.support.paths import Branching, Hop, batch
+from tests.support.ranks import on_ranks
 
 
 def evaluate(model: nn.Module, number: int) -> float:
@@ -221,15 +222,13 @@ def draw_hops(draw: random.Random) -> list[Hop]:
     return [Hop(layer) for layer in range(4) if draw.random() < 0.7]
 
 
-def test_the_hook_on_optimizers_keeps_no_model() -> None:
-    def run(rank: int) -> None:
-        gc.collect()  # models of other tests
-        before = len(torch_optimizer._global_optimizer_post_hooks)
-        model: Any = make(uneven_paths=True)
-        assert len(torch_optimizer._global_optimizer_post_hooks) == before + 1
-        gone = weakref.ref(model.layers[0])
-        del model
-        gc.collect()
-        assert gone() is None and len(torch_optimizer._global_optimizer_post_hooks) == before
-
-    fsdp.simulate(1, run)
+@on_ranks(1)
+def test_the_hook_on_optimizers_keeps_no_model(rank: int) -> None:
+    gc.collect()  # models of other tests
+    before = len(torch_optimizer._global_optimizer_post_hooks)
+    model: Any = make(uneven_paths=True)
+    assert len(torch_optimizer._global_optimizer_post_hooks) == before + 1
+    gone = weakref.ref(model.layers[0])
+    del model
+    gc.collect()
+    assert gone() is None and len(torch_optimizer._global_optimizer_post_hooks) == before
