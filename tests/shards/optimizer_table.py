@@ -217,13 +217,14 @@ def rows_elsewhere() -> Iterator[tuple[str, Row]]:
 
 
 def page() -> str:
-    """The table, with what each row's test asserts."""
-    lines = ["| optimizer | result | why |", "| --- | --- | --- |"]
+    """The table, with what each row's test asserts. Rows that say the same are one."""
+    said: dict[tuple[str, str], list[str]] = {}
     for name, row in rows().items():
         title = re.sub(r"torch\.optim\.\w+\(.*?\)|p\.norm\(\)", r"`\g<0>`", name)
         result = f"refused: “{row.refused}”" if row.refused else f"right, within {WITHIN:.0e}"
-        lines.append(f"| {title} | {result} | {row.remark or 'element by element'} |")
+        said.setdefault((result, row.remark or "element by element"), []).append(title)
     for package, version, names, refused, remark in ELSEWHERE:
         result = f"refused: “{names[0]}{refused}”" if refused else "not tried"
-        lines.append(f"| `{package}` {version}: {', '.join(f'`{name}`' for name in names)} | {result} | {remark} |")
-    return "\n".join(lines)
+        said[result, remark] = [f"`{package}` {version}: {', '.join(f'`{name}`' for name in names)}"]
+    lines = [f"| {', '.join(titles)} | {result} | {remark} |" for (result, remark), titles in said.items()]
+    return "\n".join(["| optimizer | result | why |", "| --- | --- | --- |", *lines])
