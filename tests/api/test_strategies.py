@@ -301,27 +301,24 @@ def test_replicas_that_begin_differently_are_refused() -> None:
 
 
 @pytest.mark.parametrize("options", [{"sharding_strategy": "NO_SHARD"}, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 1)}])
-def test_the_scaler_agrees_over_replicas_too(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_the_scaler_agrees_over_replicas_too(rank: int, options: dict[str, Any]) -> None:
     """Also where a hook leaves the gradients of each rank as they are."""
+    torch.manual_seed(0)
+    model = fsdp.fully_shard(nn.Linear(4, 4), **options)
 
-    def one_rank(rank: int) -> float:
-        torch.manual_seed(0)
-        model = fsdp.fully_shard(nn.Linear(4, 4), **options)
+    def nothing(state: object, bucket: Any) -> Future[torch.Tensor]:
+        promise: Future[torch.Tensor] = Future()
+        promise.set_result(bucket.buffer())
+        return promise
 
-        def nothing(state: object, bucket: Any) -> Future[torch.Tensor]:
-            promise: Future[torch.Tensor] = Future()
-            promise.set_result(bucket.buffer())
-            return promise
-
-        fsdp.register_comm_hook(model, None, nothing)
-        scaler = fsdp.ShardedGradScaler(model, "cpu", init_scale=16.0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler.scale(model(torch.full((2, 4), float("inf") if rank else 1.0)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return float(scaler.get_scale())
-
-    assert fsdp.simulate(2, one_rank) == [8.0, 8.0]
+    fsdp.register_comm_hook(model, None, nothing)
+    scaler = fsdp.ShardedGradScaler(model, "cpu", init_scale=16.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(torch.full((2, 4), float("inf") if rank else 1.0)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert float(scaler.get_scale()) == 8.0
 
 
 @on_ranks(2)

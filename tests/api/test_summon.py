@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.comm.simulated import simulate
 from tests.support.models import (
     CASES,
     Block,
@@ -144,18 +143,16 @@ class TestSummon:
         assert_close(found, run(plain, peek=False))
 
 
-def test_data_assigned_inside_a_summon_is_written_back_or_refused() -> None:
-    def one_rank(rank: int) -> float:
-        model = two_units()
-        with fsdp.summon_full_params(model):
-            for parameter in model.parameters():
-                parameter.data = torch.full_like(parameter, 7.0)
-        with pytest.raises(fsdp.ShardingError, match="Copy into it instead"), fsdp.summon_full_params(model):
-            model.module[0].weight.data = torch.zeros(2, 2)
-        assert is_at_rest(model)
-        return min(float(value.min()) for value in fsdp.full_state_dict(model, rank0_only=False).values())
-
-    assert simulate(2, one_rank) == [7.0, 7.0]
+@on_ranks(2)
+def test_data_assigned_inside_a_summon_is_written_back_or_refused(rank: int) -> None:
+    model = two_units()
+    with fsdp.summon_full_params(model):
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter, 7.0)
+    with pytest.raises(fsdp.ShardingError, match="Copy into it instead"), fsdp.summon_full_params(model):
+        model.module[0].weight.data = torch.zeros(2, 2)
+    assert is_at_rest(model)
+    assert min(float(value.min()) for value in fsdp.full_state_dict(model, rank0_only=False).values()) == 7.0
 
 
 @on_ranks(2)

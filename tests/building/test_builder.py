@@ -116,18 +116,16 @@ def test_parameters_are_the_original_objects_with_their_attributes(rank: int, do
         loss_of(model(torch.ones(2, 6))).backward()
 
 
-def test_an_optimizer_made_before_wrapping_trains_the_shards() -> None:
-    def fn(rank: int) -> bool:
-        net = make_net()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        model = fsdp.fully_shard(net, auto_wrap_policy={Block})
-        before = fsdp.full_state_dict(model, rank0_only=False)
-        loss_of(model(torch.ones(2, 6))).backward()
-        optimizer.step()
-        after = fsdp.full_state_dict(model, rank0_only=False)
-        return all(not torch.equal(after[name], before[name]) for name in names(make_net()))
-
-    assert fsdp.simulate(2, fn) == [True, True]
+@on_ranks(2)
+def test_an_optimizer_made_before_wrapping_trains_the_shards(rank: int) -> None:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = fsdp.fully_shard(net, auto_wrap_policy={Block})
+    before = fsdp.full_state_dict(model, rank0_only=False)
+    loss_of(model(torch.ones(2, 6))).backward()
+    optimizer.step()
+    after = fsdp.full_state_dict(model, rank0_only=False)
+    assert all(not torch.equal(after[name], before[name]) for name in names(make_net())) is True
 
 
 def test_each_rank_holds_its_share() -> None:

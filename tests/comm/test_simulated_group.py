@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp
+from tests.support.ranks import on_ranks
 
 
 def of(rank: int) -> Tensor:
@@ -46,12 +47,10 @@ def test_a_module_of_torch_that_is_imported_meanwhile_keeps_no_group_of_a_rank()
         (dist.ReduceOp.PRODUCT, [0.0, 720.0]),
     ],
 )
-def test_tensors_are_reduced(kind: Any, wanted: list[float]) -> None:
-    def program(rank: int) -> list[float]:
-        dist.all_reduce(tensor := of(rank), kind)
-        return tensor.tolist()
-
-    assert fsdp.simulate(3, program) == [wanted] * 3
+@on_ranks(3)
+def test_tensors_are_reduced(rank: int, kind: Any, wanted: list[float]) -> None:
+    dist.all_reduce(tensor := of(rank), kind)
+    assert tensor.tolist() == wanted
 
 
 def test_a_reduction_that_is_not_simulated_is_refused() -> None:

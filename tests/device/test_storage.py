@@ -1,12 +1,11 @@
 """Memory comes and goes under living tensors, and the books are exact."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
 import fsdp
 from fsdp.device.storage import MemoryTracker, ResizableStorage, ReusableBuffer, storage_key
+from tests.support.ranks import on_ranks
 
 
 def test_released_memory_comes_back_under_the_same_tensors() -> None:
@@ -76,20 +75,17 @@ def test_spare_memory_is_given_out_again_when_nobody_has_any_of_it() -> None:
     assert spare.take(8, like).data_ptr() == place
 
 
-def test_gradients_that_are_kept_are_not_written_by_the_next_backward() -> None:
+@on_ranks(2)
+def test_gradients_that_are_kept_are_not_written_by_the_next_backward(rank: int) -> None:
     """Under NO_SHARD on the host their memory is used again, unless somebody has them."""
-
-    def fn(rank: int) -> list[Any]:
-        model = fsdp.fully_shard(nn.Linear(4, 4, bias=False), sharding_strategy="NO_SHARD")
-        places, kept = [], None
-        for step in range(4):
-            model(torch.full((1, 4), float(step))).sum().backward()
-            gradient = model.weight.grad
-            places.append(gradient.data_ptr())
-            kept = gradient if step == 1 else kept
-            del gradient
-            model.zero_grad()
-        assert kept is not None and kept.tolist() == [[1.0] * 4] * 4
-        return [places[0] == places[1], places[2] == places[1], places[3] == places[1]]
-
-    assert fsdp.simulate(2, fn) == [[True, False, False]] * 2
+    model = fsdp.fully_shard(nn.Linear(4, 4, bias=False), sharding_strategy="NO_SHARD")
+    places, kept = [], None
+    for step in range(4):
+        model(torch.full((1, 4), float(step))).sum().backward()
+        gradient = model.weight.grad
+        places.append(gradient.data_ptr())
+        kept = gradient if step == 1 else kept
+        del gradient
+        model.zero_grad()
+    assert kept is not None and kept.tolist() == [[1.0] * 4] * 4
+    assert [places[0] == places[1], places[2] == places[1], places[3] == places[1]] == [True, False, False]

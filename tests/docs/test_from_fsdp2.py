@@ -1,13 +1,12 @@
 """What docs/migration/from-fsdp2.md says under "What behaves differently": a test for each sentence."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fsdp
 from tests.docs.test_pages import DOCS
+from tests.support.ranks import on_ranks
 
 
 def make() -> nn.Sequential:
@@ -70,19 +69,17 @@ def test_a_rank_that_holds_nothing_of_a_parameter_has_no_state_of_it() -> None:
     assert any(local == 0 for found in ranks for local, _, _ in found)
 
 
-def test_elementwise_operations_do_not_communicate_and_norms_sums_and_extrema_do() -> None:
-    def read(rank: int) -> list[bool]:
-        model = fsdp.fully_shard(make(), auto_wrap_policy={nn.Linear})
-        weight, whole = model[0].weight, make()[0].weight
-        changed = weight.detach().abs() * 2  # on one rank at a time, the other would wait otherwise
-        return [
-            fsdp.to_local(changed).numel() < whole.numel(),
-            torch.allclose(weight.detach().norm(), whole.detach().norm()),
-            torch.allclose(weight.detach().sum(), whole.detach().sum(), atol=1e-5),
-            bool(weight.detach().max() == whole.detach().max()),
-        ]
-
-    assert fsdp.simulate(2, read) == [[True] * 4] * 2
+@on_ranks(2)
+def test_elementwise_operations_do_not_communicate_and_norms_sums_and_extrema_do(rank: int) -> None:
+    model = fsdp.fully_shard(make(), auto_wrap_policy={nn.Linear})
+    weight, whole = model[0].weight, make()[0].weight
+    changed = weight.detach().abs() * 2  # on one rank at a time, the other would wait otherwise
+    assert [
+        fsdp.to_local(changed).numel() < whole.numel(),
+        torch.allclose(weight.detach().norm(), whole.detach().norm()),
+        torch.allclose(weight.detach().sum(), whole.detach().sum(), atol=1e-5),
+        bool(weight.detach().max() == whole.detach().max()),
+    ] == [True] * 4
 
 
 class Answer:
@@ -99,48 +96,42 @@ class Wraps(nn.Module):
         return Answer(self.linear(x))
 
 
-def test_a_backward_enters_through_any_object() -> None:
-    def train(rank: int) -> bool:
-        model = fsdp.fully_shard(Wraps())
-        model(torch.ones(2, 8)).inner["value"][0].sum().backward()
-        return all(parameter.grad is not None for parameter in model.parameters())
-
-    assert fsdp.simulate(2, train) == [True, True]
+@on_ranks(2)
+def test_a_backward_enters_through_any_object(rank: int) -> None:
+    model = fsdp.fully_shard(Wraps())
+    model(torch.ones(2, 8)).inner["value"][0].sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters()) is True
 
 
-def test_gradients_come_at_the_end_and_a_backward_that_fails_leaves_them() -> None:
-    def train(rank: int) -> list[Any]:
-        model = fsdp.fully_shard(make(), auto_wrap_policy={nn.Linear})
-        seen: list[bool] = []
-        model[0].register_full_backward_hook(lambda *_: seen.append(model[2].weight.grad is None))
-        model(torch.ones(2, 8, requires_grad=True)).sum().backward()
-        kept = [fsdp.to_local(one.grad).clone() for one in model.parameters() if one.grad is not None]
-        x = torch.ones(2, 8, requires_grad=True)
-        loss = model(x).sum()
-        model[0].weight.register_hook(lambda grad: (_ for _ in ()).throw(ValueError("here")))
-        with pytest.raises(ValueError, match="here"):
-            loss.backward()
-        same = [torch.equal(fsdp.to_local(one.grad), old) for one, old in zip(model.parameters(), kept, strict=True)]
-        return [seen[0], *same]
-
-    assert fsdp.simulate(2, train) == [[True] * 5] * 2
+@on_ranks(2)
+def test_gradients_come_at_the_end_and_a_backward_that_fails_leaves_them(rank: int) -> None:
+    model = fsdp.fully_shard(make(), auto_wrap_policy={nn.Linear})
+    seen: list[bool] = []
+    model[0].register_full_backward_hook(lambda *_: seen.append(model[2].weight.grad is None))
+    model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    kept = [fsdp.to_local(one.grad).clone() for one in model.parameters() if one.grad is not None]
+    x = torch.ones(2, 8, requires_grad=True)
+    loss = model(x).sum()
+    model[0].weight.register_hook(lambda grad: (_ for _ in ()).throw(ValueError("here")))
+    with pytest.raises(ValueError, match="here"):
+        loss.backward()
+    same = [torch.equal(fsdp.to_local(one.grad), old) for one, old in zip(model.parameters(), kept, strict=True)]
+    assert [seen[0], *same] == [True] * 5
 
 
-def test_a_unit_of_a_meta_model_gets_its_memory_when_it_is_wrapped() -> None:
+@on_ranks(2)
+def test_a_unit_of_a_meta_model_gets_its_memory_when_it_is_wrapped(rank: int) -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.scale, self.inner = nn.Parameter(torch.empty(8)), nn.Linear(8, 8)
 
-    def wrap(rank: int) -> bool:
-        with torch.device("meta"):
-            model, bare = make(), Bare()
-        fsdp.fully_shard(model, auto_wrap_policy={nn.Linear})
-        with pytest.raises(fsdp.ShardingError, match=r"no reset_parameters\(\) to give it values; give param_init_fn"):
-            fsdp.fully_shard(bare)
-        return not any(parameter.is_meta for parameter in model.parameters())
-
-    assert fsdp.simulate(2, wrap) == [True, True]
+    with torch.device("meta"):
+        model, bare = make(), Bare()
+    fsdp.fully_shard(model, auto_wrap_policy={nn.Linear})
+    with pytest.raises(fsdp.ShardingError, match=r"no reset_parameters\(\) to give it values; give param_init_fn"):
+        fsdp.fully_shard(bare)
+    assert (not any(parameter.is_meta for parameter in model.parameters())) is True
 
 
 def test_a_tied_parameter_belongs_to_the_unit_around_its_uses() -> None:

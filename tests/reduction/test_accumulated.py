@@ -59,39 +59,6 @@ def backward(model: nn.Module, rank: int, factor: float, *, kept: bool = False) 
         loss_of(model(X * (factor + rank))).backward()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_kept_gradients_join_the_next_that_are_reduced(size: int) -> None:
-    def program(model: nn.Module, rank: int) -> None:
-        backward(model, rank, 1, kept=True)
-        backward(model, rank, 2, kept=True)
-        backward(model, rank, 3)
-
-    assert_close(gradients(size, program), wanted(size, 1, 2, 3))
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_reduced_and_kept_gradients_mix_in_any_order(strategy: str) -> None:
-    def program(model: nn.Module, rank: int) -> None:
-        backward(model, rank, 1)
-        backward(model, rank, 2, kept=True)
-        backward(model, rank, 3)
-        backward(model, rank, 4)
-
-    assert_close(gradients(2, program, sharding_strategy=strategy), wanted(2, 1, 2, 3, 4))
-
-
-def test_the_backward_alone_under_no_sync_is_enough() -> None:
-    def program(model: nn.Module, rank: int) -> None:
-        loss = loss_of(model(X * (1 + rank)))
-        with fsdp.no_sync(model):
-            loss.backward()
-        with fsdp.no_sync(model):
-            loss = loss_of(model(X * (2 + rank)))
-        loss.backward()
-
-    assert_close(gradients(2, program), wanted(2, 1, 2))
-
-
 def test_the_switch_does_what_the_context_does() -> None:
     def program(model: nn.Module, rank: int) -> None:
         fsdp.set_requires_gradient_sync(model, False)
@@ -128,29 +95,6 @@ def test_the_method_of_the_wrapper_is_the_function(rank: int) -> None:
     assert len(world_log("reduce_scatter")) == 1
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_forgets_kept_gradients(set_to_none: bool) -> None:
-    def program(model: nn.Module, rank: int) -> None:
-        backward(model, rank, 1, kept=True)
-        model.zero_grad(set_to_none=set_to_none)
-        backward(model, rank, 3)
-
-    assert_close(gradients(2, program), wanted(2, 3))
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_forgets_them_beside_reduced_ones(set_to_none: bool) -> None:
-    def program(model: nn.Module, rank: int) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        backward(model, rank, 1)
-        backward(model, rank, 2, kept=True)
-        optimizer.zero_grad(set_to_none=set_to_none)
-        backward(model, rank, 4, kept=True)
-        backward(model, rank, 5)
-
-    assert_close(gradients(3, program), wanted(3, 4, 5))
-
-
 class Stop(Exception):
     """Raised by a test inside a backward."""
 
@@ -166,16 +110,6 @@ def failing_backward(model: nn.Module, rank: int, where: int) -> None:
     finally:
         handle.remove()
     assert is_at_rest(model)
-
-
-@pytest.mark.parametrize("where", [0, 1, 2])
-def test_a_failed_backward_leaves_what_was_kept_before_it(where: int) -> None:
-    def program(model: nn.Module, rank: int) -> None:
-        backward(model, rank, 1, kept=True)
-        failing_backward(model, rank, where)
-        backward(model, rank, 3)
-
-    assert_close(gradients(2, program), wanted(2, 1, 3))
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -205,34 +139,6 @@ def test_editing_kept_gradients_is_refused_where_they_would_be_used(rank: int) -
     assert is_at_rest(model)
     model.zero_grad()
     backward(model, rank, 3)
-
-
-class TwoWays(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.ways = nn.ModuleList(nn.Linear(6, 2) for _ in range(2))
-
-    def forward(self, x: Tensor, way: int) -> Tensor:
-        return self.ways[way](x)
-
-
-def test_a_unit_used_only_under_no_sync_is_reduced_all_the_same() -> None:
-    def run(model: nn.Module, ranks: list[int], keep: Callable[[], Any]) -> dict[str, Tensor | None]:
-        for way in (0, 1):
-            with keep() if way == 0 else nullcontext():
-                for rank in ranks:
-                    (loss_of(model(X * (rank + 1), way)) / len(ranks)).backward()
-        return {name: p.grad for name, p in model.named_parameters()}
-
-    def fn(rank: int) -> dict[str, Tensor | None]:
-        model = fsdp.fully_shard(TwoWays(), auto_wrap_policy={nn.Linear})
-        return run(model, [rank], lambda: fsdp.no_sync(model))
-
-    by_rank = fsdp.simulate(2, fn)
-    plain = TwoWays()
-    found = {name: join([one[name] for one in by_rank], p.shape) for name, p in plain.named_parameters()}
-    assert_close(found, run(plain, [0, 1], nullcontext))
 
 
 @on_ranks(2)

@@ -193,24 +193,19 @@ def test_a_trigger_ends_a_bucket() -> None:
     assert [one.bytes >= 2 * layer for one in stats] == [True] * 3
 
 
-def test_what_is_left_over_of_a_unit_is_reduced_last() -> None:
+@on_ranks(1)
+def test_what_is_left_over_of_a_unit_is_reduced_last(rank: int) -> None:
     """Nothing is left to compute meanwhile."""
-
-    def fn(rank: int) -> list[int]:
-        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
-        fsdp.fully_shard(model, sharding_strategy="NO_SHARD", reduction=fsdp.ReductionPolicy(bucket_cap_mb=KIB / 2))
-        return [flat.unsharded.nbytes for flat in units_of(model)[0].flats]
-
-    assert fsdp.simulate(1, fn) == [[256, 512, 512]]
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
+    fsdp.fully_shard(model, sharding_strategy="NO_SHARD", reduction=fsdp.ReductionPolicy(bucket_cap_mb=KIB / 2))
+    assert [flat.unsharded.nbytes for flat in units_of(model)[0].flats] == [256, 512, 512]
 
 
-def test_without_gathers_buckets_taper_towards_the_end_of_the_backward() -> None:
-    def fn(rank: int) -> list[int]:
-        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(40)))
-        fsdp.fully_shard(model, sharding_strategy="NO_SHARD")
-        return [flat.unsharded.nbytes // 2**20 for flat in units_of(model)[0].flats]
-
-    assert fsdp.simulate(1, fn) == [[2, 3, 5, 10, 20]]
+@on_ranks(1)
+def test_without_gathers_buckets_taper_towards_the_end_of_the_backward(rank: int) -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(40)))
+    fsdp.fully_shard(model, sharding_strategy="NO_SHARD")
+    assert [flat.unsharded.nbytes // 2**20 for flat in units_of(model)[0].flats] == [2, 3, 5, 10, 20]
 
 
 def test_at_the_end_nothing_is_launched_before_the_end() -> None:
@@ -403,17 +398,15 @@ def test_reductions_take_turns_on_several_streams(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("inner", "outer"), [(2, 2), (3, 1), (1, 2)])
-def test_units_wrapped_by_hand_take_the_streams_of_the_outermost(way: str, inner: int, outer: int) -> None:
-    def fn(rank: int) -> int:
-        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
-        for module, streams in ((model[0], inner), (model, outer)):
-            fsdp.fully_shard(module, reduction=fsdp.ReductionPolicy(streams=streams), sync_module_states=True, **WAYS[way])
-        model(X).sum().backward()
-        sharded = fsdp.runtime.registry.unit_ref_of(model)
-        assert is_at_rest(model) and sharded is not None
-        return len(sharded.engine.comms.lanes)
-
-    assert fsdp.simulate(SIZE, fn) == [outer] * SIZE
+@on_ranks(SIZE)
+def test_units_wrapped_by_hand_take_the_streams_of_the_outermost(rank: int, way: str, inner: int, outer: int) -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    for module, streams in ((model[0], inner), (model, outer)):
+        fsdp.fully_shard(module, reduction=fsdp.ReductionPolicy(streams=streams), sync_module_states=True, **WAYS[way])
+    model(X).sum().backward()
+    sharded = fsdp.runtime.registry.unit_ref_of(model)
+    assert is_at_rest(model) and sharded is not None
+    assert len(sharded.engine.comms.lanes) == outer
 
 
 def test_the_norm_is_over_roots_with_different_numbers_of_streams() -> None:
@@ -614,17 +607,15 @@ def test_a_bucket_that_is_complete_here_is_not_waited_for_before_every_rank_redu
         assert {value for one in found if one[name] is not None for value in one[name].tolist()} == {wanted}
 
 
-def test_a_static_graph_says_who_has_what_once() -> None:
-    def fn(rank: int) -> list[int]:
-        model = fsdp.fully_shard(Net(2), auto_wrap_policy={Block}, reduction=fsdp.ReductionPolicy(static_graph=True))
-        counts = []
-        for _ in range(3):
-            before = len(world_log())
-            loss_of(model(X)).backward()
-            counts.append(sum(call.label == "which gradients came" for call in world_log()[before:]))
-        return counts
-
-    assert fsdp.simulate(2, fn) == [[1, 0, 0]] * 2
+@on_ranks(2)
+def test_a_static_graph_says_who_has_what_once(rank: int) -> None:
+    model = fsdp.fully_shard(Net(2), auto_wrap_policy={Block}, reduction=fsdp.ReductionPolicy(static_graph=True))
+    counts = []
+    for _ in range(3):
+        before = len(world_log())
+        loss_of(model(X)).backward()
+        counts.append(sum(call.label == "which gradients came" for call in world_log()[before:]))
+    assert counts == [1, 0, 0]
 
 
 @on_ranks(2)
@@ -695,17 +686,15 @@ def test_a_trigger_ends_a_bucket_that_others_would_share(cap: float | None) -> N
         assert len(stats) == 3
 
 
-def test_the_policy_of_the_outermost_unit_counts() -> None:
-    def fn(rank: int) -> set[torch.dtype]:
-        half = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        model = Net(2)
-        for block in model.blocks:
-            fsdp.fully_shard(block, mp_policy=half)
-        fsdp.fully_shard(model, mp_policy=half, reduction=fsdp.ReductionPolicy(deterministic=True))
-        sharded = fsdp.runtime.registry.unit_ref_of(model)
-        return {bucket.dtype for bucket in sharded.engine.reducer.buckets}
-
-    assert fsdp.simulate(2, fn) == [{torch.float32}] * 2
+@on_ranks(2)
+def test_the_policy_of_the_outermost_unit_counts(rank: int) -> None:
+    half = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = Net(2)
+    for block in model.blocks:
+        fsdp.fully_shard(block, mp_policy=half)
+    fsdp.fully_shard(model, mp_policy=half, reduction=fsdp.ReductionPolicy(deterministic=True))
+    sharded = fsdp.runtime.registry.unit_ref_of(model)
+    assert {bucket.dtype for bucket in sharded.engine.reducer.buckets} == {torch.float32}
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -734,18 +723,16 @@ def test_a_launch_that_fails_leaves_no_byte(rank: int, strategy: str, broken: st
     assert fsdp.memory_bytes(model) == resting
 
 
-def test_predividing_keeps_what_would_overflow() -> None:
-    def fn(rank: int) -> list[bool]:
-        found = []
-        for factor in (None, 1.0):
-            model = fsdp.fully_shard(
-                nn.Linear(2, 2, bias=False),
-                mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float16),
-                reduction=fsdp.ReductionPolicy(predivide_factor=factor),
-                sharding_strategy="NO_SHARD",
-            )
-            (model(torch.full((1, 2), 4e4)).sum()).backward()
-            found.append(bool(model.weight.grad.isfinite().all()))
-        return found
-
-    assert fsdp.simulate(2, fn) == [[True, False]] * 2
+@on_ranks(2)
+def test_predividing_keeps_what_would_overflow(rank: int) -> None:
+    found = []
+    for factor in (None, 1.0):
+        model = fsdp.fully_shard(
+            nn.Linear(2, 2, bias=False),
+            mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float16),
+            reduction=fsdp.ReductionPolicy(predivide_factor=factor),
+            sharding_strategy="NO_SHARD",
+        )
+        (model(torch.full((1, 2), 4e4)).sum()).backward()
+        found.append(bool(model.weight.grad.isfinite().all()))
+    assert found == [True, False]

@@ -24,6 +24,7 @@ from tests.support.outside import (
     trained,
     wrapped,
 )
+from tests.support.ranks import on_ranks
 
 SHARDED: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER")
 
@@ -89,16 +90,13 @@ def test_a_shard_may_reach_the_loss_of_some_ranks_only(strategy: str) -> None:
     assert_close(again, wanted)
 
 
-def test_a_value_without_a_gradient_marks_nothing() -> None:
+@on_ranks(2)
+def test_a_value_without_a_gradient_marks_nothing(rank: int) -> None:
     """On a device, a rank that checks for remainders must wait for the exchange at the end of each backward."""
-
-    def fn(rank: int) -> list[str]:
-        model = wrapped(2, "FULL_SHARD")
-        with torch.no_grad():
-            fsdp.full_tensor(model.module.layer.weight)
-        queue = unit_ref_of(model.module).engine.reducer._queue
-        before = [state.name for state in queue._unit_states]
+    model = wrapped(2, "FULL_SHARD")
+    with torch.no_grad():
         fsdp.full_tensor(model.module.layer.weight)
-        return [*before, *(state.name for state in queue._unit_states)]
-
-    assert fsdp.simulate(2, fn) == [["OPEN", "OPEN", "OPEN", "OPEN", "OPEN", "OPEN_OUTSIDE"]] * 2
+    queue = unit_ref_of(model.module).engine.reducer._queue
+    before = [state.name for state in queue._unit_states]
+    fsdp.full_tensor(model.module.layer.weight)
+    assert [*before, *(state.name for state in queue._unit_states)] == ["OPEN", "OPEN", "OPEN", "OPEN", "OPEN", "OPEN_OUTSIDE"]

@@ -134,20 +134,17 @@ def test_gathers_and_reductions_have_communicators_of_their_own() -> None:
         assert call.comm == ("reduce" if call.kind == "reduce_scatter" else "shard")
 
 
-def test_prefetch_gathers_ahead_of_the_need() -> None:
+@on_ranks(1)
+def test_prefetch_gathers_ahead_of_the_need(rank: int) -> None:
     """A unit's gather is called before the forward of the unit before it."""
-
-    def fn(rank: int) -> list[list[int]]:
-        model = fsdp.fully_shard(Net(BLOCKS), auto_wrap_policy={Block}, prefetch=2)
-        heard: list[int] = []
-        for block in model.blocks:
-            block.register_forward_pre_hook(lambda *_: heard.append(len(world_log("all_gather"))))
-        found = []
-        for _ in range(2):
-            before = len(world_log("all_gather"))
-            evaluate(model)
-            found.append([count - before for count in heard])
-            heard.clear()
-        return found
-
-    assert fsdp.simulate(1, fn) == [[[2, 3, 4, 5], [4, 5, 5, 5]]]
+    model = fsdp.fully_shard(Net(BLOCKS), auto_wrap_policy={Block}, prefetch=2)
+    heard: list[int] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: heard.append(len(world_log("all_gather"))))
+    found = []
+    for _ in range(2):
+        before = len(world_log("all_gather"))
+        evaluate(model)
+        found.append([count - before for count in heard])
+        heard.clear()
+    assert found == [[2, 3, 4, 5], [4, 5, 5, 5]]

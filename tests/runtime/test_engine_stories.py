@@ -1,7 +1,6 @@
 """What the engine once got wrong, each as short as it can be told."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -108,45 +107,6 @@ def test_autograd_grad_of_an_input_that_is_a_leaf() -> None:
         torch.testing.assert_close(found, wanted)
 
 
-class OnlyWhenTold(nn.Module):
-    """Uses its second parameter only when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always = nn.Parameter(torch.ones(4))
-        self.sometimes = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor, told: bool) -> Tensor:
-        return x * self.always + (self.sometimes if told else 0)
-
-
-class EndsWithIt(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), OnlyWhenTold()
-
-    def forward(self, x: Tensor, told: bool) -> Tensor:
-        result: Tensor = self.last(torch.tanh(self.second(torch.tanh(self.first(x)))), told)
-        return result
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_ranks_that_use_different_parameters_of_a_unit_do_not_wait_for_each_other_for_ever(seed: int) -> None:
-    """One waited for the reduction of the last unit, the other, which never counted it complete, for the gather of the first."""
-    x = torch.ones(2, 4)
-    plain = EndsWithIt()
-    ((plain(x, True).sum() + plain(x, False).sum()) / 2).backward()
-
-    def one_rank(rank: int) -> Tensor | None:
-        model = fsdp.fully_shard(EndsWithIt(), auto_wrap_policy={nn.Linear, OnlyWhenTold})
-        model(x, rank == 0).sum().backward()
-        return gradients_of(model)["last.sometimes"]
-
-    found = join(simulate(2, one_rank, seed=seed), plain.last.sometimes.shape)
-    assert_close({"last.sometimes": found}, {"last.sometimes": plain.last.sometimes.grad})
-
-
 @on_ranks(2)
 def test_create_graph_with_gradients_of_parameters_is_refused_by_name(rank: int) -> None:
     model = fsdp.fully_shard(nn.Linear(2, 2))
@@ -155,20 +115,6 @@ def test_create_graph_with_gradients_of_parameters_is_refused_by_name(rank: int)
         model(x).sum().backward(create_graph=True)
     model(x).sum().backward()
     assert is_at_rest(model)
-
-
-@on_ranks(2)
-def test_a_step_between_forward_and_backward_is_refused_by_name(rank: int) -> None:
-    """Plain torch refuses it as well; gathering the new weights for the backward would go unnoticed."""
-    model = fsdp.FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(1, 2)).sum().backward()
-    loss = model(torch.ones(1, 2)).sum()
-    optimizer.step()
-    optimizer.zero_grad()
-    with pytest.raises(fsdp.ShardingError, match="changed in place between its forward and its backward"):
-        loss.backward()
-    assert is_at_rest(model) and all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("wrap", [fsdp.fully_shard, fsdp.FullyShardedDataParallel])
@@ -188,52 +134,6 @@ def test_ctrl_c_inside_a_forward_is_noticed_by_whatever_comes_next(rank: int, wr
     assert set(fsdp.full_state_dict(model, rank0_only=False)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert is_at_rest(model)
     model(torch.ones(1, 2)).sum().backward()
-
-
-class KeepsAnAuxiliaryLoss(nn.Module):
-    """Leaves a second loss behind as an attribute, as mixtures of experts do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.router, self.expert = nn.Linear(4, 2), nn.Linear(4, 4)
-        self.balance: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.balance = self.router(x).softmax(-1).square().sum()
-        result: Tensor = self.expert(x).tanh()
-        return result
-
-
-def test_a_backward_through_a_loss_kept_as_an_attribute() -> None:
-    """Only what a unit returned was watched: the way in through the attribute met freed memory."""
-    x = torch.linspace(-1, 1, 8).view(2, 4)
-
-    def make() -> nn.Sequential:
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, 4), KeepsAnAuxiliaryLoss())
-
-    def train(model: nn.Module, stage: Any, both: bool) -> None:
-        for _ in range(2):
-            loss = model(x).sum() if both else model(x).sum() * 0
-            (loss + stage.balance).backward()
-
-    for both in (True, False):
-        plain = make()
-        train(plain, plain[1], both)
-
-        def one_rank(rank: int, both: bool = both) -> dict[str, Tensor | None]:
-            module = make()
-            model = fsdp.FullyShardedDataParallel(module, auto_wrap_policy={nn.Linear, KeepsAnAuxiliaryLoss})
-            train(model, module[1], both)
-            with torch.no_grad():
-                model(x)
-            assert is_at_rest(model)
-            return gradients_of(model)
-
-        found = simulate(2, one_rank)
-        for name, parameter in plain.named_parameters():
-            assert_close({name: join([one[name] for one in found], parameter.shape)}, {name: parameter.grad})
 
 
 class ReturnsAView(nn.Linear):
@@ -273,37 +173,3 @@ def test_a_unit_is_reached_through_a_returned_view_that_was_edited_in_place() ->
         assert_close({name: join([one[0][name] for one in found], parameter.shape)}, {name: parameter.grad})
     for _, story in found:
         assert story.index(Event.PRE_BACKWARD) < story.index(Event.GRAD_ACCUMULATED)
-
-
-def test_freezing_and_thawing_between_steps_is_what_the_next_forward_trains() -> None:
-    x = torch.ones(2, 4)
-
-    def train(model: nn.Module, layer: nn.Module) -> None:
-        for trainable in (True, False, True):
-            layer.requires_grad_(trainable)
-            model.zero_grad()
-            model(x).sum().backward()
-            assert all((p.grad is not None) <= trainable for p in layer.parameters())
-
-    def make() -> nn.Sequential:
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-
-    plain = make()
-    train(plain, plain[1])
-
-    def one_rank(rank: int) -> tuple[dict[str, Tensor | None], list[bool]]:
-        module = make()
-        model = fsdp.FullyShardedDataParallel(module, auto_wrap_policy={nn.Linear})
-        train(model, module[1])
-        gradients = gradients_of(model)
-        module[1].requires_grad_(False)
-        model(x)
-        sharded = unit_ref_of(module[1])
-        assert sharded is not None
-        return gradients, [unsharded.requires_grad for unsharded in sharded.unit.unsharded_params]
-
-    found = simulate(2, one_rank)
-    for name, parameter in plain.named_parameters():
-        assert_close({name: join([one[0][name] for one in found], parameter.shape)}, {name: parameter.grad})
-    assert [frozen for _, frozen in found] == [[False, False]] * 2

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.jobs import run_alone
+from tests.support.ranks import on_ranks
 
 AFTER_THE_GROUP = """
 import torch, torch.distributed as dist, fsdp
@@ -28,39 +29,36 @@ except fsdp.ShardingError as error:
 """
 
 
-def test_a_model_is_freed_with_its_last_reference() -> None:
-    def one_rank(rank: int) -> list[bool]:
-        def train() -> list[weakref.ref[nn.Module]]:
-            model = fsdp.FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})
-            model(torch.ones(1, 2)).sum().backward()
-            return [weakref.ref(one) for one in model.modules()]
+@on_ranks(2)
+def test_a_model_is_freed_with_its_last_reference(rank: int) -> None:
+    def train() -> list[weakref.ref[nn.Module]]:
+        model = fsdp.FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})
+        model(torch.ones(1, 2)).sum().backward()
+        return [weakref.ref(one) for one in model.modules()]
 
-        references = train()
-        gc.collect()
-        return [reference() is None for reference in references]
-
-    assert fsdp.simulate(2, one_rank) == [[True] * 4] * 2
+    references = train()
+    gc.collect()
+    assert [reference() is None for reference in references] == [True] * 4
 
 
 @pytest.mark.parametrize("guard", [False, True], ids=["", "guard"])
-def test_a_model_is_freed_with_a_forward_that_had_no_backward(guard: bool) -> None:
+@on_ranks(2)
+def test_a_model_is_freed_with_a_forward_that_had_no_backward(rank: int, guard: bool) -> None:
     """Also under guard, which keeps what nodes save: some of them save what they return."""
 
-    def one_rank(rank: int) -> bool:
-        def forward() -> weakref.ref[nn.Module]:
-            layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
-            model = fsdp.fully_shard(layers, auto_wrap_policy={nn.Linear}, guard=guard)
-            model(torch.ones(1, 2))
-            return weakref.ref(model)
+    def forward() -> weakref.ref[nn.Module]:
+        layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+        model = fsdp.fully_shard(layers, auto_wrap_policy={nn.Linear}, guard=guard)
+        model(torch.ones(1, 2))
+        return weakref.ref(model)
 
-        reference = forward()
-        gc.collect()
-        return reference() is None
-
-    assert fsdp.simulate(2, one_rank) == [True, True]
+    reference = forward()
+    gc.collect()
+    assert (reference() is None) is True
 
 
-def test_a_model_whose_backward_failed_is_freed_with_its_last_reference() -> None:
+@on_ranks(1)
+def test_a_model_whose_backward_failed_is_freed_with_its_last_reference(rank: int) -> None:
     """The trace function that hears the exception keeps nothing: one collection of garbage will do."""
 
     class Fails(torch.autograd.Function):
@@ -72,19 +70,16 @@ def test_a_model_whose_backward_failed_is_freed_with_its_last_reference() -> Non
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             raise ZeroDivisionError
 
-    def one_rank(rank: int) -> bool:
-        def train() -> weakref.ref[nn.Module]:
-            model = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})
-            model[0].register_forward_hook(lambda module, args, output: Fails.apply(output))
-            with pytest.raises(ZeroDivisionError):
-                model(torch.ones(1, 2)).sum().backward()
-            return weakref.ref(model)
+    def train() -> weakref.ref[nn.Module]:
+        model = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})
+        model[0].register_forward_hook(lambda module, args, output: Fails.apply(output))
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(1, 2)).sum().backward()
+        return weakref.ref(model)
 
-        reference = train()
-        gc.collect()
-        return reference() is None
-
-    assert fsdp.simulate(1, one_rank) == [True]
+    reference = train()
+    gc.collect()
+    assert (reference() is None) is True
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["after a backward", "without a backward"])
@@ -131,33 +126,31 @@ def test_a_model_that_keeps_a_graph_is_freed_all_the_same(trains: bool, guard: b
     assert sum(plain) == 3 + (trains or reentrant is not False)
 
 
-def test_the_graph_is_freed_of_two_calls_of_a_unit_in_one_checkpoint_whose_outputs_a_hook_has_carried_off() -> None:
+@on_ranks(1)
+def test_the_graph_is_freed_of_two_calls_of_a_unit_in_one_checkpoint_whose_outputs_a_hook_has_carried_off(rank: int) -> None:
     """What the first call left was taken for an output of the second, so its node led back to itself."""
 
-    def one_rank(rank: int) -> bool:
-        class Twice(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.first, self.twice = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.twice = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh())
 
-            def forward(self, x: Tensor) -> Tensor:
-                return checkpoint(lambda x: self.twice(self.twice(x)).exp(), self.first(x), use_reentrant=False).sum()
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda x: self.twice(self.twice(x)).exp(), self.first(x), use_reentrant=False).sum()
 
-        def train() -> weakref.ref[Any]:
-            model, heard = Twice(), list[Tensor]()
-            model.twice[0].register_forward_hook(lambda module, args, output: heard.append(output))
-            fsdp.fully_shard(model, auto_wrap_policy={nn.Sequential})
-            model(torch.ones(1, 2)).backward()
-            heard.clear()
-            sharded = unit_ref_of(model)
-            assert sharded is not None
-            return weakref.ref(sharded.engine)
+    def train() -> weakref.ref[Any]:
+        model, heard = Twice(), list[Tensor]()
+        model.twice[0].register_forward_hook(lambda module, args, output: heard.append(output))
+        fsdp.fully_shard(model, auto_wrap_policy={nn.Sequential})
+        model(torch.ones(1, 2)).backward()
+        heard.clear()
+        sharded = unit_ref_of(model)
+        assert sharded is not None
+        return weakref.ref(sharded.engine)
 
-        reference = train()
-        gc.collect()
-        return reference() is None
-
-    assert fsdp.simulate(1, one_rank) == [True]
+    reference = train()
+    gc.collect()
+    assert (reference() is None) is True
 
 
 def test_a_graph_is_freed_with_the_forward_that_ctrl_c_ends() -> None:

@@ -174,25 +174,23 @@ def test_autocast_is_unsharded_autocast() -> None:
         assert_trained_alike(wanted, reference(case, 1))
 
 
-def test_an_overflow_on_one_rank_stops_every_rank_and_halves_every_scale() -> None:
-    def fn(rank: int) -> tuple[list[bool], list[float]]:
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = fsdp.ShardedGradScaler(model, init_scale=1024.0, growth_interval=100)
-        stepped, scales = [], []
-        for overflow in (False, True, False):
-            before = [local(p).clone() for p in model.parameters()]
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model(X))).backward()
-            if overflow and rank == 1:
-                local(next(p.grad for p in model.parameters() if p.grad is not None and local(p).numel()))[0] = float("inf")
-            scaler.step(optimizer)
-            scaler.update()
-            stepped.append(any(not torch.equal(local(p), old) for p, old in zip(model.parameters(), before, strict=True)))
-            scales.append(scaler.get_scale())
-        return stepped, scales
-
-    assert fsdp.simulate(3, fn) == [([True, False, True], [1024.0, 512.0, 512.0])] * 3
+@on_ranks(3)
+def test_an_overflow_on_one_rank_stops_every_rank_and_halves_every_scale(rank: int) -> None:
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = fsdp.ShardedGradScaler(model, init_scale=1024.0, growth_interval=100)
+    stepped, scales = [], []
+    for overflow in (False, True, False):
+        before = [local(p).clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model(X))).backward()
+        if overflow and rank == 1:
+            local(next(p.grad for p in model.parameters() if p.grad is not None and local(p).numel()))[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        stepped.append(any(not torch.equal(local(p), old) for p, old in zip(model.parameters(), before, strict=True)))
+        scales.append(scaler.get_scale())
+    assert (stepped, scales) == ([True, False, True], [1024.0, 512.0, 512.0])
 
 
 def test_a_scaled_step_is_the_step() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.comm.simulated import simulate
 from tests.support.models import Block, Net, local, loss_of, two_units, units_of, world_log
+from tests.support.ranks import on_ranks
 
 BLOCKS = 3
 
@@ -33,39 +34,34 @@ def calls_since(before: int) -> Counter[str]:
 
 
 @BOTH
-def test_weights_are_gathered_once_a_step_and_not_in_between(strategy: str) -> None:
+@on_ranks(2)
+def test_weights_are_gathered_once_a_step_and_not_in_between(rank: int, strategy: str) -> None:
     """4 micro-batches: one gather a unit, at the first; then a byte says that nothing has changed; one reduction a unit."""
-
-    def fn(rank: int) -> list[tuple[int, int, int]]:
-        model = wrapped(strategy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        found = []
-        for _ in range(3):
-            before = len(world_log())
-            with fsdp.no_sync(model):
-                for _ in range(3):
-                    loss_of(model(X)).backward()
-            loss_of(model(X)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            calls = calls_since(before)
-            asked = sum(call.label == "which weights changed" for call in world_log()[before:])
-            found.append((calls["all_gather"], calls["reduce_scatter"], asked))
-        return found
-
-    assert fsdp.simulate(2, fn) == [[(UNITS, UNITS, 3)] * 3] * 2
+    model = wrapped(strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(3):
+        before = len(world_log())
+        with fsdp.no_sync(model):
+            for _ in range(3):
+                loss_of(model(X)).backward()
+        loss_of(model(X)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        calls = calls_since(before)
+        asked = sum(call.label == "which weights changed" for call in world_log()[before:])
+        found.append((calls["all_gather"], calls["reduce_scatter"], asked))
+    assert found == [(UNITS, UNITS, 3)] * 3
 
 
 @BOTH
-def test_a_loop_without_accumulation_asks_nothing(strategy: str) -> None:
-    def fn(rank: int) -> list[str]:
-        model = wrapped(strategy)
-        for _ in range(3):
-            before = len(world_log())
-            loss_of(model(X)).backward()
-        return sorted({call.label for call in world_log()[before:] if call.kind == "all_reduce"})
-
-    assert fsdp.simulate(2, fn) == [["which gradients came"]] * 2
+@on_ranks(2)
+def test_a_loop_without_accumulation_asks_nothing(rank: int, strategy: str) -> None:
+    model = wrapped(strategy)
+    for _ in range(3):
+        before = len(world_log())
+        loss_of(model(X)).backward()
+    assert sorted({call.label for call in world_log()[before:] if call.kind == "all_reduce"}) == ["which gradients came"]
 
 
 @BOTH
@@ -187,18 +183,15 @@ def test_a_failed_step_releases_the_unsharded_parameters(strategy: str) -> None:
         assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def test_data_assigned_outside_is_what_the_next_forward_gathers_also_ahead() -> None:
+@on_ranks(2)
+def test_data_assigned_outside_is_what_the_next_forward_gathers_also_ahead(rank: int) -> None:
     """The unit that is gathered ahead of its forward once was gathered before the new data was noticed."""
-
-    def one_rank(rank: int) -> float:
-        model = two_units()
-        for _ in range(3):
-            model(torch.ones(1, 3)).sum().backward()
-        for parameter in model.parameters():
-            parameter.data = torch.zeros_like(parameter)
-        return float(model(torch.ones(1, 3)).abs().sum())
-
-    assert simulate(2, one_rank) == [0.0, 0.0]
+    model = two_units()
+    for _ in range(3):
+        model(torch.ones(1, 3)).sum().backward()
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter)
+    assert float(model(torch.ones(1, 3)).abs().sum()) == 0.0
 
 
 class StepsInForward(nn.Module):

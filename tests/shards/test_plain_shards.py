@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.shards.shard_tensor import ShardTensor
 from tests.support.models import Block, Net
+from tests.support.ranks import on_ranks
 
 RANKS = 3
 
@@ -92,28 +93,24 @@ def test_a_checkpoint_of_one_kind_is_loaded_into_the_other(tmp_path: Path) -> No
     same(trained(True, load), saved)
 
 
-def test_a_hook_gets_the_part_of_a_gradient() -> None:
-    def one_rank(rank: int) -> list[tuple[type, torch.Size]]:
-        model = fsdp.fully_shard(nn.Linear(4, 4, bias=False), plain_shards=True)
-        seen: list[tuple[type, torch.Size]] = []
+@on_ranks(2)
+def test_a_hook_gets_the_part_of_a_gradient(rank: int) -> None:
+    model = fsdp.fully_shard(nn.Linear(4, 4, bias=False), plain_shards=True)
+    seen: list[tuple[type, torch.Size]] = []
 
-        def hook(gradient: Tensor) -> None:
-            seen.append((type(gradient), gradient.shape))
+    def hook(gradient: Tensor) -> None:
+        seen.append((type(gradient), gradient.shape))
 
-        model.weight.register_hook(hook)
-        model(torch.ones(1, 4)).sum().backward()
-        return seen
-
-    assert fsdp.simulate(2, one_rank) == [[(Tensor, torch.Size([2, 4]))]] * 2
+    model.weight.register_hook(hook)
+    model(torch.ones(1, 4)).sum().backward()
+    assert seen == [(Tensor, torch.Size([2, 4]))]
 
 
-def test_a_unit_with_plain_shards_stands_inside_one_without() -> None:
-    def one_rank(rank: int) -> list[bool]:
-        inner = fsdp.fully_shard(nn.Linear(4, 4), plain_shards=True)
-        model = fsdp.fully_shard(nn.Sequential(inner, nn.Linear(4, 4)))
-        model(torch.ones(1, 4)).sum().backward()
-        fsdp.clip_grad_norm_(model, 1.0)
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        return [isinstance(parameter, ShardTensor) for parameter in model.parameters()]
-
-    assert fsdp.simulate(2, one_rank) == [[False, False, True, True]] * 2
+@on_ranks(2)
+def test_a_unit_with_plain_shards_stands_inside_one_without(rank: int) -> None:
+    inner = fsdp.fully_shard(nn.Linear(4, 4), plain_shards=True)
+    model = fsdp.fully_shard(nn.Sequential(inner, nn.Linear(4, 4)))
+    model(torch.ones(1, 4)).sum().backward()
+    fsdp.clip_grad_norm_(model, 1.0)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert [isinstance(parameter, ShardTensor) for parameter in model.parameters()] == [False, False, True, True]

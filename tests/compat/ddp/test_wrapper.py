@@ -176,14 +176,12 @@ def test_the_switches_of_the_peers_are_no_sync_too() -> None:
         assert [gradient.item() for gradient in found] == [1.0, 1.0]
 
 
-def test_ranks_may_use_different_parameters() -> None:
-    def one_rank(rank: int) -> list[bool]:
-        model = ddp.DistributedDataParallel(Net(), find_unused_parameters=True)
-        for _ in range(2):
-            model(batch(rank, 0), extra=bool(rank)).sum().backward()
-        return [parameter.grad is not None for parameter in model.parameters()]
-
-    assert fsdp.simulate(2, one_rank) == [[True] * 8] * 2
+@on_ranks(2)
+def test_ranks_may_use_different_parameters(rank: int) -> None:
+    model = ddp.DistributedDataParallel(Net(), find_unused_parameters=True)
+    for _ in range(2):
+        model(batch(rank, 0), extra=bool(rank)).sum().backward()
+    assert [parameter.grad is not None for parameter in model.parameters()] == [True] * 8
 
 
 @pytest.mark.parametrize("divides_by_all", [True, False])
@@ -235,17 +233,15 @@ def test_join_stops_all_ranks_with_the_first_and_does_nothing_if_it_is_not_enabl
 
 
 @pytest.mark.parametrize("ignored", [["extra.weight", "extra.bias"], ["extra.weight"]], ids=["a module", "a part of one"])
-def test_parameters_that_the_user_ignores_are_left_alone(ignored: list[str]) -> None:
-    def one_rank(rank: int) -> tuple[bool, bool]:
-        net = Net()
-        ddp.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
-        nn.init.constant_(net.extra.weight, float(rank))
-        model = ddp.DistributedDataParallel(net, broadcast_buffers=False)
-        both: Tensor = model(batch(rank, 0)).sum() + model(batch(rank, 0), extra=True).sum()
-        both.backward()
-        return bool((model.module.extra.weight == rank).all()), model.module.extra.bias.grad is not None
-
-    assert fsdp.simulate(2, one_rank) == [(True, True)] * 2
+@on_ranks(2)
+def test_parameters_that_the_user_ignores_are_left_alone(rank: int, ignored: list[str]) -> None:
+    net = Net()
+    ddp.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
+    nn.init.constant_(net.extra.weight, float(rank))
+    model = ddp.DistributedDataParallel(net, broadcast_buffers=False)
+    both: Tensor = model(batch(rank, 0)).sum() + model(batch(rank, 0), extra=True).sum()
+    both.backward()
+    assert (bool((model.module.extra.weight == rank).all()), model.module.extra.bias.grad is not None) == (True, True)
 
 
 @on_ranks(1)

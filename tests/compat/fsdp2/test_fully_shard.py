@@ -97,15 +97,13 @@ def test_a_list_of_modules_is_one_unit() -> None:
     assert fsdp.simulate(2, program)[0] == (4, 1, ["0.weight", "1.weight"])
 
 
-def test_a_module_inside_another_one_of_its_list_is_left_out() -> None:
-    def program(rank: int) -> int:
-        model = net()
-        fully_shard([model.blocks[0], model.blocks[0][0]])
-        ref = unit_ref_of(model.blocks[0])
-        assert ref is not None
-        return len(ref.unit.modules)
-
-    assert fsdp.simulate(2, program) == [1, 1]
+@on_ranks(2)
+def test_a_module_inside_another_one_of_its_list_is_left_out(rank: int) -> None:
+    model = net()
+    fully_shard([model.blocks[0], model.blocks[0][0]])
+    ref = unit_ref_of(model.blocks[0])
+    assert ref is not None
+    assert len(ref.unit.modules) == 1
 
 
 @on_ranks(2)
@@ -288,24 +286,22 @@ def test_ignored_parameters_stay_as_they_are() -> None:
     assert fsdp.simulate(2, program)[0] == ("Parameter", (4,), True)
 
 
-def test_a_model_on_the_meta_device_gets_values_after_wrapping() -> None:
-    def program(rank: int) -> bool:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        fully_shard(model[1])
-        fully_shard(model)
-        parameters = [*model.parameters()]
-        assert all(p.is_meta for p in parameters)
-        with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['0.weight', '0.bias'\]. Call to_empty"):
-            model(torch.ones(1, 4))
-        model.to_empty(device="cpu")
-        assert all(p is q and p.device.type == "cpu" for p, q in zip(model.parameters(), parameters, strict=True))
-        with torch.no_grad():
-            for p in model.parameters():
-                p.fill_(0.5)
-        return bool((model(torch.ones(1, 4)) == 5.5).all())
-
-    assert fsdp.simulate(2, program) == [True, True]
+@on_ranks(2)
+def test_a_model_on_the_meta_device_gets_values_after_wrapping(rank: int) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[1])
+    fully_shard(model)
+    parameters = [*model.parameters()]
+    assert all(p.is_meta for p in parameters)
+    with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['0.weight', '0.bias'\]. Call to_empty"):
+        model(torch.ones(1, 4))
+    model.to_empty(device="cpu")
+    assert all(p is q and p.device.type == "cpu" for p, q in zip(model.parameters(), parameters, strict=True))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.5)
+    assert bool((model(torch.ones(1, 4)) == 5.5).all()) is True
 
 
 @pytest.mark.parametrize("assign", [False, True])

@@ -116,32 +116,28 @@ def test_events_are_those_of_the_story_and_every_unit_computes() -> None:
     assert computed == {(kind, unit) for kind in ("forward", "backward") for unit in stories}
 
 
-def test_steps_are_counted_and_an_abandoned_one_is_marked() -> None:
-    def one_rank(rank: int) -> list[bool]:
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-        with fsdp.trace(model) as trace:
-            with pytest.raises(ZeroDivisionError):
-                handle = model.blocks[1].register_forward_hook(lambda *_: 1 // 0)
-                step(model)
-            handle.remove()
+@on_ranks(1)
+def test_steps_are_counted_and_an_abandoned_one_is_marked(rank: int) -> None:
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    with fsdp.trace(model) as trace:
+        with pytest.raises(ZeroDivisionError):
+            handle = model.blocks[1].register_forward_hook(lambda *_: 1 // 0)
             step(model)
-            step(model)
-        return [event["args"]["abandoned"] for event in of_category(trace.document(), "step")]
+        handle.remove()
+        step(model)
+        step(model)
+    assert [event["args"]["abandoned"] for event in of_category(trace.document(), "step")] == [True, False, False]
 
-    assert fsdp.simulate(1, one_rank) == [[True, False, False]]
 
-
-def test_accumulated_backwards_belong_to_one_step() -> None:
-    def one_rank(rank: int) -> int:
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-        with fsdp.trace(model) as trace:
-            for _ in range(2):
-                with fsdp.no_sync(model):
-                    step(model)
+@on_ranks(2)
+def test_accumulated_backwards_belong_to_one_step(rank: int) -> None:
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    with fsdp.trace(model) as trace:
+        for _ in range(2):
+            with fsdp.no_sync(model):
                 step(model)
-        return len(of_category(trace.document(), "step"))
-
-    assert fsdp.simulate(2, one_rank) == [2, 2]
+            step(model)
+    assert len(of_category(trace.document(), "step")) == 2
 
 
 class _Count(TorchDispatchMode):

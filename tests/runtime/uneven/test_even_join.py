@@ -228,21 +228,19 @@ def test_a_communication_hook_divides_by_all_ranks_too(rank: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, REPLICATED], ids=["FULL_SHARD", "NO_SHARD"])
-def test_all_ranks_may_stop_with_the_first(options: dict[str, Any]) -> None:
-    def fn(rank: int) -> int:
-        model = fsdp.fully_shard(Net(1), sync_module_states=True, **options)
-        taken = 0
-        stops = pytest.raises(fsdp.InputsExhausted, match="rank 0 had no further batch")
-        with stops, fsdp.join(model, lambda: None, stops_at_first=True) as joined:
-            for _ in range(2 + rank):
-                loss_of(model(batch(rank, 0))).backward()
-                joined.step()
-                taken += 1
-        loss_of(model(batch(rank, 0))).backward()
-        assert is_at_rest(model)
-        return taken
-
-    assert fsdp.simulate(2, fn) == [2, 2]
+@on_ranks(2)
+def test_all_ranks_may_stop_with_the_first(rank: int, options: dict[str, Any]) -> None:
+    model = fsdp.fully_shard(Net(1), sync_module_states=True, **options)
+    taken = 0
+    stops = pytest.raises(fsdp.InputsExhausted, match="rank 0 had no further batch")
+    with stops, fsdp.join(model, lambda: None, stops_at_first=True) as joined:
+        for _ in range(2 + rank):
+            loss_of(model(batch(rank, 0))).backward()
+            joined.step()
+            taken += 1
+    loss_of(model(batch(rank, 0))).backward()
+    assert is_at_rest(model)
+    assert taken == 2
 
 
 @pytest.mark.parametrize("options", [{}, REPLICATED], ids=["FULL_SHARD", "NO_SHARD"])
