@@ -1,4 +1,4 @@
-"""What a recompute of activation checkpointing reads of another root. Checkpoints themselves are in tests/patterns/checkpointing.py."""
+"""What a recompute reads of another root. Activation checkpointing itself is in tests/patterns/checkpointing.py."""
 
 import torch
 from torch import Tensor, nn
