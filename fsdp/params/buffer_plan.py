@@ -1,7 +1,7 @@
 """The plan of flat buffers: which parameters of a unit share one. By dtypes, trainable or frozen, and up to the bucket cap."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,27 +11,26 @@ from fsdp.device.storage import size_of
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.layout import next_bucket_limit
 from fsdp.params.param_info import ParamInfo
-from fsdp.shards.dtensors import DTensorMesh
+from fsdp.params.placement import ShardForm
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def make_flat_buffers(
-    param_infos: Sequence[ParamInfo], config: Config, comm: Communicator, dtensor_mesh: DTensorMesh | None = None
+    param_infos: Sequence[ParamInfo], config: Config, comm: Communicator, mesh: "DeviceMesh | None" = None
 ) -> tuple[FlatBuffer, ...]:
-    """The flat buffers of a unit, planned by dtype, `requires_grad` and the bucket cap."""
-    replicated = config.mesh_kind is MeshKind.REPLICATE
-    return tuple(
-        FlatBuffer(
-            members,
-            compute_dtype(members[0], members[0].parameter.dtype, config),
-            comm,
-            replicated,
-            config.aligned,
-            config.plain_shards,
-            dtensor_mesh,
-            offload=config.offload,
-        )
-        for members in _plan(param_infos, config)
-    )
+    """The flat buffers of a unit, planned by dtype, `requires_grad` and the bucket cap. `mesh`: see `ShardForm`."""
+    form = ShardForm(config.mesh_kind is MeshKind.REPLICATE, config.plain_shards, config.aligned, mesh)
+    return tuple([make_flat_buffer(members, form, config, comm) for members in _plan(param_infos, config)])
+
+
+def make_flat_buffer(members: Sequence[ParamInfo], form: ShardForm, config: Config, comm: Communicator) -> FlatBuffer:
+    """The flat buffer of these parameters."""
+    first = members[0].parameter
+    dtype = compute_dtype(members[0], first.dtype, config)
+    placements = form.place(members, min(first.element_size(), dtype.itemsize), comm)
+    return FlatBuffer(members, placements, dtype, config.offload)
 
 
 def compute_dtype(param_info: ParamInfo, dtype: torch.dtype, config: Config) -> torch.dtype:

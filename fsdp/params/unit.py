@@ -76,9 +76,9 @@ class Unit:
                 self._indices[id(parameter)] = index
                 register_owner(parameter, self)
         self._module_params = module_params_of(self.param_infos, self.unsharded_params)
-        self.has_dtensors = any(flat.dtensor_layouts is not None for flat in self.flats)
-        """Whether the shards are DTensors, which take the places of the user's Parameter objects."""
-        if self.has_dtensors:
+        self.replaces_params = any(flat.placements[0].replaces_param for flat in self.flats)
+        """Whether the shards are other objects than the user's Parameters, in whose places they are trained: DTensors."""
+        if self.replaces_params:
             self.use_sharded()
 
     @property
@@ -89,12 +89,12 @@ class Unit:
     @property
     def tensor_parallel_params(self) -> list[nn.Parameter]:
         """The sharded parameters that tensor parallelism has spread as well."""
-        return [p for flat in self.flats for i, p in enumerate(flat.sharded_params) if flat.is_tensor_parallel(i)]
+        return [flat.sharded_params[i] for flat in self.flats for i in flat.spread_params]
 
     @property
     def has_opaque_shards(self) -> bool:
         """Whether torch's functions for state dicts do not know its shards as parts. They know DTensors."""
-        return bool(self.flats) and not self.has_dtensors
+        return bool(self.flats) and not self.replaces_params
 
     @property
     def is_running(self) -> bool:
@@ -454,7 +454,7 @@ class Unit:
         Raises:
             ShardingError: the shards are DTensors, which cannot become ordinary parameters.
         """
-        if self.has_dtensors:
+        if self.replaces_params:
             raise ShardingError(
                 f"unit {self.name!r} shows its shards as DTensors, which cannot be full parameters for a while; read "
                 "p.full_tensor(), or wrap without dtensors."

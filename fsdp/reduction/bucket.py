@@ -138,7 +138,7 @@ class Bucket:
         for i, unsharded in enumerate(self.flat.unsharded_params):
             if unsharded.grad is not None:
                 gradient, unsharded.grad = unsharded.grad, None
-                self._accumulate(i, self.flat.local_grad(i, gradient))
+                self._accumulate(i, self.flat.placements[i].local_grad(gradient))
 
     def drop_zeroed(self) -> None:
         """Drop accumulated gradients that the user has zeroed since."""
@@ -162,9 +162,7 @@ class Bucket:
 
     def can_have_shard_grads(self) -> list[bool]:
         """For each sharded parameter, whether it ever has a `.grad`: a plain shard without elements has none."""
-        flat = self.flat
-        empty = {i for i, _, _ in flat.empty_shards}
-        return [part.numel > 0 or i in empty or flat.is_replicated for i, part in enumerate(flat.parts)]
+        return [placement.gets_grad for placement in self.flat.placements]
 
     def drop_shard_grads(self, kept: Sequence[bool]) -> None:
         """Set `.grad` of the other sharded parameters to None."""
@@ -235,11 +233,9 @@ class Bucket:
             if buffer.dtype is flat.shard.dtype and not flat.is_offloaded:
                 # otherwise the reduced shard is converted or copied
                 self._alternative = buffer, parts
-        gradients = [unsharded.grad for unsharded in flat.unsharded_params]
+        gradients = flat.local_grads([unsharded.grad for unsharded in flat.unsharded_params])
         for unsharded in flat.unsharded_params:
             unsharded.grad = None
-        if flat.has_tensor_parallel:
-            gradients = [None if one is None else flat.local_grad(i, one) for i, one in enumerate(gradients)]
         if (
             not self.accumulated
             and not self.expects_accumulated
@@ -373,7 +369,7 @@ class Bucket:
 
     def _local_part(self, i: int, gradient: Tensor) -> Tensor:
         """This rank's part of an unsharded gradient."""
-        return self.flat.local_part(i, gradient)
+        return self.flat.placements[i].local_part(gradient)
 
     def _reduced_view(self, i: int, reduced: Tensor) -> Tensor:
         """The gradient of one parameter in the reduced shard."""

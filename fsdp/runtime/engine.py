@@ -69,7 +69,7 @@ class Engine:
         tracker: MemoryTracker,
     ) -> None:
         self.units = tuple(units)
-        self._has_plain_shards = any(flat.asks_pointers for unit in units for flat in unit.flats)
+        self._has_plain_shards = any(flat.asks_addresses for unit in units for flat in unit.flats)
         self._sharded_params = tuple([p for unit in units for p in unit.sharded_params])
         self.comms = comms
         self.tracker = tracker

@@ -86,7 +86,7 @@ class StateHooks(RefuseCopy):
     def _put_sharded_values(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         if self._summoned or self._shows_full_params:
             return
-        if self._unit.has_dtensors:
+        if self._unit.replaces_params:
             self._put_dtensors(module, state_dict, prefix)
             return
         call = full_state_call()

@@ -18,6 +18,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.buffer_plan import compute_dtype
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.module_tree import ModuleTree
+from fsdp.params.placement import place_again
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import refuse_unless_resting, unit_ref_of
@@ -55,6 +56,14 @@ class Part(NamedTuple):
         if self.numbers is None:
             return [self.fn(self.flat.shard)]
         return [self.fn(self.flat.shard_view(number)) for number in self.numbers]
+
+    def made(self, dtype: torch.dtype, config: Config) -> FlatBuffer:
+        """The flat buffer of the part, with shards of `dtype`."""
+        flat, infos = self.flat, [self.flat.param_infos[number] for number in self.indices]
+        computes = compute_dtype(infos[0], dtype, config)
+        itemsize = min(dtype.itemsize, computes.itemsize)
+        placements = place_again(flat.placements, flat.sharded_params, self.indices, dtype, itemsize)
+        return FlatBuffer(infos, placements, computes, config.offload)
 
     def fill(self, made: FlatBuffer, values: Sequence[Tensor]) -> None:
         """Copy these into the flat buffer that was made of the part."""
@@ -153,25 +162,9 @@ def _convert(unit: Unit, parts: list[Part], values: list[list[Tensor]], config: 
             # a stand-in of the full shape with the memory of one element, which the new buffer cuts
             device = flat.device if flat.is_offloaded else None
             stand_in = converted[0].new_empty((), device=device).expand(flat.layout.slots[number].shape)
-            if flat.dtensor_layouts is None:
-                flat.restore_param(number, stand_in, None)
-            else:
-                flat.replace_dtensor(number, flat.dtensor_layouts[number].shown(stand_in))
+            flat.restore_param(number, flat.placements[number].shown(stand_in), None)
     unit.dissolve()
-    flats = [
-        FlatBuffer(
-            [part.flat.param_infos[number] for number in part.indices],
-            compute_dtype(part.flat.param_infos[0], converted[0].dtype, config),
-            unit.comm,
-            part.flat.is_replicated,
-            config.aligned,
-            config.plain_shards,
-            former=part.flat,
-            taken=part.numbers,
-            offload=config.offload,
-        )
-        for part, converted in zip(parts, values, strict=True)
-    ]
+    flats = [part.made(converted[0].dtype, config) for part, converted in zip(parts, values, strict=True)]
     for flat, part, converted, of_flat in zip(flats, parts, values, grads, strict=True):
         part.fill(flat, converted)
         for number, grad in enumerate(of_flat):
