@@ -16,7 +16,7 @@ from fsdp.params.layout import Layout, ShardExtent
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.placement import Placement
 from fsdp.params.use_after_free import refuse_freed_reads
-from fsdp.params.wire import Wire
+from fsdp.params.wire import Wire, WireOfSegments
 from fsdp.shards.dtensors import local_of
 from fsdp.shards.refusals import refuse_grad_dtype
 from fsdp.shards.shard_parameter import moved_shards
@@ -59,14 +59,14 @@ class FlatBuffer:
         self.pins = self.is_offloaded and offload is not None and offload.pin_memory
         self.spread_params = tuple(i for i, placement in enumerate(self.placements) if placement.is_spread)
         """The parameters that tensor parallelism has spread: unsharded, they are DTensors."""
-        self.wire = None if self.layout.is_gathered_in_place else Wire(self.layout)
-        """The order in which gathered chunks and gradients travel; None if it is that of the memory."""
         self.parts: tuple[ShardExtent, ...] = tuple(placement.part for placement in self.placements)
         self.local_params = tuple(i for i, part in enumerate(self.parts) if part.numel)
         """The parameters of which this rank holds an element."""
         dims = [placement.dim for placement in self.placements]
         slots = zip(self.layout.slots, dims, strict=True)
         self._cutter = Cutter([(slot.start, slot.numel, slot.shape, dim) for slot, dim in slots], self.device)
+        self.wire = (Wire if self.layout.is_gathered_in_place else WireOfSegments)(self.layout, self.placements, self._cutter)
+        """The order in which gathered chunks and gradients travel."""
         here = [(self.parts[i], dims[i]) for i in self.local_params]
         self._local_cutter = Cutter([(part.offset, part.numel, part.shape, dim) for part, dim in here], self.device)
         with torch.no_grad():
@@ -82,8 +82,7 @@ class FlatBuffer:
             self.local_unsharded = self.local_chunk(self.unsharded)
             """The place of this rank's chunk among the unsharded parameters, if they are gathered in place."""
             self.unsharded_bytes, self.local_bytes = self.unsharded.view(torch.uint8), self.local_unsharded.view(torch.uint8)
-            segments = [self.unsharded_bytes.view(self.num_shards, -1)]
-            self.unsharded_segments = segments if self.wire is None else self.wire.segments_of(self.unsharded_bytes)
+            self.unsharded_segments = self.wire.segments_of(self.unsharded_bytes)
             """The bytes (W, c) of each segment of the unsharded parameters."""
             self.memory = SharedStorage() if self.is_shared else ResizableStorage(self.unsharded, "whole")
             for placement, info in zip(self.placements, param_infos, strict=True):
@@ -160,28 +159,10 @@ class FlatBuffer:
 
     def own_chunk(self) -> Tensor:
         """This rank's chunk in the compute dtype as bytes (uint8), to be gathered: in its place if it is gathered in place."""
-        if self.wire is not None:
+        if not self.layout.is_gathered_in_place:
             return self.on_device(self.shard).to(self.unsharded.dtype).view(torch.uint8)
         self.local_unsharded.copy_(self.shard)
         return self.local_bytes
-
-    def wire_views_of(self, wire: Tensor) -> list[list[Tensor]]:
-        """The parts of each parameter in a tensor (W * C,) whose chunks are reduced."""
-        return [[view] for view in self.views_of(wire)] if self.wire is None else self.wire.views_of(wire)
-
-    def copies_from_wire(self, wire: Tensor) -> list[Tensor]:
-        """A copy of each parameter in such a tensor, in the shape of the full parameter."""
-        copies = []
-        for i, (slot, parts) in enumerate(zip(self.layout.slots, self.wire_views_of(wire), strict=True)):
-            rows = [part.reshape(-1, *slot.shape[1:]) for part in parts]
-            copies.append(self.placements[i].shown(torch.cat(rows) if rows else wire.new_empty(slot.shape)))
-        return copies
-
-    def wire_parts_of(self, index: int, full: Tensor) -> Sequence[Tensor]:
-        """The same parts of a full tensor of the shape of parameter `index`: views."""
-        if self.wire is None:
-            return (full,)
-        return self.wire.parts_of(index, self.placements[index].stored(full))
 
     def upload(self) -> None:
         """Copy the shard from host memory to its place in `unsharded`, on the current stream.
@@ -221,12 +202,7 @@ class FlatBuffer:
         gathered = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         self.local_chunk(gathered).copy_(self.shard)
         comm.all_gather(gathered, unit).wait()
-        if self.wire is None:
-            return gathered
-        full = torch.empty_like(gathered)
-        sizes = [segment.numel for segment in self.layout.segments]
-        torch.split_with_sizes_copy(gathered.view(self.num_shards, -1), sizes, 1, out=self.wire.segments_of(full))
-        return full
+        return self.wire.to_memory(gathered)
 
     @property
     def is_replaced(self) -> bool:

@@ -50,7 +50,7 @@ _storage_id: Final[Callable[[Tensor], int]] = _torch._storage_id
 class Placement:
     """One parameter of a flat buffer. Its shard is an ordinary tensor: the full parameter, or a part that knows of no other."""
 
-    __slots__ = ("extent", "index", "is_complete", "layout", "name", "part", "rank")
+    __slots__ = ("extent", "is_complete", "layout", "name", "part", "rank")
 
     asks_address: ClassVar = True
     """Whether only its address says where the shard lies. Otherwise `moved_shards` has all that were moved."""
@@ -69,7 +69,6 @@ class Placement:
         """`index`: the number of the parameter in `layout`. `is_complete`: each rank has the full parameter."""
         self.name = name
         self.layout = layout
-        self.index = index
         self.rank = rank
         self.is_complete = is_complete
         self.extent = layout.slots[index]

@@ -8,7 +8,6 @@ Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Final
 
@@ -350,16 +349,29 @@ class Unit:
         Traffic:  this rank receives (W - 1) * C elements
         """
         with self._streams.gathering():
-            for flat, own in self.prepare_all_gather():
-                if flat.wire is None:
-                    self._works.append(self.comm.all_gather(flat.unsharded_bytes, self.name, own))
-                    continue
-                allocate = partial(flat.memory.allocate, self._tracker)
-                work = JointGather(self.comm, flat.unsharded_segments, [own], self.name, self._tracker.add, allocate)
-                if not self._streams.on_host:
-                    work.wait()  # the gather stream waits and copies, and the host goes on
-                self._works.append(work)
+            for prepared in self.prepare_all_gather():
+                self._works.append(self.gather_together([prepared]))
             self._works += self._streams.gathered()
+
+    def gather_together(self, prepared: Sequence[tuple[FlatBuffer, Tensor]]) -> Work:
+        """Launch one all-gather for flat buffers of this unit, or of others on the same ranks, with this rank's chunk of each.
+
+        Memory: the bytes of all of them once more, until they are copied out; none for one that is gathered in place
+        """
+        flats = [flat for flat, _ in prepared]
+        own = [chunk for _, chunk in prepared]
+        if len(flats) == 1 and flats[0].layout.is_gathered_in_place:
+            return self.comm.all_gather(flats[0].unsharded_bytes, self.name, own[0])
+
+        def allocate() -> None:
+            for flat in flats:
+                flat.memory.allocate(self._tracker)
+
+        places = [place for flat in flats for place in flat.unsharded_segments]
+        work = JointGather(self.comm, places, own, self.name, self._tracker.add, allocate)
+        if not self._streams.on_host:
+            work.wait()  # the gather stream waits and copies, and the host goes on
+        return work
 
     def prepare_all_gather(self) -> Iterator[tuple[FlatBuffer, Tensor]]:
         """Yield each flat buffer to be gathered, with this rank's chunk as bytes.
@@ -368,11 +380,12 @@ class Unit:
         """
         self.refuse_put_away()
         for flat in self.flats:
-            if flat.is_offloaded and flat.wire is None:
+            in_place = flat.layout.is_gathered_in_place
+            if flat.is_offloaded and in_place:
                 self._upload(flat)
                 yield flat, flat.local_bytes
                 continue
-            if flat.wire is None:
+            if in_place:
                 flat.memory.allocate(self._tracker)
             if flat.is_shared:
                 continue

@@ -60,7 +60,7 @@ class Bucket:
         """The name of its unit."""
         self._tracker = tracker
         self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
-        self.views = flat.wire_views_of(self.buffer)
+        self.views = flat.wire.views_of(self.buffer)
         """The parts of the gradient of each parameter in the buffer."""
         self._parts = [*chain.from_iterable(self.views)]
         self._alternative: tuple[Tensor, Sequence[Tensor]] | None = None
@@ -228,7 +228,7 @@ class Bucket:
         flat = self.flat
         views, parts = self.views, self._parts
         if buffer is not None:
-            views = flat.wire_views_of(buffer)
+            views = flat.wire.views_of(buffer)
             parts = [*chain.from_iterable(views)]
             if buffer.dtype is flat.shard.dtype and not flat.is_offloaded:
                 # otherwise the reduced shard is converted or copied
@@ -242,9 +242,7 @@ class Bucket:
             and not any([gradient is None or gradient.is_sparse for gradient in gradients])
         ):
             self.local_used, self.all_local_used = self.all_used, True
-            full = cast(list[Tensor], gradients)
-            if flat.wire is not None:
-                full = [part for i, gradient in enumerate(full) for part in flat.wire_parts_of(i, gradient)]
+            full = flat.wire.parts_of_all(cast(list[Tensor], gradients))
             _copy_divided(self.buffer if buffer is None else buffer, parts, full, divisor)
             return
         used_before = self.local_used if remainder else [False] * len(views)
@@ -252,7 +250,7 @@ class Bucket:
         for i, (places, gradient) in enumerate(zip(views, gradients, strict=True)):
             accumulated = None if remainder else self.accumulated.get(i)
             given = (gradient, None if accumulated is None else accumulated.unsharded)
-            summands = [flat.wire_parts_of(i, self._to_dense(i, one)) for one in given if one is not None]
+            summands = [flat.wire.parts_of(i, self._to_dense(i, one)) for one in given if one is not None]
             used.append(used_before[i] or bool(summands))
             for number, view in enumerate(places):
                 if summands:

@@ -127,7 +127,7 @@ class Engine:
             for index, unit in enumerate(units)
         )
         self._prefetch = partial(self.request, request=Request.PREFETCH)
-        self._gathers = Gathers(units, streams, tracker, cap, self.stats.add_gathers)
+        self._gathers = Gathers(units, streams, cap, self.stats.add_gathers)
         self.phases = Phases([unit.name for unit in units], self._action_handlers, self._effect_handlers)
 
     def attach(self, hooks: HookActions) -> None:
