@@ -36,7 +36,6 @@ from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
-from fsdp.shards.dtensors import make_dtensor_mesh
 
 Module = TypeVar("Module", bound=nn.Module | list[nn.Module])
 
@@ -334,7 +333,7 @@ def fully_shard(
 
     config, plan = agree(comms.world_comm, prepare)
     intercept_engine_calls(translate_shards)
-    dtensor_mesh = make_dtensor_mesh(open_mesh(process_group, mesh, device_of(plan))) if config.dtensors else None
+    dtensor_mesh = open_mesh(process_group, mesh, device_of(plan)) if config.dtensors else None
     comms = open_comms(*ranks, config.reduction.streams)
     with torch.inference_mode(False):  # the shards can be trained, also if the module is wrapped in inference mode
         build(plan, config, comms, param_init_fn, (*(ignored_modules or ()), *(ignored_params or ())), dtensor_mesh)

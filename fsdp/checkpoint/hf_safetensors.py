@@ -23,11 +23,12 @@ from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError, require_package
 from fsdp.file_errors import file_errors
 from fsdp.runtime.registry import collective_call
+from fsdp.shards.refusals import check_fit
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names
 from fsdp.state_dict.full_state import RANGE_BYTES
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.param_ranges import broadcast_all, gather_range, memory_for, ranges_of
-from fsdp.state_dict.param_shard import ParamShard, check_fit
+from fsdp.state_dict.param_shard import ParamShard
 
 INDEX: Final = "model.safetensors.index.json"
 MULTIPLES: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -8,7 +8,6 @@ Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Final
 
@@ -59,8 +58,8 @@ class Unit:
         self._observer: UnitObserver
         self._before_copy: Callable[[FlatBuffer, torch.dtype], None] | None = None
         self.flats = tuple(flats)
-        self.is_offloaded = any(flat.is_offloaded for flat in self.flats)
-        """Whether shards of the unit are in host memory, while a device computes."""
+        self.copies_shards = any(flat.home.copies for flat in self.flats)
+        """See `Home.copies`."""
         self.versions = Versions(self.flats)
         self._full_params = FullParams(self.flats)
         self._read_copies = ReadCopies(self.param_infos, config.guard)
@@ -76,9 +75,9 @@ class Unit:
                 self._indices[id(parameter)] = index
                 register_owner(parameter, self)
         self._module_params = module_params_of(self.param_infos, self.unsharded_params)
-        self.has_dtensors = any(flat.dtensor_layouts is not None for flat in self.flats)
-        """Whether the shards are DTensors, which take the places of the user's Parameter objects."""
-        if self.has_dtensors:
+        self.replaces_params = any(flat.placements[0].replaces_param for flat in self.flats)
+        """Whether the shards are other objects than the user's Parameters, in whose places they are trained: DTensors."""
+        if self.replaces_params:
             self.use_sharded()
 
     @property
@@ -89,12 +88,12 @@ class Unit:
     @property
     def tensor_parallel_params(self) -> list[nn.Parameter]:
         """The sharded parameters that tensor parallelism has spread as well."""
-        return [p for flat in self.flats for i, p in enumerate(flat.sharded_params) if flat.is_tensor_parallel(i)]
+        return [flat.sharded_params[i] for flat in self.flats for i in flat.tensor_parallel]
 
     @property
     def has_opaque_shards(self) -> bool:
         """Whether torch's functions for state dicts do not know its shards as parts. They know DTensors."""
-        return bool(self.flats) and not self.has_dtensors
+        return bool(self.flats) and not self.replaces_params
 
     @property
     def is_running(self) -> bool:
@@ -132,19 +131,13 @@ class Unit:
         self._device = device
         self.shard_device = shard_device
         for flat in self.flats:
-            if flat.is_offloaded:
-                tracker.add_offloaded(size_of(flat.shard))
-            else:
-                tracker.add("shards", size_of(flat.shard))
+            flat.home.count(tracker, flat.shard)
 
     def set_put_away(self, put_away: bool) -> None:
         """The shards are in host memory from now on, or on the device again. While they are not, refuse what needs them."""
         self.is_put_away = put_away
         for flat in self.flats:
-            if not flat.is_offloaded and flat.device.type not in ("cpu", "meta"):
-                moved = size_of(flat.shard) if put_away else -size_of(flat.shard)
-                self._tracker.add("shards", -moved)
-                self._tracker.add_offloaded(moved)
+            flat.home.count_put_away(self._tracker, flat.shard, put_away)
 
     @property
     def gather_sizes(self) -> tuple[int, ...]:
@@ -229,7 +222,8 @@ class Unit:
         Raises:
             ShardingError: the data does not fit, a module shows another parameter, or a copy was changed in place.
         """
-        self.refuse_put_away()
+        if self.is_put_away:
+            self.refuse_put_away()
         self._read_copies.check(self.name)
         self.check_modules()
         return self.follow_replaced()
@@ -350,50 +344,41 @@ class Unit:
         Traffic:  this rank receives (W - 1) * C elements
         """
         with self._streams.gathering():
-            for flat, own in self.prepare_all_gather():
-                if flat.wire is None:
-                    self._works.append(self.comm.all_gather(flat.unsharded_bytes, self.name, own))
-                    continue
-                allocate = partial(flat.memory.allocate, self._tracker)
-                work = JointGather(self.comm, flat.unsharded_segments, [own], self.name, self._tracker.add, allocate)
-                if not self._streams.on_host:
-                    work.wait()  # the gather stream waits and copies, and the host goes on
-                self._works.append(work)
+            for prepared in self.prepare_all_gather():
+                self._works.append(self.gather_together([prepared]))
             self._works += self._streams.gathered()
 
-    def prepare_all_gather(self) -> Iterator[tuple[FlatBuffer, Tensor]]:
-        """Yield each flat buffer to be gathered, with this rank's chunk as bytes.
+    def gather_together(self, prepared: Sequence[tuple[FlatBuffer, Tensor]]) -> Work:
+        """Launch one all-gather for flat buffers of this unit, or of others on the same ranks, with this rank's chunk of each.
 
-        Allocates the unsharded parameters that are gathered in place.
+        Memory: the bytes of all of them once more, until they are copied out; none for one that is gathered in place
         """
-        self.refuse_put_away()
-        for flat in self.flats:
-            if flat.is_offloaded and flat.wire is None:
-                self._upload(flat)
-                yield flat, flat.local_bytes
-                continue
-            if flat.wire is None:
+        if len(prepared) == 1 and (first := prepared[0])[0].gathers_in_place:
+            return self.comm.all_gather(first[0].unsharded_bytes, self.name, first[1])
+        flats = [flat for flat, _ in prepared]
+
+        def allocate() -> None:
+            for flat in flats:
                 flat.memory.allocate(self._tracker)
-            if flat.is_shared:
-                continue
-            yield flat, flat.own_chunk()
-            if flat.is_offloaded:
-                self._streams.copied()
+
+        places = [place for flat in flats for place in flat.unsharded_segments]
+        work = JointGather(self.comm, places, [own for _, own in prepared], self.name, self._tracker.add, allocate)
+        if not self._streams.on_host:
+            work.wait()  # the gather stream waits and copies, and the host goes on
+        return work
+
+    def prepare_all_gather(self) -> Iterator[tuple[FlatBuffer, Tensor]]:
+        """Yield each flat buffer to be gathered, with this rank's chunk, see `FlatBuffer.begin_gather`."""
+        if self.is_put_away:
+            self.refuse_put_away()
+        for flat in self.flats:
+            own = flat.begin_gather(self._tracker, self._streams)
+            if own is not None:
+                yield flat, own
 
     def add_works(self, works: Iterable[Work]) -> None:
         """Wait for these too, before the unsharded parameters may be read."""
         self._works += works
-
-    def _upload(self, flat: FlatBuffer) -> None:
-        """Copy the shard of one flat buffer from host memory to its place among the unsharded parameters.
-
-        The memory of these is allocated on the stream that writes first, while the gathers before this one may still run.
-        """
-        with self._streams.uploading():
-            flat.memory.allocate(self._tracker)
-            flat.upload()
-            self._streams.copied()
-        self._streams.uploaded()
 
     def wait_all_gather(self) -> None:
         """Wait until the unsharded parameters may be read."""
@@ -454,7 +439,7 @@ class Unit:
         Raises:
             ShardingError: the shards are DTensors, which cannot become ordinary parameters.
         """
-        if self.has_dtensors:
+        if self.replaces_params:
             raise ShardingError(
                 f"unit {self.name!r} shows its shards as DTensors, which cannot be full parameters for a while; read "
                 "p.full_tensor(), or wrap without dtensors."

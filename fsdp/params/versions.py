@@ -20,7 +20,7 @@ class Versions:
     """The clocks of the shards of one unit."""
 
     __slots__ = (
-        "_asks_pointers",
+        "_asks_addresses",
         "_at_forward",
         "_at_gather",
         "_at_pass",
@@ -34,7 +34,7 @@ class Versions:
 
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
         self._flats = tuple(flats)
-        self._asks_pointers = any([flat.asks_pointers for flat in flats])
+        self._asks_addresses = any([flat.asks_addresses for flat in flats])
         self._repeated = 0
         """How many changes were made by recomputes, which repeat those of a forward."""
         self._written_back = 0
@@ -118,7 +118,7 @@ class Versions:
         return self._places != self._count_places()
 
     def _count_places(self) -> int:
-        return sum([flat.places for flat in self._flats]) if self._asks_pointers or moved_shards else 0
+        return sum([flat.places for flat in self._flats]) if self._asks_addresses or moved_shards.data else 0
 
     @property
     def moved(self) -> bool:
