@@ -254,26 +254,28 @@ def _overlap(report: Report) -> Any:
 
 
 def _scale(report: Report) -> Any:
-    world = report["cases"][0]["settings"]["world"]
-    cases = [case for case in report["cases"] if case["settings"]["world"] == world]
-    what = {"wrap_seconds": "wrapping, once", "steady_step_seconds": "every step"}
-
-    def micro(name: str, seconds: str) -> dict[int, float]:
-        mine = (case for case in cases if case["settings"]["contender"] == name)
-        # the least of the repeats, because noise only adds
-        return {case["settings"]["units"]: 1e6 * min(case[seconds]) / case["settings"]["units"] for case in mine}
-
-    steps = {name: _range(micro(name, "steady_step_seconds").values(), ".0f") for name in ("ours", "fsdp2")}
-    title = f"Growth: a unit of ours costs {steps['ours']} µs a step, of FSDP2 {steps['fsdp2']} µs"
-    figure, panels = _figure(title, 4.4, columns=2)
-    for axes, (seconds, when) in zip(panels, what.items(), strict=True):
+    """Dispatched operations, which are exact: times of single cases are unsteady."""
+    first = report["cases"][0]["settings"]["world"]
+    cases = [(case["settings"], case["dispatched"] / case["settings"]["units"]) for case in report["cases"]]
+    few = min(of["units"] for of, _ in cases if of["world"] != first)
+    panels_of = {
+        f"among units, {first} ranks": {"units": [one for one in cases if one[0]["world"] == first]},
+        f"among ranks, {few} units": {"world": [one for one in cases if one[0]["units"] == few]},
+    }
+    most = {name: max(count for of, count in cases if of["contender"] == name) for name in ("ours", "fsdp1")}
+    title = f"Growth: a unit of ours dispatches at most {most['ours']:.0f} operations a step, of FSDP1 {most['fsdp1']:,.0f}"
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 4.4), layout="constrained", sharey=True)
+    figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
+    for axes, (what, of_panel) in zip(panels, panels_of.items(), strict=True):
+        ((key, points),) = of_panel.items()
         for name in ("fsdp1", "fsdp2", "ours"):
-            found = micro(name, seconds)
-            _line(axes, name, [*found], [*found.values()])
-        axes.set_title(f"{when}, {world} ranks")
-        axes.set(xscale="log", xlabel="units in the model (log scale)")
-        _ticks(axes.xaxis, (10, 100, 1000))
-    panels[0].set(ylim=(0, None), ylabel="processor µs a unit")
+            mine = sorted((of[key], count) for of, count in points if of["contender"] == name)
+            _line(axes, name, [at for at, _ in mine], [count for _, count in mine])
+        axes.set_title(what)
+        axes.set(xscale="log", yscale="log", xlabel=f"{'units in the model' if key == 'units' else 'ranks'} (log scale)")
+        _ticks(axes.xaxis, {at[key] for at, _ in points} - {1000})  # there is no room for its number beside the last one
+        _ticks(axes.yaxis, (20, 50, 200, 1000, 5000))
+    panels[0].set_ylabel("operations a unit and step (log scale)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
