@@ -51,8 +51,8 @@ def installed_names() -> str:
 
 
 def command_line() -> str:
-    """Every command with its arguments, as `--help` has them."""
-    return "\n\n".join(_commands_of(make_parser()))
+    """Every command with what it does. Its arguments are what `--help` prints."""
+    return "\n".join(["| command | what it does |", "| --- | --- |", *_commands_of(make_parser())])
 
 
 def _commands_of(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -61,26 +61,8 @@ def _commands_of(parser: argparse.ArgumentParser) -> Iterator[str]:
             said = {one.dest: one.help for one in action._choices_actions}
             for name, command in action.choices.items():
                 what = f"{said[name] or ''}."
-                rows = [_argument(one) for one in command._actions if not isinstance(one, _NO_ARGUMENTS)]
-                table = "\n".join(["| argument | meaning |", "| --- | --- |", *rows])
-                yield f"## `{command.prog}`\n\n{what[0].upper()}{what[1:]}" + (f"\n\n{table}" if rows else "")
+                yield f"| `{command.prog}` | {what[0].upper()}{what[1:]} |"
                 yield from _commands_of(command)
-
-
-_NO_ARGUMENTS: Final = (argparse._HelpAction, argparse._SubParsersAction)
-
-
-def _argument(action: argparse.Action) -> str:
-    name = action.option_strings[-1] if action.option_strings else (action.metavar or action.dest).__str__().upper()
-    value = "" if not action.option_strings or action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
-    choices = f" One of {', '.join(f'`{one}`' for one in action.choices)}." if action.choices else ""
-    text = ((action.help or "") % {"default": _default(action.default)}).replace("|", "\\|")
-    needed = " Required." if action.option_strings and action.required else ""
-    return f"| `{name}{value}` | {text[:1].upper()}{text[1:]}.{choices}{needed} |"
-
-
-def _default(value: object) -> str:
-    return " ".join(value) if isinstance(value, list) else str(value)
 
 
 PARTS: Final[dict[str, dict[str, Callable[[], str]]]] = {
