@@ -271,7 +271,6 @@ def test_state_machine_imports_the_standard_library_and_itself(path: Path) -> No
 @on_ranks(1)
 def test_engine_has_a_handler_for_every_action_and_every_effect(rank: int) -> None:
     unit_ref = unit_ref_of(fsdp.fully_shard(nn.Linear(2, 2)))
-    assert unit_ref is not None
     engine = unit_ref.engine
     assert set(engine._action_handlers) == set(Action)
     assert all(set(effects) == set(Effect) for effects in engine._effect_handlers)

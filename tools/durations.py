@@ -1,22 +1,15 @@
 """Which test files take how long, from the reports that pytest wrote (`--junitxml`).
 
-python -m tools.durations runs/tests.xml                        prints a table of the slowest files
-python -m tools.durations runs/tests.xml --write "on what"      writes it into docs/development/testing.md
+python -m tools.durations runs/tests.xml     prints a table of the slowest files
 """
 
 import argparse
-import os
-import platform
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final, NamedTuple
 from xml.etree import ElementTree
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-PAGE: Final = ROOT / "docs" / "development" / "testing.md"
-BEGIN: Final = "<!-- durations: written by tools/durations.py -->\n"
-END: Final = "<!-- /durations -->"
 SLOWEST: Final = 10
 
 
@@ -69,31 +62,11 @@ def sum_of(times: Iterable[FileTime]) -> FileTime:
     return FileTime(sum(one.tests for one in every), sum(one.seconds for one in every))
 
 
-def written(page: str, printed: str) -> str:
-    """The page with this text between its marks."""
-    before, begins, rest = page.partition(BEGIN)
-    _, ends, after = rest.partition(END)
-    if not (begins and ends):
-        raise ValueError(f"the page has no {BEGIN.strip()} ... {END}")
-    return f"{before}{BEGIN}\n{printed}\n\n{END}{after}"
-
-
-def machine() -> str:
-    """What the tests ran with."""
-    return f"Python {platform.python_version()}, torch {version('torch')}, {platform.machine()}, {os.cpu_count()} cores"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", nargs="+", type=Path, help="files that pytest --junitxml wrote")
-    parser.add_argument("--write", metavar="WHERE", help="write the page; says when and on which machine, besides its versions")
     asked = parser.parse_args()
-    printed = table(file_times(path.read_text(encoding="utf-8") for path in asked.reports))
-    if asked.write is None:
-        print(printed)
-    else:
-        text = f"Measured {asked.write} ({machine()}):\n\n{printed}"
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
+    print(table(file_times(path.read_text(encoding="utf-8") for path in asked.reports)))
 
 
 if __name__ == "__main__":

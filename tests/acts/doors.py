@@ -38,8 +38,7 @@ def kind_of(door: str) -> str:
 
 
 def _player(door: str, *things: Any, plain: bool = False) -> Player:
-    made: Player = partial(Player, *things)(plain=plain, without=WITHOUT.get(door, ()), replicated=door in REPLICATED)
-    return made
+    return partial(Player, *things)(plain=plain, without=WITHOUT.get(door, ()), replicated=door in REPLICATED)
 
 
 def _net(door: str, max_norm: float | None = None) -> Net:

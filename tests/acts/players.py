@@ -60,8 +60,7 @@ class Net(nn.Module):
         x = torch.tanh(self.enter(x))
         x = self.blocks[0](x)
         x = checkpoint(self.blocks[1], x, use_reentrant=False)
-        y: Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 def loss_of(output: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ def promised(value: Any) -> Future[Any]:
 def average(shards: int, bucket: GradBucket) -> Future[Tensor]:
     """The chunk of this rank of the average over all ranks."""
     rank = current_rank()
-    assert rank is not None
     total = bucket.buffer().clone()
     rank.comm("hook").all_reduce(total, "sum", str(bucket.index())).wait()
     return promised((total / rank.size).view(shards, -1)[rank.rank % shards])
@@ -68,32 +67,30 @@ def test_a_hook_that_averages_gives_what_the_engine_gives(size: int, options: di
 
 
 @EVERY
-def test_a_hook_is_shown_the_gradients_of_its_rank(size: int, options: dict[str, Any]) -> None:
-    def one_rank(rank: int) -> None:
-        shown: dict[int, dict[str, Tensor]] = {}
-        last = []
+@on_ranks("size")
+def test_a_hook_is_shown_the_gradients_of_its_rank(rank: int, size: int, options: dict[str, Any]) -> None:
+    shown: dict[int, dict[str, Tensor]] = {}
+    last = []
 
-        def hook(shards: int, bucket: GradBucket) -> Future[Tensor]:
-            named = {id(p): gradient.clone() for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)}
-            assert all(torch.isfinite(p.sum()) for p in bucket.parameters()), "parameters a hook may read"
-            shown[bucket.index()] = {name: named[key] for key, name in names.items() if key in named}
-            last.append(bucket.is_last())
-            return average(shards, bucket)
+    def hook(shards: int, bucket: GradBucket) -> Future[Tensor]:
+        named = {id(p): gradient.clone() for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+        assert all(torch.isfinite(p.sum()) for p in bucket.parameters()), "parameters a hook may read"
+        shown[bucket.index()] = {name: named[key] for key, name in names.items() if key in named}
+        last.append(bucket.is_last())
+        return average(shards, bucket)
 
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, **options)
-        names = {id(p): name for name, p in model.named_parameters()}
-        fsdp.register_comm_hook(model, shards_of(size, options), hook)
-        for _ in range(2):
-            last.clear()
-            loss_of(model(data(rank))).backward()
-        assert last == [False, False, False, True]
-        assert sorted(shown) == [0, 1, 2, 3]
-        plain = make_net()
-        loss_of(plain(data(rank))).backward()
-        together = {name: gradient for bucket in shown.values() for name, gradient in bucket.items()}
-        assert_close({name: together[name] for name, _ in plain.named_parameters()}, gradients_of(plain))
-
-    fsdp.simulate(size, one_rank)
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, **options)
+    names = {id(p): name for name, p in model.named_parameters()}
+    fsdp.register_comm_hook(model, shards_of(size, options), hook)
+    for _ in range(2):
+        last.clear()
+        loss_of(model(data(rank))).backward()
+    assert last == [False, False, False, True]
+    assert sorted(shown) == [0, 1, 2, 3]
+    plain = make_net()
+    loss_of(plain(data(rank))).backward()
+    together = {name: gradient for bucket in shown.values() for name, gradient in bucket.items()}
+    assert_close({name: together[name] for name, _ in plain.named_parameters()}, gradients_of(plain))
 
 
 @EVERY
@@ -128,7 +125,6 @@ def test_padding_is_zero(size: int, options: dict[str, Any], monkeypatch: pytest
 def in_place(shards: int, bucket: GradBucket) -> Future[Tensor]:
     """As torch's hooks do: what it comes to is the bucket itself."""
     rank = current_rank()
-    assert rank is not None
     rank.comm("hook").all_reduce(bucket.buffer(), "sum", str(bucket.index())).wait()
     return promised(bucket.buffer().div_(rank.size).view(shards, -1)[rank.rank % shards])
 
@@ -159,48 +155,45 @@ class FailsLate(nn.Module):
 @EVERY
 @pytest.mark.parametrize("hook", [None, average, in_place], ids=["no hook", "average", "in place"])
 @pytest.mark.parametrize("alone", [False, True], ids=["on every rank", "on one rank"])
-def test_a_backward_that_fails_late_leaves_no_trace(hook: Any, alone: bool, size: int, options: dict[str, Any]) -> None:
-    def one_rank(rank: int) -> None:
-        model = fsdp.fully_shard(FailsLate(), auto_wrap_policy=is_block, **options)
-        floor = fsdp.memory_bytes(model)
-        if hook is not None:
-            fsdp.register_comm_hook(model, shards_of(size, options), hook)
-        model.fails = rank == 0 or not alone
-        with pytest.raises((Broken, fsdp.WorldError)):
-            model(torch.ones(2, 4)).sum().backward()
-        assert is_at_rest(model)
-        assert fsdp.memory_bytes(model) == floor
-        assert all(p.grad is None for p in model.parameters())
-
-    fsdp.simulate(size, one_rank)
+@on_ranks("size")
+def test_a_backward_that_fails_late_leaves_no_trace(
+    rank: int, hook: Any, alone: bool, size: int, options: dict[str, Any]
+) -> None:
+    model = fsdp.fully_shard(FailsLate(), auto_wrap_policy=is_block, **options)
+    floor = fsdp.memory_bytes(model)
+    if hook is not None:
+        fsdp.register_comm_hook(model, shards_of(size, options), hook)
+    model.fails = rank == 0 or not alone
+    with pytest.raises((Broken, fsdp.WorldError)):
+        model(torch.ones(2, 4)).sum().backward()
+    assert is_at_rest(model)
+    assert fsdp.memory_bytes(model) == floor
+    assert all(p.grad is None for p in model.parameters())
 
 
 @EVERY
 @pytest.mark.parametrize("root", ["no parameters", "frozen", "trained"])
-def test_one_bucket_of_a_backward_is_the_last(root: str, size: int, options: dict[str, Any]) -> None:
+@on_ranks("size")
+def test_one_bucket_of_a_backward_is_the_last(rank: int, root: str, size: int, options: dict[str, Any]) -> None:
     """PowerSGD counts its iterations by it."""
+    net = FailsLate()
+    net.fails = False
+    if root != "no parameters":
+        net.own = nn.Parameter(torch.ones(4), requires_grad=root == "trained")
+    seen = []
 
-    def one_rank(rank: int) -> None:
-        net = FailsLate()
-        net.fails = False
-        if root != "no parameters":
-            net.own = nn.Parameter(torch.ones(4), requires_grad=root == "trained")
-        seen = []
+    def hook(shards: int, bucket: GradBucket) -> Future[Tensor]:
+        seen.append(bucket.is_last())
+        return average(shards, bucket)
 
-        def hook(shards: int, bucket: GradBucket) -> Future[Tensor]:
-            seen.append(bucket.is_last())
-            return average(shards, bucket)
-
-        model = fsdp.fully_shard(net, auto_wrap_policy=is_block, **options)
-        fsdp.register_comm_hook(model, shards_of(size, options), hook)
-        for _ in range(2):
-            seen.clear()
-            output = model(torch.ones(2, 4))
-            output.sum().backward()
-            # the root's own parameter is not used, and so is not reduced
-            assert seen == [False] * (len(seen) - 1) + [root != "trained"]
-
-    fsdp.simulate(size, one_rank)
+    model = fsdp.fully_shard(net, auto_wrap_policy=is_block, **options)
+    fsdp.register_comm_hook(model, shards_of(size, options), hook)
+    for _ in range(2):
+        seen.clear()
+        output = model(torch.ones(2, 4))
+        output.sum().backward()
+        # the root's own parameter is not used, and so is not reduced
+        assert seen == [False] * (len(seen) - 1) + [root != "trained"]
 
 
 @on_ranks(2)
@@ -249,28 +242,25 @@ BAD: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
 
 @EVERY
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_hook_leaves_no_trace(name: str, size: int, options: dict[str, Any]) -> None:
+@on_ranks("size")
+def test_a_bad_hook_leaves_no_trace(rank: int, name: str, size: int, options: dict[str, Any]) -> None:
     hook, kind, text = BAD[name]
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, **options)
+    floor = fsdp.memory_bytes(model)
+    good = [False]
 
-    def one_rank(rank: int) -> None:
-        model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, **options)
-        floor = fsdp.memory_bytes(model)
-        good = [False]
+    def sometimes(shards: int, bucket: GradBucket) -> Any:
+        return average(shards, bucket) if good[0] else hook(shards, bucket)
 
-        def sometimes(shards: int, bucket: GradBucket) -> Any:
-            return average(shards, bucket) if good[0] else hook(shards, bucket)
-
-        fsdp.register_comm_hook(model, shards_of(size, options), sometimes)
-        with pytest.raises(kind, match=text):
-            loss_of(model(data(rank))).backward()
-        assert is_at_rest(model)
-        assert fsdp.memory_bytes(model) == floor
-        assert all(p.grad is None for p in model.parameters())
-        good[0] = True
+    fsdp.register_comm_hook(model, shards_of(size, options), sometimes)
+    with pytest.raises(kind, match=text):
         loss_of(model(data(rank))).backward()
-        assert all(p.grad is not None or not p.numel() for p in model.parameters())
-
-    fsdp.simulate(size, one_rank)
+    assert is_at_rest(model)
+    assert fsdp.memory_bytes(model) == floor
+    assert all(p.grad is None for p in model.parameters())
+    good[0] = True
+    loss_of(model(data(rank))).backward()
+    assert all(p.grad is not None or not p.numel() for p in model.parameters())
 
 
 @on_ranks(2)

@@ -108,8 +108,7 @@ def test_a_parameter_that_no_rank_used_is_none_where_that_is_allowed_and_named_e
             self.used, self.left = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.used(x)
-            return out
+            return self.used(x)
 
     model = fsdp.fully_shard(Half())
     parameters = [model.used.weight, model.left.weight]
@@ -172,20 +171,17 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Tensor], Callable[[nn.Module, Ten
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_a_backward_cannot_give_is_refused_with_the_reason(kind: str) -> None:
+@on_ranks(2)
+def test_what_a_backward_cannot_give_is_refused_with_the_reason(rank: int, kind: str) -> None:
     begin, ask, reason = REFUSED[kind]
-
-    def fn(rank: int) -> None:
-        model = shard()
-        loss = begin(model)
-        with pytest.raises(fsdp.ShardingError) as caught:
-            ask(model, loss)
-        assert f"autograd.grad cannot give the gradients of a sharded model's parameters, {reason}; call backward()" in str(
-            caught.value
-        )
-        loss_of(model(batch(rank))).backward()
-
-    fsdp.simulate(2, fn)
+    model = shard()
+    loss = begin(model)
+    with pytest.raises(fsdp.ShardingError) as caught:
+        ask(model, loss)
+    assert f"autograd.grad cannot give the gradients of a sharded model's parameters, {reason}; call backward()" in str(
+        caught.value
+    )
+    loss_of(model(batch(rank))).backward()
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fsdp
 from tests.support.models import make_net
+from tests.support.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 
@@ -30,56 +31,49 @@ class Model(nn.Module):
 
 
 class TestForward:
-    def test_a_wrapper_shows_the_arguments_of_the_wrapped_forward(self) -> None:
-        def fn(rank: int) -> None:
-            plain = Model()
-            wanted = inspect.signature(plain.forward)
-            assert list(wanted.parameters) == ["input_ids", "labels", "scale"]
-            model = fsdp.FullyShardedDataParallel(plain)
-            assert inspect.signature(model) == inspect.signature(model.forward) == wanted
-            assert inspect.getdoc(model.forward) == "Own words."
-            assert inspect.signature(fsdp.fully_shard(Model()).forward) == wanted
-            assert torch.equal(model(X, scale=2.0), 2 * model(input_ids=X))
+    @on_ranks(2)
+    def test_a_wrapper_shows_the_arguments_of_the_wrapped_forward(self, rank: int) -> None:
+        plain = Model()
+        wanted = inspect.signature(plain.forward)
+        assert list(wanted.parameters) == ["input_ids", "labels", "scale"]
+        model = fsdp.FullyShardedDataParallel(plain)
+        assert inspect.signature(model) == inspect.signature(model.forward) == wanted
+        assert inspect.getdoc(model.forward) == "Own words."
+        assert inspect.signature(fsdp.fully_shard(Model()).forward) == wanted
+        assert torch.equal(model(X, scale=2.0), 2 * model(input_ids=X))
 
-        fsdp.simulate(2, fn)
+    @on_ranks(1)
+    def test_wrappers_around_wrappers_show_it_too(self, rank: int) -> None:
+        inner = fsdp.FullyShardedDataParallel(Model())
+        model = fsdp.FullyShardedDataParallel(nn.Sequential(inner))
+        assert list(inspect.signature(model.module[0]).parameters) == ["input_ids", "labels", "scale"]
+        assert list(inspect.signature(model).parameters) == ["input"]
+        model(X).sum().backward()
 
-    def test_wrappers_around_wrappers_show_it_too(self) -> None:
-        def fn(rank: int) -> None:
-            inner = fsdp.FullyShardedDataParallel(Model())
-            model = fsdp.FullyShardedDataParallel(nn.Sequential(inner))
-            assert list(inspect.signature(model.module[0]).parameters) == ["input_ids", "labels", "scale"]
-            assert list(inspect.signature(model).parameters) == ["input"]
-            model(X).sum().backward()
-
-        fsdp.simulate(1, fn)
-
-    def test_a_subclass_may_have_a_forward_of_its_own(self) -> None:
+    @on_ranks(1)
+    def test_a_subclass_may_have_a_forward_of_its_own(self, rank: int) -> None:
         class Doubled(fsdp.FullyShardedDataParallel):
             def forward(self, x: Tensor) -> Tensor:
                 return 2 * super().forward(x)
 
-        def fn(rank: int) -> None:
-            model = Doubled(Model())
-            assert torch.equal(model(X), 2 * model.module(X))
-            assert list(inspect.signature(model.forward).parameters) == ["x"]
+        model = Doubled(Model())
+        assert torch.equal(model(X), 2 * model.module(X))
+        assert list(inspect.signature(model.forward).parameters) == ["x"]
 
-        fsdp.simulate(1, fn)
+    @on_ranks(1)
+    def test_a_wrapper_dies_with_its_last_user(self, rank: int) -> None:
+        gc.disable()
+        try:
+            model = fsdp.FullyShardedDataParallel(Model())
+            model(X).sum().backward()
+            there = weakref.ref(model)
+            del model
+            assert there() is None
+        finally:
+            gc.enable()
 
-    def test_a_wrapper_dies_with_its_last_user(self) -> None:
-        def fn(rank: int) -> None:
-            gc.disable()
-            try:
-                model = fsdp.FullyShardedDataParallel(Model())
-                model(X).sum().backward()
-                there = weakref.ref(model)
-                del model
-                assert there() is None
-            finally:
-                gc.enable()
-
-        fsdp.simulate(1, fn)
-
-    def test_ctrl_c_in_a_wrapper_is_still_cleaned_up_at_once(self) -> None:
+    @on_ranks(1)
+    def test_ctrl_c_in_a_wrapper_is_still_cleaned_up_at_once(self, rank: int) -> None:
         class Stopping(Model):
             stops = True
 
@@ -88,15 +82,12 @@ class TestForward:
                     raise KeyboardInterrupt
                 return self.layer(x)
 
-        def fn(rank: int) -> None:
-            model = fsdp.FullyShardedDataParallel(Stopping())
-            with pytest.raises(KeyboardInterrupt):
-                model(X)
-            assert [p.shape for p in model.parameters()] == [p.shape for p in model.module.parameters()]
-            model.module.stops = False
-            model(X).sum().backward()
-
-        fsdp.simulate(1, fn)
+        model = fsdp.FullyShardedDataParallel(Stopping())
+        with pytest.raises(KeyboardInterrupt):
+            model(X)
+        assert [p.shape for p in model.parameters()] == [p.shape for p in model.module.parameters()]
+        model.module.stops = False
+        model(X).sum().backward()
 
 
 EXCEPTIONS = {

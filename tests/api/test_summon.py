@@ -29,17 +29,15 @@ X = torch.linspace(-1, 1, 12).view(2, 6)
 
 class TestSummon:
     @STATEFUL
-    def test_the_same_objects_show_the_full_parameters(self, case: Case) -> None:
-        def fn(rank: int) -> None:
-            model = wrap(case)
-            before = dict(model.named_parameters())
-            with fsdp.summon_full_params(model):
-                assert all(p is before[name] for name, p in model.named_parameters())
-                found = {name: p.detach().clone() for name, p in model.named_parameters()}
-            assert_same_state(found, {name: p.detach() for name, p in case.model().named_parameters()})
-            assert is_at_rest(model)
-
-        fsdp.simulate(3, fn)
+    @on_ranks(3)
+    def test_the_same_objects_show_the_full_parameters(self, rank: int, case: Case) -> None:
+        model = wrap(case)
+        before = dict(model.named_parameters())
+        with fsdp.summon_full_params(model):
+            assert all(p is before[name] for name, p in model.named_parameters())
+            found = {name: p.detach().clone() for name, p in model.named_parameters()}
+        assert_same_state(found, {name: p.detach() for name, p in case.model().named_parameters()})
+        assert is_at_rest(model)
 
     @pytest.mark.parametrize("writeback", [True, False])
     def test_changes_are_kept_only_when_asked(self, writeback: bool) -> None:
@@ -94,36 +92,30 @@ class TestSummon:
                 p.add_(1)
         assert all(torch.allclose(output, plain(X), rtol=1e-6) for output in fsdp.simulate(2, fn))
 
-    def test_gradients_are_set_aside_and_come_back(self) -> None:
-        def fn(rank: int) -> None:
-            model = wrap(CASES["net"])
-            loss_of(model(X)).backward()
-            before = [p.grad for p in model.parameters()]
-            with fsdp.summon_full_params(model):
-                assert all(p.grad is None for p in model.parameters())
-            assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+    @on_ranks(2)
+    def test_gradients_are_set_aside_and_come_back(self, rank: int) -> None:
+        model = wrap(CASES["net"])
+        loss_of(model(X)).backward()
+        before = [p.grad for p in model.parameters()]
+        with fsdp.summon_full_params(model):
+            assert all(p.grad is None for p in model.parameters())
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
 
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_full_parameters_have_their_own_precision(self, rank: int) -> None:
+        model = wrap(CASES["net"], mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        with fsdp.summon_full_params(model):
+            found = {name: p.detach().clone() for name, p in model.named_parameters()}
+        assert_same_state(found, {name: p.detach() for name, p in make_net().named_parameters()})
 
-    def test_full_parameters_have_their_own_precision(self) -> None:
-        def fn(rank: int) -> None:
-            model = wrap(CASES["net"], mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-            with fsdp.summon_full_params(model):
-                found = {name: p.detach().clone() for name, p in model.named_parameters()}
-            assert_same_state(found, {name: p.detach() for name, p in make_net().named_parameters()})
-
-        fsdp.simulate(2, fn)
-
-    def test_a_part_of_the_model_can_be_summoned(self) -> None:
-        def fn(rank: int) -> None:
-            model = wrap(CASES["net"], in_place=True)
-            with fsdp.summon_full_params(model.blocks[1]):
-                held = [sum(local(p).numel() for p in block.parameters()) for block in model.blocks]
-                assert held[1] == sum(p.numel() for p in make_net().blocks[1].parameters())
-                assert held[0] < held[1] > held[2]
-            assert len(world_log("all_gather")) == 1
-
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_a_part_of_the_model_can_be_summoned(self, rank: int) -> None:
+        model = wrap(CASES["net"], in_place=True)
+        with fsdp.summon_full_params(model.blocks[1]):
+            held = [sum(local(p).numel() for p in block.parameters()) for block in model.blocks]
+            assert held[1] == sum(p.numel() for p in make_net().blocks[1].parameters())
+            assert held[0] < held[1] > held[2]
+        assert len(world_log("all_gather")) == 1
 
     @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
     def test_between_forward_and_backward_it_changes_no_gradient(self, strategy: str) -> None:

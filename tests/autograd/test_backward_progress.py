@@ -303,8 +303,7 @@ class Queries(nn.Module):
         self.queries, self.decoder = nn.Parameter(torch.randn(3, 4)), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = torch.tanh(self.decoder(self.queries)) + x
-        return result
+        return torch.tanh(self.decoder(self.queries)) + x
 
 
 def _train(model: nn.Module, after: Callable[[], None] = lambda: None) -> None:
@@ -327,7 +326,6 @@ def test_what_is_kept_with_a_leaf_does_not_grow_with_the_steps(world_size: int) 
     def one_rank(rank: int) -> dict[str, Tensor | None]:
         model = fsdp.fully_shard(Queries(), auto_wrap_policy={nn.Linear})
         sharded = unit_ref_of(model)
-        assert sharded is not None
         (queries,) = sharded.unit.unsharded_params
         entries = []
 

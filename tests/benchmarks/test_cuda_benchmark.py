@@ -28,8 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, *given: str) -> dict[str, An
     monkeypatch.setattr(gpu, "elsewhere", lambda measure, settings, timeout: measure(settings))
     gc.freeze()  # it collects garbage before every measurement, and not what is here by now
     gpu.run(gpu.parse(), "cpu")
-    report: dict[str, Any] = result_file.read(out)
-    return report
+    return result_file.read(out)
 
 
 @pytest.mark.parametrize(("version", "why"), [(None, "is built without CUDA"), ("13.0", "torch sees none")])

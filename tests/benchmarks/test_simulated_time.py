@@ -107,8 +107,7 @@ def test_scale_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def of_one_more(out: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = result_file.read(out)["of_one_more_tensor"]["functions"]["ours"]
-    return rows
+    return result_file.read(out)["of_one_more_tensor"]["functions"]["ours"]
 
 
 def test_where_names_the_files_and_functions(

@@ -116,18 +116,6 @@ def test_parameters_are_the_original_objects_with_their_attributes(rank: int, do
         loss_of(model(torch.ones(2, 6))).backward()
 
 
-@on_ranks(2)
-def test_an_optimizer_made_before_wrapping_trains_the_shards(rank: int) -> None:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = fsdp.fully_shard(net, auto_wrap_policy={Block})
-    before = fsdp.full_state_dict(model, rank0_only=False)
-    loss_of(model(torch.ones(2, 6))).backward()
-    optimizer.step()
-    after = fsdp.full_state_dict(model, rank0_only=False)
-    assert all(not torch.equal(after[name], before[name]) for name in names(make_net())) is True
-
-
 def test_each_rank_holds_its_share() -> None:
     held = fsdp.simulate(4, lambda rank: sum(local(p).numel() for p in fsdp.fully_shard(make_net()).parameters()))
     assert sum(held) == sum(p.numel() for p in make_net().parameters())
@@ -147,30 +135,6 @@ def test_tied_parameters_across_units_belong_to_the_unit_around_both(rank: int) 
     owned = {unit.name: [place.names for place in unit.param_infos] for unit in units_of(model)}
     assert owned["Tied"] == [["embedding.weight", "head.weight"]]
     assert owned["embedding"] == owned["head"] == []
-
-
-@on_ranks(1)
-def test_a_module_used_twice_is_one_unit(rank: int) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Linear(4, 4)
-            self.other = self.one
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.other(torch.tanh(self.one(x)))
-
-    def make() -> Twice:
-        torch.manual_seed(0)
-        return Twice()
-
-    model = fsdp.fully_shard(make(), auto_wrap_policy={nn.Linear})
-    plain = make()
-    assert [unit.name for unit in units_of(model)] == ["Twice", "one"]
-    for one in (model, plain):
-        loss_of(one(torch.ones(2, 4))).backward()
-    # one rank holds everything
-    assert torch.allclose(model.one.weight.grad, plain.one.weight.grad, rtol=1e-6, atol=1e-7)
 
 
 @on_ranks(2)

@@ -9,6 +9,7 @@ from torch import nn
 import fsdp
 from fsdp.comm.simulated import simulate
 from tests.support.models import Block, Net, loss_of, make_net, two_layers
+from tests.support.ranks import on_ranks
 from tests.support.refusals import refused_everywhere
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
@@ -64,14 +65,12 @@ class TestRanksThatDiffer:
 
         refused_everywhere(3, fn, "prefetch must be a number of units, 0 or more, not -1")
 
-    def test_after_a_refusal_the_ranks_can_wrap_again(self) -> None:
-        def fn(rank: int) -> None:
-            net = make_net()
-            with pytest.raises(fsdp.ShardingError):
-                fsdp.fully_shard(net, prefetch=rank)
-            loss_of(fsdp.fully_shard(net)(X)).backward()
-
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_after_a_refusal_the_ranks_can_wrap_again(self, rank: int) -> None:
+        net = make_net()
+        with pytest.raises(fsdp.ShardingError):
+            fsdp.fully_shard(net, prefetch=rank)
+        loss_of(fsdp.fully_shard(net)(X)).backward()
 
 
 def test_a_policy_that_raises_on_one_rank_reaches_all() -> None:

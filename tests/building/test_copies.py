@@ -61,73 +61,61 @@ def train_with_copy(model: nn.Module, case: Case) -> nn.Module:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ["net", "tied", "recurrent", "odd", "sparse"])
-def test_a_copy_and_its_original_train_as_plain_ones_do(name: str, ranks: int) -> None:
+@on_ranks("ranks")
+def test_a_copy_and_its_original_train_as_plain_ones_do(rank: int, name: str, ranks: int) -> None:
     case = CASES[name]
-
-    def fn(rank: int) -> None:
-        plain, model = case.model(), fsdp.FullyShardedDataParallel(case.model(), auto_wrap_policy=case.policy)
-        plain_copy, copied = (train_with_copy(one, case) for one in (plain, model))
-        assert type(copied) is fsdp.FullyShardedDataParallel and copied.module is not model.module
-        same(model, plain)
-        same(copied, plain_copy)
-
-    fsdp.simulate(ranks, fn)
+    plain, model = case.model(), fsdp.FullyShardedDataParallel(case.model(), auto_wrap_policy=case.policy)
+    plain_copy, copied = (train_with_copy(one, case) for one in (plain, model))
+    assert type(copied) is fsdp.FullyShardedDataParallel and copied.module is not model.module
+    same(model, plain)
+    same(copied, plain_copy)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_copy_has_the_options_and_the_communicators_of_its_original(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_copy_has_the_options_and_the_communicators_of_its_original(rank: int, options: dict[str, Any]) -> None:
     case = CASES["net"]
-
-    def fn(rank: int) -> None:
-        plain, model = case.model(), fsdp.fully_shard(case.model(), auto_wrap_policy=case.policy, **options)
-        plain_copy, copied = (train_with_copy(one, case) for one in (plain, model))
-        same(copied, plain_copy)
-        for one, other in zip(units_of(copied), units_of(model), strict=True):
-            assert (one.name, one.config, one.comm) == (other.name, other.config, other.comm)
-            assert [flat.layout for flat in one.flats] == [flat.layout for flat in other.flats]
-            assert not {flat.shard.data_ptr() for flat in one.flats} & {flat.shard.data_ptr() for flat in other.flats}
-
-    fsdp.simulate(2, fn)
+    plain, model = case.model(), fsdp.fully_shard(case.model(), auto_wrap_policy=case.policy, **options)
+    plain_copy, copied = (train_with_copy(one, case) for one in (plain, model))
+    same(copied, plain_copy)
+    for one, other in zip(units_of(copied), units_of(model), strict=True):
+        assert (one.name, one.config, one.comm) == (other.name, other.config, other.comm)
+        assert [flat.layout for flat in one.flats] == [flat.layout for flat in other.flats]
+        assert not {flat.shard.data_ptr() for flat in one.flats} & {flat.shard.data_ptr() for flat in other.flats}
 
 
 @DOORS
-def test_an_averaged_model_of_torch_averages_shards(door: Door) -> None:
+@on_ranks(2)
+def test_an_averaged_model_of_torch_averages_shards(rank: int, door: Door) -> None:
     case = CASES["net"]
-
-    def fn(rank: int) -> None:
-        averages = []
-        for model in (case.model(), door(case.model(), auto_wrap_policy=case.policy)):
-            optimizer, average = sgd(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-            for number in range(3):
-                step(model, optimizer, case.batch(0, number))
-                average.update_parameters(model)
-            averages.append(average)
-        plain, sharded = averages
-        same(sharded.module, plain.module)
-        with torch.no_grad():
-            torch.testing.assert_close(sharded(case.batch(0, 9)), plain(case.batch(0, 9)), rtol=1e-4, atol=1e-5)
-        assert list(sharded.state_dict()) == list(plain.state_dict())
-
-    fsdp.simulate(2, fn)
+    averages = []
+    for model in (case.model(), door(case.model(), auto_wrap_policy=case.policy)):
+        optimizer, average = sgd(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for number in range(3):
+            step(model, optimizer, case.batch(0, number))
+            average.update_parameters(model)
+        averages.append(average)
+    plain, sharded = averages
+    same(sharded.module, plain.module)
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(case.batch(0, 9)), plain(case.batch(0, 9)), rtol=1e-4, atol=1e-5)
+    assert list(sharded.state_dict()) == list(plain.state_dict())
 
 
-def test_a_frozen_copy_teaches_its_original() -> None:
+@on_ranks(2)
+def test_a_frozen_copy_teaches_its_original(rank: int) -> None:
     case = CASES["net"]
-
-    def fn(rank: int) -> None:
-        models = []
-        for student in (case.model(), fsdp.fully_shard(case.model(), auto_wrap_policy=case.policy)):
-            teacher, optimizer = copy.deepcopy(student).requires_grad_(False), sgd(student)
-            for number in range(3):
-                optimizer.zero_grad()
-                batch = case.batch(0, number)
-                (student(batch) - 2 * teacher(batch)).square().mean().backward()
-                optimizer.step()
-            models.append((student, teacher))
-        for plain, sharded in zip(*models, strict=True):
-            same(sharded, plain)
-
-    fsdp.simulate(2, fn)
+    models = []
+    for student in (case.model(), fsdp.fully_shard(case.model(), auto_wrap_policy=case.policy)):
+        teacher, optimizer = copy.deepcopy(student).requires_grad_(False), sgd(student)
+        for number in range(3):
+            optimizer.zero_grad()
+            batch = case.batch(0, number)
+            (student(batch) - 2 * teacher(batch)).square().mean().backward()
+            optimizer.step()
+        models.append((student, teacher))
+    for plain, sharded in zip(*models, strict=True):
+        same(sharded, plain)
 
 
 @on_ranks(2)

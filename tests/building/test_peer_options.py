@@ -35,6 +35,7 @@ from fsdp.building.peer_options import PEER_OPTIONS, remedies_for
 from fsdp.runtime.registry import unit_ref_of, units_in
 from tests.api.test_errors import refused_everywhere
 from tests.support.models import Block, Net, make_net, weights_of
+from tests.support.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 NAMES = {"BackwardPrefetch": BackwardPrefetch, "CPUOffload": CPUOffload, "OffloadPolicy": OffloadPolicy}
@@ -114,13 +115,11 @@ class TestOptions:
     def test_no_option_of_ours_is_in_the_table(self) -> None:
         assert not PEER_OPTIONS.keys() & inspect.signature(fsdp.fully_shard).parameters.keys()
 
-    def test_no_strategy_is_the_one_that_fsdp1_means(self) -> None:
-        def fn(rank: int) -> None:
-            models = [fsdp.fully_shard(make_net(), sharding_strategy=one) for one in (None, ShardingStrategy.FULL_SHARD)]
-            configs = [ref.unit.config for model in models if (ref := unit_ref_of(model)) is not None]
-            assert configs[0] == configs[1]
-
-        fsdp.simulate(1, fn)
+    @on_ranks(1)
+    def test_no_strategy_is_the_one_that_fsdp1_means(self, rank: int) -> None:
+        models = [fsdp.fully_shard(make_net(), sharding_strategy=one) for one in (None, ShardingStrategy.FULL_SHARD)]
+        configs = [ref.unit.config for model in models if (ref := unit_ref_of(model)) is not None]
+        assert configs[0] == configs[1]
 
 
 def by_width(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
@@ -196,24 +195,20 @@ class TestPolicies:
             ("Sequential", False, 4),
         ]
 
-    def test_units_that_were_wrapped_before_do_not_count(self) -> None:
-        def fn(rank: int) -> None:
-            net = make_net()
-            fsdp.fully_shard(net.blocks[0])
-            policy = partial(size_based_auto_wrap_policy, min_num_params=100)
-            model = fsdp.fully_shard(net, auto_wrap_policy=policy)
-            plain = [name for name in chosen_by_torch(make_net(), policy) if not name.startswith("blocks.0")]
-            assert sorted(names_of_units(model)) == sorted(["Net", "blocks.0", *plain])
+    @on_ranks(3)
+    def test_units_that_were_wrapped_before_do_not_count(self, rank: int) -> None:
+        net = make_net()
+        fsdp.fully_shard(net.blocks[0])
+        policy = partial(size_based_auto_wrap_policy, min_num_params=100)
+        model = fsdp.fully_shard(net, auto_wrap_policy=policy)
+        plain = [name for name in chosen_by_torch(make_net(), policy) if not name.startswith("blocks.0")]
+        assert sorted(names_of_units(model)) == sorted(["Net", "blocks.0", *plain])
 
-        fsdp.simulate(3, fn)
-
-    def test_objects_of_fsdp1_are_policies(self) -> None:
-        def fn(rank: int) -> None:
-            wanted = ["Net", "blocks.0", "blocks.1", "blocks.2"]
-            for policy in (ModuleWrapPolicy({Block}), CustomPolicy(lambda module: isinstance(module, Block))):
-                assert names_of_units(fsdp.fully_shard(make_net(), auto_wrap_policy=policy)) == wanted
-
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_objects_of_fsdp1_are_policies(self, rank: int) -> None:
+        wanted = ["Net", "blocks.0", "blocks.1", "blocks.2"]
+        for policy in (ModuleWrapPolicy({Block}), CustomPolicy(lambda module: isinstance(module, Block))):
+            assert names_of_units(fsdp.fully_shard(make_net(), auto_wrap_policy=policy)) == wanted
 
     def test_options_of_one_module_are_refused(self) -> None:
         policy = CustomPolicy(lambda module: {"prefetch": 2} if isinstance(module, Block) else False)
@@ -226,15 +221,13 @@ class TestPolicies:
         text = "auto_wrap_policy chose 'blocks', a ModuleList, which has no forward"
         refused_everywhere(1, lambda rank: fsdp.fully_shard(make_net(), auto_wrap_policy=always_wrap_policy), text)
 
-    def test_an_error_of_a_policy_is_the_users(self) -> None:
+    @on_ranks(1)
+    def test_an_error_of_a_policy_is_the_users(self, rank: int) -> None:
         def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
             raise TypeError("mine")
 
-        def fn(rank: int) -> None:
-            with pytest.raises(TypeError, match=r"^mine$"):
-                fsdp.fully_shard(make_net(), auto_wrap_policy=policy)
-
-        fsdp.simulate(1, fn)
+        with pytest.raises(TypeError, match=r"^mine$"):
+            fsdp.fully_shard(make_net(), auto_wrap_policy=policy)
 
     def test_a_function_of_other_arguments_is_refused_with_both_forms(self) -> None:
         text = (
@@ -310,23 +303,19 @@ class TestPrecision:
 
         fsdp.simulate(1, fn)
 
-    def test_a_buffer_dtype_that_changes_nothing_is_accepted(self) -> None:
-        def fn(rank: int) -> None:
-            fsdp.fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecision(BF16, BF16, BF16))
-            fsdp.fully_shard(make_net(), mp_policy=MixedPrecision(BF16, BF16, FP32))
+    @on_ranks(1)
+    def test_a_buffer_dtype_that_changes_nothing_is_accepted(self, rank: int) -> None:
+        fsdp.fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecision(BF16, BF16, BF16))
+        fsdp.fully_shard(make_net(), mp_policy=MixedPrecision(BF16, BF16, FP32))
 
-        fsdp.simulate(1, fn)
-
-    def test_batch_norm_that_was_wrapped_first_is_left_alone(self) -> None:
-        def fn(rank: int) -> None:
-            model = Normed()
-            fsdp.fully_shard(model.norm)
-            fsdp.fully_shard(model, auto_wrap_policy={nn.Linear}, mp_policy=MixedPrecision(BF16))
-            model(X).sum().backward()
-            # without a policy FSDP1 wraps nothing apart, and converts batch norm like the rest
-            fsdp.fully_shard(Normed(), mp_policy=MixedPrecision(BF16))
-
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_batch_norm_that_was_wrapped_first_is_left_alone(self, rank: int) -> None:
+        model = Normed()
+        fsdp.fully_shard(model.norm)
+        fsdp.fully_shard(model, auto_wrap_policy={nn.Linear}, mp_policy=MixedPrecision(BF16))
+        model(X).sum().backward()
+        # without a policy FSDP1 wraps nothing apart, and converts batch norm like the rest
+        fsdp.fully_shard(Normed(), mp_policy=MixedPrecision(BF16))
 
     @pytest.mark.parametrize(
         ("make", "policy", "text"),

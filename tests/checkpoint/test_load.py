@@ -91,40 +91,38 @@ class Noisy(Net):
         return super().forward(nn.functional.dropout(x, 0.3))
 
 
-def test_resumption_is_exact_to_the_bit(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_resumption_is_exact_to_the_bit(rank: int, tmp_path: Path) -> None:
     case = Case(Noisy, {Block})
 
-    def fn(rank: int) -> None:
-        def steps(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, first: int, last: int) -> None:
-            for step in range(first, last):
-                optimizer.zero_grad()
-                with fsdp.no_sync(model):
-                    scaler.scale(loss_of(model(case.batch(rank, 2 * step)))).backward()
-                scaler.scale(loss_of(model(case.batch(rank, 2 * step + 1)))).backward()
-                scaler.step(optimizer)
-                scaler.update()
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            optimizer.zero_grad()
+            with fsdp.no_sync(model):
+                scaler.scale(loss_of(model(case.batch(rank, 2 * step)))).backward()
+            scaler.scale(loss_of(model(case.batch(rank, 2 * step + 1)))).backward()
+            scaler.step(optimizer)
+            scaler.update()
 
-        def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-            model = wrap(case)
-            return model, in_groups(model.parameters()), fsdp.ShardedGradScaler(model, init_scale=4.0, growth_interval=2)
+    def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = wrap(case)
+        return model, in_groups(model.parameters()), fsdp.ShardedGradScaler(model, init_scale=4.0, growth_interval=2)
 
-        torch.manual_seed(rank)
-        model, optimizer, scaler = make()
-        steps(model, optimizer, scaler, 0, 3)
-        fsdp.save(tmp_path / "3", model, optimizer, extra={"random": torch.get_rng_state(), "scaler": scaler.state_dict()})
-        steps(model, optimizer, scaler, 3, 6)
-        wanted, state = weights_of(model), fsdp.full_optim_state_dict(model, optimizer)
+    torch.manual_seed(rank)
+    model, optimizer, scaler = make()
+    steps(model, optimizer, scaler, 0, 3)
+    fsdp.save(tmp_path / "3", model, optimizer, extra={"random": torch.get_rng_state(), "scaler": scaler.state_dict()})
+    steps(model, optimizer, scaler, 3, 6)
+    wanted, state = weights_of(model), fsdp.full_optim_state_dict(model, optimizer)
 
-        torch.manual_seed(100 + rank)
-        model, optimizer, scaler = make()
-        extra = fsdp.load(tmp_path / "3", model, optimizer)
-        torch.set_rng_state(extra["random"])
-        scaler.load_state_dict(extra["scaler"])
-        steps(model, optimizer, scaler, 3, 6)
-        assert_same(weights_of(model), wanted)
-        assert_same(fsdp.full_optim_state_dict(model, optimizer), state)
-
-    fsdp.simulate(2, fn)
+    torch.manual_seed(100 + rank)
+    model, optimizer, scaler = make()
+    extra = fsdp.load(tmp_path / "3", model, optimizer)
+    torch.set_rng_state(extra["random"])
+    scaler.load_state_dict(extra["scaler"])
+    steps(model, optimizer, scaler, 3, 6)
+    assert_same(weights_of(model), wanted)
+    assert_same(fsdp.full_optim_state_dict(model, optimizer), state)
 
 
 def test_on_another_number_of_ranks_training_goes_on_within_rounding(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fsdp.comm.simulated import Call, SimulatedCommunicator, SimulatedRank, current_rank, simulate
 from fsdp.errors import FEWER_BATCHES, UNEVEN_PATHS, PeerFailed, ShardingError, WorldError
+from tests.support.ranks import on_ranks
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 8])
 SEEDS = range(12)
@@ -95,24 +96,20 @@ class TestEachCollective:
 
     @SIZES
     @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
-    def test_all_reduce_sums_or_takes_the_largest(self, size: int, shape: tuple[int, ...]) -> None:
-        def fn(rank: int) -> None:
-            total, largest = torch.full(shape, rank + 1.0), torch.full(shape, -rank, dtype=torch.int32)
-            works = [channel().all_reduce(total, "sum", "a"), channel().all_reduce(largest, "max", "b")]
-            for work in works:
-                work.wait()
-            assert torch.equal(total, torch.full(shape, size * (size + 1) / 2))
-            assert torch.equal(largest, torch.zeros(shape, dtype=torch.int32))
+    @on_ranks("size")
+    def test_all_reduce_sums_or_takes_the_largest(self, rank: int, size: int, shape: tuple[int, ...]) -> None:
+        total, largest = torch.full(shape, rank + 1.0), torch.full(shape, -rank, dtype=torch.int32)
+        works = [channel().all_reduce(total, "sum", "a"), channel().all_reduce(largest, "max", "b")]
+        for work in works:
+            work.wait()
+        assert torch.equal(total, torch.full(shape, size * (size + 1) / 2))
+        assert torch.equal(largest, torch.zeros(shape, dtype=torch.int32))
 
-        simulate(size, fn)
-
-    def test_half_precision_is_summed_in_fp32(self) -> None:
-        def fn(rank: int) -> float:
-            tensor = torch.tensor([1.0 if rank == 0 else 2.0**-9] * 1, dtype=torch.bfloat16)
-            channel().all_reduce(tensor, "sum", "a").wait()
-            return tensor.item()
-
-        assert simulate(5, fn) == [1.0 + 2**-7] * 5
+    @on_ranks(5)
+    def test_half_precision_is_summed_in_fp32(self, rank: int) -> None:
+        tensor = torch.tensor([1.0 if rank == 0 else 2.0**-9] * 1, dtype=torch.bfloat16)
+        channel().all_reduce(tensor, "sum", "a").wait()
+        assert tensor.item() == 1.0 + 2**-7
 
     @SIZES
     def test_broadcast_overwrites_any_layout(self, size: int) -> None:
@@ -140,16 +137,14 @@ class TestEachCollective:
         first, *others = simulate(size, fn)
         assert all(other[0] is not first[0] for other in others)
 
-    def test_a_parameter_and_an_inference_tensor_will_do(self) -> None:
-        def fn(rank: int) -> None:
-            parameter = nn.Parameter(torch.full((2,), float(rank)))
-            channel().broadcast(parameter, 1, "a").wait()
-            with torch.inference_mode():
-                tensor = torch.full((4,), rank, dtype=torch.uint8)
-            channel().all_gather(tensor, "b").wait()
-            assert parameter.tolist() == [1, 1] and tensor.tolist() == [0, 0, 1, 1]
-
-        simulate(2, fn)
+    @on_ranks(2)
+    def test_a_parameter_and_an_inference_tensor_will_do(self, rank: int) -> None:
+        parameter = nn.Parameter(torch.full((2,), float(rank)))
+        channel().broadcast(parameter, 1, "a").wait()
+        with torch.inference_mode():
+            tensor = torch.full((4,), rank, dtype=torch.uint8)
+        channel().all_gather(tensor, "b").wait()
+        assert parameter.tolist() == [1, 1] and tensor.tolist() == [0, 0, 1, 1]
 
     def test_autograd_sees_what_was_written_where_torch_distributed_lets_it(self) -> None:
         def fn(rank: int) -> None:
@@ -443,21 +438,19 @@ class TestDeadlock:
         for seed in SEEDS:
             simulate(2, fn, seed)
 
-    def test_a_rank_may_go_on_after_it(self) -> None:
-        def fn(rank: int) -> list[int]:
-            if rank == 0:
-                work = channel().all_reduce(torch.zeros(1), "sum", "a")
-                with pytest.raises(WorldError, match="Deadlock"):
-                    work.wait()
-                channel("b").gather_objects(rank, "b")
-            else:
-                with pytest.raises(WorldError, match="Deadlock"):
-                    channel("c").gather_objects(rank, "c")
-                channel("b").gather_objects(rank, "b")
-                channel().all_reduce(torch.zeros(1), "sum", "a").wait()
-            return channel("d").gather_objects(rank, "d")
-
-        assert simulate(2, fn) == [[0, 1]] * 2
+    @on_ranks(2)
+    def test_a_rank_may_go_on_after_it(self, rank: int) -> None:
+        if rank == 0:
+            work = channel().all_reduce(torch.zeros(1), "sum", "a")
+            with pytest.raises(WorldError, match="Deadlock"):
+                work.wait()
+            channel("b").gather_objects(rank, "b")
+        else:
+            with pytest.raises(WorldError, match="Deadlock"):
+                channel("c").gather_objects(rank, "c")
+            channel("b").gather_objects(rank, "b")
+            channel().all_reduce(torch.zeros(1), "sum", "a").wait()
+        assert channel("d").gather_objects(rank, "d") == [0, 1]
 
     def test_what_nobody_waits_for_is_no_deadlock(self) -> None:
         def fn(rank: int) -> None:
@@ -537,14 +530,12 @@ class TestFailure:
                 simulate(2, fn, seed)
         assert totals == [2] * len(SEEDS)
 
-    def test_a_rank_that_catches_its_own_exception_goes_on(self) -> None:
-        def fn(rank: int) -> list[int]:
-            if rank == 1:
-                with contextlib.suppress(ValueError):
-                    raise ValueError("boom")
-            return channel().gather_objects(rank, "a")
-
-        assert simulate(3, fn) == [[0, 1, 2]] * 3
+    @on_ranks(3)
+    def test_a_rank_that_catches_its_own_exception_goes_on(self, rank: int) -> None:
+        if rank == 1:
+            with contextlib.suppress(ValueError):
+                raise ValueError("boom")
+        assert channel().gather_objects(rank, "a") == [0, 1, 2]
 
     @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
     def test_exceptions_that_are_no_errors_come_out_too(self, kind: type[BaseException]) -> None:
@@ -601,18 +592,16 @@ class TestNothingLeaks:
         assert threading.active_count() == before
         assert current_rank() is None
 
-    def test_nothing_holds_on_to_a_buffer_whose_collective_is_over(self) -> None:
+    @on_ranks(2)
+    def test_nothing_holds_on_to_a_buffer_whose_collective_is_over(self, rank: int) -> None:
         def holders(tensor: Tensor) -> int:
             return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
-        def fn(rank: int) -> None:
-            tensor = torch.ones(3)
-            before = holders(tensor)
-            work = channel().all_reduce(tensor, "sum", "a")
-            work.wait()
-            assert holders(tensor) == before
-
-        simulate(2, fn)
+        tensor = torch.ones(3)
+        before = holders(tensor)
+        work = channel().all_reduce(tensor, "sum", "a")
+        work.wait()
+        assert holders(tensor) == before
 
     def test_each_rank_draws_as_a_process_of_its_own(self) -> None:
         def draw() -> tuple[float, float, float]:

@@ -139,8 +139,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + block(x)
-        out: Tensor = self.norm(x)
-        return out
+        return self.norm(x)
 
 
 def data(rank: int, step: int) -> Tensor:

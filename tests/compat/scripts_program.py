@@ -34,8 +34,7 @@ class Adapted(nn.Module):
         self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.base(x) + self.up(self.down(x))
-        return out
+        return self.base(x) + self.up(self.down(x))
 
 
 def on_meta(api: Any) -> Any:

@@ -198,8 +198,7 @@ def test_an_unchanged_script_for_fairscale_trains() -> None:
         with enable_wrap(wrapper_cls=FullyShardedDataParallel):
             model = FullyShardedDataParallel(auto_wrap(torch.nn.Linear(3, 1)))
         model(torch.full((1, 3), float(rank))).sum().backward()
-        gradient: torch.Tensor = model.params[0].grad
-        return gradient
+        return model.params[0].grad
 
     with fsdp.compat.install("fairscale"):
         assert torch.equal(torch.cat(fsdp.simulate(2, one_rank)), torch.tensor([0.5, 0.5, 0.5, 1.0]))

@@ -47,18 +47,16 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @WORLDS
 @pytest.mark.parametrize("way", WAYS)
-def test_a_backward_by_an_unwatched_path_is_named(way: str, world_size: int) -> None:
-    def one_rank(rank: int) -> None:
-        leaks = Leaks(WAYS[way])
-        model = fsdp.fully_shard(Holds(leaks), auto_wrap_policy={Leaks}, guard=True)
-        model(X.clone())
-        escaped = next(iter(leaks.away))
-        with pytest.raises(fsdp.ShardingError, match=r"unit 'inner' by a path that no hook sees.*\(a closure, a global\)"):
-            escaped.sum().backward()
-        model(X.clone()).sum().backward()
-        assert is_at_rest(model)
-
-    fsdp.simulate(world_size, one_rank)
+@on_ranks("world_size")
+def test_a_backward_by_an_unwatched_path_is_named(rank: int, way: str, world_size: int) -> None:
+    leaks = Leaks(WAYS[way])
+    model = fsdp.fully_shard(Holds(leaks), auto_wrap_policy={Leaks}, guard=True)
+    model(X.clone())
+    escaped = next(iter(leaks.away))
+    with pytest.raises(fsdp.ShardingError, match=r"unit 'inner' by a path that no hook sees.*\(a closure, a global\)"):
+        escaped.sum().backward()
+    model(X.clone()).sum().backward()
+    assert is_at_rest(model)
 
 
 class Keeps(Holds):
@@ -69,21 +67,19 @@ class Keeps(Holds):
 
 
 @WORLDS
-def test_torchs_error_about_freed_memory_is_explained_without_it(world_size: int) -> None:
-    def one_rank(rank: int) -> None:
-        leaks = Leaks(WAYS["a product"])
-        model = fsdp.fully_shard(Holds(leaks), auto_wrap_policy={Leaks})
-        loss = model(X.clone()).sum()
-        with pytest.raises(RuntimeError, match="storage of size 0") as caught:
-            (next(iter(leaks.away)).sum() + loss).backward()
-        assert [note.rpartition("\n")[2][: len(EXPLAINED)] for note in caught.value.__notes__] == [EXPLAINED]
-        model = fsdp.fully_shard(Keeps(Leaks(lambda x, weight: weight)), auto_wrap_policy={Leaks})
-        with pytest.raises(RuntimeError) as caught:
-            model(X.clone())
-        assert [note.rpartition("\n")[2][: len(EXPLAINED)] for note in caught.value.__notes__] == [EXPLAINED]
-        assert is_at_rest(model)
-
-    fsdp.simulate(world_size, one_rank)
+@on_ranks("world_size")
+def test_torchs_error_about_freed_memory_is_explained_without_it(rank: int, world_size: int) -> None:
+    leaks = Leaks(WAYS["a product"])
+    model = fsdp.fully_shard(Holds(leaks), auto_wrap_policy={Leaks})
+    loss = model(X.clone()).sum()
+    with pytest.raises(RuntimeError, match="storage of size 0") as caught:
+        (next(iter(leaks.away)).sum() + loss).backward()
+    assert [note.rpartition("\n")[2][: len(EXPLAINED)] for note in caught.value.__notes__] == [EXPLAINED]
+    model = fsdp.fully_shard(Keeps(Leaks(lambda x, weight: weight)), auto_wrap_policy={Leaks})
+    with pytest.raises(RuntimeError) as caught:
+        model(X.clone())
+    assert [note.rpartition("\n")[2][: len(EXPLAINED)] for note in caught.value.__notes__] == [EXPLAINED]
+    assert is_at_rest(model)
 
 
 EXPLAINED = "It has read unsharded parameters whose memory was released"
@@ -100,20 +96,19 @@ class Edits(nn.Linear):
 @WORLDS
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])
-def test_an_update_that_leaves_no_trace_is_named(grad: Callable[[], Any], dtype: torch.dtype | None, world_size: int) -> None:
+@on_ranks("world_size")
+def test_an_update_that_leaves_no_trace_is_named(
+    rank: int, grad: Callable[[], Any], dtype: torch.dtype | None, world_size: int
+) -> None:
     """On every rank, also where nothing of the parameter is held."""
-
-    def one_rank(rank: int) -> None:
-        torch.manual_seed(0)
-        policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype)
-        model = fsdp.fully_shard(Holds(Edits(4, 4)), auto_wrap_policy={Edits}, mp_policy=policy, guard=True)
-        floor = fsdp.memory_bytes(model)
-        with pytest.raises(fsdp.ShardingError, match=r"parameter 'inner.bias' was changed through \.data"), grad():
-            model(X)
-        assert is_at_rest(model)
-        assert fsdp.memory_bytes(model) == floor
-
-    fsdp.simulate(world_size, one_rank)
+    torch.manual_seed(0)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype)
+    model = fsdp.fully_shard(Holds(Edits(4, 4)), auto_wrap_policy={Edits}, mp_policy=policy, guard=True)
+    floor = fsdp.memory_bytes(model)
+    with pytest.raises(fsdp.ShardingError, match=r"parameter 'inner.bias' was changed through \.data"), grad():
+        model(X)
+    assert is_at_rest(model)
+    assert fsdp.memory_bytes(model) == floor
 
 
 class EditsUnderInference(nn.Linear):

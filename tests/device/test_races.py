@@ -75,7 +75,6 @@ class Counting(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         rank = current_rank()
-        assert rank is not None
         self.shift.add_(0.125 * rank.rank)
         return super().forward(x)
 
@@ -131,7 +130,6 @@ def checkpointing(**options: Any) -> None:
 def reduced_part(bucket: Any, options: dict[str, Any]) -> Tensor:
     """As much of a bucket as a reduction leaves to one rank."""
     rank = current_rank()
-    assert rank is not None
     shards = {"NO_SHARD": 1, "HYBRID_SHARD": 2}.get(options.get("sharding_strategy", ""), rank.size)
     buffer: Tensor = bucket.buffer()
     return buffer[: buffer.numel() // shards]

@@ -236,7 +236,6 @@ def _beside(name: str) -> Path:
 
 def _group_of(model: torch.nn.Module) -> Any:
     unit_ref = unit_ref_of(model)
-    assert unit_ref is not None
     comm = unit_ref.engine.comms.world_comm
     assert isinstance(comm, ProcessGroupCommunicator)
     return comm.group

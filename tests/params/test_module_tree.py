@@ -69,27 +69,24 @@ STRATEGIES = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRADIENTS
 
 @STRATEGIES
 @pytest.mark.parametrize("kind", ADDED)
-def test_what_is_added_is_named_on_every_rank_until_it_is_gone(kind: str, strategy: str) -> None:
+@on_ranks(2)
+def test_what_is_added_is_named_on_every_rank_until_it_is_gone(rank: int, kind: str, strategy: str) -> None:
     add, name = ADDED[kind]
-
-    def fn(rank: int) -> None:
-        model = sharded(strategy)
-        before = [(module, dict(module._modules), dict(module._parameters)) for module in model.modules()]
-        add(model)
-        for _ in range(2):
-            with pytest.raises(
-                fsdp.ShardingError, match=rf"parameter '{name}' was added after wrapping: it is not sharded, and each rank would"
-            ):
-                model(X)
-        for module, modules, parameters in before:
-            for content, was in ((module._modules, modules), (module._parameters, parameters)):
-                for other in set(content) - set(was):
-                    del content[other]
-                content.update(was)  # type: ignore[arg-type]
-        model.layers._modules = {"0": model.layers[-1]}
-        loss_of(model(X)).backward()
-
-    fsdp.simulate(2, fn)
+    model = sharded(strategy)
+    before = [(module, dict(module._modules), dict(module._parameters)) for module in model.modules()]
+    add(model)
+    for _ in range(2):
+        with pytest.raises(
+            fsdp.ShardingError, match=rf"parameter '{name}' was added after wrapping: it is not sharded, and each rank would"
+        ):
+            model(X)
+    for module, modules, parameters in before:
+        for content, was in ((module._modules, modules), (module._parameters, parameters)):
+            for other in set(content) - set(was):
+                del content[other]
+            content.update(was)  # type: ignore[arg-type]
+    model.layers._modules = {"0": model.layers[-1]}
+    loss_of(model(X)).backward()
 
 
 @on_ranks(2)

@@ -355,15 +355,6 @@ def test_they_are_saved_in_the_middle_of_an_accumulation(tmp_path: Any) -> None:
         assert torch.equal(saved, loaded)
 
 
-@on_ranks(2)
-def test_the_books_are_even_after_a_step(rank: int) -> None:
-    model = fsdp.fully_shard(make(), **REPLICATED)
-    for step in range(2):
-        loss_of(model(tokens_of(rank, step))).backward()
-    assert is_at_rest(model)
-    assert bytes_held(model).keys() == {"shards"}
-
-
 def test_a_rank_that_fails_where_rows_are_exchanged_exchanges_no_others() -> None:
     """Its peers would take them for those they wait for, instead of being told."""
     exchange, told = SparseTotal.wait, []

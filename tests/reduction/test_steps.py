@@ -138,17 +138,17 @@ RIGHT = (step_alike, all_skip, twice_on_one_rank, by_data, in_place, more_on_one
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRADIENTS", "NO_SHARD"])
 @pytest.mark.parametrize("update", [*RIGHT, where_some_elements_have_a_gradient])
-def test_what_ranks_do_alike_or_may_do_apart_is_not_refused(size: int, strategy: str, update: Callable[..., None]) -> None:
-    def fn(rank: int) -> None:
-        model = shard(sharding_strategy=strategy)
-        optimizer = OPTIMIZERS["AdamW"](model.parameters())
-        for step in range(8):
-            backward(model, rank)
-            update(model, rank, step, optimizer)
-            if step % 3 == 1:
-                optimizer.zero_grad()
-
-    fsdp.simulate(size, fn)
+@on_ranks("size")
+def test_what_ranks_do_alike_or_may_do_apart_is_not_refused(
+    rank: int, size: int, strategy: str, update: Callable[..., None]
+) -> None:
+    model = shard(sharding_strategy=strategy)
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    for step in range(8):
+        backward(model, rank)
+        update(model, rank, step, optimizer)
+        if step % 3 == 1:
+            optimizer.zero_grad()
 
 
 @on_ranks(3)
@@ -225,7 +225,6 @@ def test_only_parameters_of_several_ranks_are_compared_and_no_collective_is_adde
         backward(model, rank)
         optimizer.step()
     here = current_rank()
-    assert here is not None
     optimizer.zero_grad()
     before = len(here.log)
     backward(model, rank)

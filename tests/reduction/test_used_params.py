@@ -185,46 +185,6 @@ def test_a_unit_that_some_ranks_do_not_come_to_may_be_frozen(rank: int) -> None:
     assert model.layers[1].weight.grad is not None and model.layers[2].weight.grad is None
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER"])
-def test_an_optimizer_may_step_inside_a_forward(strategy: str) -> None:
-    """Of a unit so small that most ranks hold nothing of it."""
-
-    class Stepping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.a, self.h = nn.Linear(4, 1), nn.Linear(4, 1)
-            self.step: Any = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.a(x).sum().backward()
-            self.step()
-            return self.a(x) + self.h(x)
-
-    def run(model: nn.Module, module: Stepping, scale: float) -> Tensor:
-        optimizer = torch.optim.SGD(module.a.parameters(), lr=0.1 * scale)
-
-        def step() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        module.step = step
-        for _ in range(2):
-            output = model(X)
-            output.sum().backward()
-            model.zero_grad()
-        return output.detach()
-
-    def fn(rank: int) -> Tensor:
-        module = Stepping()
-        return run(fsdp.fully_shard(module, auto_wrap_policy={nn.Linear}, sharding_strategy=strategy), module, 1)
-
-    plain = Stepping()
-    wanted = run(plain, plain, 1)
-    for found in fsdp.simulate(4, fn):
-        assert torch.allclose(found, wanted, atol=1e-6)
-
-
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRADIENTS", "SHARD_OPTIMIZER"])
 def test_a_frozen_teacher_that_follows_through_data_is_seen(strategy: str) -> None:
     class Distilled(nn.Module):

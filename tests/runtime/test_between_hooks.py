@@ -605,16 +605,12 @@ def test_a_change_through_data_of_a_unit_that_is_gathered_ahead_is_used(strategy
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_guard_mode_refuses_a_change_through_data_of_a_copy(strategy: str, size: int) -> None:
-    def fn(rank: int) -> None:
-        model: Any = fsdp.fully_shard(Net(), auto_wrap_policy={nn.Linear}, sharding_strategy=strategy, guard=True)
-        handle = model.first.register_forward_pre_hook(lambda module, args: model.last.weight.data.mul_(0.5).size() and None)
-        with pytest.raises(
-            fsdp.ShardingError, match=r"'last.weight' was read .* changed there in place, which reaches a copy only"
-        ):
-            model(data(rank))
-        handle.remove()
-        model.first.register_forward_pre_hook(lambda module, args: model.last.weight.data.add(1).size() and None)
-        model(data(rank)).sum().backward()
-
-    fsdp.simulate(size, fn)
+@on_ranks("size")
+def test_guard_mode_refuses_a_change_through_data_of_a_copy(rank: int, strategy: str, size: int) -> None:
+    model: Any = fsdp.fully_shard(Net(), auto_wrap_policy={nn.Linear}, sharding_strategy=strategy, guard=True)
+    handle = model.first.register_forward_pre_hook(lambda module, args: model.last.weight.data.mul_(0.5).size() and None)
+    with pytest.raises(fsdp.ShardingError, match=r"'last.weight' was read .* changed there in place, which reaches a copy only"):
+        model(data(rank))
+    handle.remove()
+    model.first.register_forward_pre_hook(lambda module, args: model.last.weight.data.add(1).size() and None)
+    model(data(rank)).sum().backward()

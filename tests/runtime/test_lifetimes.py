@@ -29,18 +29,6 @@ except fsdp.ShardingError as error:
 """
 
 
-@on_ranks(2)
-def test_a_model_is_freed_with_its_last_reference(rank: int) -> None:
-    def train() -> list[weakref.ref[nn.Module]]:
-        model = fsdp.FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})
-        model(torch.ones(1, 2)).sum().backward()
-        return [weakref.ref(one) for one in model.modules()]
-
-    references = train()
-    gc.collect()
-    assert [reference() is None for reference in references] == [True] * 4
-
-
 @pytest.mark.parametrize("guard", [False, True], ids=["", "guard"])
 @on_ranks(2)
 def test_a_model_is_freed_with_a_forward_that_had_no_backward(rank: int, guard: bool) -> None:
@@ -145,7 +133,6 @@ def test_the_graph_is_freed_of_two_calls_of_a_unit_in_one_checkpoint_whose_outpu
         model(torch.ones(1, 2)).backward()
         heard.clear()
         sharded = unit_ref_of(model)
-        assert sharded is not None
         return weakref.ref(sharded.engine)
 
     reference = train()
@@ -210,18 +197,6 @@ def test_a_graph_outlives_its_model() -> None:
     plain(x)[0].sum().backward()
     for found in fsdp.simulate(2, one_rank):
         torch.testing.assert_close(found, x.grad)
-
-
-def test_a_graph_is_freed_with_its_loss() -> None:
-    def one_rank(rank: int) -> bool:
-        model = fsdp.FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})
-        seen: list[weakref.ref[Tensor]] = []
-        model.module[1].register_forward_pre_hook(lambda module, inputs: seen.append(weakref.ref(inputs[0].untyped_storage())))
-        loss = model(torch.ones(1, 2)).sum()
-        del loss
-        return seen[0]() is None
-
-    assert all(fsdp.simulate(2, one_rank))
 
 
 def test_a_destroyed_process_group_is_named(tmp_path: Path) -> None:

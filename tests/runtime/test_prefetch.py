@@ -13,51 +13,33 @@ def run(schedule: PrefetchSchedule, *units: int) -> list[tuple[int, ...]]:
     return [tuple(schedule.needed(unit)) for unit in units]
 
 
-def test_the_first_pass_asks_for_nothing() -> None:
-    assert run(PrefetchSchedule(2), 0, 1, 2) == [(), (), ()]
+Asked = list[tuple[int, ...]]
+PASSES: dict[str, tuple[int, list[tuple[tuple[int, ...], Asked]]]] = {
+    "the first pass asks for nothing": (2, [((0, 1, 2), [(), (), ()])]),
+    "no depth": (0, [((0, 1, 2), [(), (), ()]), ((0, 1, 2), [(), (), ()])]),
+    "the next unit": (1, [((0, 1, 2), [(), (), ()]), ((0, 1, 2), [(1,), (2,), ()])]),
+    "the next two units": (2, [((0, 1, 2), [(), (), ()]), ((0, 1, 2), [(1, 2), (2,), ()])]),
+    "as many as there are": (9, [((0, 1, 2), [(), (), ()]), ((0, 1, 2), [(1, 2), (2,), ()])]),
+    "a pass that leaves the record asks no further and becomes the record": (
+        1,
+        [
+            ((0, 1, 2, 3), [(), (), (), ()]),
+            ((0, 2, 1, 3), [(1,), (), (), ()]),
+            ((0, 2, 1, 3), [(2,), (1,), (3,), ()]),
+        ],
+    ),
+    "a shorter pass becomes the record": (1, [((0, 1, 2), [(), (), ()]), ((0, 1), [(1,), (2,)]), ((0, 1), [(1,), ()])]),
+    "a longer pass becomes the record": (1, [((0,), [()]), ((0, 1), [(), ()]), ((0, 1), [(1,), ()])]),
+    "an empty pass changes no record": (1, [((0, 1), [(), ()]), ((), []), ((0, 1), [(1,), ()])]),
+    "a unit may come twice": (1, [((0, 1, 0, 2), [(), (), (), ()]), ((0, 1, 0, 2), [(1,), (0,), (2,), ()])]),
+}
 
 
-@pytest.mark.parametrize(
-    ("depth", "asked"), [(0, [(), (), ()]), (1, [(1,), (2,), ()]), (2, [(1, 2), (2,), ()]), (9, [(1, 2), (2,), ()])]
-)
-def test_the_second_pass_asks_for_the_next_units(depth: int, asked: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("passes", PASSES)
+def test_a_pass_asks_ahead_as_the_record_says(passes: str) -> None:
+    depth, rounds = PASSES[passes]
     schedule = PrefetchSchedule(depth)
-    run(schedule, 0, 1, 2)
-    assert run(schedule, 0, 1, 2) == asked
-
-
-def test_a_pass_that_leaves_the_record_asks_no_further_and_becomes_the_record() -> None:
-    schedule = PrefetchSchedule(1)
-    run(schedule, 0, 1, 2, 3)
-    assert run(schedule, 0, 2, 1, 3) == [(1,), (), (), ()]
-    assert run(schedule, 0, 2, 1, 3) == [(2,), (1,), (3,), ()]
-
-
-def test_a_shorter_pass_becomes_the_record() -> None:
-    schedule = PrefetchSchedule(1)
-    run(schedule, 0, 1, 2)
-    assert run(schedule, 0, 1) == [(1,), (2,)]
-    assert run(schedule, 0, 1) == [(1,), ()]
-
-
-def test_a_longer_pass_becomes_the_record() -> None:
-    schedule = PrefetchSchedule(1)
-    run(schedule, 0)
-    assert run(schedule, 0, 1) == [(), ()]
-    assert run(schedule, 0, 1) == [(1,), ()]
-
-
-def test_an_empty_pass_changes_no_record() -> None:
-    schedule = PrefetchSchedule(1)
-    run(schedule, 0, 1)
-    run(schedule)
-    assert run(schedule, 0, 1) == [(1,), ()]
-
-
-def test_a_unit_may_come_twice() -> None:
-    schedule = PrefetchSchedule(1)
-    run(schedule, 0, 1, 0, 2)
-    assert run(schedule, 0, 1, 0, 2) == [(1,), (0,), (2,), ()]
+    assert [run(schedule, *units) for units, _ in rounds] == [asked for _, asked in rounds]
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=6), st.integers(0, 3))

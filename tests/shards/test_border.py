@@ -81,20 +81,17 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_needs_the_full_tensor_is_refused_with_the_remedy_and_changes_nothing(name: str, size: int) -> None:
+@on_ranks("size")
+def test_what_needs_the_full_tensor_is_refused_with_the_remedy_and_changes_nothing(rank: int, name: str, size: int) -> None:
     function, remedy = REFUSED[name]
-
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(nn.Linear(8, 12, bias=False))
-        parameter, before = model.weight, weights_of(model)
-        assert local(parameter).numel()
-        with pytest.raises(fsdp.ShardingError) as told:
-            function(parameter)
-        assert f"on 'weight', of which this rank holds {tuple(local(parameter).shape)} of (12, 8): " in str(told.value)
-        assert remedy in str(told.value)
-        assert_close(weights_of(model), {**before}, within=0)
-
-    fsdp.simulate(size, fn)
+    model = fsdp.fully_shard(nn.Linear(8, 12, bias=False))
+    parameter, before = model.weight, weights_of(model)
+    assert local(parameter).numel()
+    with pytest.raises(fsdp.ShardingError) as told:
+        function(parameter)
+    assert f"on 'weight', of which this rank holds {tuple(local(parameter).shape)} of (12, 8): " in str(told.value)
+    assert remedy in str(told.value)
+    assert_close(weights_of(model), {**before}, within=0)
 
 
 class Twin(nn.Module):

@@ -28,6 +28,7 @@ from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.model_view import ModelView
 from tests.support.everything import EVERYTHING
 from tests.support.models import CASES, Case, own_batches, train, wrap
+from tests.support.ranks import on_ranks
 from tests.support.states import assert_same_state
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -132,113 +133,96 @@ class TestDistributedCheckpoint:
         wanted = fsdp.simulate(2, save)[0]
         assert_same_state(fsdp.simulate(3, load)[2], wanted)
 
-    def test_a_shard_by_itself_is_refused(self, tmp_path: Path) -> None:
-        def fn(rank: int) -> None:
-            model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
-            shard = next(iter(optimizer.state.values()))["exp_avg"]
-            text = r"'scale', .*|'enter.weight', of which this rank holds .* cannot be given to torch's Distributed Checkpoint"
-            with pytest.raises(fsdp.ShardingError, match=text):
-                write(tmp_path / "a", model, {"mean": shard})
-            with pytest.raises(fsdp.ShardingError, match=text):
-                shard.__create_chunk_list__()
-            with pytest.raises(fsdp.ShardingError, match=text):
-                StateDictStager().stage({"mean": shard})
+    @on_ranks(2)
+    def test_a_shard_by_itself_is_refused(self, rank: int, tmp_path: Path) -> None:
+        model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
+        shard = next(iter(optimizer.state.values()))["exp_avg"]
+        text = r"'scale', .*|'enter.weight', of which this rank holds .* cannot be given to torch's Distributed Checkpoint"
+        with pytest.raises(fsdp.ShardingError, match=text):
+            write(tmp_path / "a", model, {"mean": shard})
+        with pytest.raises(fsdp.ShardingError, match=text):
+            shard.__create_chunk_list__()
+        with pytest.raises(fsdp.ShardingError, match=text):
+            StateDictStager().stage({"mean": shard})
 
-        fsdp.simulate(2, fn)
-
-    def test_a_background_save_copies_the_values(self) -> None:
-        def fn(rank: int) -> None:
-            optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])[1]
-            state = optimizer.state_dict()
-            before = {n: {k: v.local.clone() for k, v in kept.items() if k != "step"} for n, kept in state["state"].items()}
-            staged = StateDictStager().stage(state)
-            for kept in optimizer.state.values():
-                kept.get("exp_avg", torch.zeros(1)).zero_()
-            for number, kept in before.items():
-                for key, one in kept.items():
-                    assert torch.equal(staged["state"][number][key].local, one)
-
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_a_background_save_copies_the_values(self, rank: int) -> None:
+        optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])[1]
+        state = optimizer.state_dict()
+        before = {n: {k: v.local.clone() for k, v in kept.items() if k != "step"} for n, kept in state["state"].items()}
+        staged = StateDictStager().stage(state)
+        for kept in optimizer.state.values():
+            kept.get("exp_avg", torch.zeros(1)).zero_()
+        for number, kept in before.items():
+            for key, one in kept.items():
+                assert torch.equal(staged["state"][number][key].local, one)
 
 
 class TestTorchsOptions:
     @pytest.mark.parametrize("size", [2, 3])
-    def test_flattened_and_on_the_host(self, size: int) -> None:
-        def fn(rank: int) -> None:
-            model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
-            wanted = everything(model, optimizer)
-            options = StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=True)
-            state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
-            assert any(isinstance(value, ShardedValue) for value in state.values())
-            train(model, own_batches(CASES["net"], rank, 1), lambda _: optimizer)
-            set_optimizer_state_dict(model, optimizer, state, options=options)
-            found = everything(model, optimizer)
-            assert_same_state({k: v for k, v in found.items() if ":" in k}, {k: v for k, v in wanted.items() if ":" in k})
-
-        fsdp.simulate(size, fn)
+    @on_ranks("size")
+    def test_flattened_and_on_the_host(self, rank: int, size: int) -> None:
+        model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
+        wanted = everything(model, optimizer)
+        options = StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=True)
+        state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+        assert any(isinstance(value, ShardedValue) for value in state.values())
+        train(model, own_batches(CASES["net"], rank, 1), lambda _: optimizer)
+        set_optimizer_state_dict(model, optimizer, state, options=options)
+        found = everything(model, optimizer)
+        assert_same_state({k: v for k, v in found.items() if ":" in k}, {k: v for k, v in wanted.items() if ":" in k})
 
     @pytest.mark.parametrize("ignored", [False, True])
-    def test_full_weights_are_loaded_on_every_rank(self, ignored: bool) -> None:
+    @on_ranks(2)
+    def test_full_weights_are_loaded_on_every_rank(self, rank: int, ignored: bool) -> None:
         case = CASES["net"]
-
-        def fn(rank: int) -> None:
-            model, _ = trained(case, rank, OPTIMIZERS["AdamW"])
-            weights = fsdp.full_state_dict(model, rank0_only=False)
-            other = wrap(case)
-            options = StateDictOptions(full_state_dict=True, ignore_frozen_params=ignored)
-            set_model_state_dict(other, dict(weights), options=options)
-            assert_same_state(fsdp.full_state_dict(other, rank0_only=False), weights)
-
-        fsdp.simulate(2, fn)
+        model, _ = trained(case, rank, OPTIMIZERS["AdamW"])
+        weights = fsdp.full_state_dict(model, rank0_only=False)
+        other = wrap(case)
+        options = StateDictOptions(full_state_dict=True, ignore_frozen_params=ignored)
+        set_model_state_dict(other, dict(weights), options=options)
+        assert_same_state(fsdp.full_state_dict(other, rank0_only=False), weights)
 
     @pytest.mark.parametrize("size", [2, 3])
     @pytest.mark.parametrize("name", OPTIMIZERS if EVERYTHING else ["AdamW", "Adagrad"])
     @pytest.mark.parametrize("case", [*SAVED, "scale"])
-    def test_full_state_is_gathered_and_loaded(self, case: str, name: str, size: int) -> None:
+    @on_ranks("size")
+    def test_full_state_is_gathered_and_loaded(self, rank: int, case: str, name: str, size: int) -> None:
         chosen = CASES.get(case, SCALE)
         options = StateDictOptions(full_state_dict=True, strict=case != "odd")  # of a frozen parameter there is no state
-
-        def fn(rank: int) -> None:
-            model, optimizer = trained(chosen, rank, OPTIMIZERS[name])
-            weights, state = get_state_dict(model, optimizer, options=options)
-            wanted = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
-            assert_same_state(dict(weights), fsdp.full_state_dict(model, rank0_only=False))
-            assert state["param_groups"] == wanted["param_groups"]
-            # of a parameter without elements ours has no state
-            assert {key for key, kept in state["state"].items() if kept and key != "empty"} == set(wanted["state"])
-            for key, kept in wanted["state"].items():
-                assert_same_state(dict(sorted(state["state"][key].items())), dict(sorted(kept.items())))
-            assert not any(
-                isinstance(one, ShardTensor | ShardedValue) for kept in state["state"].values() for one in kept.values()
-            )
-            other = wrap(chosen)
-            other_optimizer = OPTIMIZERS[name](other.parameters())
-            set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
-            before, after = everything(model, optimizer), everything(other, other_optimizer)
-            assert_same_state({key: after[key] for key in before}, before)
-
-        fsdp.simulate(size, fn)
+        model, optimizer = trained(chosen, rank, OPTIMIZERS[name])
+        weights, state = get_state_dict(model, optimizer, options=options)
+        wanted = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+        assert_same_state(dict(weights), fsdp.full_state_dict(model, rank0_only=False))
+        assert state["param_groups"] == wanted["param_groups"]
+        # of a parameter without elements ours has no state
+        assert {key for key, kept in state["state"].items() if kept and key != "empty"} == set(wanted["state"])
+        for key, kept in wanted["state"].items():
+            assert_same_state(dict(sorted(state["state"][key].items())), dict(sorted(kept.items())))
+        assert not any(isinstance(one, ShardTensor | ShardedValue) for kept in state["state"].values() for one in kept.values())
+        other = wrap(chosen)
+        other_optimizer = OPTIMIZERS[name](other.parameters())
+        set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
+        before, after = everything(model, optimizer), everything(other, other_optimizer)
+        assert_same_state({key: after[key] for key in before}, before)
 
     @pytest.mark.parametrize(
         "options",
         [{"sharding_strategy": "NO_SHARD"}, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}],
         ids=["NO_SHARD", "HYBRID_SHARD"],
     )
-    def test_full_state_of_other_layouts(self, options: dict[str, Any]) -> None:
+    @on_ranks(4)
+    def test_full_state_of_other_layouts(self, rank: int, options: dict[str, Any]) -> None:
         case, full = CASES["net"], StateDictOptions(full_state_dict=True)
-
-        def fn(rank: int) -> None:
-            model = wrap(case, **options)
-            optimizer = OPTIMIZERS["AdamW"](model.parameters())
-            train(model, own_batches(case, rank, 2), lambda _: optimizer)
-            weights, state = get_state_dict(model, optimizer, options=full)
-            assert_same_state(dict(weights), fsdp.full_state_dict(model, rank0_only=False))
-            other = wrap(case)
-            other_optimizer = OPTIMIZERS["AdamW"](other.parameters())
-            set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=state, options=full)
-            assert_same_state(everything(other, other_optimizer), everything(model, optimizer))
-
-        fsdp.simulate(4, fn)
+        model = wrap(case, **options)
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        train(model, own_batches(case, rank, 2), lambda _: optimizer)
+        weights, state = get_state_dict(model, optimizer, options=full)
+        assert_same_state(dict(weights), fsdp.full_state_dict(model, rank0_only=False))
+        other = wrap(case)
+        other_optimizer = OPTIMIZERS["AdamW"](other.parameters())
+        set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=state, options=full)
+        assert_same_state(everything(other, other_optimizer), everything(model, optimizer))
 
     def test_a_rank_that_asks_alone_for_full_state_is_named(self) -> None:
         def fn(rank: int) -> str:
@@ -255,76 +239,68 @@ class TestTorchsOptions:
         for told in fsdp.simulate(2, fn):
             assert "get_optimizer_state_dict" in told
 
-    def test_full_state_is_flattened(self) -> None:
-        def fn(rank: int) -> None:
-            model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
-            options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True, cpu_offload=True)
-            found = get_optimizer_state_dict(model, optimizer, options=options)
-            wanted = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-            # with cpu_offload, torch gives the full state to rank 0 alone
-            for name, kept in wanted.items() if rank == 0 else ():
-                for key, value in kept.items():
-                    assert torch.equal(torch.as_tensor(found.pop(f"state.{name}.{key}")), torch.as_tensor(value))
-            assert all(key.startswith("param_groups.") for key in found)
+    @on_ranks(2)
+    def test_full_state_is_flattened(self, rank: int) -> None:
+        model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
+        options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True, cpu_offload=True)
+        found = get_optimizer_state_dict(model, optimizer, options=options)
+        wanted = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+        # with cpu_offload, torch gives the full state to rank 0 alone
+        for name, kept in wanted.items() if rank == 0 else ():
+            for key, value in kept.items():
+                assert torch.equal(torch.as_tensor(found.pop(f"state.{name}.{key}")), torch.as_tensor(value))
+        assert all(key.startswith("param_groups.") for key in found)
 
-        fsdp.simulate(2, fn)
-
-    def test_what_has_no_full_form_is_refused_on_every_rank(self) -> None:
+    @on_ranks(2)
+    def test_what_has_no_full_form_is_refused_on_every_rank(self, rank: int) -> None:
         options = StateDictOptions(full_state_dict=True)
 
         def refused(text: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             with pytest.raises(fsdp.ShardingError, match=f"full_state_dict=True: {text}"):
                 get_optimizer_state_dict(model, optimizer, options=options)
 
-        def fn(rank: int) -> None:
-            model = fsdp.fully_shard(nn.Linear(4, 4, bias=False))
-            optimizer = OPTIMIZERS["AdamW"](model.parameters())
-            model(torch.ones(4)).sum().backward()
-            optimizer.step()
-            kept = optimizer.state[model.weight]
-            refused_as = {
-                "'histogram' of parameter 'weight' is a tensor of each rank's own": ("histogram", torch.ones(3)),
-                "'step' of parameter 'weight' differs between ranks": ("step", torch.tensor(1.0 + rank)),
-                "'seen' of parameter 'weight' is a set": ("seen", {1}),
-            }
-            for text, (key, value) in refused_as.items():
-                before, kept[key] = kept.get(key), value
-                refused(text, model, optimizer)
-                kept[key] = before
-                if before is None:
-                    del kept[key]
-            if rank == 1:
-                del kept["exp_avg"]
-            refused(r"'exp_avg' of parameter 'weight' is missing on ranks \[1\]", model, optimizer)
+        model = fsdp.fully_shard(nn.Linear(4, 4, bias=False))
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+        kept = optimizer.state[model.weight]
+        refused_as = {
+            "'histogram' of parameter 'weight' is a tensor of each rank's own": ("histogram", torch.ones(3)),
+            "'step' of parameter 'weight' differs between ranks": ("step", torch.tensor(1.0 + rank)),
+            "'seen' of parameter 'weight' is a set": ("seen", {1}),
+        }
+        for text, (key, value) in refused_as.items():
+            before, kept[key] = kept.get(key), value
+            refused(text, model, optimizer)
+            kept[key] = before
+            if before is None:
+                del kept[key]
+        if rank == 1:
+            del kept["exp_avg"]
+        refused(r"'exp_avg' of parameter 'weight' is missing on ranks \[1\]", model, optimizer)
 
-        fsdp.simulate(2, fn)
-
-    def test_full_weights_are_refused_inside_a_forward(self) -> None:
+    @on_ranks(2)
+    def test_full_weights_are_refused_inside_a_forward(self, rank: int) -> None:
         class Curious(nn.Linear):
             def forward(self, x: Tensor) -> Tensor:
                 get_model_state_dict(self, options=StateDictOptions(full_state_dict=True))
                 return super().forward(x)
 
-        def fn(rank: int) -> None:
-            model = fsdp.fully_shard(Curious(4, 4))
-            with pytest.raises(fsdp.ShardingError, match="get_model_state_dict: call it outside any"):
-                model(torch.ones(4))
+        model = fsdp.fully_shard(Curious(4, 4))
+        with pytest.raises(fsdp.ShardingError, match="get_model_state_dict: call it outside any"):
+            model(torch.ones(4))
 
-        fsdp.simulate(2, fn)
-
-    def test_missing_names_are_refused_or_left_alone(self) -> None:
-        def fn(rank: int) -> None:
-            model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
-            wanted = everything(model, optimizer)
-            weights, state = get_state_dict(model, optimizer)
-            del weights["enter.weight"]
-            with pytest.raises(fsdp.ShardingError, match="missing"):
-                set_state_dict(model, optimizer, model_state_dict=dict(weights), optim_state_dict=state)
-            loose = StateDictOptions(strict=False)
-            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=loose)
-            assert_same_state(everything(model, optimizer), wanted)
-
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_missing_names_are_refused_or_left_alone(self, rank: int) -> None:
+        model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
+        wanted = everything(model, optimizer)
+        weights, state = get_state_dict(model, optimizer)
+        del weights["enter.weight"]
+        with pytest.raises(fsdp.ShardingError, match="missing"):
+            set_state_dict(model, optimizer, model_state_dict=dict(weights), optim_state_dict=state)
+        loose = StateDictOptions(strict=False)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=loose)
+        assert_same_state(everything(model, optimizer), wanted)
 
 
 class TestStateMadeBeforeWrapping:
@@ -357,42 +333,37 @@ class TestStateMadeBeforeWrapping:
         for weight_name, tensor in plain_model.state_dict().items():
             torch.testing.assert_close(found[weight_name], tensor)
 
-    def test_what_does_not_fit_is_refused_at_the_next_step(self) -> None:
-        def fn(rank: int) -> None:
-            model = wrap(CASES["net"])
-            optimizer = OPTIMIZERS["AdamW"](model.parameters())
-            p = model.enter.weight
-            optimizer.state[p] = {"step": torch.ones(()), "exp_avg": torch.zeros(3, 6), "exp_avg_sq": torch.zeros(3, 6)}
-            p.grad = torch.zeros_like(p)
-            text = r"state 'exp_avg' of 'enter.weight'.* has shape \(3, 6\), which is neither.*fsdp.load_full_optim_state_dict"
-            with pytest.raises(fsdp.ShardingError, match=text):
-                optimizer.step()
-
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_what_does_not_fit_is_refused_at_the_next_step(self, rank: int) -> None:
+        model = wrap(CASES["net"])
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        p = model.enter.weight
+        optimizer.state[p] = {"step": torch.ones(()), "exp_avg": torch.zeros(3, 6), "exp_avg_sq": torch.zeros(3, 6)}
+        p.grad = torch.zeros_like(p)
+        text = r"state 'exp_avg' of 'enter.weight'.* has shape \(3, 6\), which is neither.*fsdp.load_full_optim_state_dict"
+        with pytest.raises(fsdp.ShardingError, match=text):
+            optimizer.step()
 
 
 class TestLoadStateDict:
-    def test_values_local_parts_and_full_tensors_are_loaded(self) -> None:
+    @on_ranks(2)
+    def test_values_local_parts_and_full_tensors_are_loaded(self, rank: int) -> None:
         case = CASES["net"]
-
-        def fn(rank: int) -> None:
-            model, optimizer = trained(case, rank, OPTIMIZERS["AdamW"])
-            wanted = everything(model, optimizer)
-            values = optimizer.state_dict()
-            assert all(isinstance(kept["exp_avg"], ShardedValue) for kept in values["state"].values() if kept)
-            parts = {**values, "state": {n: {k: plain(v) for k, v in kept.items()} for n, kept in local(optimizer).items()}}
-            full = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
-            names = [name for name, _ in model.named_parameters()]
-            numbered = {**values, "state": {names.index(name): kept for name, kept in full["state"].items()}}
-            for given in (values, parts, numbered, {**values, "state": local(optimizer)}):
-                for stepped in (False, True):
-                    again = OPTIMIZERS["AdamW"](model.parameters())
-                    if stepped:
-                        fsdp.full_optim_state_dict(model, again)  # sets the hooks
-                    again.load_state_dict(copy.deepcopy(given))
-                    assert_same_state(everything(model, again), wanted)
-
-        fsdp.simulate(2, fn)
+        model, optimizer = trained(case, rank, OPTIMIZERS["AdamW"])
+        wanted = everything(model, optimizer)
+        values = optimizer.state_dict()
+        assert all(isinstance(kept["exp_avg"], ShardedValue) for kept in values["state"].values() if kept)
+        parts = {**values, "state": {n: {k: plain(v) for k, v in kept.items()} for n, kept in local(optimizer).items()}}
+        full = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+        names = [name for name, _ in model.named_parameters()]
+        numbered = {**values, "state": {names.index(name): kept for name, kept in full["state"].items()}}
+        for given in (values, parts, numbered, {**values, "state": local(optimizer)}):
+            for stepped in (False, True):
+                again = OPTIMIZERS["AdamW"](model.parameters())
+                if stepped:
+                    fsdp.full_optim_state_dict(model, again)  # sets the hooks
+                again.load_state_dict(copy.deepcopy(given))
+                assert_same_state(everything(model, again), wanted)
 
     def test_another_cut_is_refused_before_anything_is_loaded(self) -> None:
         case = CASES["net"]
@@ -408,15 +379,13 @@ class TestLoadStateDict:
 
         fsdp.simulate(3, fn)
 
-    def test_a_state_dict_and_a_shard_cannot_be_pickled(self) -> None:
-        def fn(rank: int) -> None:
-            optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])[1]
-            shard = next(iter(optimizer.state.values()))["exp_avg"]
-            for one in (optimizer.state_dict(), optimizer, shard):
-                with pytest.raises(fsdp.ShardingError, match=r"cannot be pickled: this rank holds.*fsdp.full_optim_state_dict"):
-                    torch.save(one, io.BytesIO())
-
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_a_state_dict_and_a_shard_cannot_be_pickled(self, rank: int) -> None:
+        optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])[1]
+        shard = next(iter(optimizer.state.values()))["exp_avg"]
+        for one in (optimizer.state_dict(), optimizer, shard):
+            with pytest.raises(fsdp.ShardingError, match=r"cannot be pickled: this rank holds.*fsdp.full_optim_state_dict"):
+                torch.save(one, io.BytesIO())
 
 
 def local(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:

@@ -161,16 +161,14 @@ def test_state_made_by_shape_is_right(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_an_ordinary_tensor_of_the_shape_that_is_changed_is_refused_on_every_rank(size: int) -> None:
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(net())
-        before = [local(p).clone() for p in model.parameters()]
-        optimizer = Stateful(model.parameters(), lambda p: torch.zeros(p.shape), momentum)
-        with pytest.raises(fsdp.ShardingError, match=r"Stateful\.step: .*an ordinary tensor .*torch\.zeros_like\(parameter\)"):
-            stepped(model, optimizer, [data(rank)])
-        assert all(map(torch.equal, before, map(local, model.parameters())))
-
-    fsdp.simulate(size, fn)
+@on_ranks("size")
+def test_an_ordinary_tensor_of_the_shape_that_is_changed_is_refused_on_every_rank(rank: int, size: int) -> None:
+    model = fsdp.fully_shard(net())
+    before = [local(p).clone() for p in model.parameters()]
+    optimizer = Stateful(model.parameters(), lambda p: torch.zeros(p.shape), momentum)
+    with pytest.raises(fsdp.ShardingError, match=r"Stateful\.step: .*an ordinary tensor .*torch\.zeros_like\(parameter\)"):
+        stepped(model, optimizer, [data(rank)])
+    assert all(map(torch.equal, before, map(local, model.parameters())))
 
 
 def test_a_state_of_rows_is_cut_as_the_rows_are() -> None:
@@ -209,20 +207,18 @@ def test_sizes_that_are_not_there_are_refused_as_by_torch(rank: int) -> None:
     [F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout],
     ids=lambda f: f.__name__,
 )
+@on_ranks("size")
 def test_random_features_of_a_shard_are_refused_on_every_rank(
-    dropout: Callable[..., Any], size: int, shape: tuple[int, ...]
+    rank: int, dropout: Callable[..., Any], size: int, shape: tuple[int, ...]
 ) -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(shape))
 
-    def fn(rank: int) -> None:
-        weight = fsdp.fully_shard(Holder()).weight
-        with (
-            torch.no_grad(),
-            pytest.raises((fsdp.ShardingError, RuntimeError), match=r"on 'weight', of which|Expected .*D input"),
-        ):
-            dropout(weight, 0.5, training=True)
-
-    fsdp.simulate(size, fn)
+    weight = fsdp.fully_shard(Holder()).weight
+    with (
+        torch.no_grad(),
+        pytest.raises((fsdp.ShardingError, RuntimeError), match=r"on 'weight', of which|Expected .*D input"),
+    ):
+        dropout(weight, 0.5, training=True)

@@ -33,27 +33,23 @@ class TestFullStateDict:
         state = fsdp.simulate(2, lambda rank: fsdp.full_state_dict(wrap(CASES["tied"]), rank0_only=False))[0]
         CASES["tied"].make().load_state_dict(state)
 
-    def test_it_is_a_copy(self) -> None:
-        def fn(rank: int) -> None:
-            model = wrap(CASES["net"])
-            for tensor in fsdp.full_state_dict(model, rank0_only=False).values():
-                tensor.zero_()
-            assert_same_state(fsdp.full_state_dict(model, rank0_only=False), dict(make_net().state_dict()))
+    @on_ranks(2)
+    def test_it_is_a_copy(self, rank: int) -> None:
+        model = wrap(CASES["net"])
+        for tensor in fsdp.full_state_dict(model, rank0_only=False).values():
+            tensor.zero_()
+        assert_same_state(fsdp.full_state_dict(model, rank0_only=False), dict(make_net().state_dict()))
 
-        fsdp.simulate(2, fn)
-
-    def test_it_leaves_gradients_and_memory_alone(self) -> None:
-        def fn(rank: int) -> None:
-            model = wrap(CASES["net"])
-            loss_of(model(X)).backward()
-            before = [(p.grad, p.data_ptr()) for p in model.parameters()]
-            held = fsdp.memory_bytes(model)
-            fsdp.full_state_dict(model, rank0_only=False)
-            assert all(p.grad is grad and p.data_ptr() == at for p, (grad, at) in zip(model.parameters(), before, strict=True))
-            assert fsdp.memory_bytes(model) == held
-            assert is_at_rest(model)
-
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_it_leaves_gradients_and_memory_alone(self, rank: int) -> None:
+        model = wrap(CASES["net"])
+        loss_of(model(X)).backward()
+        before = [(p.grad, p.data_ptr()) for p in model.parameters()]
+        held = fsdp.memory_bytes(model)
+        fsdp.full_state_dict(model, rank0_only=False)
+        assert all(p.grad is grad and p.data_ptr() == at for p, (grad, at) in zip(model.parameters(), before, strict=True))
+        assert fsdp.memory_bytes(model) == held
+        assert is_at_rest(model)
 
     def test_it_sends_each_element_once_and_holds_one_range_at_a_time(self) -> None:
         def fn(rank: int) -> int:
@@ -71,7 +67,8 @@ class TestFullStateDict:
         assert_same_state(states[0], dict(CASES["odd"].model().state_dict()))
         assert states[1:] == [{}, {}]
 
-    def test_extra_state_of_modules_is_a_part_of_it(self) -> None:
+    @on_ranks(2)
+    def test_extra_state_of_modules_is_a_part_of_it(self, rank: int) -> None:
         class Counting(nn.Linear):
             count = 0
 
@@ -81,15 +78,12 @@ class TestFullStateDict:
             def set_extra_state(self, count: int) -> None:
                 self.count = count
 
-        def fn(rank: int) -> None:
-            model, other = (fsdp.fully_shard(nn.Sequential(Counting(3, 3))) for _ in range(2))
-            model[0].count = 7
-            state = fsdp.full_state_dict(model)
-            assert rank != 0 or list(state) == ["0.weight", "0.bias", "0._extra_state"]
-            fsdp.load_full_state_dict(other, state if rank == 0 else None)
-            assert other[0].count == 7
-
-        fsdp.simulate(2, fn)
+        model, other = (fsdp.fully_shard(nn.Sequential(Counting(3, 3))) for _ in range(2))
+        model[0].count = 7
+        state = fsdp.full_state_dict(model)
+        assert rank != 0 or list(state) == ["0.weight", "0.bias", "0._extra_state"]
+        fsdp.load_full_state_dict(other, state if rank == 0 else None)
+        assert other[0].count == 7
 
 
 class TestIterFullParams:
@@ -106,31 +100,25 @@ class TestIterFullParams:
             assert_same_state({name: found[name] for name in wanted}, wanted)
             assert len(found) == len(wanted)
 
-    def test_parameters_of_ignored_modules_come_along_in_the_dtype_asked_for(self) -> None:
-        def fn(rank: int) -> None:
-            net = make_net()
-            model = fsdp.fully_shard(net, ignored_modules={net.leave})
-            found = {name: t.clone() for name, t in fsdp.iter_full_params(model, dtype=torch.bfloat16)}
-            assert {t.dtype for t in found.values()} == {torch.bfloat16}
-            assert torch.equal(found["leave.weight"], make_net().leave.weight.to(torch.bfloat16))
-            assert set(found) == {name for name, _ in make_net().named_parameters()}
+    @on_ranks(2)
+    def test_parameters_of_ignored_modules_come_along_in_the_dtype_asked_for(self, rank: int) -> None:
+        net = make_net()
+        model = fsdp.fully_shard(net, ignored_modules={net.leave})
+        found = {name: t.clone() for name, t in fsdp.iter_full_params(model, dtype=torch.bfloat16)}
+        assert {t.dtype for t in found.values()} == {torch.bfloat16}
+        assert torch.equal(found["leave.weight"], make_net().leave.weight.to(torch.bfloat16))
+        assert set(found) == {name for name, _ in make_net().named_parameters()}
 
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_a_bucket_holds_a_parameter_or_what_was_asked_for(self, rank: int) -> None:
+        sizes = [t.untyped_storage().nbytes() for _, t in fsdp.iter_full_params(wrap(CASES["net"]), bucket_bytes=256)]
+        largest = max(p.numel() * 4 for p in make_net().parameters())
+        assert max(sizes) == largest > 256
 
-    def test_a_bucket_holds_a_parameter_or_what_was_asked_for(self) -> None:
-        def fn(rank: int) -> None:
-            sizes = [t.untyped_storage().nbytes() for _, t in fsdp.iter_full_params(wrap(CASES["net"]), bucket_bytes=256)]
-            largest = max(p.numel() * 4 for p in make_net().parameters())
-            assert max(sizes) == largest > 256
-
-        fsdp.simulate(2, fn)
-
-    def test_no_bytes_are_refused(self) -> None:
-        def fn(rank: int) -> None:
-            with pytest.raises(fsdp.ShardingError, match="bucket_bytes is 0"):
-                next(fsdp.iter_full_params(wrap(CASES["net"]), bucket_bytes=0))
-
-        fsdp.simulate(1, fn)
+    @on_ranks(1)
+    def test_no_bytes_are_refused(self, rank: int) -> None:
+        with pytest.raises(fsdp.ShardingError, match="bucket_bytes is 0"):
+            next(fsdp.iter_full_params(wrap(CASES["net"]), bucket_bytes=0))
 
 
 class TestLoading:
@@ -164,26 +152,22 @@ class TestLoading:
         for state in fsdp.simulate(3, fn):
             assert_same_state(state, shifted(case))
 
-    def test_rank_0_must_have_it(self) -> None:
-        def fn(rank: int) -> None:
-            model = wrap(CASES["net"])
-            with pytest.raises(fsdp.ShardingError, match="rank 0 gives None; it must give the full one"):
-                fsdp.load_full_state_dict(model, shifted(CASES["net"]) if rank == 1 else None)
+    @on_ranks(2)
+    def test_rank_0_must_have_it(self, rank: int) -> None:
+        model = wrap(CASES["net"])
+        with pytest.raises(fsdp.ShardingError, match="rank 0 gives None; it must give the full one"):
+            fsdp.load_full_state_dict(model, shifted(CASES["net"]) if rank == 1 else None)
 
-        fsdp.simulate(2, fn)
-
-    def test_what_one_rank_refuses_no_rank_loads(self) -> None:
-        def fn(rank: int) -> None:
-            model = wrap(CASES["net"])
-            before, state = weights_of(model), shifted(CASES["net"])
-            if rank == 1:
-                del state["leave.bias"]
-            with pytest.raises(fsdp.ShardingError, match=r"missing \['leave.bias'\]") as refusal:
-                fsdp.load_full_state_dict(model, state)
-            assert rank == 1 or str(refusal.value).startswith("rank 1: ")
-            assert_same_state(weights_of(model), before)
-
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_what_one_rank_refuses_no_rank_loads(self, rank: int) -> None:
+        model = wrap(CASES["net"])
+        before, state = weights_of(model), shifted(CASES["net"])
+        if rank == 1:
+            del state["leave.bias"]
+        with pytest.raises(fsdp.ShardingError, match=r"missing \['leave.bias'\]") as refusal:
+            fsdp.load_full_state_dict(model, state)
+        assert rank == 1 or str(refusal.value).startswith("rank 1: ")
+        assert_same_state(weights_of(model), before)
 
     @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
     def test_the_next_forward_computes_with_what_was_loaded(self, strategy: str) -> None:
@@ -197,15 +181,13 @@ class TestLoading:
         plain.load_state_dict(shifted(CASES["net"]))
         assert all(torch.allclose(output, plain(X), rtol=1e-6) for output in fsdp.simulate(2, fn))
 
-    def test_it_may_not_happen_inside_a_summon(self) -> None:
-        def fn(rank: int) -> None:
-            model = wrap(CASES["net"])
-            state = fsdp.full_state_dict(model, rank0_only=False)
-            text = "call it outside any forward, backward and summon_full_params"
-            with fsdp.summon_full_params(model), pytest.raises(fsdp.ShardingError, match=text):
-                fsdp.load_full_state_dict(model, state)
-
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_it_may_not_happen_inside_a_summon(self, rank: int) -> None:
+        model = wrap(CASES["net"])
+        state = fsdp.full_state_dict(model, rank0_only=False)
+        text = "call it outside any forward, backward and summon_full_params"
+        with fsdp.summon_full_params(model), pytest.raises(fsdp.ShardingError, match=text):
+            fsdp.load_full_state_dict(model, state)
 
 
 @on_ranks(2)

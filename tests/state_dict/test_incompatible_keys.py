@@ -30,16 +30,14 @@ def test_what_full_state_dict_returns_can_be_loaded_as_it_is(case: Case, size: i
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_full_optim_state_dict_returns_can_be_loaded_as_it_is(size: int) -> None:
-    def fn(rank: int) -> None:
-        model, optimizer = trained(NET, rank, in_groups)
-        saved = fsdp.full_optim_state_dict(model, optimizer)
-        assert bool(saved) == (rank == 0)
-        other = in_groups(model.parameters())
-        fsdp.load_full_optim_state_dict(model, other, saved)
-        assert_same(fsdp.full_optim_state_dict(model, other), saved)
-
-    fsdp.simulate(size, fn)
+@on_ranks("size")
+def test_what_full_optim_state_dict_returns_can_be_loaded_as_it_is(rank: int, size: int) -> None:
+    model, optimizer = trained(NET, rank, in_groups)
+    saved = fsdp.full_optim_state_dict(model, optimizer)
+    assert bool(saved) == (rank == 0)
+    other = in_groups(model.parameters())
+    fsdp.load_full_optim_state_dict(model, other, saved)
+    assert_same(fsdp.full_optim_state_dict(model, other), saved)
 
 
 LOADS: dict[str, Callable[[nn.Module, Any], object]] = {

@@ -93,24 +93,21 @@ def test_plain_torch_goes_on_with_it_and_returns_it(make: Make) -> None:
         assert_same(again[2], after)
 
 
-def test_a_sharded_run_resumed_from_full_state_equals_the_one_that_went_on() -> None:
+@on_ranks(2)
+def test_a_sharded_run_resumed_from_full_state_equals_the_one_that_went_on(rank: int) -> None:
     case = CASES["net"]
-
-    def fn(rank: int) -> None:
-        batches = own_batches(case, rank, 6)
-        straight = wrap(case)
-        one = in_groups(straight.parameters())
-        train(straight, batches[:3], lambda _: one)
-        weights, state = fsdp.full_state_dict(straight), fsdp.full_optim_state_dict(straight, one)
-        wanted = train(straight, batches[3:], lambda _: one)
-        resumed = wrap(case)
-        other = in_groups(resumed.parameters())
-        fsdp.load_full_state_dict(resumed, weights if rank == 0 else None)
-        fsdp.load_full_optim_state_dict(resumed, other, state if rank == 0 else None)
-        found = train(resumed, batches[3:], lambda _: other)
-        assert all(torch.equal(found.weights[name], weight) for name, weight in wanted.weights.items())
-
-    fsdp.simulate(2, fn)
+    batches = own_batches(case, rank, 6)
+    straight = wrap(case)
+    one = in_groups(straight.parameters())
+    train(straight, batches[:3], lambda _: one)
+    weights, state = fsdp.full_state_dict(straight), fsdp.full_optim_state_dict(straight, one)
+    wanted = train(straight, batches[3:], lambda _: one)
+    resumed = wrap(case)
+    other = in_groups(resumed.parameters())
+    fsdp.load_full_state_dict(resumed, weights if rank == 0 else None)
+    fsdp.load_full_optim_state_dict(resumed, other, state if rank == 0 else None)
+    found = train(resumed, batches[3:], lambda _: other)
+    assert all(torch.equal(found.weights[name], weight) for name, weight in wanted.weights.items())
 
 
 def loaded(rank: int, make: Make, saved: dict[str, Any]) -> dict[str, Any]:

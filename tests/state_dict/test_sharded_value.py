@@ -56,15 +56,13 @@ class TestStateDict:
 
         assert_same_state(put_together(fsdp.simulate(size, fn)), dict(case.model().state_dict()))
 
-    def test_the_values_are_the_shards_themselves(self) -> None:
-        def fn(rank: int) -> None:
-            model = wrap(CASES["net"])
-            state = model.state_dict()
-            for name, p in model.named_parameters():
-                assert state[name].local.data_ptr() == p.data_ptr()
-                assert state[name].local._version == p._version
-
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_the_values_are_the_shards_themselves(self, rank: int) -> None:
+        model = wrap(CASES["net"])
+        state = model.state_dict()
+        for name, p in model.named_parameters():
+            assert state[name].local.data_ptr() == p.data_ptr()
+            assert state[name].local._version == p._version
 
     def test_a_parameter_without_elements_is_written_by_one_rank(self) -> None:
         def fn(rank: int) -> int:
@@ -82,12 +80,10 @@ class TestStateDict:
         ],
         ids=["torch.save", "pickle", "sum", "equal"],
     )
-    def test_no_fragment_is_taken_for_the_full_tensor(self, save: Callable[[Any], Any]) -> None:
-        def fn(rank: int) -> None:
-            with pytest.raises(fsdp.ShardingError, match=r"'enter.weight'.*fsdp.full_state_dict\(model\)"):
-                save(wrap(CASES["net"]).state_dict())
-
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_no_fragment_is_taken_for_the_full_tensor(self, rank: int, save: Callable[[Any], Any]) -> None:
+        with pytest.raises(fsdp.ShardingError, match=r"'enter.weight'.*fsdp.full_state_dict\(model\)"):
+            save(wrap(CASES["net"]).state_dict())
 
     def test_the_package_safetensors_is_notified_what_to_write(self, tmp_path: Path) -> None:
         safetensors = pytest.importorskip("safetensors.torch")
@@ -122,46 +118,36 @@ class TestStateDict:
 
         assert_same_state(put_together(fsdp.simulate(2, fn)), shifted(CASES["net"]))
 
-    def test_keep_vars_is_refused(self) -> None:
-        def fn(rank: int) -> None:
-            with pytest.raises(fsdp.ShardingError, match=r"keep_vars=True.*named_parameters"):
-                wrap(CASES["net"]).state_dict(keep_vars=True)
+    @on_ranks(1)
+    def test_keep_vars_is_refused(self, rank: int) -> None:
+        with pytest.raises(fsdp.ShardingError, match=r"keep_vars=True.*named_parameters"):
+            wrap(CASES["net"]).state_dict(keep_vars=True)
 
-        fsdp.simulate(1, fn)
+    @on_ranks(2)
+    def test_inside_a_summon_it_is_full(self, rank: int) -> None:
+        model = wrap(CASES["net"])
+        with fsdp.summon_full_params(model):
+            found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert_same_state(found, dict(make_net().state_dict()))
 
-    def test_inside_a_summon_it_is_full(self) -> None:
-        def fn(rank: int) -> None:
-            model = wrap(CASES["net"])
-            with fsdp.summon_full_params(model):
-                found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            assert_same_state(found, dict(make_net().state_dict()))
+    @on_ranks(2)
+    def test_names_do_not_show_checkpoint_wrappers(self, rank: int) -> None:
+        net = make_net()
+        net.blocks[1] = checkpoint_wrapper(net.blocks[1])
+        model = fsdp.fully_shard(net, auto_wrap_policy={Block})
+        assert list(model.state_dict()) == list(make_net().state_dict())
+        model.load_state_dict({name: tensor + 1 for name, tensor in make_net().state_dict().items()})
+        assert_same_state(fsdp.full_state_dict(model, rank0_only=False), {n: t + 1 for n, t in make_net().state_dict().items()})
 
-        fsdp.simulate(2, fn)
-
-    def test_names_do_not_show_checkpoint_wrappers(self) -> None:
-        def fn(rank: int) -> None:
-            net = make_net()
-            net.blocks[1] = checkpoint_wrapper(net.blocks[1])
-            model = fsdp.fully_shard(net, auto_wrap_policy={Block})
-            assert list(model.state_dict()) == list(make_net().state_dict())
-            model.load_state_dict({name: tensor + 1 for name, tensor in make_net().state_dict().items()})
-            assert_same_state(
-                fsdp.full_state_dict(model, rank0_only=False), {n: t + 1 for n, t in make_net().state_dict().items()}
-            )
-
-        fsdp.simulate(2, fn)
-
-    def test_a_part_under_a_made_up_name_is_refused(self) -> None:
+    @on_ranks(2)
+    def test_a_part_under_a_made_up_name_is_refused(self, rank: int) -> None:
         class Renamed(nn.Linear):
             def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
                 destination[prefix + "kernel"] = self.weight.detach()
 
-        def fn(rank: int) -> None:
-            model = fsdp.fully_shard(Renamed(4, 4))
-            with pytest.raises(fsdp.ShardingError, match="'kernel' in the state dict of unit 'Renamed'"):
-                model.state_dict()
-
-        fsdp.simulate(2, fn)
+        model = fsdp.fully_shard(Renamed(4, 4))
+        with pytest.raises(fsdp.ShardingError, match="'kernel' in the state dict of unit 'Renamed'"):
+            model.state_dict()
 
 
 class TestLoadStateDict:
@@ -206,40 +192,34 @@ class TestLoadStateDict:
         ids=["missing", "unexpected", "shape", "shape of a buffer", "dtype"],
     )
     @pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
+    @on_ranks(2)
     def test_what_does_not_fit_is_named_and_nothing_is_loaded(
-        self, change: Callable[[dict[str, Tensor]], object], text: str, in_place: bool
+        self, rank: int, change: Callable[[dict[str, Tensor]], object], text: str, in_place: bool
     ) -> None:
-        def fn(rank: int) -> None:
-            model = wrap(CASES["net"], in_place)
-            before, state = weights_of(model), shifted(CASES["net"])
-            change(state)
-            with pytest.raises(fsdp.ShardingError, match=text):
-                model.load_state_dict(state)
-            assert_same_state(weights_of(model), before)
+        model = wrap(CASES["net"], in_place)
+        before, state = weights_of(model), shifted(CASES["net"])
+        change(state)
+        with pytest.raises(fsdp.ShardingError, match=text):
+            model.load_state_dict(state)
+        assert_same_state(weights_of(model), before)
 
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_not_strict_loads_what_is_there(self, rank: int) -> None:
+        model = wrap(CASES["net"])
+        state = {**shifted(CASES["net"]), "more": torch.ones(1)}
+        del state["leave.bias"]
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        assert (missing, unexpected) == (["leave.bias"], ["more"])
+        found = fsdp.full_state_dict(model, rank0_only=False)
+        wanted = {**shifted(CASES["net"]), "leave.bias": make_net().leave.bias.detach()}
+        assert_same_state(found, wanted)
 
-    def test_not_strict_loads_what_is_there(self) -> None:
-        def fn(rank: int) -> None:
-            model = wrap(CASES["net"])
-            state = {**shifted(CASES["net"]), "more": torch.ones(1)}
-            del state["leave.bias"]
-            missing, unexpected = model.load_state_dict(state, strict=False)
-            assert (missing, unexpected) == (["leave.bias"], ["more"])
-            found = fsdp.full_state_dict(model, rank0_only=False)
-            wanted = {**shifted(CASES["net"]), "leave.bias": make_net().leave.bias.detach()}
-            assert_same_state(found, wanted)
-
-        fsdp.simulate(2, fn)
-
-    def test_narrower_values_are_widened(self) -> None:
-        def fn(rank: int) -> None:
-            model = wrap(CASES["net"])
-            half = {name: tensor.to(torch.bfloat16) for name, tensor in make_net().state_dict().items()}
-            model.load_state_dict(half)
-            assert_same_state(fsdp.full_state_dict(model, rank0_only=False), {name: t.float() for name, t in half.items()})
-
-        fsdp.simulate(2, fn)
+    @on_ranks(2)
+    def test_narrower_values_are_widened(self, rank: int) -> None:
+        model = wrap(CASES["net"])
+        half = {name: tensor.to(torch.bfloat16) for name, tensor in make_net().state_dict().items()}
+        model.load_state_dict(half)
+        assert_same_state(fsdp.full_state_dict(model, rank0_only=False), {name: t.float() for name, t in half.items()})
 
     def test_parts_of_another_cut_are_refused(self) -> None:
         one = fsdp.simulate(2, lambda rank: wrap(CASES["net"]).state_dict())[1]
@@ -250,12 +230,10 @@ class TestLoadStateDict:
 
         fsdp.simulate(1, fn)
 
-    def test_assign_is_refused(self) -> None:
-        def fn(rank: int) -> None:
-            with pytest.raises(fsdp.ShardingError, match="assign=True would replace its shards"):
-                wrap(CASES["net"]).load_state_dict(shifted(CASES["net"]), assign=True)
-
-        fsdp.simulate(1, fn)
+    @on_ranks(1)
+    def test_assign_is_refused(self, rank: int) -> None:
+        with pytest.raises(fsdp.ShardingError, match="assign=True would replace its shards"):
+            wrap(CASES["net"]).load_state_dict(shifted(CASES["net"]), assign=True)
 
     def test_a_module_that_takes_other_names_still_does(self) -> None:
         class Renaming(Net):
@@ -274,24 +252,22 @@ class TestLoadStateDict:
         for state in fsdp.simulate(2, fn):
             assert_same_state(state, shifted(CASES["net"]))
 
-    def test_a_model_with_two_roots_is_checked_as_one(self) -> None:
+    @on_ranks(2)
+    def test_a_model_with_two_roots_is_checked_as_one(self, rank: int) -> None:
         def make() -> nn.Module:
             return nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 3), "c": nn.Linear(2, 2)})
 
-        def fn(rank: int) -> None:
-            model = make()
-            fsdp.fully_shard(model["a"])
-            fsdp.fully_shard(model["b"])
-            state = {name: torch.full_like(tensor, 2) for name, tensor in make().state_dict().items()}
-            model.load_state_dict(state)
-            before = weights_of(model)
-            assert all(bool((p == 2).all()) for p in before.values())
-            wrong = {**{name: tensor + 1 for name, tensor in state.items()}, "b.bias": torch.ones(7)}
-            with pytest.raises(fsdp.ShardingError, match=r"'b.bias' has shape \(7,\)"):
-                model.load_state_dict(wrong)
-            assert_same_state(weights_of(model), before)
-
-        fsdp.simulate(2, fn)
+        model = make()
+        fsdp.fully_shard(model["a"])
+        fsdp.fully_shard(model["b"])
+        state = {name: torch.full_like(tensor, 2) for name, tensor in make().state_dict().items()}
+        model.load_state_dict(state)
+        before = weights_of(model)
+        assert all(bool((p == 2).all()) for p in before.values())
+        wrong = {**{name: tensor + 1 for name, tensor in state.items()}, "b.bias": torch.ones(7)}
+        with pytest.raises(fsdp.ShardingError, match=r"'b.bias' has shape \(7,\)"):
+            model.load_state_dict(wrong)
+        assert_same_state(weights_of(model), before)
 
 
 class Renames(nn.Module):

@@ -21,7 +21,6 @@ def check(tree: TreeSpec, program: Program, world_size: int, seed: int) -> None:
 
     def one_rank(rank: int) -> tuple[list[Seen], list[tuple[str, str, str]]]:
         here = current_rank()
-        assert here is not None
         seen = ShardedRun(tree, rank).run(program)
         # "replica of ranks 0, 2" are those of other ranks elsewhere
         return seen, [(call.comm.partition(" of ")[0], call.kind, call.label) for call in here.log]

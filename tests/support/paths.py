@@ -71,8 +71,7 @@ class Branching(nn.Module):
                 x = x + torch.tanh(checkpoint(module, x, use_reentrant=recompute == "reentrant"))
             else:
                 x = x + torch.tanh(module(x))
-        head: Tensor = self.head(x)
-        return head
+        return self.head(x)
 
 
 def draw_program(seed: int, ranks: int, steps: int = 4) -> list[Step]:

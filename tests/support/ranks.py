@@ -10,17 +10,22 @@ import fsdp
 Test = Callable[..., None]
 
 
-def on_ranks(size: int) -> Callable[[Test], Test]:
-    """Run a test on each of `size` simulated ranks. It takes the rank first, and then what pytest gives it."""
+def on_ranks(size: int | str) -> Callable[[Test], Test]:
+    """Run a test on each of `size` simulated ranks, or as many as its argument of that name says.
+
+    Its argument `rank` is the number of the rank; the others come from pytest.
+    """
 
     def of(test: Test) -> Test:
-        _, *others = inspect.signature(test).parameters.values()
+        signature = inspect.signature(test)
 
         @functools.wraps(test)
-        def run(**given: Any) -> None:
-            fsdp.simulate(size, lambda rank: test(rank, **given))
+        def run(*args: Any, **given: Any) -> None:
+            ranks = given[size] if isinstance(size, str) else size
+            fsdp.simulate(ranks, lambda rank: test(*args, rank=rank, **given))
 
-        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        others = [one for one in signature.parameters.values() if one.name != "rank"]
+        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
         return run
 
     return of

@@ -120,7 +120,6 @@ class ShardedRun:
 
     def backward(self, statement: Backward) -> list[Tensor]:
         rank = current_rank()
-        assert rank is not None
         backwards, called = {engine: engine.root.number for engine in self.engines}, len(rank.log)
         only_asks = self.learner.only_asks(statement)
         try:

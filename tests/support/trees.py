@@ -378,7 +378,6 @@ def wrap(tree: TreeSpec, model: nn.Module) -> nn.Module:
     options = dict(tree.options)
     if tree.replicas:
         rank = current_rank()
-        assert rank is not None
         replicas = gcd(tree.replicas, rank.size)
         shape = replicas, rank.size // replicas
         options["mesh"] = init_device_mesh("cpu", shape) if options.get("dtensors") else shape

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.durations import BEGIN, END, PAGE, FileTime, file_of, file_times, table, written
+from tools.durations import FileTime, file_of, file_times, table
 
 ONE = """<testsuites><testsuite>
 <testcase classname="tests.api.test_errors.TestUse" name="a[1]" time="1.5"/>
@@ -28,10 +28,3 @@ def test_times_are_summed_by_file_over_all_reports() -> None:
 def test_a_test_without_a_file_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no file holds tests\.api\.test_gone"):
         file_of("tests.api.test_gone")
-
-
-def test_the_page_has_a_place_for_the_table() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert written(page, "| a |").partition(BEGIN)[2].startswith(f"\n| a |\n\n{END}")
-    with pytest.raises(ValueError, match="the page has no"):
-        written("another page", "| a |")

@@ -370,8 +370,7 @@ def test_a_store_may_fail_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
         if current_thread() is waiting.device._thread and not failures:
             failures.append(key)
             raise RuntimeError("no answer")
-        found: int = add(key, amount)
-        return found
+        return add(key, amount)
 
     monkeypatch.setattr(store, "add", fails)
     failing.lines.abandon("blocks.1", ValueError("no"))

@@ -417,8 +417,7 @@ def test_what_a_plan_cannot_see_is_said() -> None:
 
     class Recurrent(nn.LSTM):
         def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            found: torch.Tensor = super().forward(x)[0]
-            return found
+            return super().forward(x)[0]
 
     rows: dict[str, Any] = {"inputs": lambda: torch.zeros(2, 3, 8), "checkpointing": [False]}
     assert "The model uses torch.autocast, which does nothing here" in str(plan(model=lambda: Cast(8, 8), **rows))

@@ -38,8 +38,7 @@ class Attention(nn.Module):
             is_causal=causal,
             enable_gqa=self.key_heads != HEADS,
         )
-        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return result
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class GPTBlock(nn.Module):
@@ -55,8 +54,7 @@ class GPTBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x), causal=self.causal)
-        result: Tensor = x + self.perceptron(x)
-        return result
+        return x + self.perceptron(x)
 
 
 class LlamaBlock(nn.Module):
@@ -72,8 +70,7 @@ class LlamaBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x), causal=True)
         y = self.second_norm(x)
-        result: Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
-        return result
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 
 
 class ExpertsBlock(nn.Module):
@@ -105,8 +102,7 @@ class Language(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        result: Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 class Encoder(nn.Module):
@@ -123,8 +119,7 @@ class Encoder(nn.Module):
         x, padding = self.embedding(tokens), tokens == WORDS
         for block in self.blocks:
             x = block(x, src_key_padding_mask=padding)
-        result: Tensor = x
-        return result
+        return x
 
 
 class CrossBlock(nn.Module):
@@ -139,8 +134,7 @@ class CrossBlock(nn.Module):
     def forward(self, x: Tensor, encoded: Tensor, mask: Tensor) -> Tensor:
         x = x + self.itself(self.norms[0](x), causal=True)
         x = x + self.across(self.norms[1](x), encoded, mask)
-        result: Tensor = x + self.perceptron(self.norms[2](x))
-        return result
+        return x + self.perceptron(self.norms[2](x))
 
 
 class Translation(nn.Module):
@@ -159,8 +153,7 @@ class Translation(nn.Module):
             encoded = block(encoded)
         for block in self.decoder:
             x = block(x, encoded, mask)
-        result: Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 class Vision(nn.Module):
@@ -178,8 +171,7 @@ class Vision(nn.Module):
         x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.places
         for block in self.blocks:
             x = block(x)
-        result: Tensor = self.head(x[:, 0])
-        return result
+        return self.head(x[:, 0])
 
 
 def tokens() -> Tensor:

@@ -75,8 +75,7 @@ def units_of(model: nn.Module, case: Case) -> list[nn.Module]:
 
 
 def loss_of(model: nn.Module, case: Case) -> Tensor:
-    loss: Tensor = model(case.inputs()).float().square().mean()
-    return loss
+    return model(case.inputs()).float().square().mean()
 
 
 def saved_by(case: Case) -> int:

@@ -25,8 +25,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm(x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
         scores = torch.softmax(q @ k.transpose(-1, -2) / 3, -1)
         x = x + self.out((scores @ v).transpose(1, 2).reshape(batch, length, width))
-        result: Tensor = x + self.perceptron(x)
-        return result
+        return x + self.perceptron(x)
 
 
 class LlamaBlock(nn.Module):
@@ -40,8 +39,7 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        result: Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
-        return result
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 
 
 class Experts(nn.Module):
@@ -71,8 +69,7 @@ class Language(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        result: Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 class Adapted(nn.Module):
@@ -84,8 +81,7 @@ class Adapted(nn.Module):
         self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.base(x) + self.up(self.down(x))
-        return result
+        return x + self.base(x) + self.up(self.down(x))
 
 
 class Images(nn.Module):
@@ -102,8 +98,7 @@ class Images(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for stage in self.stages:
             x = stage(x)
-        result: Tensor = self.head(x.mean((2, 3)))
-        return result
+        return self.head(x.mean((2, 3)))
 
 
 def tokens() -> Tensor:

@@ -53,7 +53,6 @@ def trained(case: Case, size: int, options: dict[str, Any], micro_batches: int =
         model = fsdp.fully_shard(case.build(), **options)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
         here = current_rank()
-        assert here is not None
         for _ in range(WARM_UP + 1):
             here.log.clear()
             for number in range(micro_batches):

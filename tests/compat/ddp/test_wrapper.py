@@ -32,8 +32,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, extra: bool = False) -> Tensor:
         x = torch.relu(self.norm(self.enter(x)))
-        y: Tensor = self.extra(x) if extra else self.leave(x)
-        return y
+        return self.extra(x) if extra else self.leave(x)
 
 
 def batch(rank: int, number: int) -> Tensor:
@@ -135,8 +134,7 @@ def test_buffers_are_those_of_rank_0_unless_they_are_not_broadcast() -> None:
     def one_rank(rank: int, **options: Any) -> Tensor:
         model, _ = trained(partial(ddp.DistributedDataParallel, **options), rank)
         model(batch(0, 9))
-        found: Tensor = model.module.norm.running_mean
-        return found
+        return model.module.norm.running_mean
 
     one, other = fsdp.simulate(2, one_rank)
     assert torch.equal(one, other)

@@ -26,8 +26,7 @@ class Block(nn.Module):
         self.up, self.norm, self.down = nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(torch.relu(self.norm(self.up(x))))
-        return y
+        return x + self.down(torch.relu(self.norm(self.up(x))))
 
 
 class Net(nn.Module):
@@ -48,8 +47,7 @@ class Net(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        y: Tensor = self.last(x) * self.scale
-        return y
+        return self.last(x) * self.scale
 
 
 def batch(step: int, rank: int) -> Tensor:
@@ -200,8 +198,7 @@ def test_the_weight_of_another_instance_is_used_and_trained() -> None:
                 self.two.append_shared_param(self.one.module.weight)
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.two(torch.relu(self.one(x)))
-            return y
+            return self.two(torch.relu(self.one(x)))
 
     def one_rank(rank: int) -> dict[str, Tensor]:
         model = FullyShardedDataParallel(Shared(partial(FullyShardedDataParallel, flatten_parameters=False)))
@@ -310,8 +307,7 @@ def test_mixed_precision_casts_inputs_of_the_root_to_fp16_and_buffers() -> None:
         assert model.stats.dtype is torch.float16
         state = model.state_dict()
         assert {value.dtype for value in state.values()} == {torch.float32}
-        dtype: torch.dtype = model.stats.dtype
-        return dtype
+        return model.stats.dtype
 
     assert simulate(2, one_rank) == [torch.float16] * 2
     assert seen == [(torch.float16,) * 3] * 2
@@ -372,8 +368,7 @@ def test_a_recompute_by_torchs_checkpoint_sees_the_parameters(reentrant: bool) -
             self.inner = nn.Linear(3, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=reentrant)
-            return y
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=reentrant)
 
     def one_rank(rank: int, flat: bool) -> Tensor:
         model = FullyShardedDataParallel(Recomputes(), flatten_parameters=flat)

@@ -20,8 +20,7 @@ def build(ties: bool = False) -> nn.Sequential:
 
 
 def loss_of(model: nn.Module) -> Tensor:
-    loss: Tensor = model(torch.linspace(0, 1, 12).view(4, 3)).square().sum()
-    return loss
+    return model(torch.linspace(0, 1, 12).view(4, 3)).square().sum()
 
 
 @pytest.mark.parametrize("ties", [False, True])

@@ -36,8 +36,7 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = x + self.narrow(torch.relu(self.wide(x)))
-        return output
+        return x + self.narrow(torch.relu(self.wide(x)))
 
 
 def net() -> nn.Sequential:
@@ -61,8 +60,7 @@ class Lit(pl.LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.net is not None
-        output: Tensor = self.net(x)
-        return output
+        return self.net(x)
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor | None:
         loss = (self(batch[0]) - batch[1]).square().mean()
@@ -83,8 +81,7 @@ class Lit(pl.LightningModule):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def predict_step(self, batch: list[Tensor], index: int) -> Tensor:
-        output: Tensor = self(batch[0])
-        return output
+        return self(batch[0])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)

@@ -169,24 +169,22 @@ def test_warnings_and_errors_have_the_words_that_users_of_fsdp1_match() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks("size")
 def test_what_is_written_into_summoned_copies_of_offloaded_parameters_is_dropped_without_writeback(
-    strategy: str, size: int
+    rank: int, strategy: str, size: int
 ) -> None:
-    def program(rank: int) -> None:
-        for offloads in (False, True):
-            # a rank that holds all of it, in the memory where it computes, is changed in place
-            in_place = not offloads and (size == 1 or strategy == "NO_SHARD")
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
-                options: Any = {"sharding_strategy": ShardingStrategy[strategy], "cpu_offload": CPUOffload(offloads)}
-                model = FSDP(nn.Linear(3, 2), use_orig_params=True, **options)
-            for writeback in (False, True):
-                with torch.no_grad(), FSDP.summon_full_params(model, writeback=writeback):
-                    model.module.bias.fill_(7.0)
-                kept = bool((model.state_dict()["bias"] == 7).all())
-                assert kept is (writeback or in_place), (strategy, size, offloads, writeback)
-
-    fsdp.simulate(size, program)
+    for offloads in (False, True):
+        # a rank that holds all of it, in the memory where it computes, is changed in place
+        in_place = not offloads and (size == 1 or strategy == "NO_SHARD")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
+            options: Any = {"sharding_strategy": ShardingStrategy[strategy], "cpu_offload": CPUOffload(offloads)}
+            model = FSDP(nn.Linear(3, 2), use_orig_params=True, **options)
+        for writeback in (False, True):
+            with torch.no_grad(), FSDP.summon_full_params(model, writeback=writeback):
+                model.module.bias.fill_(7.0)
+            kept = bool((model.state_dict()["bias"] == 7).all())
+            assert kept is (writeback or in_place), (strategy, size, offloads, writeback)
 
 
 def test_params_are_vectors_over_the_parameters_with_names_and_ranges() -> None:

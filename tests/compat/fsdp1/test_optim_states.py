@@ -38,8 +38,7 @@ class Tied(nn.Module):
         self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.blocks(self.first(x))) * self.gain
-        return y
+        return self.last(self.blocks(self.first(x))) * self.gain
 
 
 def in_groups(model: nn.Module) -> Optimizer:

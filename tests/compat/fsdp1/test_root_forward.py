@@ -110,8 +110,7 @@ def test_ranks_that_call_instances_in_other_orders_get_the_words_of_fsdp1(rank: 
             self.one, self.two = (FSDP(nn.Linear(4, 4), use_orig_params=True) for _ in range(2))
 
         def forward(self, x: Tensor, first: bool) -> Tensor:
-            out: Tensor = self.two(self.one(x)) if first else self.one(self.two(x))
-            return out
+            return self.two(self.one(x)) if first else self.one(self.two(x))
 
     model = FSDP(Either(), use_orig_params=True)
     with pytest.raises(fsdp.WorldError, match=r"^Forward order differs across ranks\. .*'one'"):

@@ -42,8 +42,7 @@ class Net(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = x + block(x)
-        out: torch.Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 def script(api: Any, rank: int) -> dict[str, Any]:
@@ -191,8 +190,7 @@ class Block(nn.Module):
         self.layers = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)), nn.LayerNorm(5), nn.LayerNorm(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(x)
-        return out
+        return self.layers(x)
 
 
 def launched(fully_shard: Callable[..., Any], rank: int) -> Counter[str]:

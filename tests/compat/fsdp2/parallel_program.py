@@ -33,8 +33,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.norm(x + self.down(torch.relu(self.up(x))))
-        return out
+        return self.norm(x + self.down(torch.relu(self.up(x))))
 
 
 def other_dim(parameter: nn.Parameter) -> Shard:

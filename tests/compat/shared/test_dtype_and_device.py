@@ -37,7 +37,6 @@ def to_double(tensor: Tensor) -> Tensor:
 
 def converted(model: nn.Module, fn: Callable[[Tensor], Tensor] = to_double) -> None:
     ref = unit_ref_of(model)
-    assert ref is not None
     convert(ref.engine, fn, [index for index, unit in enumerate(ref.engine.units) if changes(unit, fn)])
 
 
@@ -101,9 +100,7 @@ def test_one_unit_alone_and_what_was_set_on_the_model(rank: int) -> None:
     next(model[1].parameters()).register_post_accumulate_grad_hook(lambda p: called.append("gradient"))
     fsdp.set_requires_gradient_sync(model, False)
     ref = unit_ref_of(model)
-    assert ref is not None
     inner = unit_ref_of(model[1])
-    assert inner is not None
     convert(ref.engine, to_double, [inner.index])
     assert [p.dtype for p in model.parameters()].count(torch.float64) == len([*model[1].parameters()])
     again = unit_ref_of(model)

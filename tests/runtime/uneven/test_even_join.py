@@ -90,37 +90,6 @@ def test_accumulation_under_no_sync_too(options: dict[str, Any]) -> None:
     assert_close(unsharded(found, options), alone(counts, micro=2))
 
 
-@pytest.mark.parametrize("counts", [COUNTS, (0, 2, 2, 3)], ids=str)
-def test_gradients_may_be_zeroed_outside_the_step(counts: tuple[int, ...]) -> None:
-    """Before a batch or after the step, which only ranks with data come by; and not at all, where they add up."""
-
-    def fn(rank: int, where: str) -> dict[str, Tensor]:
-        model = fsdp.fully_shard(CASES["net"].model(), auto_wrap_policy={Block})
-        optimizer = SGD(model.parameters())
-        with fsdp.join(model, optimizer.step, inputs=(batch(0, 0),)) as joined:
-            for number in range(counts[rank]):
-                if where == "before":
-                    optimizer.zero_grad()
-                loss_of(model(batch(rank, number))).backward()
-                joined.step()
-                if where == "after":
-                    optimizer.zero_grad()
-        return weights_of(model)
-
-    for where in ("before", "after", "never"):
-        plain = CASES["net"].model()
-        optimizer = SGD(plain.parameters())
-        for number in range(max(counts)):
-            ranks = [rank for rank, count in enumerate(counts) if count > number]
-            for rank in ranks:
-                (loss_of(plain(batch(rank, number))) / len(ranks)).backward()
-            optimizer.step()
-            if where != "never":
-                optimizer.zero_grad()
-        found = fsdp.simulate(4, partial(fn, where=where))
-        assert_close(unsharded(found, {}), {name: p.detach() for name, p in plain.named_parameters()})
-
-
 def test_evaluations_inside_are_served_and_running_statistics_stay() -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
@@ -158,8 +127,7 @@ def test_a_rank_without_any_batch_gets_the_inputs_of_another() -> None:
                 self.net = Net(1)
 
             def forward(self, *inputs: Any, scale: Tensor) -> Tensor:
-                output: Tensor = self.net(inputs[0]() if wrapped else inputs[0]) * scale
-                return output
+                return self.net(inputs[0]() if wrapped else inputs[0]) * scale
 
         torch.manual_seed(0)
         model = fsdp.fully_shard(Unwrap())

@@ -30,7 +30,6 @@ def make(**options: Any) -> nn.Module:
 
 def log() -> list[Call]:
     rank = current_rank()
-    assert rank is not None
     return rank.log
 
 
@@ -149,34 +148,6 @@ class LayerDrop(nn.Module):
             if torch.rand((), generator=self.chance) > 0.4:
                 x = x + torch.tanh(layer(x))
         return x
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_layer_drop_trains_like_a_single_process(ranks: int) -> None:
-    def train(rank: int | None) -> dict[str, Tensor]:
-        mine = range(ranks) if rank is None else [rank]
-        torch.manual_seed(0)
-        model = LayerDrop(0)
-        chances = {one: torch.Generator().manual_seed(one) for one in mine}
-        if rank is not None:
-            fsdp.fully_shard(model, auto_wrap_policy={nn.Linear}, uneven_paths=True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for step in range(6):
-            for one in mine:
-                model.chance = chances[one]
-                # the input requires grad: all layers may be left out
-                (model(batch(step, 0, one)).square().mean() / len(mine)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return {
-            name: value.clone()
-            for name, value in (model.state_dict() if rank is None else fsdp.full_state_dict(model, rank0_only=False)).items()
-        }
-
-    wanted = train(None)
-    for found in fsdp.simulate(ranks, train):
-        for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_a_rank_may_evaluate_alone_between_two_steps_and_before_a_save() -> None:

@@ -143,16 +143,14 @@ class Stream(torch.Stream):
     """A stream of the current or the given device."""
 
     def __new__(cls, device: Any = None, priority: int = 0) -> "Stream":
-        made: Stream = super().__new__(cls, torch.device(NAME, _index(device)), priority=priority)
-        return made
+        return super().__new__(cls, torch.device(NAME, _index(device)), priority=priority)
 
 
 class Event(torch.Event):
     """An event of the device."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> "Event":
-        made: Event = super().__new__(cls, torch.device(NAME))
-        return made
+        return super().__new__(cls, torch.device(NAME))
 
 
 @contextmanager

@@ -112,7 +112,6 @@ def of_fairscale(**options: Any) -> Read:
     fairscale's scaler, which asks for the first, is made for CUDA alone.
     """
     rank = current_rank()
-    assert rank is not None
     module: Any = _net()
     module.blocks = nn.ModuleList(fairscale.FullyShardedDataParallel(one) for one in module.blocks)
     model = fairscale.FullyShardedDataParallel(module)

@@ -150,7 +150,6 @@ def joined(**options: Any) -> None:
 def rank_here() -> int:
     """The number of the rank that this thread runs."""
     rank = current_rank()
-    assert rank is not None
     return rank.rank
 
 
@@ -200,7 +199,6 @@ def first_difference(found: Weights, wanted: Weights) -> str | None:
 def _weights_after(story: Story, options: dict[str, Any]) -> dict[str, Tensor]:
     """The weights of all models that a story makes, and what it has read."""
     rank = current_rank()
-    assert rank is not None
     made = _made[rank.rank] = []
     try:
         read = story(**options) or {}
