@@ -98,22 +98,24 @@ def script(api: Any, rank: int, path: Path, placement_fn: Any = None) -> dict[st
 
 
 def refusals(path: Path) -> list[str]:
-    """What functions of this engine say that know rows alone, and what wrapping says without a mesh that fits."""
+    """What a function of this engine that knows rows alone says, and wrapping without a mesh that fits."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model: Any = parallelize_module(nn.Sequential(Block(), Block()), mesh["tp"], PLAN)
     alone = init_device_mesh("cpu", (4,))
     said = []
+    parts = {name: p.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)}
     for attempt in (
         lambda: ours.fully_shard(model),
         lambda: ours.fully_shard(model, mesh=alone),
         lambda: fsdp.fully_shard(model),
-        lambda: fsdp.full_state_dict(ours.fully_shard(model, mesh=mesh["dp"])),
-        lambda: fsdp.to_local(next(model.parameters())),
+        lambda: fsdp.to_local(next(ours.fully_shard(model, mesh=mesh["dp"]).parameters())),
     ):
         try:
             attempt()
         except ValueError as refusal:
             said.append(str(refusal))
+    state = fsdp.full_state_dict(model, rank0_only=False)
+    torch.testing.assert_close({name: state[name] for name in parts}, parts, rtol=0, atol=0)
     return said
 
 

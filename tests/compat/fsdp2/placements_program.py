@@ -136,6 +136,7 @@ def run(rank: int, size: int, folder: Path) -> Any:
     other.load_state_dict({name: value + 1 for name, value in expected.items()})
     results["loaded_full"] = close({n: full(p) - 1 for n, p in other.named_parameters()}, expected)
     results["full_value"] = torch.equal(fsdp.full_tensor(model.inner.weight), full(model.inner.weight))
+    results["full_state_dict"] = close(fsdp.full_state_dict(model, rank0_only=False), expected)
     ema = fsdp.EMA(model, 0.5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -146,7 +147,6 @@ def run(rank: int, size: int, folder: Path) -> Any:
     results["looked_at"] = all(one.requires_grad for one in kept)
     refused = []
     for attempt in (
-        lambda: fsdp.full_state_dict(model),
         lambda: fsdp.save(folder / "saved", model),
         lambda: fsdp.to_local(model.inner.weight),
         lambda: copy.deepcopy(model),
