@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from fsdp.api.wrap import run_forward
 from fsdp.compat.fsdp1.sharding import plain_name, set_precision
 from fsdp.errors import PeerFailed, WorldError
-from fsdp.params.module_tree import IGNORED, ModuleTree
+from fsdp.params.module_tree import IGNORED, REPLACED, ModuleTree
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.shards.shard_tensor import plain
@@ -97,3 +97,4 @@ def _write_back(unit: Unit) -> None:
             parameter.copy_(given)
             parameter.requires_grad_(given.requires_grad)
             setattr(module, slot, parameter)
+            given.__dict__[REPLACED] = f"{info.names[0]!r} of unit {unit.name!r}"
