@@ -19,9 +19,6 @@ from fsdp.params.shown_params import Owner, owning_unit
 IGNORED = "_fsdp_ignored"
 """The attribute of a module that wrapping ignored, with all below it, and of a parameter that it ignored by itself."""
 
-REPLACED = "_fsdp_replaced"
-"""The attribute of a parameter that replaced a unit's after wrapping and whose values that one took: the name of that one."""
-
 
 class ModuleTree:
     """What the dicts of modules and parameters below a root held when they were looked at last.

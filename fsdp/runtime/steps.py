@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fsdp.errors import ShardingError
-from fsdp.params.module_tree import REPLACED
 from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
@@ -89,9 +88,4 @@ def _refuse_unsharded(name: str, parameter: nn.Parameter) -> None:
         raise ShardingError(
             f"{name}: the optimizer was given a parameter of unit {unit.name!r} inside its forward, where the module shows an "
             "unsharded parameter that exists only there; add parameters between forwards."
-        )
-    if REPLACED in parameter.__dict__:
-        raise ShardingError(
-            f"{name}: the optimizer has a parameter that replaced {parameter.__dict__[REPLACED]} after wrapping: its values were "
-            "taken over, and it is trained no more. Make the optimizer after the first forward, or replace before wrapping."
         )
