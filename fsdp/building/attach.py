@@ -33,7 +33,7 @@ def attach(
     """
     hook_optimizers()
     device = next((unit.device for unit in units if unit.flats), torch.device("cpu"))
-    offloads = any(flat.is_offloaded for unit in units for flat in unit.flats)
+    offloads = any(unit.copies_shards for unit in units)
     streams = delayed(make_streams(device, len(comms.lanes), offloads), comms.world_comm.rank, device)
     tracker = MemoryTracker()
     for unit in units:

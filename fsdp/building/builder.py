@@ -6,7 +6,7 @@ have values, so no rank ever holds more than one unsharded unit and the layers a
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import is_not
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,7 @@ from fsdp.params.module_tree import IGNORED
 from fsdp.params.shown_params import show_plainly
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import unit_ref_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from fsdp.shards.dtensors import Mesh
 
 Initialise = Callable[[nn.Module], object]
 
@@ -59,7 +57,7 @@ def build(
     comms: CommContext,
     initialise: Initialise | None,
     ignored: Collection[nn.Module | nn.Parameter],
-    mesh: "DeviceMesh | None" = None,
+    mesh: Mesh | None = None,
 ) -> None:
     """Shard the units of the plan and put one engine over all of them.
 
@@ -117,7 +115,7 @@ class _Builder:
         comms: CommContext,
         initialise: Initialise | None,
         has_grad: HasGrad,
-        mesh: "DeviceMesh | None",
+        mesh: Mesh | None,
     ) -> None:
         self._mesh = mesh
         self._plan = plan

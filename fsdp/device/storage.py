@@ -170,26 +170,6 @@ def empty_cache(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def shard_memory(numel: int, dtype: torch.dtype, device: torch.device, offloaded: bool, pin: bool) -> Tensor:
-    """Zeros (numel,) for a shard: on the device, or in host memory.
-
-    `pin`: a device can read and write host memory while the host program goes on. In a rehearsal on the meta device there is no
-    host memory either.
-    """
-    if offloaded and device.type != "meta":
-        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin)
-    return torch.zeros(numel, dtype=dtype, device=device)
-
-
-def copy_to_host(tensor: Tensor, pin: bool) -> Tensor:
-    """A copy of a device tensor in host memory. With `pin` it has its values only when the current stream has come there."""
-    if tensor.is_meta:
-        return tensor
-    if tensor.is_sparse or not pin:
-        return tensor.cpu()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-
-
 def size_of(tensor: Tensor) -> int:
     """Bytes of the elements of `tensor`; for a sparse tensor, of its indices and values."""
     if tensor.is_sparse:

@@ -1,7 +1,7 @@
 """The plan of flat buffers: which parameters of a unit share one. By dtypes, trainable or frozen, and up to the bucket cap."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,26 +11,21 @@ from fsdp.device.storage import size_of
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.layout import next_bucket_limit
 from fsdp.params.param_info import ParamInfo
-from fsdp.params.placement import ShardForm
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from fsdp.params.placement import place
+from fsdp.shards.dtensors import Mesh
 
 
 def make_flat_buffers(
-    param_infos: Sequence[ParamInfo], config: Config, comm: Communicator, mesh: "DeviceMesh | None" = None
+    param_infos: Sequence[ParamInfo], config: Config, comm: Communicator, mesh: Mesh | None = None
 ) -> tuple[FlatBuffer, ...]:
-    """The flat buffers of a unit, planned by dtype, `requires_grad` and the bucket cap. `mesh`: see `ShardForm`."""
-    form = ShardForm(config.mesh_kind is MeshKind.REPLICATE, config.plain_shards, config.aligned, mesh)
-    return tuple([make_flat_buffer(members, form, config, comm) for members in _plan(param_infos, config)])
+    """The flat buffers of a unit, planned by dtype, `requires_grad` and the bucket cap. `mesh`: see `place`."""
+    return tuple([_make(members, config, comm, mesh) for members in _plan(param_infos, config)])
 
 
-def make_flat_buffer(members: Sequence[ParamInfo], form: ShardForm, config: Config, comm: Communicator) -> FlatBuffer:
-    """The flat buffer of these parameters."""
-    first = members[0].parameter
-    dtype = compute_dtype(members[0], first.dtype, config)
-    placements = form.place(members, min(first.element_size(), dtype.itemsize), comm)
-    return FlatBuffer(members, placements, dtype, config.offload)
+def _make(members: Sequence[ParamInfo], config: Config, comm: Communicator, mesh: Mesh | None) -> FlatBuffer:
+    kept = members[0].parameter.dtype
+    dtype = compute_dtype(members[0], kept, config)
+    return FlatBuffer(members, place(members, min(kept.itemsize, dtype.itemsize), config, comm, mesh), dtype, config.offload)
 
 
 def compute_dtype(param_info: ParamInfo, dtype: torch.dtype, config: Config) -> torch.dtype:

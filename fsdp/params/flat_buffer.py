@@ -10,7 +10,9 @@ from torch.autograd.graph import increment_version
 
 from fsdp.comm.communicator import Communicator
 from fsdp.config import OffloadPolicy
-from fsdp.device.storage import Cutter, ResizableStorage, SharedStorage, shard_memory, storage_key
+from fsdp.device.home import home_of
+from fsdp.device.storage import Cutter, MemoryTracker, ResizableStorage, SharedStorage, storage_key
+from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.layout import Layout, ShardExtent
 from fsdp.params.param_info import ParamInfo
@@ -32,7 +34,7 @@ class FlatBuffer:
 
     Shapes: `shard` (C,) in the parameters' own dtype, always in memory; `unsharded` (W * C,) in the compute dtype, with
     memory only between ALL_GATHER and FREE_UNSHARDED. With `replicated` the shard has all elements (W = 1), and if the
-    dtypes are equal too, `unsharded` is the shard. With `offload` the shard is in host memory, and `unsharded` never is.
+    dtypes are equal too, `unsharded` is the shard. `home` says where the shard is; `unsharded` is on the device that computes.
     """
 
     def __init__(
@@ -54,24 +56,24 @@ class FlatBuffer:
         """Whether this buffer holds one parameter with sparse gradients, which are reduced as sparse tensors."""
         originals = [info.parameter for info in param_infos]
         self.device = originals[0].device
-        self.is_offloaded = offload is not None and self.device.type != "cpu"
-        """Whether the shard, its gradients and its optimizer state are in host memory, while `device` computes."""
-        self.pins = self.is_offloaded and offload is not None and offload.pin_memory
-        self.spread_params = tuple(i for i, placement in enumerate(self.placements) if placement.is_spread)
-        """The parameters that tensor parallelism has spread: unsharded, they are DTensors."""
+        self.home = home_of(self.device, offload)
+        """Where the shard, its gradients and its optimizer state are."""
+        self.tensor_parallel = tuple(i for i, placement in enumerate(self.placements) if placement.is_tensor_parallel)
+        """The parameters that are DTensors when they are unsharded: tensor parallelism has cut them."""
         self.parts: tuple[ShardExtent, ...] = tuple(placement.part for placement in self.placements)
         self.local_params = tuple(i for i, part in enumerate(self.parts) if part.numel)
         """The parameters of which this rank holds an element."""
         dims = [placement.dim for placement in self.placements]
         slots = zip(self.layout.slots, dims, strict=True)
         self._cutter = Cutter([(slot.start, slot.numel, slot.shape, dim) for slot, dim in slots], self.device)
-        self.wire = (Wire if self.layout.is_gathered_in_place else WireOfSegments)(self.layout, self.placements, self._cutter)
+        self.gathers_in_place = self.layout.is_gathered_in_place
+        self.wire = (Wire if self.gathers_in_place else WireOfSegments)(self.layout, self.placements, self._cutter)
         """The order in which gathered chunks and gradients travel."""
         here = [(self.parts[i], dims[i]) for i in self.local_params]
         self._local_cutter = Cutter([(part.offset, part.numel, part.shape, dim) for part, dim in here], self.device)
         with torch.no_grad():
             self.shard = self._own_shard = self._shard_memory(originals[0].dtype)
-            self.is_shared = self.is_replicated and dtype == self.shard.dtype and not self.is_offloaded
+            self.is_shared = self.is_replicated and dtype == self.shard.dtype and not self.home.copies
             self.unsharded = self.shard if self.is_shared else torch.empty(self.layout.numel, dtype=dtype, device=self.device)
             self.unsharded_params = tuple(
                 _unsharded_param(info.parameter, placement.unsharded(view.data))
@@ -90,7 +92,7 @@ class FlatBuffer:
                 self._shard_param(placement, info)
         self.sharded_params: tuple[nn.Parameter, ...] = tuple(info.parameter for info in param_infos)
         self.empty_shards = tuple(
-            (i, self.sharded_params[i], self.as_shown(i, self.shard_view(i).clone()))
+            (i, self.sharded_params[i], placement.as_shard(placement.shard_in(self.shard).clone()))
             for i, placement in enumerate(self.placements)
             if placement.has_empty_grad and not placement.part.numel
         )
@@ -128,10 +130,6 @@ class FlatBuffer:
         """
         self.placements[index].make_full(self.param_infos[index], self.unsharded_params[index], full, gradient)
 
-    def as_shown(self, index: int, local: Tensor) -> Tensor:
-        """See `Placement.as_shard`."""
-        return self.placements[index].as_shard(local)
-
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """The view of each parameter in an unsharded flat tensor (W * C,)."""
         return self._cutter.views_of(flat)
@@ -147,35 +145,21 @@ class FlatBuffer:
     def _shard_memory(self, dtype: torch.dtype) -> Tensor:
         """Memory (C,) where the shard belongs: on the device, or on the host."""
         with torch.inference_mode(False):  # later passes write there too
-            return shard_memory(self.layout.shard_numel, dtype, self.device, self.is_offloaded, self.pins)
+            return self.home.memory(self.layout.shard_numel, dtype)
 
-    def local_grads(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Unsharded gradients as ordinary tensors. Communicates if tensor parallelism has left one in another form."""
-        for i in self.spread_params:
-            gradient = gradients[i]
-            if gradient is not None:
-                gradients[i] = self.placements[i].local_grad(gradient)
-        return gradients
+    def begin_gather(self, tracker: MemoryTracker, streams: Streams) -> Tensor | None:
+        """This rank's chunk in the compute dtype as bytes (uint8), to be gathered; None if there is nothing to gather.
 
-    def own_chunk(self) -> Tensor:
-        """This rank's chunk in the compute dtype as bytes (uint8), to be gathered: in its place if it is gathered in place."""
-        if not self.layout.is_gathered_in_place:
-            return self.on_device(self.shard).to(self.unsharded.dtype).view(torch.uint8)
-        self.local_unsharded.copy_(self.shard)
-        return self.local_bytes
-
-    def upload(self) -> None:
-        """Copy the shard from host memory to its place in `unsharded`, on the current stream.
-
-        Memory: with another compute dtype, C elements of the shard's dtype on the device until they are converted.
+        If the chunks are gathered in place, it allocates the unsharded parameters, and the chunk is in its place there.
         """
-        # a copy from the host to another dtype would be converted on the host
-        source = self.shard if self.local_unsharded.dtype is self.shard.dtype else self.on_device(self.shard)
-        self.local_unsharded.copy_(source, non_blocking=True)
-
-    def on_device(self, part: Tensor) -> Tensor:
-        """A part of the shard on the device that computes: itself, or a copy that the current stream makes."""
-        return part.to(self.device, non_blocking=True) if self.is_offloaded else part
+        if not self.gathers_in_place:
+            chunk = self.home.on_device(self.shard).to(self.unsharded.dtype)
+            self.home.copied(streams)
+            return chunk.view(torch.uint8)
+        if isinstance(self.memory, SharedStorage):
+            return None
+        self.home.upload(self.shard, self.memory, self.local_unsharded, streams, tracker)
+        return self.local_bytes
 
     def load_shard(self, values: Tensor) -> None:
         """Overwrite the whole shard (C,), as a change in place of each sharded parameter."""
@@ -221,7 +205,7 @@ class FlatBuffer:
         return hash(tuple(addresses)) if any(addresses) else 0
 
     def _are_at_home(self) -> bool:
-        if not self.asks_addresses and not moved_shards:
+        if not self.asks_addresses and not moved_shards.data:
             return True
         if (now := self._own_shard.data_ptr()) != self._own_addresses[0]:  # all memory has moved, see `fsdp.offload`
             known = zip(self.placements, self._own_addresses[1], strict=True)
@@ -252,7 +236,7 @@ class FlatBuffer:
         Raises:
             ShardingError: the new data has another shape, dtype or device.
         """
-        if not (self.asks_addresses or moved_shards or self.is_elsewhere) or not self.is_replaced:
+        if not (self.asks_addresses or moved_shards.data or self.shard is not self._own_shard) or not self.is_replaced:
             return False
         if self.placements[0].refuses_data:
             self._refuse_data(unit)

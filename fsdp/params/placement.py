@@ -23,25 +23,23 @@ parameter is a DTensor over the same mesh as before, and the shard is a DTensor 
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Size, Tensor, nn
 
 from fsdp.comm.communicator import Communicator
+from fsdp.config import Config, MeshKind
 from fsdp.errors import ShardingError
 from fsdp.params.layout import Layout, make_layout, make_row_layout
 from fsdp.params.param_info import ParamInfo
 from fsdp.shards.cut import Shape
-from fsdp.shards.dtensors import keep_hooks, local_of, make_dtensor, replace_by_dtensor
+from fsdp.shards.dtensors import Mesh, keep_hooks, local_of, make_dtensor, replace_by_dtensor, specs_of
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.refusals import check_fit
 from fsdp.shards.shard_parameter import become_full, become_local, become_shard, moved_shards
 from fsdp.shards.shard_tensor import as_shard, plain
 from fsdp.shards.sharded_value import ShardedValue
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _torch: Any = torch._C
 _storage_id: Final[Callable[[Tensor], int]] = _torch._storage_id
@@ -92,7 +90,7 @@ class Placement:
         return True
 
     @property
-    def is_spread(self) -> bool:
+    def is_tensor_parallel(self) -> bool:
         """Whether the unsharded parameter is itself a DTensor, which tensor parallelism has spread over a mesh."""
         return False
 
@@ -255,7 +253,7 @@ class DTensorPlacement(Placement):
         return self.dim == 0 and self._unsharded_spec is None
 
     @property
-    def is_spread(self) -> bool:
+    def is_tensor_parallel(self) -> bool:
         return self._unsharded_spec is not None
 
     def stored(self, tensor: Tensor) -> Tensor:
@@ -313,7 +311,7 @@ class DTensorPlacement(Placement):
         if local is not None and (fits or given is parameter):
             return local
         check_fit(operation, name, given, self.shape, parameter.dtype)
-        if self.is_spread:
+        if self.is_tensor_parallel:
             raise ShardingError(
                 f"{operation}: {name!r} is cut by tensor parallelism as well, and this value is no DTensor; load it by torch's "
                 "set_model_state_dict."
@@ -335,32 +333,27 @@ def stored(tensor: Tensor, dim: int) -> Tensor:
     return found.movedim(dim, 0) if dim else found
 
 
-class ShardForm(NamedTuple):
-    """In which form a unit has its shards."""
+def place(
+    param_infos: Sequence[ParamInfo], itemsize: int, config: Config, comm: Communicator, mesh: Mesh | None
+) -> tuple[Placement, ...]:
+    """The placements of the parameters of one flat buffer.
 
-    is_replicated: bool = False
-    """Each rank has the full parameters."""
-    is_plain: bool = False
-    """Shards are ordinary tensors that know of no other part."""
-    aligned: bool = True
-    """See `make_layout`."""
-    mesh: "DeviceMesh | None" = None
-    """Shards are DTensors over this mesh. Its last dimension shards, the others hold replicas."""
-
-    def place(self, param_infos: Sequence[ParamInfo], itemsize: int, comm: Communicator) -> tuple[Placement, ...]:
-        """The placements of the parameters of one flat buffer, whose smallest element has `itemsize` bytes."""
-        names = [info.names[0] for info in param_infos]
-        if self.mesh is not None:
-            rows = tuple([tuple(stored(info.parameter, info.shard_dim).shape) for info in param_infos])
-            layout = make_row_layout(rows, itemsize, comm.size)
-            specs = [_specs_of(self.mesh, info.parameter, info.shard_dim) for info in param_infos]
-            dims = [info.shard_dim for info in param_infos]
-            return tuple([DTensorPlacement(names[i], layout, i, comm.rank, specs[i], dims[i]) for i in range(len(names))])
-        shapes = tuple([tuple(info.parameter.shape) for info in param_infos])
-        layout = make_layout(shapes, itemsize, comm.size, self.aligned)
-        if self.is_plain or self.is_replicated or comm.size == 1:
-            return tuple([Placement(name, layout, i, comm.rank, self.is_replicated) for i, name in enumerate(names)])
-        return tuple([ShardPlacement(name, layout, i, comm) for i, name in enumerate(names)])
+    `itemsize`: the bytes of the smallest element. `mesh`: shards are DTensors over it; its last dimension shards, the others hold
+    replicas.
+    """
+    names = [info.names[0] for info in param_infos]
+    if mesh is not None:
+        dims = [info.shard_dim for info in param_infos]
+        rows = tuple([tuple(stored(info.parameter, dim).shape) for info, dim in zip(param_infos, dims, strict=True)])
+        layout = make_row_layout(rows, itemsize, comm.size)
+        specs = [specs_of(mesh, info.parameter, dim) for info, dim in zip(param_infos, dims, strict=True)]
+        return tuple([DTensorPlacement(name, layout, i, comm.rank, specs[i], dims[i]) for i, name in enumerate(names)])
+    shapes = tuple([tuple(info.parameter.shape) for info in param_infos])
+    layout = make_layout(shapes, itemsize, comm.size, config.aligned)
+    is_complete = config.mesh_kind is MeshKind.REPLICATE
+    if config.plain_shards or is_complete or comm.size == 1:
+        return tuple([Placement(name, layout, i, comm.rank, is_complete) for i, name in enumerate(names)])
+    return tuple([ShardPlacement(name, layout, i, comm) for i, name in enumerate(names)])
 
 
 def place_again(
@@ -374,22 +367,3 @@ def place_again(
     if len(taken) < len(placements):
         layout = make_row_layout(tuple([layout.slots[i].shape for i in taken]), itemsize, layout.num_shards)
     return tuple([placements[i].placed(layout, index, shards[i], dtype) for index, i in enumerate(taken)])
-
-
-def _specs_of(mesh: "DeviceMesh", parameter: Tensor, dim: int) -> tuple[Any, Any]:
-    """torch's DTensorSpecs of a shard that is cut along `dim`, and of its unsharded parameter, or None."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    in_front = torch.empty(parameter.shape, device="meta").movedim(dim, 0)
-    meta = TensorMeta(parameter.shape, torch.empty(in_front.shape, device="meta").movedim(0, dim).stride(), parameter.dtype)
-    replicas = (Replicate(),) * (mesh.ndim - 1)
-    given: Any = getattr(parameter, "_spec", None)
-    if given is None:
-        return DTensorSpec(mesh, (*replicas, Shard(dim)), meta), None
-    # Tensor parallelism has cut the parameter first, so a dimension that both cut is in two steps of strides.
-    parts = given.num_shards_map[dim]
-    mine: Any = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
-    joined = type(mesh)._concatenate([mesh, given.mesh])
-    return DTensorSpec(joined, (*replicas, mine, *given.placements), meta), DTensorSpec(given.mesh, given.placements, meta)

@@ -58,8 +58,8 @@ class Unit:
         self._observer: UnitObserver
         self._before_copy: Callable[[FlatBuffer, torch.dtype], None] | None = None
         self.flats = tuple(flats)
-        self.is_offloaded = any(flat.is_offloaded for flat in self.flats)
-        """Whether shards of the unit are in host memory, while a device computes."""
+        self.copies_shards = any(flat.home.copies for flat in self.flats)
+        """See `Home.copies`."""
         self.versions = Versions(self.flats)
         self._full_params = FullParams(self.flats)
         self._read_copies = ReadCopies(self.param_infos, config.guard)
@@ -88,7 +88,7 @@ class Unit:
     @property
     def tensor_parallel_params(self) -> list[nn.Parameter]:
         """The sharded parameters that tensor parallelism has spread as well."""
-        return [flat.sharded_params[i] for flat in self.flats for i in flat.spread_params]
+        return [flat.sharded_params[i] for flat in self.flats for i in flat.tensor_parallel]
 
     @property
     def has_opaque_shards(self) -> bool:
@@ -131,19 +131,13 @@ class Unit:
         self._device = device
         self.shard_device = shard_device
         for flat in self.flats:
-            if flat.is_offloaded:
-                tracker.add_offloaded(size_of(flat.shard))
-            else:
-                tracker.add("shards", size_of(flat.shard))
+            flat.home.count(tracker, flat.shard)
 
     def set_put_away(self, put_away: bool) -> None:
         """The shards are in host memory from now on, or on the device again. While they are not, refuse what needs them."""
         self.is_put_away = put_away
         for flat in self.flats:
-            if not flat.is_offloaded and flat.device.type not in ("cpu", "meta"):
-                moved = size_of(flat.shard) if put_away else -size_of(flat.shard)
-                self._tracker.add("shards", -moved)
-                self._tracker.add_offloaded(moved)
+            flat.home.count_put_away(self._tracker, flat.shard, put_away)
 
     @property
     def gather_sizes(self) -> tuple[int, ...]:
@@ -228,7 +222,8 @@ class Unit:
         Raises:
             ShardingError: the data does not fit, a module shows another parameter, or a copy was changed in place.
         """
-        self.refuse_put_away()
+        if self.is_put_away:
+            self.refuse_put_away()
         self._read_copies.check(self.name)
         self.check_modules()
         return self.follow_replaced()
@@ -358,55 +353,32 @@ class Unit:
 
         Memory: the bytes of all of them once more, until they are copied out; none for one that is gathered in place
         """
+        if len(prepared) == 1 and (first := prepared[0])[0].gathers_in_place:
+            return self.comm.all_gather(first[0].unsharded_bytes, self.name, first[1])
         flats = [flat for flat, _ in prepared]
-        own = [chunk for _, chunk in prepared]
-        if len(flats) == 1 and flats[0].layout.is_gathered_in_place:
-            return self.comm.all_gather(flats[0].unsharded_bytes, self.name, own[0])
 
         def allocate() -> None:
             for flat in flats:
                 flat.memory.allocate(self._tracker)
 
         places = [place for flat in flats for place in flat.unsharded_segments]
-        work = JointGather(self.comm, places, own, self.name, self._tracker.add, allocate)
+        work = JointGather(self.comm, places, [own for _, own in prepared], self.name, self._tracker.add, allocate)
         if not self._streams.on_host:
             work.wait()  # the gather stream waits and copies, and the host goes on
         return work
 
     def prepare_all_gather(self) -> Iterator[tuple[FlatBuffer, Tensor]]:
-        """Yield each flat buffer to be gathered, with this rank's chunk as bytes.
-
-        Allocates the unsharded parameters that are gathered in place.
-        """
-        self.refuse_put_away()
+        """Yield each flat buffer to be gathered, with this rank's chunk, see `FlatBuffer.begin_gather`."""
+        if self.is_put_away:
+            self.refuse_put_away()
         for flat in self.flats:
-            in_place = flat.layout.is_gathered_in_place
-            if flat.is_offloaded and in_place:
-                self._upload(flat)
-                yield flat, flat.local_bytes
-                continue
-            if in_place:
-                flat.memory.allocate(self._tracker)
-            if flat.is_shared:
-                continue
-            yield flat, flat.own_chunk()
-            if flat.is_offloaded:
-                self._streams.copied()
+            own = flat.begin_gather(self._tracker, self._streams)
+            if own is not None:
+                yield flat, own
 
     def add_works(self, works: Iterable[Work]) -> None:
         """Wait for these too, before the unsharded parameters may be read."""
         self._works += works
-
-    def _upload(self, flat: FlatBuffer) -> None:
-        """Copy the shard of one flat buffer from host memory to its place among the unsharded parameters.
-
-        The memory of these is allocated on the stream that writes first, while the gathers before this one may still run.
-        """
-        with self._streams.uploading():
-            flat.memory.allocate(self._tracker)
-            flat.upload()
-            self._streams.copied()
-        self._streams.uploaded()
 
     def wait_all_gather(self) -> None:
         """Wait until the unsharded parameters may be read."""

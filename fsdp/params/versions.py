@@ -118,7 +118,7 @@ class Versions:
         return self._places != self._count_places()
 
     def _count_places(self) -> int:
-        return sum([flat.places for flat in self._flats]) if self._asks_addresses or moved_shards else 0
+        return sum([flat.places for flat in self._flats]) if self._asks_addresses or moved_shards.data else 0
 
     @property
     def moved(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Final, cast
 import torch
 from torch import Tensor, nn
 
-from fsdp.device.storage import MemoryTracker, ResizableStorage, ReusableBuffer, copy_to_host, size_of
+from fsdp.device.storage import MemoryTracker, ResizableStorage, ReusableBuffer, size_of
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.use_outside_forward import RefuseShardGrad
@@ -95,7 +95,7 @@ class Bucket:
     @property
     def group_key(self) -> Hashable:
         """Buckets with equal keys can share a collective."""
-        return self.dtype, self.flat.shard.dtype, self.flat.device, self.flat.is_offloaded
+        return self.dtype, self.flat.shard.dtype, self.flat.home
 
     def missing_params(self, used: Sequence[bool]) -> list[str]:
         """The names of trainable parameters without a gradient."""
@@ -119,13 +119,9 @@ class Bucket:
         """Drop the gradients of this backward, reduced or not. Those accumulated under `no_sync` stay."""
         self._alternative = None
         if self.reduced is not None:
-            self._tracker.add("reduced", -self._device_bytes(self.reduced))
+            self._tracker.add("reduced", -self.flat.home.device_bytes(self.reduced))
             self.reduced = None
         self.clear_unsharded_grads()
-
-    def _device_bytes(self, reduced: Tensor) -> int:
-        """Bytes of a reduced shard that the tracker counts."""
-        return 0 if self.flat.is_offloaded else size_of(reduced)
 
     # accumulated under no_sync ------------------------------------------------------------
 
@@ -180,7 +176,7 @@ class Bucket:
             return
         param = self.flat.sharded_params[i]
         local = self._local_part(i, gradient).to(param.dtype, copy=True)
-        part = self.flat.as_shown(i, copy_to_host(local, self.flat.pins) if self.flat.is_offloaded else local)
+        part = self.flat.placements[i].as_shard(self.flat.home.bring(local))
         self.accumulated[i] = AccumulatedGrad(gradient, param, part)
         self._tracker.add("kept", size_of(gradient))
 
@@ -230,10 +226,13 @@ class Bucket:
         if buffer is not None:
             views = flat.wire.views_of(buffer)
             parts = [*chain.from_iterable(views)]
-            if buffer.dtype is flat.shard.dtype and not flat.is_offloaded:
+            if buffer.dtype is flat.shard.dtype and not flat.home.copies:
                 # otherwise the reduced shard is converted or copied
                 self._alternative = buffer, parts
-        gradients = flat.local_grads([unsharded.grad for unsharded in flat.unsharded_params])
+        gradients = [unsharded.grad for unsharded in flat.unsharded_params]
+        for i in flat.tensor_parallel:
+            if (gradient := gradients[i]) is not None:
+                gradients[i] = flat.placements[i].local_grad(gradient)
         for unsharded in flat.unsharded_params:
             unsharded.grad = None
         if (
@@ -270,9 +269,9 @@ class Bucket:
         if self.reduced is None:
             self.reduced = chunk
             return
-        self._tracker.add("reduced", -self._device_bytes(chunk) - self._device_bytes(self.reduced))
+        self._tracker.add("reduced", -self.flat.home.device_bytes(chunk) - self.flat.home.device_bytes(self.reduced))
         self.reduced.add_(chunk)
-        self._tracker.add("reduced", self._device_bytes(self.reduced))
+        self._tracker.add("reduced", self.flat.home.device_bytes(self.reduced))
 
     @property
     def has_grad_hooks(self) -> bool:
@@ -296,7 +295,7 @@ class Bucket:
                 continue
             view = self._reduced_view(i, self.reduced)
             for hook in list(hooks.values()):
-                changed = None if isinstance(hook, RefuseShardGrad) else hook(flat.as_shown(i, view))
+                changed = None if isinstance(hook, RefuseShardGrad) else hook(flat.placements[i].as_shard(view))
                 if changed is None:
                     continue
                 if not isinstance(changed, Tensor) or plain(changed).shape != view.shape:
@@ -315,7 +314,7 @@ class Bucket:
         hooked: list[int] = []
         reduced, self.reduced = self.reduced, None
         assert reduced is not None
-        self._tracker.add("reduced", -self._device_bytes(reduced))
+        self._tracker.add("reduced", -self.flat.home.device_bytes(reduced))
         flat = self.flat
         gradients = self._shard_grads(reduced)
         targets, summands = [], []
@@ -329,7 +328,7 @@ class Bucket:
                 before = param.grad
                 accumulated = self._drop_accumulated(i) if self.accumulated else None
                 if before is None or (accumulated is not None and accumulated.owns_shard_grad):
-                    param.grad = flat.as_shown(i, gradient)
+                    param.grad = flat.placements[i].as_shard(gradient)
                 elif before.is_sparse or gradient.is_sparse:
                     before.add_(gradient)
                 else:

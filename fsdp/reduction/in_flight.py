@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp.comm.context import CommContext
 from fsdp.comm.work import DONE, TwoPhaseWork, Work
 from fsdp.config import ReductionPolicy
-from fsdp.device.storage import MemoryTracker, copy_to_host, size_of
+from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.reduction.bucket import Bucket
 from fsdp.reduction.comm_hook import CommHook, GradBucket
@@ -156,7 +156,7 @@ class ReductionQueue:
             self._start_all_reduce(Reduction(buckets, output, DONE, None, 0, name, divisor, lane))
         self._tracker.add("reduced", size_of(output))
         # the output was allocated on the compute stream, and may be released already
-        if buckets[0].flat.is_offloaded and self._comms.lanes[lane].replicate.size == 1:
+        if buckets[0].flat.home.copies and self._comms.lanes[lane].replicate.size == 1:
             self._copied_output = output
             self._tracker.add("reduced", size_of(output))
         else:
@@ -299,22 +299,12 @@ class ReductionQueue:
             dtype = reduction.buckets[0].flat.shard.dtype
             if reduced.dtype != dtype:
                 reduced = self._replace(reduced, reduced.to(dtype))
-            if any(bucket.reduced is not None for bucket in reduction.buckets):
+            is_added = any(bucket.reduced is not None for bucket in reduction.buckets)
+            if is_added:
                 self._streams.await_reductions()  # a remainder is added to the first chunk, which is another lane's
-            if reduction.buckets[0].flat.is_offloaded:
-                reduced = self._move_to_host(reduced, reduction.buckets)
+            reduced = reduction.buckets[0].flat.home.receive(reduced, is_added, self._streams, self._tracker)
             for bucket, chunk in zip(reduction.buckets, _split(reduced, reduction.buckets), strict=True):
                 bucket.add_reduced(chunk)
-
-    def _move_to_host(self, reduced: Tensor, buckets: Sequence[Bucket]) -> Tensor:
-        """Copy reduced chunks to host memory. They are there when `Streams.await_copies` has returned."""
-        if any(bucket.reduced is not None for bucket in buckets):
-            moved = reduced.cpu()  # it is added on the host to the first chunk, whose copy is over before this one
-        else:
-            moved = copy_to_host(reduced, buckets[0].flat.pins)
-            self._streams.copied()
-        self._tracker.add("reduced", -size_of(reduced))
-        return moved
 
     def _replace(self, old: Tensor, new: Tensor) -> Tensor:
         """Count the new tensor in place of the old one."""

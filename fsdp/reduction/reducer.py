@@ -320,8 +320,7 @@ class Reducer:
             if BucketAction.ACCUMULATE_UNSHARDED in self._queue.on(number, BucketEvent.ACCUMULATE):
                 with self._streams.computing():
                     bucket.accumulate_all()
-                    if bucket.flat.is_offloaded:
-                        self._streams.copied()
+                    bucket.flat.home.copied(self._streams)
 
     def drain(self, index: int) -> None:
         """Wait until no collective of any unit is in flight. Idempotent; raises what the first collective raises."""

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Final
 
 import torch
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 
 from fsdp.autograd.frames import gets_gradient, graph_task
 from fsdp.comm.broadcast_buffers import broadcast_buffers
@@ -427,7 +427,8 @@ class Engine:
 
     def _begin_pass(self, is_forward: bool) -> None:
         self._stale_params.show_to_gathers(is_forward)
-        self.phases.begin_pass()
+        if profiler._is_profiler_enabled is not self.phases.named:
+            self.phases.set_named(profiler._is_profiler_enabled)
         self.stats.begin_pass(is_forward)
 
     def _execute(self, instructions: Iterable[Instruction]) -> None:

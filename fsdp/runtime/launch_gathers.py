@@ -27,7 +27,7 @@ class Gathers:
         self._cap = cap
         self._on_launch = on_launch
         self._sizes = gather_sizes(units)
-        self._kinds = [None if unit.is_offloaded else (unit.comm, unit.device) for unit in units]
+        self._kinds = [None if unit.copies_shards else (unit.comm, unit.device) for unit in units]
         """Units of one kind can share an all-gather. None: the unit, whose shard is in host memory, has its own."""
         self._collected: list[int] | None = None
         """The units to be gathered together; None while each gather is launched at once."""

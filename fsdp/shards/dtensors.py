@@ -1,7 +1,7 @@
 """Torch's DTensors as shards, for code that looks at `placements`, `to_local()` and `full_tensor()`. See params/placement.py."""
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,13 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp.errors import ShardingAssertion, ShardingError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Mesh = DeviceMesh
+else:
+    Mesh = object  # the import takes half a second
 
 
 def make_dtensor(local: Tensor, spec: Any) -> Tensor:
@@ -33,6 +40,25 @@ def _dtensor_class() -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor
+
+
+def specs_of(mesh: Mesh, parameter: Tensor, dim: int) -> tuple[Any, Any]:
+    """torch's DTensorSpecs of a shard that is cut along `dim`, and of its unsharded parameter, or None."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    in_front = torch.empty(parameter.shape, device="meta").movedim(dim, 0)
+    meta = TensorMeta(parameter.shape, torch.empty(in_front.shape, device="meta").movedim(0, dim).stride(), parameter.dtype)
+    replicas = (Replicate(),) * (mesh.ndim - 1)
+    given: Any = getattr(parameter, "_spec", None)
+    if given is None:
+        return DTensorSpec(mesh, (*replicas, Shard(dim)), meta), None
+    # Tensor parallelism has cut the parameter first, so a dimension that both cut is in two steps of strides.
+    parts = given.num_shards_map[dim]
+    mine: Any = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
+    joined = type(mesh)._concatenate([mesh, given.mesh])
+    return DTensorSpec(joined, (*replicas, mine, *given.placements), meta), DTensorSpec(given.mesh, given.placements, meta)
 
 
 def dim_of(name: str, parameter: Tensor, placement: Any) -> int:

@@ -145,7 +145,7 @@ def _refuse(engine: Engine, units: Collection[int], function_name: str, fn: Conv
     ModuleTree.of(root.module).refuse_borrowing(root.name)
     for index in units:
         unit = engine.units[index]
-        if any(flat.is_offloaded and fn(flat.shard.new_empty(0)).device != flat.shard.device for flat in unit.flats):
+        if any(flat.home.copies and fn(flat.shard.new_empty(0)).device != flat.shard.device for flat in unit.flats):
             raise ShardingError(
                 f"{function_name}: the shards of unit {unit.name!r} are in host memory by offload_policy and stay there, while "
                 f"{unit.flats[0].device} computes; change the dtype alone, or move the module before wrapping it."
@@ -160,8 +160,9 @@ def _convert(unit: Unit, parts: list[Part], values: list[list[Tensor]], config: 
         flat = part.flat
         for number in part.indices:
             # a stand-in of the full shape with the memory of one element, which the new buffer cuts
-            device = flat.device if flat.is_offloaded else None
-            stand_in = converted[0].new_empty((), device=device).expand(flat.layout.slots[number].shape)
+            stand_in = (
+                converted[0].new_empty((), device=flat.home.after_move(converted[0])).expand(flat.layout.slots[number].shape)
+            )
             flat.restore_param(number, flat.placements[number].shown(stand_in), None)
     unit.dissolve()
     flats = [part.made(converted[0].dtype, config) for part, converted in zip(parts, values, strict=True)]
@@ -169,7 +170,7 @@ def _convert(unit: Unit, parts: list[Part], values: list[list[Tensor]], config: 
         part.fill(flat, converted)
         for number, grad in enumerate(of_flat):
             if grad is not None:
-                flat.sharded_params[number].grad = flat.as_shown(number, grad)
+                flat.sharded_params[number].grad = flat.placements[number].as_shard(grad)
     new = Unit(unit.modules, unit.name, flats, config, unit.comm)
     if stepped:
         new.versions.repeat(1)  # an optimizer may have state that is cut like the shards
