@@ -100,6 +100,6 @@ def _write_back(unit: Unit) -> None:
             setattr(module, slot, parameter)
             is_replaced(
                 given,
-                f"has a parameter that replaced {info.names[0]!r} of unit {unit.name!r} after wrapping, whose values that one has "
-                "taken: make the optimizer after the first forward, or replace before wrapping.",
+                f"has a parameter that replaced {info.names[0]!r} of unit {unit.name!r} after wrapping, whose values that one "
+                "has taken: make the optimizer after the first forward, or replace before wrapping.",
             )
