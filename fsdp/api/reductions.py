@@ -56,7 +56,7 @@ def reducer_stats(model: nn.Module) -> list[BucketStats]:
     Raises:
         ShardingError: `model` contains no unit, or is only a part of a root.
     """
-    return [one for engine in engines_in(model, "reducer_stats") for one in engine.reducer.stats.report()]
+    return [one for engine in engines_in(model, "reducer_stats") for one in engine.stats.report_reductions()]
 
 
 def relearn_order(model: nn.Module) -> None:
