@@ -148,12 +148,11 @@ class _Builder:
 
     def _make(self, one: Planned) -> Unit:
         config = self._config if one.regrouped is None else one.regrouped.config
-        comm = self._comms.shard_comm
         for info in one.param_infos:
             for module, _ in info.slots:
                 show_plainly(module)  # it may have shown a parameter that belonged to another unit
-        flats = make_flat_buffers(one.param_infos, config, comm, self._mesh)
-        return Unit(one.members, one.name, flats, config, comm)
+        flats = make_flat_buffers(one.param_infos, config, self._comms.shard_comm, self._mesh)
+        return Unit(one.members, one.name, flats, config, self._comms)
 
     def _prepare(self, module: nn.Module, index: int) -> None:
         """Allocate and initialise `module` and the modules below it, and build the units below it."""

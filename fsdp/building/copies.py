@@ -160,7 +160,7 @@ def _copy_unit(unit: Unit, memo: Memo) -> Unit:
         copied = FlatBuffer(infos, again, flat.unsharded.dtype, config.offload)
         copied.shard.copy_(flat.shard)
         flats.append(copied)
-    return Unit([memo[id(module)] for module in unit.modules], unit.name, flats, config, unit.comm)
+    return Unit([memo[id(module)] for module in unit.modules], unit.name, flats, config, unit.comms)
 
 
 def _engine_hooks(module: nn.Module) -> dict[int, RefuseCopy | SideOutputs]:

@@ -85,6 +85,11 @@ class Placement:
         return self.part.numel > 0 or self.has_empty_grad or self.is_complete
 
     @property
+    def ranks(self) -> Sequence[int]:
+        """The numbers of the ranks that have a part of it, as far as a mesh says so."""
+        return ()
+
+    @property
     def is_row_range(self) -> bool:
         """Whether the shards are ranges of the parameter's elements, in the order of its memory."""
         return True
@@ -247,6 +252,11 @@ class DTensorPlacement(Placement):
     @property
     def shape(self) -> Shape:
         return tuple(self._spec.tensor_meta.shape)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        ranks: list[int] = self._spec.mesh.mesh.flatten().tolist()
+        return ranks
 
     @property
     def is_row_range(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.autograd.frames import in_backward, is_running
-from fsdp.comm.communicator import Communicator
+from fsdp.comm.context import CommContext
 from fsdp.comm.joint_gather import JointGather
 from fsdp.comm.work import Work
 from fsdp.config import Config
@@ -37,12 +37,14 @@ class Unit:
     """The parameters that are gathered and released together, and the modules that show them."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], name: str, flats: Sequence[FlatBuffer], config: Config, comm: Communicator
+        self, modules: Sequence[nn.Module], name: str, flats: Sequence[FlatBuffer], config: Config, comms: CommContext
     ) -> None:
         self._modules = tuple(map(weakref.ref, modules))
         self.name = name
         self.config = config
-        self.comm = comm
+        self.comms = comms
+        """The communicators of the ranks among which the unit is cut."""
+        self.comm = comms.shard_comm
         self._streams: Streams
         self._tracker: MemoryTracker
         self._device = torch.device("cpu")
@@ -124,8 +126,12 @@ class Unit:
         """From now on, call `before_copy` before a copy of a flat buffer is gathered in a dtype."""
         self._before_copy = before_copy
 
-    def join(self, streams: Streams, tracker: MemoryTracker, device: torch.device, shard_device: torch.device) -> None:
-        """Become part of a root: use its streams, its memory tracker and its devices."""
+    def join(
+        self, comms: CommContext, streams: Streams, tracker: MemoryTracker, device: torch.device, shard_device: torch.device
+    ) -> None:
+        """Become part of a root: use its communicators, if they connect the same ranks, its streams, tracker and devices."""
+        if self.comms.same_ranks_as(comms):
+            self.comms = comms
         self._streams = streams
         self._tracker = tracker
         self._device = device

@@ -11,6 +11,7 @@ from typing import Final, cast
 import torch
 from torch import Tensor, nn
 
+from fsdp.comm.context import CommContext
 from fsdp.device.storage import MemoryTracker, ResizableStorage, ReusableBuffer, size_of
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
@@ -35,6 +36,7 @@ class Bucket:
         "all_local_used",
         "all_used",
         "buffer",
+        "comms",
         "expects_accumulated",
         "flat",
         "local_used",
@@ -49,7 +51,15 @@ class Bucket:
     )
 
     def __init__(
-        self, number: int, flat: FlatBuffer, unit: int, name: str, dtype: torch.dtype, stays: bool, tracker: MemoryTracker
+        self,
+        number: int,
+        flat: FlatBuffer,
+        unit: int,
+        name: str,
+        comms: CommContext,
+        dtype: torch.dtype,
+        stays: bool,
+        tracker: MemoryTracker,
     ) -> None:
         self.number = number
         """Its place among the buckets of its root."""
@@ -58,6 +68,8 @@ class Bucket:
         """The number of its unit."""
         self.name = name
         """The name of its unit."""
+        self.comms = comms
+        """The communicators of its unit."""
         self._tracker = tracker
         self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
         self.views = flat.wire.views_of(self.buffer)
@@ -95,7 +107,7 @@ class Bucket:
     @property
     def group_key(self) -> Hashable:
         """Buckets with equal keys can share a collective."""
-        return self.dtype, self.flat.shard.dtype, self.flat.home
+        return self.comms, self.dtype, self.flat.shard.dtype, self.flat.home
 
     def missing_params(self, used: Sequence[bool]) -> list[str]:
         """The names of trainable parameters without a gradient."""

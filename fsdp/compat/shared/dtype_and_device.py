@@ -171,7 +171,7 @@ def _convert(unit: Unit, parts: list[Part], values: list[list[Tensor]], config: 
         for number, grad in enumerate(of_flat):
             if grad is not None:
                 flat.sharded_params[number].grad = flat.placements[number].as_shard(grad)
-    new = Unit(unit.modules, unit.name, flats, config, unit.comm)
+    new = Unit(unit.modules, unit.name, flats, config, unit.comms)
     if stepped:
         new.versions.repeat(1)  # an optimizer may have state that is cut like the shards
     return new
