@@ -38,9 +38,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 import fsdp
 from fsdp.building import attach
 from fsdp.comm.simulated import current_rank
+from fsdp.device.home import HostHome
 from fsdp.device.streams import DeviceStreams
-from fsdp.params.flat_buffer import FlatBuffer
-from fsdp.reduction import in_flight
 from tests.support.accelerator import world
 from tests.support.accelerator.build import missing
 from tests.support.accelerator.device import Scheduler, load
@@ -191,23 +190,23 @@ class Settings:
 @contextmanager
 def timed() -> Iterator[None]:
     """Engines that are made inside have streams that keep the clock, and copies between host and device take time."""
-    upload, copy_to_host = FlatBuffer.upload, in_flight.copy_to_host
+    upload, bring = HostHome.upload, HostHome.bring
 
-    def timed_upload(flat: FlatBuffer) -> None:
-        clock().copy("to device", flat.shard)
-        upload(flat)
+    def timed_upload(home: HostHome, shard: Tensor, *others: Any) -> None:
+        clock().copy("to device", shard)
+        upload(home, shard, *others)
 
-    def timed_copy(tensor: Tensor, pin: bool) -> Tensor:
-        clock().copy("to host", tensor)
-        return copy_to_host(tensor, pin)
+    def timed_bring(home: HostHome, local: Tensor) -> Tensor:
+        clock().copy("to host", local)
+        return bring(home, local)
 
     def make_streams(device: torch.device, lanes: int, offloads: bool) -> DeviceStreams:
         return DeviceStreams(TimedQueues(clock()), lanes, offloads)
 
     with (
         mock.patch.object(attach, "make_streams", make_streams),
-        mock.patch.object(FlatBuffer, "upload", timed_upload),
-        mock.patch.object(in_flight, "copy_to_host", timed_copy),
+        mock.patch.object(HostHome, "upload", timed_upload),
+        mock.patch.object(HostHome, "bring", timed_bring),
         mock.patch.object(world, "PretendWork", TimedWork),
     ):
         yield

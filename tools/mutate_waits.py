@@ -33,7 +33,7 @@ EXCEPT: Final = {
     "fsdp/commands/planning/": "it measures, and trains nothing",
     "fsdp/commands/rehearsal/": "it counts, and trains nothing",
     "fsdp/commands/selftest/": "it is a check itself",
-    "fsdp/shards/dtensors.py": "the tensor waits by itself at its first use",
+    "fsdp/params/placement.py": "the tensor waits by itself at its first use",
 }
 """Files, folders and classes whose calls of these names reach no device that trains, each with its reason."""
 SAME_NAME: Final = ("info", "reducer", "versions", "_order")
