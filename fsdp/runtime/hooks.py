@@ -216,7 +216,8 @@ class UnitHooks(RefuseCopy, UnitObserver):
                     self._unit.write_back_inplace_of_recompute()
                 else:
                     call.path.add_updates(self._unit.write_back_inplace())
-                    self._unit.refuse_lost_acts()
+                    if not self._engine.splits_backward:
+                        self._unit.refuse_lost_acts()
                 self._find_outputs(call, output)
             except ShardingError as refusal:
                 self._engine.note(refusal, self._index)
