@@ -120,9 +120,11 @@ def refuses_names_of(peer: type, cls: C) -> C:
     return cls
 
 
-def refused_methods(peer: type, cls: type) -> dict[str, Callable[..., NoReturn]]:
-    """For each public method of `peer` that a class has not: one that raises ShardingError."""
-    return {name: refusing(f"{cls.__name__}.{name}") for name in vars(peer) if not (name.startswith("_") or hasattr(cls, name))}
+def refused_names(peer: type, cls: type) -> dict[str, Any]:
+    """By public name of `peer` that a class has not: a method that raises ShardingError, or a property that does if it is set."""
+    absent = {name: one for name, one in vars(peer).items() if not (name.startswith("_") or hasattr(cls, name))}
+    refused = {name: refusing(f"{cls.__name__}.{name}") for name in absent}
+    return {name: property(fset=refused[name]) if isinstance(one, property) else refused[name] for name, one in absent.items()}
 
 
 def refusing(where: str) -> Callable[..., NoReturn]:

@@ -94,14 +94,17 @@ def _count_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises:
-    ShardingError: the optimizer has a parameter in whose place a DTensor is trained, and would never change it.
+    ShardingError: the optimizer has a parameter in whose place another one is trained, and would never change it.
     """
     for group in optimizer.param_groups:
-        if any([REPLACED in parameter.__dict__ for parameter in group["params"]]):
-            raise ShardingError(
-                f"{type(optimizer).__name__} was made before the module was wrapped with DTensors as shards, which replace its "
-                "parameters: make the optimizer after wrapping."
-            )
+        for cause in [p.__dict__[REPLACED] for p in group["params"] if REPLACED in p.__dict__]:
+            raise ShardingError(f"{type(optimizer).__name__} {cause}")
+
+
+def is_replaced(parameter: nn.Parameter, cause: str) -> None:
+    """From now on, refuse steps of optimizers that have `parameter`. `cause`: the sentence after the name of the optimizer."""
+    _hook_optimizers()
+    parameter.__dict__[REPLACED] = cause
 
 
 def replace_by_dtensor(original: nn.Parameter, shard: Tensor, former: nn.Parameter | None = None) -> nn.Parameter:
@@ -118,7 +121,11 @@ def replace_by_dtensor(original: nn.Parameter, shard: Tensor, former: nn.Paramet
     made.__dict__[STANDS_FOR] = True
     for hook in (original._post_accumulate_grad_hooks or {}).values():
         made.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    original.__dict__[REPLACED] = True
+    is_replaced(
+        original,
+        "was made before the module was wrapped with DTensors as shards, which replace its parameters: make the optimizer after "
+        "wrapping.",
+    )
     return made
 
 
@@ -140,7 +147,7 @@ def keep_hooks(parameter: nn.Parameter) -> None:
 STANDS_FOR = "_fsdp_stands_for_another"
 """The attribute of a DTensor that is trained in place of a parameter."""
 REPLACED = "_fsdp_replaced"
-"""The attribute of a parameter in whose place a DTensor is trained."""
+"""The attribute of a parameter in whose place another one is trained."""
 
 
 def local_of(tensor: Any) -> Tensor | None:

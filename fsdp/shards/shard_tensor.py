@@ -155,6 +155,14 @@ class ShardTensor(Tensor):
     def share_memory_(self) -> NoReturn:
         refuse("share_memory_", self.shard_info)
 
+    def quantile(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused here: torch's own looks at the size of the part before it calls an operator."""
+        refuse("quantile", self.shard_info)
+
+    def nanquantile(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused, see `quantile`."""
+        refuse("nanquantile", self.shard_info)
+
     def new_empty(self, *size: Any, **options: Any) -> Any:
         return _new_of_size(Tensor.new_empty, self, size, options)
 

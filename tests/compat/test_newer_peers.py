@@ -17,7 +17,7 @@ from torch.distributed import fsdp as torch_fsdp
 import fsdp
 from fsdp.building.peer_options import PEER_OPTIONS
 from fsdp.building.torch_policies import OF_FSDP1, OF_FSDP2, OFFLOADS
-from fsdp.compat import ddp, fully_shard
+from fsdp.compat import ddp, fairscale, fully_shard
 from fsdp.compat import torch_fsdp as fsdp1
 from fsdp.compat.ddp.arguments import ABSENT
 from fsdp.compat.ddp.wrapper import TorchDDP
@@ -217,11 +217,33 @@ def test_a_new_method_is_refused_by_name(door: str, monkeypatch: pytest.MonkeyPa
     assert "set_later" in text and UNKNOWN in text
 
 
-@pytest.mark.parametrize("door", ["ddp", "torch_fsdp"])
+@each_door
 def test_a_new_property_that_is_set_is_refused_by_name(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Linear):
+        """FSDP2's door makes a class for each class that it wraps."""
+
     theirs, _, wrap = DOORS[door]
     monkeypatch.setattr(theirs, "later", property(lambda self: 0), raising=False)
-    refuses(lambda: setattr(wrap(nn.Linear(2, 2)), "later", 3), "later=3")
+    refuses(lambda: setattr(wrap(Own(2, 2)), "later", 3), ".later")
+
+
+def test_what_a_later_fairscale_has_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the installed fairscale has, its door takes what it knows: the door does not import fairscale."""
+    theirs, ours = pytest.importorskip("fairscale.nn").FullyShardedDataParallel, fairscale.FullyShardedDataParallel
+    monkeypatch.setattr(theirs, "__init__", later_function(theirs.__init__))
+    monkeypatch.setattr(theirs, "set_later", lambda self, value: None, raising=False)
+    monkeypatch.setattr(theirs, "no_sync", later_function(theirs.no_sync))
+
+    def program() -> None:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'later'"):
+            ours(nn.Linear(2, 2), later=3)  # type: ignore[call-arg]
+        model: Any = ours(nn.Linear(2, 2))
+        with pytest.raises(AttributeError, match="set_later"):
+            model.set_later(3)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'later'"):
+            model.no_sync(later=3)
+
+    on_one_rank(program)
 
 
 def test_other_attributes_are_found_and_set_as_before() -> None:

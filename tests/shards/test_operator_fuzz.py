@@ -58,14 +58,13 @@ SKIPPED: Final = {
     *("empty_like", "new", "new_empty"),
     # expands the other tensor, which is an ordinary one
     *("broadcast_tensors",),
-    # chooses an implementation by the shape of the part, so that ranks may come to other collectives: docs/reference/limits.md
-    *("scaled_dot_product_attention",),
-    # look at the number of elements of the part first, and since torch 2.14 communicate before they are refused: the same page
-    *("quantile", "nanquantile"),
     # read the memory of a tensor without an operator, so nothing can be refused: docs/reference/limits.md
     *("fbgemm_linear_quantize_weight", "fbgemm_pack_gemm_matrix_fp16", "to_dlpack"),
 }
 """What does not compute, or asks for the memory or the local shape of the part."""
+DECIDED_BY_PART: Final = ("torch.quantile", "torch.nanquantile", "F.scaled_dot_product_attention")
+"""Functions that look at the size of the part before they call an operator, so that some ranks may wait for others that have
+failed: docs/reference/limits.md. Each is called in a world of its own."""
 WITHOUT_ELEMENTS: Final = {("torch.vander", "the first dimension")}
 """Calls that make an empty tensor from the size of the part, and call no operator: docs/reference/limits.md."""
 
@@ -84,7 +83,8 @@ def functions() -> dict[str, Callable[..., Any]]:
         for name in dir(space):
             function = getattr(space, name)
             is_magic = name.startswith("_") and not (where == "Tensor" and name in MAGIC)
-            if callable(function) and not isinstance(function, type) and not is_magic and name not in SKIPPED:
+            called = callable(function) and not isinstance(function, type) and f"{where}.{name}" not in DECIDED_BY_PART
+            if called and not is_magic and name not in SKIPPED:
                 found[f"{where}.{name}"] = method(name) if space is Tensor else function
     return found
 
@@ -146,6 +146,31 @@ def same(one: Any, other: Any) -> bool:
 def test_no_result_is_silently_local(shape: tuple[int, ...], size: int) -> None:
     wrong = fsdp.simulate(size, lambda rank: silently_wrong(shape))
     assert not wrong[0], "\n".join(wrong[0])
+
+
+@pytest.mark.parametrize("name", DECIDED_BY_PART)
+@pytest.mark.parametrize(("shape", "size"), CASES.values(), ids=CASES)
+def test_every_rank_gets_an_error_where_the_size_of_its_part_decides(shape: tuple[int, ...], size: int, name: str) -> None:
+    where, _, function = name.partition(".")
+    call = getattr({"torch": torch, "F": nn.functional}[where], function)
+
+    def one_rank(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Linear(shape[1], shape[0], bias=False))
+        shard = next(model.parameters()).detach()
+        with pytest.raises((fsdp.ShardingError, fsdp.errors.WorldError, RuntimeError)):
+            call(*[shard] * 3) if where == "F" else call(shard, 0.5)
+
+    fsdp.simulate(size, one_rank)
+
+
+@pytest.mark.parametrize("name", ["quantile", "nanquantile"])
+def test_a_method_that_looks_at_the_size_of_the_part_is_refused_by_name(name: str) -> None:
+    def one_rank(rank: int) -> None:
+        shard = next(fsdp.fully_shard(nn.Linear(4, 1, bias=False)).parameters())
+        with pytest.raises(fsdp.ShardingError, match=f"{name} on 'weight', of which this rank holds"):
+            getattr(shard, name)(0.5)
+
+    fsdp.simulate(2, one_rank)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from fsdp.errors import PeerFailed, WorldError
 from fsdp.params.module_tree import IGNORED, ModuleTree
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
+from fsdp.shards.dtensors import is_replaced
 from fsdp.shards.shard_tensor import plain
 from fsdp.state_dict.param_shard import param_shards_of
 
@@ -97,3 +98,8 @@ def _write_back(unit: Unit) -> None:
             parameter.copy_(given)
             parameter.requires_grad_(given.requires_grad)
             setattr(module, slot, parameter)
+            is_replaced(
+                given,
+                f"has a parameter that replaced {info.names[0]!r} of unit {unit.name!r} after wrapping, whose values that one "
+                "has taken: make the optimizer after the first forward, or replace before wrapping.",
+            )

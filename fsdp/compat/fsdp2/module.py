@@ -17,7 +17,7 @@ from fsdp.compat.fsdp2 import residence
 from fsdp.compat.fsdp2.move_module import apply_to_tensors, make_room
 from fsdp.compat.fsdp2.residence import GradientReductionHandle, UnshardHandle
 from fsdp.errors import ShardingError
-from fsdp.newer_peers import refused_methods
+from fsdp.newer_peers import refused_names
 from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
 from state_machine import ReshardPolicy
 
@@ -296,6 +296,6 @@ def become_fsdp_module(module: nn.Module) -> None:
     kind = type(module)
     if not isinstance(module, FSDPModule):
         if kind not in _classes:
-            namespace = {"__module__": kind.__module__, **refused_methods(_Theirs, FSDPModule)}
+            namespace = {"__module__": kind.__module__, **refused_names(_Theirs, FSDPModule)}
             _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), namespace)
         module.__class__ = _classes[kind]

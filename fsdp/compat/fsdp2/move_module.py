@@ -1,11 +1,14 @@
-"""Conversions of a wrapped module, or of a module inside one: `to_empty`, `to`, `float`. Parameters keep their objects."""
+"""Conversions of a wrapped module, or of a module inside one: `to_empty`, `to`, `float`; and values of what is put in place of a
+parameter. Parameters keep their objects."""
 
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fsdp.compat.fsdp2 import residence
 from fsdp.compat.shared.dtype_and_device import changed_flats, convert
@@ -13,6 +16,7 @@ from fsdp.device.streams import default_device
 from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import UnitRef, unit_ref_of
+from fsdp.shards.dtensors import local_of
 from fsdp.shards.shard_tensor import plain
 from fsdp.state_dict.fqns import entries
 from fsdp.state_dict.state_dict_hooks import loads_other_names
@@ -86,6 +90,38 @@ def convert_inside(unit: Unit) -> None:
     for module in {id(module): module for info in unit.param_infos for module, _ in info.slots}.values():
         if id(module) not in own:
             module.__dict__[InnerConversion.ATTRIBUTE] = InnerConversion(module)
+
+
+@cache
+def follow_assignments() -> None:
+    """From now on, a DTensor that is assigned in place of a unit's gives that one its values, see `_take_over`."""
+    hook: Any = _take_over  # torch's types do not say that a hook may return another parameter
+    register_module_parameter_registration_hook(hook)
+
+
+@torch.no_grad()
+def _take_over(module: nn.Module, name: str, given: Any) -> nn.Parameter | None:
+    """Let the parameter of a unit have the values of `given`, and memory if it has none; return the former.
+
+    Returns None where they are not cut alike, and `given` takes the place.
+    """
+    current = module._parameters.get(name)
+    unit = None if current is None or local_of(given) is None or owning_unit(given) is not None else owning_unit(current)
+    if current is None or not isinstance(unit, Unit) or not any(current is shard for shard in unit.sharded_params):
+        return None
+    if _cut_of(given) != _cut_of(current):
+        return None
+    convert_params([current], lambda tensor: torch.empty_like(tensor, device=given.device) if tensor.is_meta else tensor)
+    current.copy_(given)
+    current.requires_grad_(given.requires_grad)
+    return current
+
+
+def _cut_of(parameter: Any) -> tuple[object, ...] | None:
+    """What two DTensors that are cut alike have in common; None for another tensor."""
+    if local_of(parameter) is None:
+        return None
+    return (parameter.shape, parameter.dtype, parameter.placements, parameter.device_mesh)
 
 
 def make_room(module: nn.Module, state_dict: Mapping[str, Any], assigns: bool) -> None:

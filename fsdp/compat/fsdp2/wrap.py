@@ -14,7 +14,7 @@ from fsdp.building.builder import stay_on_meta
 from fsdp.building.choose_units import is_bare_container
 from fsdp.building.torch_policies import OFFLOADS
 from fsdp.compat.fsdp2.module import FSDPModule, become_fsdp_module
-from fsdp.compat.fsdp2.move_module import convert_inside
+from fsdp.compat.fsdp2.move_module import convert_inside, follow_assignments
 from fsdp.errors import ShardingAssertion, ShardingError
 from fsdp.newer_peers import refuse_unknown_fields
 from fsdp.runtime.registry import unit_ref_of
@@ -69,6 +69,7 @@ def fully_shard(
     ref = unit_ref_of(modules[0])
     if ref is not None:
         convert_inside(ref.unit)
+        follow_assignments()
     for one in modules:
         become_fsdp_module(one)
     return module

@@ -23,7 +23,8 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fsdp
-from fsdp.integrations.accelerate import PATCHES, PLUGIN_FIELDS, _check_fields, install
+from fsdp.compat.frameworks.accelerate import PLUGIN_FIELDS, _check_fields
+from fsdp.integrations.accelerate import PATCHES, install
 from tests.compat.frameworks.forked import KILLED, alone, largest_difference, run, script_of_page
 from tests.compat.frameworks.launched import engine_of
 

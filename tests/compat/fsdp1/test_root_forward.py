@@ -61,6 +61,21 @@ def test_a_parameter_that_replaces_one_gives_it_its_values(use: Callable[[Any], 
         torch.testing.assert_close(loss, alone(torch.ones(2, 4)).sum().detach())
 
 
+def test_an_optimizer_that_has_a_parameter_whose_values_were_taken_over_is_refused() -> None:
+    """It would train the parameter that is not the model's any more."""
+
+    def program(rank: int) -> None:
+        model = wrapped()
+        model.module[0].weight = nn.Parameter(torch.full_like(model.module[0].weight, 2.0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        forward(model)
+        with pytest.raises(fsdp.ShardingError, match=r"SGD has a parameter that replaced '0.weight' of unit 'Sequential'"):
+            optimizer.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    fsdp.simulate(2, program)
+
+
 @pytest.mark.parametrize("use", [forward, summon, save])
 @on_ranks(2)
 def test_one_that_does_not_fit_is_refused(rank: int, use: Callable[[Any], object]) -> None:
