@@ -6,6 +6,7 @@ too, the ranks may raise what they like. Anything else is a fault.
 """
 
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import fsdp
 from tests.acts.doors import kind_of, plain_player, player
-from tests.acts.players import Player, Raised
+from tests.acts.players import POST, Player, Raised
 from tests.acts.vocabulary import ACTS, CHANGE_WEIGHTS
 from tests.support.models import distance, join, local
 
@@ -25,7 +26,6 @@ WITHIN: Final = {torch.float64: 1e-6, torch.float32: 1e-5}
 number; a program of 35 moves has some five of them one after the other in each move, which is 1e-5."""
 AT: Final = " / "
 """Between the name of an act that is due and its moment."""
-POST: Final = "in a post-accumulate hook"
 OF_FAIRSCALE: Final = ("a view and its base", "this instance is in ")
 OURS: Final = (fsdp.ShardingError, fsdp.IllegalTransition, fsdp.PeerFailed)
 
@@ -98,6 +98,7 @@ class Seen:
     text: str = ""
     trace: str = ""
     ran: list[str] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
     reads: list[tuple[str, Any]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
@@ -136,7 +137,7 @@ def finish(at: Player) -> None:
 
 def perform(at: Player, number: int, move: Move) -> Seen:
     """Do one move, and say what it left."""
-    at.reads, at.ran = [], []
+    at.reads, at.ran, at.begun = [], [], []
     seen = Seen()
     try:
         execute(at, number, move)
@@ -147,22 +148,19 @@ def perform(at: Player, number: int, move: Move) -> Seen:
     except Exception as accident:
         seen.raised, seen.text = "accident", f"{type(accident).__name__}: {accident}"
         seen.trace = "".join(traceback.format_exception(accident))
-    if seen.raised and is_pass(move, at.ran):
+    if seen.raised and is_pass(move, at):
         at.abandon()
     return see(at, seen)
 
 
-def is_pass(move: Move, ran: Sequence[str]) -> bool:
-    """Whether the model was called. An act that has called it is known by the acts that ended inside."""
-    return isinstance(move, Forward | Backward | Evaluate) or bool(ran)
+def is_pass(move: Move, at: Player) -> bool:
+    """Whether the model was called. An act that has called it is known by the acts that began or ended inside."""
+    return isinstance(move, Forward | Backward | Evaluate) or bool(at.ran or at.begun)
 
 
 def see(at: Player, seen: Seen) -> Seen:
-    seen.ran, seen.reads, seen.local_gradients = (
-        list(at.ran),
-        [(name, frozen(value)) for name, value in at.reads],
-        at.local_gradients,
-    )
+    seen.ran, seen.begun, seen.local_gradients = list(at.ran), list(at.begun), at.local_gradients
+    seen.reads = [(name, frozen(value)) for name, value in at.reads]
     for name, parameter in at.parameters().items():
         seen.weights[name] = local(parameter).clone()
         seen.gradients[name] = None if parameter.grad is None else local(parameter.grad).clone()
@@ -195,9 +193,7 @@ def execute(at: Player, number: int, move: Move) -> None:
         case Backward(slot, retain):
             if slot in at.losses:
                 loss = at.losses[slot] if retain else at.losses.pop(slot)
-                loss.backward(retain_graph=retain)
-                at.reached(POST, at.syncs and at.late)
-                at.local_gradients = not at.syncs
+                at.backward(loss, retain)
         case Step():
             at.optimizer.step()
         case Zero():
@@ -231,7 +227,7 @@ def judge(program: Program, door: str, size: int, seed: int = 0) -> Verdict:
 def against_plain(program: Program, door: str, ranks: Sequence[Sequence[Seen]], late: bool = False) -> Verdict:
     """`late`: what is due in a post-accumulate hook happens at the end of the backward, when averages are known."""
     verdict = Verdict()
-    happened = tuple((one.raised in ("refused", "accident"), tuple(one.ran)) for one in ranks[0])
+    happened = tuple((one.raised in ("refused", "accident"), tuple(one.ran), tuple(one.begun)) for one in ranks[0])
     plain = plain_run(tuple(program), kind_of(door), len(ranks), happened, late)
     for number, move in enumerate(program):
         found, wanted = [seen[number] for seen in ranks], plain[number]
@@ -269,8 +265,8 @@ def is_of_fairscale(door: str, found: Sequence[Seen]) -> bool:
     return door == "fairscale" and all(any(said in one.text for said in OF_FAIRSCALE) for one in found)
 
 
-Happened = tuple[tuple[bool, tuple[str, ...]], ...]
-"""Of each move, whether it was refused, and the acts that ended in it."""
+Happened = tuple[tuple[bool, tuple[str, ...], tuple[str, ...]], ...]
+"""Of each move, whether it was refused, the acts that ended in it, and those that were due and began in it."""
 
 
 @lru_cache(maxsize=64)
@@ -284,15 +280,19 @@ def plain_run(program: tuple[Move, ...], kind: str, size: int, happened: Happene
         finish(at)
 
 
-def follow(at: Player, number: int, move: Move, refused: bool, ran: tuple[str, ...]) -> Seen:
+def follow(at: Player, number: int, move: Move, refused: bool, ran: tuple[str, ...], begun: tuple[str, ...]) -> Seen:
     """The plain model does what the ranks did: a move that was refused it leaves out, but not the acts that ended before."""
     if not refused:
         return perform(at, number, move)
-    at.reads, at.ran = [], []
+    at.reads, at.ran, at.begun = [], [], []
     for called in ran:
         for due in [one for one in at.due if one.name == called][:1]:
             at.do_if_due(due)
-    if is_pass(move, ran):
+    for called in (Counter(begun) - Counter(at.begun)).elements():
+        for due in [one for one in at.due if one.name == called][:1]:
+            at.begun.append(called)
+            at.forget(due)
+    if is_pass(move, at):
         at.abandon()
     return see(at, Seen("refused"))
 

@@ -567,8 +567,7 @@ def _(at: Player, block: int) -> None:
 
 @act("a complete forward and backward")
 def _(at: Player, block: int) -> None:
-    at.loss(at.model(at.data(992))).backward()
-    at.local_gradients = not at.syncs
+    at.backward(at.loss(at.model(at.data(992))))
 
 
 @act("raise")
