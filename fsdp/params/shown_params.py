@@ -85,12 +85,22 @@ def in_grad_hook() -> bool:
 class ParamDict(dict[str, nn.Parameter | None]):
     """The `_parameters` of a module that has parameters of a unit."""
 
-    __slots__ = ("shared",)
+    __slots__ = ("is_touched", "shared")
 
     def __init__(self, slots: dict[str, nn.Parameter | None]) -> None:
         super().__init__(slots)
         self.shared = False
         """Whether parameters of several units are in this dict, so that some may be sharded and others unsharded."""
+        self.is_touched = False
+        """Whether one was put in or taken away since somebody looked. The units change the dict by `update`."""
+
+    def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
+        super().__setitem__(name, parameter)
+        self.is_touched = True
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self.is_touched = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """An ordinary dict: the copy of a module has units of its own."""
@@ -168,8 +178,12 @@ class ModuleParams:
         self._set_params(self._unsharded_params)
 
     def use_sharded(self) -> None:
-        """Let the module show the shards, and the unit answer reads."""
-        self._set_params(self._sharded_params)
+        """Let the module show the shards, and the unit answer reads. What the user has put in stays, for the next check."""
+        known = self._sharded_params
+        if self._param_dict.is_touched:
+            ours = (known, self._unsharded_params)
+            known = {name: p for name, p in known.items() if any(self._param_dict.get(name) is one[name] for one in ours)}
+        self._set_params(known)
         self._param_dict.__class__ = InterceptingParamDict
 
     def stop_intercepting(self) -> None:
@@ -180,6 +194,12 @@ class ModuleParams:
     def intercept_reads(self) -> None:
         """Let the unit answer reads."""
         self._param_dict.__class__ = InterceptingParamDict
+
+    def refuse_touched(self, unit: str) -> None:
+        """Do `check` if the user has put a parameter into the module, or taken one away, since the last time."""
+        if self._param_dict.is_touched:
+            self.check(unit)
+            self._param_dict.is_touched = self._param_dict.shared
 
     def check(self, unit: str) -> None:
         """Check that the module shows parameters of the unit.

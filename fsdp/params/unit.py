@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Final
 
 import torch
@@ -192,17 +192,18 @@ class Unit:
         self._read_by_recompute = False
         self.versions.repeat(self.write_back_inplace())
 
-    def roll_back_inplace(self, saved: SavedShards) -> None:
-        """Undo the in-place updates of a failed forward: forget new ones, and restore the shards in `saved`.
+    def roll_back_inplace(self, saved: SavedShards) -> list[str]:
+        """Undo what a failed forward did to the unsharded parameters: forget it, and restore the shards in `saved`.
 
-        Updates stay where the unsharded parameters share the memory of the shards.
+        Updates stay where the unsharded parameters share the memory of the shards. Returns the names of what was undone.
         """
-        for flat in self.flats:
-            flat.ignore_inplace_updates()
+        undone = [name for flat in self.flats for name in flat.forget_updates()]
         with torch.no_grad():
-            for shard, value in reversed(saved):
+            for shard, value, name in reversed(saved):
                 shard.copy_(value)
+                undone.append(name)
         self.versions.repeat(len(saved))
+        return list(dict.fromkeys(undone))
 
     def sync_requires_grad(self) -> None:
         """Apply changes of `requires_grad` on the sharded parameters to the unsharded ones."""
@@ -404,17 +405,28 @@ class Unit:
     def use_unsharded(self) -> None:
         """Let the modules show the unsharded parameters."""
         for module_params in self._module_params:
+            module_params.refuse_touched(self.name)
             module_params.use_unsharded()
 
-    def refuse_lost_acts(self) -> None:
+    def unsharded_grads(self) -> list[Tensor | None]:
+        """`.grad` of each unsharded parameter."""
+        return [*map(_GRAD, self.unsharded_params)]
+
+    def refuse_lost_acts(self, gradients: Sequence[Tensor | None]) -> None:
         """Check at the end of a forward what the user did with the unsharded parameters that the modules show.
 
+        `gradients`: in a recompute, what theirs were when it began.
+
         Raises:
-            ShardingError: a gradient was set, which no shard would get.
+            ShardingError: a gradient or its dtype was set, which no shard would get, or another parameter was put in.
         """
-        gradients = [*map(_GRAD, self.unsharded_params)]
-        if gradients.count(None) < len(gradients):
-            name = next(info.names[0] for info, one in zip(self.param_infos, gradients, strict=True) if one is not None)
+        for module_params in self._module_params:
+            module_params.refuse_touched(self.name)
+        for flat in self.flats:
+            flat.refuse_unsharded_grad_dtype()
+        now, before = self.unsharded_grads(), gradients or [None] * len(self.unsharded_params)
+        if any(map(is_not, now, before)):
+            name = next(info.names[0] for info, *grads in zip(self.param_infos, now, before, strict=True) if is_not(*grads))
             self.clear_unsharded_grads()
             raise ShardingError(
                 f"`.grad` of {name!r} was set inside the forward of unit {self.name!r}, where the module shows an unsharded "
@@ -426,10 +438,14 @@ class Unit:
         for unsharded in self.unsharded_params:
             unsharded.grad = None
 
-    def use_sharded(self) -> None:
-        """Let the modules show the shards."""
+    def take_requires_grad(self) -> None:
+        """Apply changes of `requires_grad` on the unsharded parameters to the sharded ones."""
         if any([flat.take_requires_grad() for flat in self.flats]):
             self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
+
+    def use_sharded(self) -> None:
+        """Let the modules show the shards."""
+        self.take_requires_grad()
         if self._read_by_recompute:
             self.write_back_inplace_of_recompute()
         self._open = False

@@ -363,9 +363,10 @@ class Engine:
 
     def _unshard(self, index: int) -> None:
         self._gathers.prefetch(self._schedule.gathered_with(index), self._prefetch)
-        if self.root.in_backward and not self.is_unsharded(index):
-            self.units[index].sync_requires_grad()  # a hook or a recompute in this backward may have changed it
-            if self.units[index].versions.is_copy_of_others:
+        if self.root.in_backward:
+            self.units[index].take_requires_grad()  # a recompute in this backward may have changed it, or a hook
+            self.units[index].sync_requires_grad()
+            if not self.is_unsharded(index) and self.units[index].versions.is_copy_of_others:
                 self.request(index, Request.RESHARD)  # an evaluation has gathered other weights, put back by the user since
         if done := self.request(index, Request.UNSHARD):
             self.reducer.gathered(index)  # without effect outside a backward: the next one begins anew

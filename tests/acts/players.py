@@ -129,6 +129,8 @@ class Player:
     local_gradients: bool = False
     """Whether gradients are kept under no_sync, so that they are not averages."""
     syncs: bool = True
+    follows: bool = False
+    """Whether it does what ranks did in a move that was refused: moments bring nothing."""
     late: bool = False
     """Whether what is due in a post-accumulate hook waits for the end of the backward."""
 
@@ -179,7 +181,7 @@ class Player:
 
     def reached(self, moment: str, really: bool = True) -> None:
         """Do what is due at this moment. An act may bring the moment again, for those that are still due."""
-        for one in [one for one in self.due if really and one.moment == moment]:
+        for one in [one for one in self.due if really and not self.follows and one.moment == moment]:
             self.do_if_due(one)
 
     def do_if_due(self, one: Due) -> None:

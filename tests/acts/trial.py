@@ -284,10 +284,11 @@ def follow(at: Player, number: int, move: Move, refused: bool, ran: tuple[str, .
     """The plain model does what the ranks did: a move that was refused it leaves out, but not the acts that ended before."""
     if not refused:
         return perform(at, number, move)
-    at.reads, at.ran, at.begun = [], [], []
+    at.reads, at.ran, at.begun, at.follows = [], [], [], True
     for called in ran:
         for due in [one for one in at.due if one.name == called][:1]:
             at.do_if_due(due)
+    at.follows = False
     for called in (Counter(begun) - Counter(at.begun)).elements():
         for due in [one for one in at.due if one.name == called][:1]:
             at.begun.append(called)

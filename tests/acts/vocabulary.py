@@ -357,18 +357,23 @@ def number(result: Any) -> float:
     return float(result.full_tensor() if hasattr(result, "full_tensor") else result)
 
 
+def largest(tensor: Tensor) -> float:
+    """torch's `max` of a DTensor fails on a rank that holds nothing of it, and the others wait for that rank."""
+    return number((tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).abs().max())
+
+
 @act("read the value of a weight")
 @torch.no_grad()
 def _(at: Player, block: int) -> None:
     weight = weight_of(at, block)
-    at.read("norm", (number(weight.norm()), number(weight.sum()), number(weight.abs().max()), bool(number((weight > 9).any()))))
+    at.read("norm", (number(weight.norm()), number(weight.sum()), largest(weight), bool(number((weight > 9).any()))))
 
 
 @act("read the value of a gradient")
 def _(at: Player, block: int) -> None:
     gradient = weight_of(at, block).grad
     if gradient is not None and not (at.replicated and at.local_gradients):
-        at.read("norm", (number(gradient.norm()), number(gradient.sum()), number(gradient.abs().max())))
+        at.read("norm", (number(gradient.norm()), number(gradient.sum()), largest(gradient)))
 
 
 @act("read which parameters have a gradient")
