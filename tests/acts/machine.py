@@ -88,12 +88,13 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
 
     @rule(act=acts, block=blocks)
     def do(self, act: str, block: int) -> None:
-        if not any((act, moment) in DIFFERS for moment in self.moments()):
+        if not any((act, moment, self.door) in DIFFERS for moment in self.moments()):
             self.program.append(Do(act, block))
 
     @rule(moment=st.sampled_from(MOMENTS_OF_HOOKS), act=acts, block=blocks)
     def arm(self, moment: str, act: str, block: int) -> None:
-        if (act, moment) not in DIFFERS.keys() | UNSEEN and has_moment(moment, self.door, self.size):
+        known = (act, moment, self.door) in DIFFERS or (act, moment) in UNSEEN
+        if not known and has_moment(moment, self.door, self.size):
             self.program.append(Arm(moment, act, block))
 
     @rule()

@@ -37,7 +37,7 @@ def play(key: tuple[str, str]) -> tuple[set[str], list[str]]:
     for pair in pairs(*key):
         said, verdict = outcome(pair)
         if said == "fault":
-            said = DIFFERS.get(key, UNKNOWN)
+            said = DIFFERS.get((*key, pair.door), UNKNOWN)
             faults += [f"{pair}: {verdict.fault}"] if said == UNKNOWN else []
         found.add(said)
     return found, faults
