@@ -22,6 +22,7 @@ GRAPHS = 2
 """At one time."""
 LATER = (Sync(True), Zero(), Undo(), Forward(9), Backward(9), Step())
 """What every program ends with."""
+BACKWARD = "a complete forward and backward"
 acts = st.sampled_from(sorted(ACTS))
 blocks = st.integers(0, 1)
 
@@ -39,6 +40,8 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         """By slot, whether one of its backwards has come."""
         self.syncs = True
         self.stepped = True
+        self.nests = self.looks = False
+        """Whether a backward was armed inside a forward, and whether an act of `UNSEEN` was armed."""
 
     @initialize(door=st.sampled_from(list(DOORS)), size=st.sampled_from((2, 1, 3)), order=st.integers(0, 7), warm=st.booleans())
     def wrap(self, door: str, size: int, order: int, warm: bool) -> None:
@@ -94,6 +97,11 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
     @rule(moment=st.sampled_from(MOMENTS_OF_HOOKS), act=acts, block=blocks)
     def arm(self, moment: str, act: str, block: int) -> None:
         known = (act, moment, self.door) in DIFFERS or (act, moment) in UNSEEN
+        # in a backward inside a forward, hooks of parameters are inside that forward
+        nests = act == BACKWARD and moment in ("in a pre-hook", "inside a forward")
+        looks = any(act == unseen for unseen, _ in UNSEEN)
+        known = known or (nests and self.looks) or (looks and self.nests)
+        self.nests, self.looks = self.nests or nests, self.looks or looks
         if not known and has_moment(moment, self.door, self.size):
             self.program.append(Arm(moment, act, block))
 
