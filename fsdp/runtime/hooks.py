@@ -216,8 +216,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
                         self._lost_act = refusal
                 else:
                     self._engine.note(passing, self._index)
-                    if undone := self._unit.roll_back_inplace(call.taken):
-                        passing.add_note(f"fsdp: undone is what this forward did to {', '.join(undone)}, or to their `.grad`.")
+                    self._undo(call, passing)
                     self._engine.post_forward(self._index, Event.FORWARD_FAILED)
                 return None
             try:
@@ -231,7 +230,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
                 self._find_outputs(call, output)
             except ShardingError as refusal:
                 self._engine.note(refusal, self._index)
-                self._unit.roll_back_inplace(call.taken)
+                self._undo(call, refusal)
                 if not recompute:
                     self._engine.post_forward(self._index, Event.FORWARD_FAILED)
                 raise
@@ -246,6 +245,11 @@ class UnitHooks(RefuseCopy, UnitObserver):
                 self._unit.intercept_reads()
         policy = self._unit.config.mp_policy
         return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
+
+    def _undo(self, call: ForwardCall, failure: BaseException) -> None:
+        """Undo what a forward that has failed did to the unit's parameters, and say so on its error."""
+        if undone := self._unit.roll_back_inplace(call.taken):
+            failure.add_note(f"fsdp: undone is what this forward did to {', '.join(undone)}, or to their `.grad`.")
 
     def abandon_calls(self) -> None:
         """Mark the calls that run as abandoned: no hook may see their end."""

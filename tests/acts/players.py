@@ -129,6 +129,8 @@ class Player:
     local_gradients: bool = False
     """Whether gradients are kept under no_sync, so that they are not averages."""
     syncs: bool = True
+    undone: bool = False
+    """Whether an error since somebody looked has said that what its forward did is undone. In plain torch it stays."""
     follows: bool = False
     """Whether it does what ranks did in a move that was refused: moments bring nothing."""
     late: bool = False
@@ -168,6 +170,10 @@ class Player:
         loss.backward(retain_graph=retain)
         self.reached(POST, self.syncs and self.late)
         self.local_gradients = not self.syncs
+
+    def caught(self, error: BaseException) -> None:
+        """An error of a forward was caught."""
+        self.undone |= any(note.startswith("fsdp: undone is ") for note in getattr(error, "__notes__", ()))
 
     def read(self, name: str, value: Any) -> None:
         self.reads.append((name, value))

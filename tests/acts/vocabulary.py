@@ -598,8 +598,8 @@ def _(at: Player, block: int) -> None:
     try:
         with torch.no_grad():
             at.model(at.data(993))
-    except Raised:
-        pass
+    except Raised as failure:
+        at.caught(failure)
     finally:
         at.blocks[block].during = before
 
@@ -613,8 +613,3 @@ FIRST: Final = {
     "load the kept state dict with assign=True": "keep a copy of the state dict",
 }
 """Acts that need another one before them."""
-CHANGE_WEIGHTS: Final = frozenset(
-    name
-    for name in ACTS
-    if name.startswith(("change a weight", "initialise", "look a row up", "add the gradient", "replace p.data"))
-)

@@ -250,15 +250,12 @@ class FlattenParamsWrapper(nn.Module):
         ShardingError: the wrapped module's forward has pointed a vector at other memory, of which no module shows a view.
         """
         assigned = [flat for flat, data in zip(self.flats, vectors, strict=True) if flat.parameter.data_ptr() != data.data_ptr()]
-        if not assigned:
-            return
-        for flat, data in zip(self.flats, vectors, strict=True):
-            flat.parameter.data = data
-        raise ShardingError(
-            f"`.data` of parameter {assigned[0].attribute!r} was assigned inside the forward of its instance, whose modules "
-            "compute with views of what it was when the forward began. Change it in place, by p.copy_(x), or assign it between "
-            "forwards."
-        )
+        if assigned:
+            raise ShardingError(
+                f"`.data` of parameter {assigned[0].attribute!r} was assigned inside the forward of its instance, whose modules "
+                "compute with views of what it was when the forward began. Change it in place, by p.copy_(x), or assign it between "
+                "forwards."
+            )
 
     def flat_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return a state dict with the vectors."""
