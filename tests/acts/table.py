@@ -214,8 +214,7 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...
     (_PUT_IN, _IN_FORWARDS, ("replace a module inside a unit",), tuple(DOORS)),
     (_PEER, ("in a recompute",), ("replace p.data", "replace p.data, keep the old one"), ("fairscale",)),
     (_PEER, (*_IN_FORWARDS, "in a recompute"), ("enter no_sync and leave it",), ("torch_fsdp",)),
-    (_GIVEN, _IN_FORWARDS, ("add a parameter group",), (*_OWN, "torch_fsdp")),
-    (_PEER, ("in a recompute",), ("add a parameter group",), ("fairscale",)),
+    (_GIVEN, (*_IN_FORWARDS, "in a recompute"), ("add a parameter group",), tuple(DOORS)),
     (
         _PEER,
         (

@@ -238,6 +238,8 @@ def against_plain(program: Program, door: str, ranks: Sequence[Sequence[Seen]], 
         if kinds & {"refused", "accident"}:
             said = plain_raises(program, door, len(ranks), happened, number)
             own = [one for one in found if not one.text.startswith("PeerFailed")]
+            if wanted.raised == "accident":
+                return verdict.with_fault(f"{where}an act goes on where plain torch raises {first_line(wanted.text)}")
             if said:
                 verdict.too.append(said)
             elif ("accident" in kinds or not own) and not is_of_fairscale(door, own):
@@ -284,10 +286,14 @@ def follow(at: Player, number: int, move: Move, refused: bool, ran: tuple[str, .
     if not refused:
         return perform(at, number, move)
     at.reads, at.ran, at.begun, at.follows = [], [], [], True
-    for called in ran:
-        for due in [one for one in at.due if one.name == called][:1]:
-            at.do_if_due(due)
-    at.follows = False
+    try:
+        for called in ran:
+            for due in [one for one in at.due if one.name == called][:1]:
+                at.do_if_due(due)
+    except Exception as error:
+        return see(at, Seen("accident", f"{type(error).__name__}: {error}"))
+    finally:
+        at.follows = False
     for called in (Counter(begun) - Counter(at.begun)).elements():
         for due in [one for one in at.due if one.name == called][:1]:
             at.begun.append(called)
