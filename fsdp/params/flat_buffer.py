@@ -19,11 +19,10 @@ from fsdp.params.wire import Wire
 from fsdp.shards.dtensors import DTensorLayout, DTensorMesh, local_of, replace_by_dtensor
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.refusals import refuse_grad_dtype
-from fsdp.shards.shard_parameter import become_full, become_local, become_shard, moved_shards
+from fsdp.shards.shard_parameter import become_full, become_local, become_shard, moved_data, moved_shards
 from fsdp.shards.shard_tensor import as_shard, plain, quick_attributes
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
-_GRAD_DTYPE: Final = attrgetter("grad_dtype")
 _torch: Any = torch._C
 _storage_id: Final[Callable[[Tensor], int]] = _torch._storage_id
 SavedShards = list[tuple[Tensor, Tensor, str]]
@@ -356,7 +355,7 @@ class FlatBuffer:
         """Where the sharded parameters lie: another number while the user has pointed one at other memory."""
         if self.asks_pointers:
             return hash(tuple(self._pointers()))
-        moved = self._moved() if moved_shards else ()
+        moved = self._moved() if moved_data else ()
         return hash(tuple(moved)) if moved else 0
 
     def _moved(self) -> list[int]:
@@ -365,7 +364,7 @@ class FlatBuffer:
 
     def _are_at_home(self) -> bool:
         if not self.asks_pointers:
-            return not moved_shards or not self._moved()
+            return not moved_data or not self._moved()
         if (
             self.dtensor_layouts is None and self._own_shard.data_ptr() != self._own_pointers[0]
         ):  # the memory has moved as a whole, see `fsdp.offload`
@@ -396,7 +395,7 @@ class FlatBuffer:
         Raises:
             ShardingError: the new data has another shape, dtype or device.
         """
-        if not (self.asks_pointers or moved_shards or self.is_elsewhere) or not self.is_replaced:
+        if not (self.asks_pointers or moved_data or self.is_elsewhere) or not self.is_replaced:
             return False
         if self.dtensor_layouts is not None:
             self._refuse_data_of_dtensors(unit)
@@ -450,17 +449,18 @@ class FlatBuffer:
                         refuse_grad_dtype(self.param_infos[i].names[0], parameter.dtype)
         return flags != self.requires_grad_flags and self._set_requires_grad(flags)
 
-    def refuse_unsharded_grad_dtype(self) -> None:
-        """Raises:
-        ShardingError: code in a forward has set `grad_dtype` of an unsharded parameter. It is as it was before then.
+    def refuse_grads_of_other_dtype(self, gradients: Sequence[Tensor | None]) -> None:
+        """Check the gradients of the unsharded parameters.
+
+        Raises:
+            ShardingError: code in a forward has set `grad_dtype` of an unsharded parameter. It is as it was before then.
         """
         dtype = self.unsharded.dtype
-        dtypes = [*map(_GRAD_DTYPE, self.unsharded_params)]
-        if dtypes.count(dtype) < len(dtypes):
-            for unsharded in self.unsharded_params:
+        for info, unsharded, gradient in zip(self.param_infos, self.unsharded_params, gradients, strict=True):
+            if gradient is not None and gradient.dtype is not dtype:
+                unsharded.grad = None
                 unsharded.grad_dtype = dtype
-            name = next(info.names[0] for info, one in zip(self.param_infos, dtypes, strict=True) if one is not dtype)
-            refuse_grad_dtype(name, self.shard.dtype)
+                refuse_grad_dtype(info.names[0], self.shard.dtype)
 
     def take_requires_grad(self) -> bool:
         """Copy `requires_grad` from the unsharded to the sharded parameters, where code in a forward has changed it.

@@ -82,6 +82,27 @@ def in_grad_hook() -> bool:
     return bool(_in_grad_hook.__dict__)
 
 
+class Touches:
+    """How often code has put a parameter into a module that has parameters of a unit, or taken one away."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        """Once more."""
+        self.count += 1
+
+    def forget(self, count: int) -> None:
+        """Those after `count` were the units' own."""
+        self.count = count
+
+
+touches: Final = Touches()
+"""Of all modules, so that a unit looks at one number."""
+
+
 class ParamDict(dict[str, nn.Parameter | None]):
     """The `_parameters` of a module that has parameters of a unit."""
 
@@ -97,10 +118,12 @@ class ParamDict(dict[str, nn.Parameter | None]):
     def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
         super().__setitem__(name, parameter)
         self.is_touched = True
+        touches.add()
 
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
         self.is_touched = True
+        touches.add()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """An ordinary dict: the copy of a module has units of its own."""
@@ -228,11 +251,12 @@ class ModuleParams:
     def _set_attributes(self, parameters: dict[str, nn.Parameter]) -> None:
         # the module's __setattr__ reads the current parameter, and that read must not be intercepted
         self._param_dict.__class__ = PlainParamDict
-        module = self.module
+        module, is_touched, count = self.module, self._param_dict.is_touched, touches.count
         for name, parameter in parameters.items():
             if module is not None:
                 setattr(module, name, parameter)
-        self._param_dict.__class__ = InterceptingParamDict
+        self._param_dict.__class__, self._param_dict.is_touched = InterceptingParamDict, is_touched
+        touches.forget(count)
 
 
 def module_params_of(param_infos: Sequence[ParamInfo], unsharded_params: Sequence[nn.Parameter]) -> tuple[ModuleParams, ...]:

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Final
 
@@ -25,7 +26,7 @@ from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer, SavedShards
 from fsdp.params.param_info import ParamInfo
-from fsdp.params.shown_params import forget_owner, in_grad_hook, module_params_of, register_owner, show_plainly
+from fsdp.params.shown_params import forget_owner, in_grad_hook, module_params_of, register_owner, show_plainly, touches
 from fsdp.params.summoned_params import FullParams
 from fsdp.params.unit_observer import UnitObserver
 from fsdp.params.use_outside_forward import GatheredCopies, ReadCopies, gather_param, local_param
@@ -76,6 +77,8 @@ class Unit:
                 self._indices[id(parameter)] = index
                 register_owner(parameter, self)
         self._module_params = module_params_of(self.param_infos, self.unsharded_params)
+        self._touches = touches.count
+        """What it was when the unit last looked at what its modules show."""
         self.has_dtensors = any(flat.dtensor_layouts is not None for flat in self.flats)
         """Whether the shards are DTensors, which take the places of the user's Parameter objects."""
         if self.has_dtensors:
@@ -403,10 +406,20 @@ class Unit:
             work.wait()
 
     def use_unsharded(self) -> None:
-        """Let the modules show the unsharded parameters."""
+        """Let the modules show the unsharded parameters.
+
+        Raises:
+            ShardingError: the user has put another parameter into one.
+        """
+        self._refuse_put_in()
         for module_params in self._module_params:
-            module_params.refuse_touched(self.name)
             module_params.use_unsharded()
+
+    def _refuse_put_in(self) -> None:
+        if touches.count != self._touches:
+            for module_params in self._module_params:
+                module_params.refuse_touched(self.name)
+            self._touches = touches.count
 
     def unsharded_grads(self) -> list[Tensor | None]:
         """`.grad` of each unsharded parameter."""
@@ -418,15 +431,13 @@ class Unit:
         `gradients`: in a recompute, what theirs were when it began.
 
         Raises:
-            ShardingError: a gradient or its dtype was set, which no shard would get, or another parameter was put in.
+            ShardingError: a gradient was set, which no shard would get, or another parameter was put in.
         """
-        for module_params in self._module_params:
-            module_params.refuse_touched(self.name)
-        for flat in self.flats:
-            flat.refuse_unsharded_grad_dtype()
-        now, before = self.unsharded_grads(), gradients or [None] * len(self.unsharded_params)
-        if any(map(is_not, now, before)):
-            name = next(info.names[0] for info, *grads in zip(self.param_infos, now, before, strict=True) if is_not(*grads))
+        self._refuse_put_in()
+        now = self.unsharded_grads()
+        if any(map(is_not, now, gradients)) if gradients else now.count(None) < len(now):
+            before = gradients or repeat(None)
+            name = next(info.names[0] for info, *grads in zip(self.param_infos, now, before, strict=False) if is_not(*grads))
             self.clear_unsharded_grads()
             raise ShardingError(
                 f"`.grad` of {name!r} was set inside the forward of unit {self.name!r}, where the module shows an unsharded "

@@ -10,7 +10,7 @@ from torch import Tensor
 from fsdp.comm.communicator import Communicator
 from fsdp.device.streams import readable_device
 from fsdp.params.flat_buffer import FlatBuffer
-from fsdp.shards.shard_parameter import moved_shards
+from fsdp.shards.shard_parameter import moved_data
 from fsdp.shards.shard_tensor import quick_attributes
 
 _VERSION: Final = attrgetter("_version")
@@ -61,7 +61,8 @@ class Versions:
             return self._count()
 
     def _count(self) -> int:
-        return sum([sum(map(_VERSION, flat.sharded_params)) for flat in self._flats]) - self._repeated + self._count_places()
+        counts = sum([sum(map(_VERSION, flat.sharded_params)) for flat in self._flats]) - self._repeated
+        return counts + self._count_places() if moved_data or self._asks_pointers else counts
 
     @property
     def changed_since_made(self) -> bool:
@@ -118,7 +119,7 @@ class Versions:
         return self._places != self._count_places()
 
     def _count_places(self) -> int:
-        return sum([flat.places for flat in self._flats]) if self._asks_pointers or moved_shards else 0
+        return sum([flat.places for flat in self._flats]) if moved_data or self._asks_pointers else 0
 
     @property
     def moved(self) -> bool:

@@ -29,6 +29,7 @@ class Bucket:
 
     __slots__ = (
         "_alternative",
+        "_grad_dtype",
         "_parts",
         "_tracker",
         "accumulated",
@@ -59,6 +60,7 @@ class Bucket:
         self.name = name
         """The name of its unit."""
         self._tracker = tracker
+        self._grad_dtype = flat.unsharded.dtype
         self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
         self.views = flat.wire_views_of(self.buffer)
         """The parts of the gradient of each parameter in the buffer."""
@@ -135,6 +137,7 @@ class Bucket:
 
     def accumulate_all(self) -> None:
         """Add the unsharded gradients of this backward to the accumulated ones."""
+        self.flat.refuse_grads_of_other_dtype([unsharded.grad for unsharded in self.flat.unsharded_params])
         for i, unsharded in enumerate(self.flat.unsharded_params):
             if unsharded.grad is not None:
                 gradient, unsharded.grad = unsharded.grad, None
@@ -243,7 +246,7 @@ class Bucket:
         if (
             not self.accumulated
             and not self.expects_accumulated
-            and not any([gradient is None or gradient.is_sparse for gradient in gradients])
+            and not any([one is None or one.is_sparse or one.dtype is not self._grad_dtype for one in gradients])
         ):
             self.local_used, self.all_local_used = self.all_used, True
             full = cast(list[Tensor], gradients)
@@ -251,6 +254,7 @@ class Bucket:
                 full = [part for i, gradient in enumerate(full) for part in flat.wire_parts_of(i, gradient)]
             _copy_divided(self.buffer if buffer is None else buffer, parts, full, divisor)
             return
+        flat.refuse_grads_of_other_dtype(gradients)
         used_before = self.local_used if remainder else [False] * len(views)
         used = []
         for i, (places, gradient) in enumerate(zip(views, gradients, strict=True)):

@@ -497,8 +497,8 @@ def _(at: Player, block: int) -> None:
 @act("add a parameter group")
 def _(at: Player, block: int) -> None:
     gain = at.parameters()[f"blocks.{block}.gain"]
-    gain.requires_grad_(True)
     at.optimizer.add_param_group({"params": [gain], "lr": 0.1})
+    gain.requires_grad_(True)
 
 
 @act("optimizer.step()")

@@ -253,8 +253,8 @@ class FlattenParamsWrapper(nn.Module):
         if assigned:
             raise ShardingError(
                 f"`.data` of parameter {assigned[0].attribute!r} was assigned inside the forward of its instance, whose modules "
-                "compute with views of what it was when the forward began. Change it in place, by p.copy_(x), or assign it between "
-                "forwards."
+                "compute with views of what it was when the forward began. Change it in place, by p.copy_(x), or assign it "
+                "between forwards."
             )
 
     def flat_state_dict(self, *args: Any, **kwargs: Any) -> Any:
