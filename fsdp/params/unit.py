@@ -421,6 +421,18 @@ class Unit:
                 module_params.refuse_touched(self.name)
             self._touches = touches.count
 
+    def refuse_changed(self) -> None:
+        """Check at the end of a forward without a graph that it has computed with the weights that are there now.
+
+        Raises:
+            ShardingError: they were changed while it ran, as by a step of an optimizer in a hook. A backward looks by itself.
+        """
+        if self.versions.is_copy_of_earlier:
+            raise ShardingError(
+                f"parameters of unit {self.name!r} were changed while its forward ran, which has computed with what they were "
+                "when it began; change them before or after the forward."
+            )
+
     def unsharded_grads(self) -> list[Tensor | None]:
         """`.grad` of each unsharded parameter."""
         return [*map(_GRAD, self.unsharded_params)]

@@ -207,6 +207,8 @@ class UnitHooks(RefuseCopy, UnitObserver):
         try:
             passing = sys.exc_info()[1]
             if passing is not None and passing is not call.handled:
+                if getpid() != self._process:
+                    return None  # what the rank itself does is not over, and nobody hears a process that was forked from it
                 # torch can stop a recompute early by an exception, in whose place no other can be raised
                 if recompute:
                     self._unit.write_back_inplace_of_recompute()
@@ -226,6 +228,8 @@ class UnitHooks(RefuseCopy, UnitObserver):
                     self._unit.write_back_inplace_of_recompute()
                 else:
                     call.path.add_updates(self._unit.write_back_inplace())
+                    if not call.records:
+                        self._unit.refuse_changed()
                 self._unit.refuse_lost_acts(call.gradients)
                 self._find_outputs(call, output)
             except ShardingError as refusal:

@@ -6,6 +6,10 @@ Rule 3: what it reads it gives to `Player.read`; the values of the plain player 
 """
 
 import copy
+import os
+import pickle
+import select
+import signal
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -15,6 +19,8 @@ from torch import Tensor, nn
 import fsdp
 from tests.acts.players import WIDTH, Player, Raised, clean
 
+FORKED: Final = 10.0
+"""Seconds after which a forked process that says nothing hangs."""
 Act = Callable[[Player, int], None]
 """The number says in which block: 0 or 1."""
 ACTS: Final[dict[str, Act]] = {}
@@ -541,6 +547,35 @@ def _(at: Player, block: int) -> None:
 @act("evaluate one module")
 def _(at: Player, block: int) -> None:
     at.read("outputs", at.evaluate(905, unit_of(at, block)))
+
+
+@act("call the model in a forked process")
+def _(at: Player, block: int) -> None:
+    at.read("outputs", [output.to(at.dtype) for output in in_a_fork(lambda: at.evaluate(989))])
+
+
+def in_a_fork(compute: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
+    """What a process that is forked from this one computes, or its error."""
+    into, out = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(out, pickle.dumps([output.tolist() for output in compute()]))
+        except BaseException as error:
+            os.write(out, pickle.dumps(error if isinstance(error, fsdp.ShardingError) else RuntimeError(repr(error))))
+        finally:
+            os._exit(0)
+    os.close(out)
+    has_answered, _, _ = select.select([into], [], [], FORKED)
+    if not has_answered:
+        os.kill(child, signal.SIGKILL)
+    with open(into, "rb") as answer:
+        said = answer.read()
+    os.waitpid(child, 0)
+    result = pickle.loads(said) if said else TimeoutError("a forked process that calls the model does not answer")
+    if isinstance(result, Exception):
+        raise result
+    return [torch.tensor(values) for values in result]
 
 
 @act("evaluate in inference mode")
