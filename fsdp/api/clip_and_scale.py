@@ -47,9 +47,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         refuse_unless_resting("clip_grad_norm_", engine)
         if engine.reducer.keeps_gradients:
             raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
-    of_two_meshes = {
-        id(p) for engine in engines for unit in engine.units if unit.has_dtensors for p in unit.tensor_parallel_params
-    }
+    of_two_meshes = {id(p) for engine in engines for unit in engine.units for p in unit.tensor_parallel_params}
     # only parameters of which this rank holds elements
     strided, sparse = _gradients_of([p for p in parameters if id(p) not in of_two_meshes] if of_two_meshes else parameters)
     # every rank must choose one dtype, also one that holds no gradient
@@ -177,7 +175,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         engine = engines_in(model, "ShardedGradScaler")[0]
-        if any(flat.has_tensor_parallel for unit in engine.units for flat in unit.flats):
+        if any(unit.tensor_parallel_params for unit in engine.units):
             raise ShardingError(
                 "ShardedGradScaler: tensor parallelism has spread parameters, so ranks of other groups must agree as well; use "
                 "torch.amp.GradScaler."

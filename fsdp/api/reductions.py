@@ -35,6 +35,8 @@ def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Futu
         refuse_unless_resting("register_comm_hook", engine)
         if engine.reducer.hook is not None:
             raise ShardingError("register_comm_hook: this model has a communication hook already; a second would replace it.")
+        if engine.comms.inner:
+            raise refusal("register_comm_hook: some units are shared by a part of the ranks, which a hook cannot know.", engine)
         policy = engine.reducer.policy
         for name, given in (
             ("deterministic=True", policy.deterministic),
@@ -56,7 +58,7 @@ def reducer_stats(model: nn.Module) -> list[BucketStats]:
     Raises:
         ShardingError: `model` contains no unit, or is only a part of a root.
     """
-    return [one for engine in engines_in(model, "reducer_stats") for one in engine.reducer.stats.report()]
+    return [one for engine in engines_in(model, "reducer_stats") for one in engine.stats.report_reductions()]
 
 
 def relearn_order(model: nn.Module) -> None:

@@ -63,7 +63,7 @@ def unwrap(model: nn.Module, rank0_only: bool = False) -> nn.Module:
 def _refuse(model: nn.Module, engines: Iterable[Engine]) -> None:
     for engine in engines:
         refuse_losses(engine, "unwrap")
-        if any(unit.has_dtensors for unit in engine.units):
+        if any(unit.replaces_params for unit in engine.units):
             raise ShardingError(
                 f"unwrap: the shards of {engine.units[0].name!r} are DTensors, which have taken the places of the parameters; "
                 "load full_state_dict(model, rank0_only=False) into a plain model."

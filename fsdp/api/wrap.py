@@ -21,12 +21,14 @@ from fsdp.building.other_engines import refuse_other_engines
 from fsdp.building.peer_options import accepts_peer_options
 from fsdp.building.shardable import (
     check_devices,
+    check_ranks,
     check_renormalised,
     check_shardable,
     check_triggers,
     choose_dtypes,
     choose_shard_dims,
     device_of,
+    with_dtensors,
 )
 from fsdp.building.torch_policies import PrecisionFields, offload_of, precision_of
 from fsdp.comm.context import CommContext
@@ -36,7 +38,6 @@ from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
-from fsdp.shards.dtensors import make_dtensor_mesh
 
 Module = TypeVar("Module", bound=nn.Module | list[nn.Module])
 
@@ -326,7 +327,9 @@ def fully_shard(
             uneven_paths=uneven_paths,
             offload=offload_of(offload_policy),
         )
-        plan = _plan(modules, auto_wrap_policy, ignored_modules, ignored_params, comms, config)
+        plan = _plan(modules, auto_wrap_policy, ignored_modules, ignored_params)
+        config = with_dtensors(config, plan)
+        _check_plan(plan, comms, config, modules[0])
         choose_shard_dims(plan, config, mesh, shard_placement_fn)
         choose_dtypes(plan, config, mp_policy)
         check_initialisation(plan, param_init_fn)
@@ -334,25 +337,27 @@ def fully_shard(
 
     config, plan = agree(comms.world_comm, prepare)
     intercept_engine_calls(translate_shards)
-    dtensor_mesh = make_dtensor_mesh(open_mesh(process_group, mesh, device_of(plan))) if config.dtensors else None
+    dtensor_mesh = open_mesh(process_group, mesh, device_of(plan)) if config.dtensors else None
     comms = open_comms(*ranks, config.reduction.streams)
     with torch.inference_mode(False):  # the shards can be trained, also if the module is wrapped in inference mode
         build(plan, config, comms, param_init_fn, (*(ignored_modules or ()), *(ignored_params or ())), dtensor_mesh)
     return module
 
 
-def _plan(
-    modules: Sequence[nn.Module], policy: Any, ignored: Any, ignored_params: Any, comms: CommContext, config: Config
-) -> list[Planned]:
-    """Choose the units, and check everything that can be refused, before anything changes."""
+def _plan(modules: Sequence[nn.Module], policy: Any, ignored: Any, ignored_params: Any) -> list[Planned]:
+    """Choose the units."""
     for module in modules:
         if unit_ref_of(module) is not None:
             raise ShardingError(f"{type(module).__name__} is a unit already; wrap a module once.")
         if isinstance(module, FullyShardedDataParallel):
             raise ShardingError("the module is a FullyShardedDataParallel already; wrap a module once.")
-    plan = make_plan(modules, policy, _unit_of, lambda one: isinstance(one, FullyShardedDataParallel), ignored, ignored_params)
+    return make_plan(modules, policy, _unit_of, lambda one: isinstance(one, FullyShardedDataParallel), ignored, ignored_params)
+
+
+def _check_plan(plan: Sequence[Planned], comms: CommContext, config: Config, module: nn.Module) -> None:
+    """Check everything that can be refused, before anything changes."""
     check_shardable(plan, config)
-    check_triggers(plan, config, modules[0])
+    check_triggers(plan, config, module)
     for one in plan:
         inner = unit_ref_of(one.module)
         if inner is not None and inner.engine.reducer.keeps_gradients:
@@ -364,14 +369,10 @@ def _plan(
                 f"unit {one.name!r} has a communication hook, which would be lost; register it on the outermost module, after "
                 "wrapping."
             )
-        if inner is not None and not inner.engine.comms.same_ranks_as(comms):
-            raise ShardingError(
-                f"unit {one.name!r} was wrapped over another process group or mesh, or with a strategy that shares the work in "
-                "another way; wrap all units of a model alike."
-            )
+        if inner is not None:
+            check_ranks(one.name, inner.unit, comms, config)
     check_devices(plan, comms.world_comm)
     check_renormalised(plan, comms.world_comm)
-    return plan
 
 
 def _unit_of(module: nn.Module) -> Unit | None:

@@ -33,11 +33,13 @@ def attach(
     """
     hook_optimizers()
     device = next((unit.device for unit in units if unit.flats), torch.device("cpu"))
-    offloads = any(flat.is_offloaded for unit in units for flat in unit.flats)
+    offloads = any(unit.copies_shards for unit in units)
     streams = delayed(make_streams(device, len(comms.lanes), offloads), comms.world_comm.rank, device)
     tracker = MemoryTracker()
+    inner = dict.fromkeys(unit.comms for unit in units if not unit.comms.same_ranks_as(comms))
+    comms = comms._replace(inner=tuple(inner))
     for unit in units:
-        unit.join(streams, tracker, device, torch.device("cpu") if offloads else device)
+        unit.join(comms, streams, tracker, device, torch.device("cpu") if offloads else device)
     engine = (UnevenEngine if units[0].config.uneven_paths else Engine)(units, descendants, comms, streams, tracker)
     hooks = EngineHooks(engine)
     check_steps(engine)

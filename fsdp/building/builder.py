@@ -24,7 +24,7 @@ from fsdp.params.module_tree import IGNORED
 from fsdp.params.shown_params import show_plainly
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import unit_ref_of
-from fsdp.shards.dtensors import DTensorMesh
+from fsdp.shards.dtensors import Mesh
 
 Initialise = Callable[[nn.Module], object]
 
@@ -57,7 +57,7 @@ def build(
     comms: CommContext,
     initialise: Initialise | None,
     ignored: Collection[nn.Module | nn.Parameter],
-    dtensor_mesh: DTensorMesh | None = None,
+    mesh: Mesh | None = None,
 ) -> None:
     """Shard the units of the plan and put one engine over all of them.
 
@@ -70,7 +70,7 @@ def build(
     regrouped = [one.regrouped for one in plan if one.regrouped is not None]
     has_grad = agree_on_gradients(regrouped, comms.world_comm, "fully_shard") if regrouped else {}
     detach(ref for one in plan if (ref := unit_ref_of(one.module)) is not None)
-    units = _Builder(plan, config, comms, initialise, has_grad, dtensor_mesh).build()
+    units = _Builder(plan, config, comms, initialise, has_grad, mesh).build()
     _check_replicas([unit for unit, one in zip(units, plan, strict=True) if one.unit is None], comms)
     if config.sync_module_states:
         _broadcast(((name, buffer.detach()) for name, buffer in buffers_of(plan[0])), comms)
@@ -115,9 +115,9 @@ class _Builder:
         comms: CommContext,
         initialise: Initialise | None,
         has_grad: HasGrad,
-        dtensor_mesh: DTensorMesh | None,
+        mesh: Mesh | None,
     ) -> None:
-        self._dtensor_mesh = dtensor_mesh
+        self._mesh = mesh
         self._plan = plan
         self._has_grad = has_grad
         self._config = config
@@ -148,12 +148,11 @@ class _Builder:
 
     def _make(self, one: Planned) -> Unit:
         config = self._config if one.regrouped is None else one.regrouped.config
-        comm = self._comms.shard_comm
         for info in one.param_infos:
             for module, _ in info.slots:
                 show_plainly(module)  # it may have shown a parameter that belonged to another unit
-        flats = make_flat_buffers(one.param_infos, config, comm, self._dtensor_mesh)
-        return Unit(one.members, one.name, flats, config, comm)
+        flats = make_flat_buffers(one.param_infos, config, self._comms.shard_comm, self._mesh)
+        return Unit(one.members, one.name, flats, config, self._comms)
 
     def _prepare(self, module: nn.Module, index: int) -> None:
         """Allocate and initialise `module` and the modules below it, and build the units below it."""

@@ -277,8 +277,8 @@ def refuse_regrouping(unit: Unit, name: str) -> None:
             "shards were changed, so that an optimizer may have state that is cut like them; wrap all units before the first "
             "step, or leave plain_shards out."
         )
-    if unit.has_dtensors or len(unit.modules) > 1:
-        what = "has DTensors as shards" if unit.has_dtensors else "is a list of modules"
+    if unit.replaces_params or len(unit.modules) > 1:
+        what = "has DTensors as shards" if unit.replaces_params else "is a list of modules"
         raise ShardingError(
             f"parameter {name!r} of unit {unit.name!r} is used outside it as well, and such a unit, which {what}, cannot be made "
             "anew without it; wrap the module that contains both uses instead."

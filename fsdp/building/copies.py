@@ -17,6 +17,7 @@ from fsdp.comm.context import CommContext
 from fsdp.errors import ShardingAssertion, ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.module_tree import ModuleTree
+from fsdp.params.placement import place_again
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.refuse_copy import RefuseCopy
@@ -102,7 +103,7 @@ def _refuse_losses(engine: Engine) -> None:
         raise ShardingError(
             f"copy.deepcopy: unit {name!r} is a list of modules, which are copied one by one; copy a model that contains them."
         )
-    if any(unit.has_dtensors for unit in engine.units):
+    if any(unit.replaces_params for unit in engine.units):
         raise ShardingAssertion(
             f"copy.deepcopy: FSDP does not support deepcopy where shards are DTensors, as those of {name!r}: they have taken the "
             "places of the parameters. Copy the plain model before you wrap it, and load the state dict into the copy."
@@ -154,18 +155,12 @@ def _copy_unit(unit: Unit, memo: Memo) -> Unit:
                         f"{slot!r} than the copy of the original's, because of a __deepcopy__ of its own; wrap a copy of the "
                         "plain module instead."
                     )
-        copied = FlatBuffer(
-            infos,
-            flat.unsharded.dtype,
-            unit.comm,
-            flat.is_replicated,
-            config.aligned,
-            config.plain_shards,
-            offload=config.offload,
-        )
+        numbers, itemsize = range(len(infos)), flat.unsharded.element_size()
+        again = place_again(flat.placements, flat.sharded_params, numbers, flat.shard.dtype, itemsize)
+        copied = FlatBuffer(infos, again, flat.unsharded.dtype, config.offload)
         copied.shard.copy_(flat.shard)
         flats.append(copied)
-    return Unit([memo[id(module)] for module in unit.modules], unit.name, flats, config, unit.comm)
+    return Unit([memo[id(module)] for module in unit.modules], unit.name, flats, config, unit.comms)
 
 
 def _engine_hooks(module: nn.Module) -> dict[int, RefuseCopy | SideOutputs]:

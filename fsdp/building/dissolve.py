@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.joint_gather import gather_parts
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.shards.shard_tensor import plain
-from fsdp.state_dict.param_ranges import broadcast_all
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 
 HasGrad = Mapping[int, bool]
@@ -79,12 +79,5 @@ def _gather_grad(param_shard: ParamShard, unit: Unit) -> Tensor:
 def _gather(param_shard: ParamShard, local: Tensor, unit: Unit) -> Tensor:
     """The full tensor of which `local` is this rank's part, on every rank, on the device that computes, in memory of its own."""
     full = torch.empty(param_shard.shape, dtype=local.dtype, device=param_shard.flat.device)
-    flat = full.view(-1)
-    parts: list[tuple[int, Tensor]] = []
-    for rank in param_shard.holders:
-        part = param_shard.part_of(rank)
-        parts.append((rank, flat[part.first : part.first + part.numel]))
-        if rank == unit.comm.rank:
-            parts[-1][1].copy_(local.reshape(-1))
-    broadcast_all(parts, unit.comm, unit.name)
-    return full
+    parts = [(rank, part.first, part.numel) for rank in param_shard.holders if (part := param_shard.part_of(rank))]
+    return gather_parts(full, parts, local, unit.comm, unit.name)

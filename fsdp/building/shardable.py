@@ -2,6 +2,8 @@
 
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -11,11 +13,13 @@ from torch.nn.parameter import is_lazy
 from fsdp.building.choose_units import Planned, buffers_of
 from fsdp.building.other_engines import other_engine
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.context import CommContext
 from fsdp.comm.dtensor_mesh import check_joins
-from fsdp.config import Config
+from fsdp.config import Config, MeshKind
 from fsdp.errors import ShardingError
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.shown_params import owning_unit
+from fsdp.params.unit import Unit
 from fsdp.shards.dtensors import dim_of, local_of
 
 _PLAIN_FUNCTIONS: Final = (nn.Parameter.__torch_function__, torch.Tensor.__torch_function__)
@@ -65,6 +69,47 @@ def check_shardable(plan: Sequence[Planned], config: Config) -> None:
                 f"{name!r} {reason}, so it cannot be broadcast; make it a plain dense tensor, or leave out sync_module_states "
                 "and broadcast_buffers."
             )
+
+
+def with_dtensors(config: Config, plan: Sequence[Planned]) -> Config:
+    """The options for a plan. If a parameter is a DTensor already, as tensor parallelism makes them, all shards are DTensors."""
+    if config.plain_shards or config.mesh_kind is MeshKind.REPLICATE:
+        return config
+    given = [one.unit.sharded_params if one.unit else [info.parameter for info in one.param_infos] for one in plan]
+    found = any(map(_is_dtensor, chain.from_iterable(given)))
+    return replace(config, dtensors=config.dtensors or found)
+
+
+def check_ranks(name: str, unit: Unit, comms: CommContext, config: Config) -> None:
+    """Check that a unit, wrapped before, can be part of a root over `comms`: on the same ranks, or its part of them.
+
+    On some of the ranks it must be known what the others have: its parameters are DTensors that lie on all ranks of the root.
+
+    Raises:
+        ShardingError: it cannot.
+    """
+    if unit.comms.same_ranks_as(comms):
+        return
+    root = set(comms.world_comm.ranks)
+    alike = unit.config.mesh_kind is config.mesh_kind is MeshKind.SHARD
+    if not alike or not set(unit.comms.world_comm.ranks) < root:
+        raise ShardingError(
+            f"unit {name!r} was wrapped over another process group or mesh, or with a strategy that shares the work in "
+            "another way; wrap all units of a model alike. Experts may be wrapped over a part of the ranks, with the strategy of "
+            "the rest."
+        )
+    for placement in (placement for flat in unit.flats for placement in flat.placements):
+        if set(placement.ranks) != root:
+            raise ShardingError(
+                f"unit {name!r} was wrapped over a part of the ranks, and nothing says what the others have in place of "
+                f"{placement.name!r}: make it a DTensor over them first, such as distribute_tensor(parameter, mesh['ep'], "
+                "[Shard(0)]), with mesh['ep'] and the mesh of the unit from one mesh over all ranks."
+            )
+    if config.uneven_paths or config.broadcast_buffers:
+        raise ShardingError(
+            f"unit {name!r} was wrapped over a part of the ranks; leave out uneven_paths and broadcast_buffers, for which "
+            "all ranks must have the same units."
+        )
 
 
 def choose_shard_dims(plan: Sequence[Planned], config: Config, mesh: Any, placement_of: Any) -> None:
@@ -174,8 +219,8 @@ def _parameter_problem(parameter: Tensor, dtensors: bool) -> str | None:
         if dtensors and parameter.grad is None:
             return None
         return (
-            "is a DTensor, which another engine or a parallel style has spread over ranks already; give dtensors=True and set "
-            "its gradient to None, wrap the plain module, or name this one in ignored_modules."
+            "is a DTensor, which another engine or a parallel style has spread over ranks already; set its gradient to None and "
+            'leave out plain_shards and "NO_SHARD", wrap the plain module, or name this one in ignored_modules.'
         )
     if not _has_plain_operators(parameter):
         return (

@@ -20,14 +20,16 @@ from fsdp.checkpoint.atomic_folder import not_written, writing
 from fsdp.checkpoint.progress import Progress, ProgressOption
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.joint_gather import broadcast_all
 from fsdp.errors import ShardingError, require_package
 from fsdp.file_errors import file_errors
 from fsdp.runtime.registry import collective_call
+from fsdp.shards.refusals import check_fit
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names
 from fsdp.state_dict.full_state import RANGE_BYTES
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.param_ranges import broadcast_all, gather_range, memory_for, ranges_of
-from fsdp.state_dict.param_shard import ParamShard, check_fit
+from fsdp.state_dict.param_ranges import gather_range, memory_for, ranges_of
+from fsdp.state_dict.param_shard import ParamShard
 
 INDEX: Final = "model.safetensors.index.json"
 MULTIPLES: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -22,12 +22,12 @@ from fsdp.checkpoint.save import EMA_PART, RANDOM, RANK_MARK, Pathlike, layout_e
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.errors import ShardingError
 from fsdp.file_errors import file_errors
+from fsdp.shards.refusals import check_fit
 from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names, extra_states
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_placement import PlacementKind, StatePlacement, placement_from_full
 from fsdp.state_dict.optim_state import OptimizerView
-from fsdp.state_dict.param_shard import check_fit
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.dcp import StoredCheckpoint

@@ -79,7 +79,7 @@ def restore_gradients(model_view: ModelView, given: dict[str, Any]) -> None:
             elif param_shard.flat.is_sparse:
                 parameter.grad = as_rows(given[name].local)
             else:
-                parameter.grad = param_shard.flat.as_shown(param_shard.number, given[name].local)
+                parameter.grad = param_shard.placement.as_shard(given[name].local)
 
 
 def target_of_gradient(operation: str, name: str, param_shard: ParamShard | None, shape: tuple[int, ...]) -> Tensor:

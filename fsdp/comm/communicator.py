@@ -34,6 +34,10 @@ class Communicator(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The numbers of its ranks among all of the program; none of a rank that is alone."""
+
     def supports_device(self, device: torch.device) -> bool:
         """Whether tensors on `device` can be communicated."""
 
@@ -154,6 +158,7 @@ class SingleRankCommunicator:
 
     rank: Final = 0
     size: Final = 1
+    ranks: tuple[int, ...] = ()
 
     def supports_device(self, device: torch.device) -> bool:
         return True

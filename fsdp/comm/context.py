@@ -1,5 +1,8 @@
 """Which ranks do what together: which ranks shard a unit, and which hold the same shards.
 
+Communicators belong to a unit, and the average of gradients to its root: it is over all ranks of the root, also for a unit that
+some of them share alone.
+
                 shard among       hold the same shards
 FULL_SHARD      all ranks         each rank alone
 HYBRID_SHARD    rows of a mesh    columns of the mesh
@@ -41,6 +44,8 @@ class CommContext(NamedTuple):
     """Connects all ranks. Never one of a lane: how many reductions precede a question to all ranks may differ between ranks."""
     lanes: tuple[Lane, ...]
     """One for each reduction stream."""
+    inner: tuple["CommContext", ...] = ()
+    """Those of units of the root that share their work with some of its ranks alone, such as experts."""
 
     @property
     def reduce_comm(self) -> Communicator:
@@ -59,7 +64,11 @@ class CommContext(NamedTuple):
 
     def same_ranks_as(self, other: "CommContext") -> bool:
         """Whether both connect the same ranks, in the same roles. The number of lanes may differ."""
-        return self._replace(lanes=self.lanes[:1]) == other._replace(lanes=other.lanes[:1])
+        return self._replace(lanes=self.lanes[:1], inner=()) == other._replace(lanes=other.lanes[:1], inner=())
+
+    def lane(self, number: int) -> Lane:
+        """The communicators of lane `number` of the root."""
+        return self.lanes[number % len(self.lanes)]
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """Notify all other ranks that this one abandons a step."""
@@ -80,7 +89,7 @@ class CommContext(NamedTuple):
 
     def epoch(self) -> int:
         """A number that increases with every abandoned step of any model on these communicators."""
-        return self.shard_comm.epoch() + self.world_comm.epoch()
+        return self.shard_comm.epoch() + self.world_comm.epoch() + sum([one.epoch() for one in self.inner])
 
     def each(self) -> dict[str, Communicator]:
         """Every communicator once, by name."""
@@ -91,4 +100,7 @@ class CommContext(NamedTuple):
         ]
         names = {id(comm): name for name, comm in ((WORLD_NAME, self.world_comm), *lanes, (SHARD_NAME, self.shard_comm))}
         found = {SHARD_NAME: self.shard_comm, **dict(lanes), WORLD_NAME: self.world_comm}
-        return {name: comm for name, comm in found.items() if names[id(comm)] == name}
+        own = {name: comm for name, comm in found.items() if names[id(comm)] == name}
+        for number, one in enumerate(self.inner):
+            own |= {f"inner {lane_name(name, number)}": comm for name, comm in one.each().items()}
+        return own

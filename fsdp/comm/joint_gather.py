@@ -1,6 +1,6 @@
-"""One all-gather for several ranges of memory."""
+"""Gathers of several ranges: by one all-gather, or by a broadcast of each range from the rank that has it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -53,3 +53,27 @@ class JointGather:
         finally:
             self._count("scratch", -self._joint.numel())
             del self._joint
+
+
+def broadcast_all(parts: Sequence[tuple[int, Tensor]], comm: Communicator, label: str) -> None:
+    """Overwrite each contiguous tensor with the one that its source rank (the number beside it) has, and wait."""
+    works = [comm.broadcast(t, source, label) for source, t in parts if t.numel()]
+    for work in works:
+        work.wait()
+
+
+def gather_parts(
+    full: Tensor, parts: Iterable[tuple[int, int, int]], mine: Tensor | None, comm: Communicator, label: str
+) -> Tensor:
+    """Fill `full`, a contiguous tensor, on every rank; return it.
+
+    `parts`: (rank, first, numel), the elements of the flattened tensor that each rank has. `mine`: what this rank has.
+    """
+    flat = full.view(-1)
+    places = [(rank, flat[first : first + numel]) for rank, first, numel in parts]
+    for rank, place in places:
+        if rank == comm.rank and place.numel():
+            assert mine is not None
+            place.copy_(mine.reshape(-1))
+    broadcast_all(places, comm, label)
+    return full

@@ -100,6 +100,10 @@ class ProcessGroupCommunicator:
     def size(self) -> int:
         return self._size
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(self.group))
+
     def supports_device(self, device: torch.device) -> bool:
         return any(device.type == known.type for known in self.group._device_types)
 

@@ -144,7 +144,7 @@ class SimulatedCommunicator:
         self.size = len(ranks)
         self.name = name
         self._world = world
-        self._ranks = ranks
+        self.ranks = ranks
         self._log = rank.log
         self._recorder: CallRecorder | None = None
         self._epoch = 0
@@ -158,7 +158,7 @@ class SimulatedCommunicator:
         """Fill `unsharded` (W * C,) with the chunks of all ranks, as bytes."""
         if unsharded.numel() % self.size:
             raise ShardingError(f"all_gather({label!r}) takes {self.size} equal chunks, not {describe(unsharded)}.")
-        self._world.evaluations.count(self.name, self._ranks[self.rank])
+        self._world.evaluations.count(self.name, self.ranks[self.rank])
         unsharded = as_bytes(unsharded)
         buffer = Buffer(unsharded, label)
         chunk = unsharded.numel() // self.size
@@ -250,7 +250,7 @@ class SimulatedCommunicator:
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """This rank makes no more calls in this epoch. Ranks that wait for it raise PeerFailed."""
         why = "it was ended" if failure is None else _quote(failure)
-        self._world.abandon(self.name, self._ranks, self._ranks[self.rank], Abandoned(self._epoch + 1, unit, why))
+        self._world.abandon(self.name, self.ranks, self.ranks[self.rank], Abandoned(self._epoch + 1, unit, why))
 
     def completed(self) -> None:
         """Do nothing: the world needs no count."""
@@ -265,12 +265,12 @@ class SimulatedCommunicator:
 
     def _launch_unrecorded(self, kind: str, side: Side, received: int) -> "_PendingWork":
         self._log.append(Call(self.name, kind, side.label, received))
-        rank = self._ranks[self.rank]
+        rank = self.ranks[self.rank]
         epoch = self._world.epoch_of(self.name, rank)
         if epoch != self._epoch:
             self._epoch, self._called = epoch, 0
         number, self._called = self._called, self._called + 1
-        return _PendingWork(self._world, rank, self._world.launch(rank, Operation(self.name, self._ranks, epoch, number), side))
+        return _PendingWork(self._world, rank, self._world.launch(rank, Operation(self.name, self.ranks, epoch, number), side))
 
 
 class Abandoned(NamedTuple):

@@ -11,8 +11,7 @@ from fsdp.autograd.frames import in_backward
 from fsdp.comm.communicator import ReduceOp
 from fsdp.comm.failure.desync import REMEDY
 from fsdp.comm.failure.pending_call import evaluated_alone, remedies_for
-from fsdp.comm.pairwise_sum import pairwise_sum
-from fsdp.comm.work import Work
+from fsdp.comm.work import Work, pairwise_sum
 from fsdp.errors import ShardingError, WorldError, name_ranks
 
 

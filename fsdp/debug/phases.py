@@ -10,7 +10,6 @@ from time import perf_counter_ns
 from typing import Any, Final
 
 import torch
-from torch.autograd import profiler
 
 from state_machine import Action, Effect
 
@@ -42,7 +41,7 @@ class Phases:
         self._add_record: AddRecord | None = None
         self._first = 0
         """The number of the first unit in records."""
-        self._named = False
+        self.named = False
         """Whether phases are named for a profiler."""
 
     @property
@@ -50,11 +49,10 @@ class Phases:
         """Whether a trace records the phases."""
         return self._add_record is not None
 
-    def begin_pass(self) -> None:
-        """A pass begins: name the phases from now on if a profiler runs."""
-        if profiler._is_profiler_enabled is not self._named:
-            self._named = profiler._is_profiler_enabled
-            self._replace_handlers()
+    def set_named(self, named: bool) -> None:
+        """From now on, name the phases for a profiler, or do not."""
+        self.named = named
+        self._replace_handlers()
 
     def set_recorder(self, add_record: AddRecord | None, first: int = 0) -> None:
         """From now on, call `add_record` after every phase, with units numbered from `first` on. None: call nothing."""
@@ -64,7 +62,7 @@ class Phases:
     def _replace_handlers(self) -> None:
         for action, handler in self._plain_actions.items():
             phase = action.name.lower()
-            if self._named:
+            if self.named:
                 names = [self._name_of(phase, unit) for unit in range(len(self._units))]
                 handler = partial(_name_action, handler, names)
             if self._add_record is not None and phase not in _BRIEF:
@@ -76,7 +74,7 @@ class Phases:
 
     def _around(self, handler: Callable[[], Any], phase: str, unit: int) -> Callable[[], Any]:
         """`handler`, with a name around it if a profiler runs, and with its times recorded if a trace is made."""
-        if self._named:
+        if self.named:
             handler = partial(_name, handler, self._name_of(phase, unit))
         if self._add_record is not None and phase not in _BRIEF:
             handler = _recorded(handler, self._add_record, phase, self._first + unit)

@@ -170,26 +170,6 @@ def empty_cache(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def shard_memory(numel: int, dtype: torch.dtype, device: torch.device, offloaded: bool, pin: bool) -> Tensor:
-    """Zeros (numel,) for a shard: on the device, or in host memory.
-
-    `pin`: a device can read and write host memory while the host program goes on. In a rehearsal on the meta device there is no
-    host memory either.
-    """
-    if offloaded and device.type != "meta":
-        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin)
-    return torch.zeros(numel, dtype=dtype, device=device)
-
-
-def copy_to_host(tensor: Tensor, pin: bool) -> Tensor:
-    """A copy of a device tensor in host memory. With `pin` it has its values only when the current stream has come there."""
-    if tensor.is_meta:
-        return tensor
-    if tensor.is_sparse or not pin:
-        return tensor.cpu()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-
-
 def size_of(tensor: Tensor) -> int:
     """Bytes of the elements of `tensor`; for a sparse tensor, of its indices and values."""
     if tensor.is_sparse:
@@ -205,17 +185,18 @@ def storage_key(tensor: Tensor) -> int:
 class Cutter:
     """Cuts flat tensors into views, in one call into C++: a slice and a view for each would take as long as a small kernel."""
 
-    __slots__ = ("_segments", "_templates")
+    __slots__ = ("_moved", "_segments", "_templates")
 
-    def __init__(self, extents: Sequence[tuple[int, int, tuple[int, ...]]], device: torch.device) -> None:
-        """`extents` are (start, numel, shape), in the order of their starts."""
+    def __init__(self, extents: Sequence[tuple[int, int, tuple[int, ...], int]], device: torch.device) -> None:
+        """`extents` are (start, numel, shape, dim), in the order of their starts; `dim`: where the views have dimension 0."""
         element = torch.empty((), device=device)
         self._templates: list[Tensor] = []
         """Tensors with the shapes of the extents and of the gaps between them, each with the memory of one element."""
         self._segments: list[tuple[int, tuple[int, ...]]] = []
         """For each extent, its index in `_templates`, or -1 if it has no elements; and its shape."""
+        self._moved = [(index, dim) for index, (*_, dim) in enumerate(extents) if dim]
         end = 0
-        for start, numel, shape in extents:
+        for start, numel, shape, _ in extents:
             if start > end:
                 self._templates.append(element.expand(start - end))
             self._segments.append((len(self._templates) if numel else -1, shape))
@@ -226,4 +207,7 @@ class Cutter:
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """The view of each extent in `flat`."""
         views = torch._C._nn.unflatten_dense_tensors(flat, self._templates)
-        return [flat[:0].view(shape) if segment < 0 else views[segment] for segment, shape in self._segments]
+        found = [flat[:0].view(shape) if segment < 0 else views[segment] for segment, shape in self._segments]
+        for index, dim in self._moved:
+            found[index] = found[index].movedim(0, dim)
+        return found

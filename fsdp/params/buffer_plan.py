@@ -11,27 +11,21 @@ from fsdp.device.storage import size_of
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.layout import next_bucket_limit
 from fsdp.params.param_info import ParamInfo
-from fsdp.shards.dtensors import DTensorMesh
+from fsdp.params.placement import place
+from fsdp.shards.dtensors import Mesh
 
 
 def make_flat_buffers(
-    param_infos: Sequence[ParamInfo], config: Config, comm: Communicator, dtensor_mesh: DTensorMesh | None = None
+    param_infos: Sequence[ParamInfo], config: Config, comm: Communicator, mesh: Mesh | None = None
 ) -> tuple[FlatBuffer, ...]:
-    """The flat buffers of a unit, planned by dtype, `requires_grad` and the bucket cap."""
-    replicated = config.mesh_kind is MeshKind.REPLICATE
-    return tuple(
-        FlatBuffer(
-            members,
-            compute_dtype(members[0], members[0].parameter.dtype, config),
-            comm,
-            replicated,
-            config.aligned,
-            config.plain_shards,
-            dtensor_mesh,
-            offload=config.offload,
-        )
-        for members in _plan(param_infos, config)
-    )
+    """The flat buffers of a unit, planned by dtype, `requires_grad` and the bucket cap. `mesh`: see `place`."""
+    return tuple([_make(members, config, comm, mesh) for members in _plan(param_infos, config)])
+
+
+def _make(members: Sequence[ParamInfo], config: Config, comm: Communicator, mesh: Mesh | None) -> FlatBuffer:
+    kept = members[0].parameter.dtype
+    dtype = compute_dtype(members[0], kept, config)
+    return FlatBuffer(members, place(members, min(kept.itemsize, dtype.itemsize), config, comm, mesh), dtype, config.offload)
 
 
 def compute_dtype(param_info: ParamInfo, dtype: torch.dtype, config: Config) -> torch.dtype:

@@ -8,7 +8,6 @@ Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Final
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.autograd.frames import in_backward, is_running
-from fsdp.comm.communicator import Communicator
+from fsdp.comm.context import CommContext
 from fsdp.comm.joint_gather import JointGather
 from fsdp.comm.work import Work
 from fsdp.config import Config
@@ -39,12 +38,14 @@ class Unit:
     """The parameters that are gathered and released together, and the modules that show them."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], name: str, flats: Sequence[FlatBuffer], config: Config, comm: Communicator
+        self, modules: Sequence[nn.Module], name: str, flats: Sequence[FlatBuffer], config: Config, comms: CommContext
     ) -> None:
         self._modules = tuple(map(weakref.ref, modules))
         self.name = name
         self.config = config
-        self.comm = comm
+        self.comms = comms
+        """The communicators of the ranks among which the unit is cut."""
+        self.comm = comms.shard_comm
         self._streams: Streams
         self._tracker: MemoryTracker
         self._device = torch.device("cpu")
@@ -60,8 +61,8 @@ class Unit:
         self._observer: UnitObserver
         self._before_copy: Callable[[FlatBuffer, torch.dtype], None] | None = None
         self.flats = tuple(flats)
-        self.is_offloaded = any(flat.is_offloaded for flat in self.flats)
-        """Whether shards of the unit are in host memory, while a device computes."""
+        self.copies_shards = any(flat.home.copies for flat in self.flats)
+        """See `Home.copies`."""
         self.versions = Versions(self.flats)
         self._full_params = FullParams(self.flats)
         self._read_copies = ReadCopies(self.param_infos, config.guard)
@@ -79,9 +80,9 @@ class Unit:
         self._module_params = module_params_of(self.param_infos, self.unsharded_params)
         self._touches = touches.count
         """What it was when the unit last looked at what its modules show."""
-        self.has_dtensors = any(flat.dtensor_layouts is not None for flat in self.flats)
-        """Whether the shards are DTensors, which take the places of the user's Parameter objects."""
-        if self.has_dtensors:
+        self.replaces_params = any(flat.placements[0].replaces_param for flat in self.flats)
+        """Whether the shards are other objects than the user's Parameters, in whose places they are trained: DTensors."""
+        if self.replaces_params:
             self.use_sharded()
 
     @property
@@ -92,12 +93,12 @@ class Unit:
     @property
     def tensor_parallel_params(self) -> list[nn.Parameter]:
         """The sharded parameters that tensor parallelism has spread as well."""
-        return [p for flat in self.flats for i, p in enumerate(flat.sharded_params) if flat.is_tensor_parallel(i)]
+        return [flat.sharded_params[i] for flat in self.flats for i in flat.tensor_parallel]
 
     @property
     def has_opaque_shards(self) -> bool:
         """Whether torch's functions for state dicts do not know its shards as parts. They know DTensors."""
-        return bool(self.flats) and not self.has_dtensors
+        return bool(self.flats) and not self.replaces_params
 
     @property
     def is_running(self) -> bool:
@@ -128,26 +129,24 @@ class Unit:
         """From now on, call `before_copy` before a copy of a flat buffer is gathered in a dtype."""
         self._before_copy = before_copy
 
-    def join(self, streams: Streams, tracker: MemoryTracker, device: torch.device, shard_device: torch.device) -> None:
-        """Become part of a root: use its streams, its memory tracker and its devices."""
+    def join(
+        self, comms: CommContext, streams: Streams, tracker: MemoryTracker, device: torch.device, shard_device: torch.device
+    ) -> None:
+        """Become part of a root: use its communicators, if they connect the same ranks, its streams, tracker and devices."""
+        if self.comms.same_ranks_as(comms):
+            self.comms = comms
         self._streams = streams
         self._tracker = tracker
         self._device = device
         self.shard_device = shard_device
         for flat in self.flats:
-            if flat.is_offloaded:
-                tracker.add_offloaded(size_of(flat.shard))
-            else:
-                tracker.add("shards", size_of(flat.shard))
+            flat.home.count(tracker, flat.shard)
 
     def set_put_away(self, put_away: bool) -> None:
         """The shards are in host memory from now on, or on the device again. While they are not, refuse what needs them."""
         self.is_put_away = put_away
         for flat in self.flats:
-            if not flat.is_offloaded and flat.device.type not in ("cpu", "meta"):
-                moved = size_of(flat.shard) if put_away else -size_of(flat.shard)
-                self._tracker.add("shards", -moved)
-                self._tracker.add_offloaded(moved)
+            flat.home.count_put_away(self._tracker, flat.shard, put_away)
 
     @property
     def gather_sizes(self) -> tuple[int, ...]:
@@ -233,7 +232,8 @@ class Unit:
         Raises:
             ShardingError: the data does not fit, a module shows another parameter, or a copy was changed in place.
         """
-        self.refuse_put_away()
+        if self.is_put_away:
+            self.refuse_put_away()
         self._read_copies.check(self.name)
         self.check_modules()
         return self.follow_replaced()
@@ -354,50 +354,41 @@ class Unit:
         Traffic:  this rank receives (W - 1) * C elements
         """
         with self._streams.gathering():
-            for flat, own in self.prepare_all_gather():
-                if flat.wire is None:
-                    self._works.append(self.comm.all_gather(flat.unsharded_bytes, self.name, own))
-                    continue
-                allocate = partial(flat.memory.allocate, self._tracker)
-                work = JointGather(self.comm, flat.unsharded_segments, [own], self.name, self._tracker.add, allocate)
-                if not self._streams.on_host:
-                    work.wait()  # the gather stream waits and copies, and the host goes on
-                self._works.append(work)
+            for prepared in self.prepare_all_gather():
+                self._works.append(self.gather_together([prepared]))
             self._works += self._streams.gathered()
 
-    def prepare_all_gather(self) -> Iterator[tuple[FlatBuffer, Tensor]]:
-        """Yield each flat buffer to be gathered, with this rank's chunk as bytes.
+    def gather_together(self, prepared: Sequence[tuple[FlatBuffer, Tensor]]) -> Work:
+        """Launch one all-gather for flat buffers of this unit, or of others on the same ranks, with this rank's chunk of each.
 
-        Allocates the unsharded parameters that are gathered in place.
+        Memory: the bytes of all of them once more, until they are copied out; none for one that is gathered in place
         """
-        self.refuse_put_away()
-        for flat in self.flats:
-            if flat.is_offloaded and flat.wire is None:
-                self._upload(flat)
-                yield flat, flat.local_bytes
-                continue
-            if flat.wire is None:
+        if len(prepared) == 1 and (first := prepared[0])[0].gathers_in_place:
+            return self.comm.all_gather(first[0].unsharded_bytes, self.name, first[1])
+        flats = [flat for flat, _ in prepared]
+
+        def allocate() -> None:
+            for flat in flats:
                 flat.memory.allocate(self._tracker)
-            if flat.is_shared:
-                continue
-            yield flat, flat.own_chunk()
-            if flat.is_offloaded:
-                self._streams.copied()
+
+        places = [place for flat in flats for place in flat.unsharded_segments]
+        work = JointGather(self.comm, places, [own for _, own in prepared], self.name, self._tracker.add, allocate)
+        if not self._streams.on_host:
+            work.wait()  # the gather stream waits and copies, and the host goes on
+        return work
+
+    def prepare_all_gather(self) -> Iterator[tuple[FlatBuffer, Tensor]]:
+        """Yield each flat buffer to be gathered, with this rank's chunk, see `FlatBuffer.begin_gather`."""
+        if self.is_put_away:
+            self.refuse_put_away()
+        for flat in self.flats:
+            own = flat.begin_gather(self._tracker, self._streams)
+            if own is not None:
+                yield flat, own
 
     def add_works(self, works: Iterable[Work]) -> None:
         """Wait for these too, before the unsharded parameters may be read."""
         self._works += works
-
-    def _upload(self, flat: FlatBuffer) -> None:
-        """Copy the shard of one flat buffer from host memory to its place among the unsharded parameters.
-
-        The memory of these is allocated on the stream that writes first, while the gathers before this one may still run.
-        """
-        with self._streams.uploading():
-            flat.memory.allocate(self._tracker)
-            flat.upload()
-            self._streams.copied()
-        self._streams.uploaded()
 
     def wait_all_gather(self) -> None:
         """Wait until the unsharded parameters may be read."""
@@ -493,7 +484,7 @@ class Unit:
         Raises:
             ShardingError: the shards are DTensors, which cannot become ordinary parameters.
         """
-        if self.has_dtensors:
+        if self.replaces_params:
             raise ShardingError(
                 f"unit {self.name!r} shows its shards as DTensors, which cannot be full parameters for a while; read "
                 "p.full_tensor(), or wrap without dtensors."

@@ -109,13 +109,14 @@ def gather_param(
 
     Traffic: this rank receives (W - 1) * C elements, the whole flat buffer.
     """
+    placement = flat.placements[index]
 
     def gather() -> Tensor:
         if copies is None:
-            return flat.full_param(index, flat.gather_copy(dtype, comm, unit)).clone()
+            return placement.full_in(flat.gather_copy(dtype, comm, unit)).clone()
         if flat not in copies:
             copies[flat] = flat.gather_copy(dtype, comm, unit)
-        return flat.full_param(index, copies[flat]).data  # with a version counter of its own
+        return placement.full_in(copies[flat]).data  # with a version counter of its own
 
     value: Tensor = GatherParam.apply(flat.unsharded_params[index], gather, on_external_grad)  # type: ignore[no-untyped-call]
     return value
@@ -127,7 +128,7 @@ def local_param(flat: FlatBuffer, index: int, on_external_grad: Callable[[], Non
     For autograd, a shard in host memory is copied to the device: a backward computes there in the order of the program, and
     beside it, in another thread, what is on the host.
     """
-    if not flat.is_row_range(index):
+    if not flat.placements[index].is_row_range:
         raise ShardingError(
             f"to_local: parameter {flat.param_infos[index].names[0]!r} is cut along another dimension than the first, or by "
             "tensor parallelism as well; compute with fsdp.full_tensor(parameter)."

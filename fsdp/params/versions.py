@@ -10,7 +10,7 @@ from torch import Tensor
 from fsdp.comm.communicator import Communicator
 from fsdp.device.streams import readable_device
 from fsdp.params.flat_buffer import FlatBuffer
-from fsdp.shards.shard_parameter import moved_data
+from fsdp.shards.shard_parameter import moved_shards
 from fsdp.shards.shard_tensor import quick_attributes
 
 _VERSION: Final = attrgetter("_version")
@@ -20,7 +20,7 @@ class Versions:
     """The clocks of the shards of one unit."""
 
     __slots__ = (
-        "_asks_pointers",
+        "_asks_addresses",
         "_at_forward",
         "_at_gather",
         "_at_pass",
@@ -36,7 +36,7 @@ class Versions:
 
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
         self._flats = tuple(flats)
-        self._asks_pointers = any([flat.asks_pointers for flat in flats])
+        self._asks_addresses = any([flat.asks_addresses for flat in flats])
         self._repeated = 0
         """How many changes were made by recomputes, which repeat those of a forward."""
         self._written_back = 0
@@ -66,7 +66,7 @@ class Versions:
 
     def _count(self) -> int:
         counts = sum([sum(map(_VERSION, flat.sharded_params)) for flat in self._flats]) - self._repeated
-        return counts + self._count_places() if moved_data or self._asks_pointers else counts
+        return counts + self._count_places() if self._asks_addresses or moved_shards.data else counts
 
     @property
     def changed_since_made(self) -> bool:
@@ -129,7 +129,7 @@ class Versions:
         return self._places != self._count_places()
 
     def _count_places(self) -> int:
-        return sum([flat.places for flat in self._flats]) if moved_data or self._asks_pointers else 0
+        return sum([flat.places for flat in self._flats]) if self._asks_addresses or moved_shards.data else 0
 
     @property
     def moved(self) -> bool:

@@ -1,25 +1,80 @@
-"""A flat buffer of several segments on its way between ranks. See `Layout`.
+"""The order in which the elements of a flat buffer travel between ranks.
 
 [Note: order on the wire]
 A collective that gathers or scatters chunks takes them one after the other: rank 0's slice of every segment, then rank 1's. In
-memory the slices of one segment lie together, so that a full parameter is contiguous. The gathered chunks are copied once, into
-the segments. Gradients are written to their places on the wire directly.
+memory the slices of one segment lie together, so that a full parameter is contiguous. With one segment both orders are the same,
+and nothing is copied. With several, the gathered chunks are copied once, into the segments. Gradients are written to their places
+on the wire directly.
 """
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import ClassVar
 
+import torch
 from torch import Size, Tensor
 
+from fsdp.device.storage import Cutter
 from fsdp.params.layout import Layout
+from fsdp.params.placement import Placement
 
 
 class Wire:
-    """Where the elements of a flat buffer, cut by `layout`, lie on the wire (W * C,)."""
+    """Where the elements of a flat buffer of one segment lie on the wire (W * C,): where they lie in memory."""
 
-    __slots__ = ("_layout", "_shapes")
+    __slots__ = ("_cutter", "_layout", "_placements")
 
-    def __init__(self, layout: Layout) -> None:
+    has_views: ClassVar = True
+    """Whether a full parameter on the wire is a view of it."""
+
+    def __init__(self, layout: Layout, placements: Sequence[Placement], cutter: Cutter) -> None:
+        """`cutter`: makes the views of full parameters in memory."""
         self._layout = layout
+        self._placements = placements
+        self._cutter = cutter
+
+    def segments_of(self, flat: Tensor) -> list[Tensor]:
+        """The slices (W, c) of each segment in an unsharded flat tensor (W * C,), or in its bytes."""
+        return [flat.view(self._layout.num_shards, -1)]
+
+    def views_of(self, wire: Tensor) -> list[list[Tensor]]:
+        """The parts of each parameter in a tensor (W * C,) in the order of the wire."""
+        return [[view] for view in self._cutter.views_of(wire)]
+
+    def parts_of(self, index: int, full: Tensor) -> Sequence[Tensor]:
+        """The same parts of a full tensor of the shape of parameter `index`: views."""
+        return (full,)
+
+    def parts_of_all(self, full: list[Tensor]) -> list[Tensor]:
+        """The parts of one full tensor for each parameter, one after the other."""
+        return full
+
+    def full_params(self, wire: Tensor) -> list[Tensor]:
+        """Each full parameter in such a tensor: a view, or a copy if there is none."""
+        return self._cutter.views_of(wire)
+
+    def to_memory(self, wire: Tensor) -> Tensor:
+        """Such a tensor in the order of the memory."""
+        return wire
+
+    def zero_padding(self, wire: Tensor) -> None:
+        """Fill what belongs to no parameter with zeros."""
+        slots = self._layout.slots
+        ends = [0, *(slot.end for slot in slots)]
+        for end, start in zip(ends, [*(slot.start for slot in slots), wire.numel()], strict=True):
+            if end < start:
+                wire[end:start].zero_()
+
+
+class WireOfSegments(Wire):
+    """The same for a flat buffer of several segments. See [Note: order on the wire]."""
+
+    __slots__ = ("_shapes",)
+
+    has_views: ClassVar = False
+
+    def __init__(self, layout: Layout, placements: Sequence[Placement], cutter: Cutter) -> None:
+        super().__init__(layout, placements, cutter)
         self._shapes: list[list[tuple[int, ...]]] = [self._shapes_of(index) for index in range(len(layout.slots))]
         """Of each parameter the shapes of its parts on the wire: (ranks, rows, *row) for those ranks that have a full slice, and
         (rows, *row) for the rank that has a short one. A part without rows is left out."""
@@ -35,13 +90,11 @@ class Wire:
         return [*shapes, (short // row, *slot.shape[1:])] if short else shapes
 
     def segments_of(self, flat: Tensor) -> list[Tensor]:
-        """The slices (W, c) of each segment in an unsharded flat tensor (W * C,), or in its bytes."""
         size, ranks = flat.numel() // self._layout.numel, self._layout.num_shards
         sizes = [segment.numel * ranks * size for segment in self._layout.segments]
         return [segment.view(ranks, -1) for segment in flat.split_with_sizes(sizes)]
 
     def views_of(self, wire: Tensor) -> list[list[Tensor]]:
-        """The parts of each parameter in a tensor (W * C,) in the order of the wire."""
         chunks = wire.view(self._layout.num_shards, -1)
         views: list[list[Tensor]] = []
         for slot, shapes in zip(self._layout.slots, self._shapes, strict=True):
@@ -58,13 +111,35 @@ class Wire:
         return views
 
     def parts_of(self, index: int, full: Tensor) -> Sequence[Tensor]:
-        """The same parts of a full tensor (rows, *row) of the shape of parameter `index`: views."""
-        shapes = self._shapes[index]
+        stored, shapes = self._placements[index].stored(full), self._shapes[index]
         if len(shapes) == 1:
-            return (full.view(shapes[0]),)
+            return (stored.view(shapes[0]),)
         start, parts = 0, []
         for shape in shapes:
-            rows = shape[0] * shape[1] if len(shape) > full.dim() else shape[0]
-            parts.append(full[start : start + rows].view(shape))
+            rows = shape[0] * shape[1] if len(shape) > stored.dim() else shape[0]
+            parts.append(stored[start : start + rows].view(shape))
             start += rows
         return parts
+
+    def parts_of_all(self, full: list[Tensor]) -> list[Tensor]:
+        return [part for index, one in enumerate(full) for part in self.parts_of(index, one)]
+
+    def full_params(self, wire: Tensor) -> list[Tensor]:
+        copies = []
+        for placement, parts in zip(self._placements, self.views_of(wire), strict=True):
+            shape = placement.extent.shape
+            rows = [part.reshape(-1, *shape[1:]) for part in parts]
+            copies.append(placement.shown(torch.cat(rows) if rows else wire.new_empty(shape)))
+        return copies
+
+    def to_memory(self, wire: Tensor) -> Tensor:
+        full = torch.empty_like(wire)
+        sizes = [segment.numel for segment in self._layout.segments]
+        torch.split_with_sizes_copy(wire.view(self._layout.num_shards, -1), sizes, 1, out=self.segments_of(full))
+        return full
+
+    def zero_padding(self, wire: Tensor) -> None:
+        is_padding = torch.ones_like(wire, dtype=torch.bool)
+        for view in chain.from_iterable(self.views_of(is_padding)):
+            view.zero_()
+        wire.masked_fill_(is_padding, 0)

@@ -11,7 +11,8 @@ from typing import Final, cast
 import torch
 from torch import Tensor, nn
 
-from fsdp.device.storage import MemoryTracker, ResizableStorage, ReusableBuffer, copy_to_host, size_of
+from fsdp.comm.context import CommContext
+from fsdp.device.storage import MemoryTracker, ResizableStorage, ReusableBuffer, size_of
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.use_outside_forward import RefuseShardGrad
@@ -36,6 +37,7 @@ class Bucket:
         "all_local_used",
         "all_used",
         "buffer",
+        "comms",
         "expects_accumulated",
         "flat",
         "local_used",
@@ -50,7 +52,15 @@ class Bucket:
     )
 
     def __init__(
-        self, number: int, flat: FlatBuffer, unit: int, name: str, dtype: torch.dtype, stays: bool, tracker: MemoryTracker
+        self,
+        number: int,
+        flat: FlatBuffer,
+        unit: int,
+        name: str,
+        comms: CommContext,
+        dtype: torch.dtype,
+        stays: bool,
+        tracker: MemoryTracker,
     ) -> None:
         self.number = number
         """Its place among the buckets of its root."""
@@ -59,10 +69,12 @@ class Bucket:
         """The number of its unit."""
         self.name = name
         """The name of its unit."""
+        self.comms = comms
+        """The communicators of its unit."""
         self._tracker = tracker
         self._grad_dtype = flat.unsharded.dtype
         self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
-        self.views = flat.wire_views_of(self.buffer)
+        self.views = flat.wire.views_of(self.buffer)
         """The parts of the gradient of each parameter in the buffer."""
         self._parts = [*chain.from_iterable(self.views)]
         self._alternative: tuple[Tensor, Sequence[Tensor]] | None = None
@@ -97,7 +109,7 @@ class Bucket:
     @property
     def group_key(self) -> Hashable:
         """Buckets with equal keys can share a collective."""
-        return self.dtype, self.flat.shard.dtype, self.flat.device, self.flat.is_offloaded
+        return self.comms, self.dtype, self.flat.shard.dtype, self.flat.home
 
     def missing_params(self, used: Sequence[bool]) -> list[str]:
         """The names of trainable parameters without a gradient."""
@@ -121,13 +133,9 @@ class Bucket:
         """Drop the gradients of this backward, reduced or not. Those accumulated under `no_sync` stay."""
         self._alternative = None
         if self.reduced is not None:
-            self._tracker.add("reduced", -self._device_bytes(self.reduced))
+            self._tracker.add("reduced", -self.flat.home.device_bytes(self.reduced))
             self.reduced = None
         self.clear_unsharded_grads()
-
-    def _device_bytes(self, reduced: Tensor) -> int:
-        """Bytes of a reduced shard that the tracker counts."""
-        return 0 if self.flat.is_offloaded else size_of(reduced)
 
     # accumulated under no_sync ------------------------------------------------------------
 
@@ -141,7 +149,7 @@ class Bucket:
         for i, unsharded in enumerate(self.flat.unsharded_params):
             if unsharded.grad is not None:
                 gradient, unsharded.grad = unsharded.grad, None
-                self._accumulate(i, self.flat.local_grad(i, gradient))
+                self._accumulate(i, self.flat.placements[i].local_grad(gradient))
 
     def drop_zeroed(self) -> None:
         """Drop accumulated gradients that the user has zeroed since."""
@@ -165,9 +173,7 @@ class Bucket:
 
     def can_have_shard_grads(self) -> list[bool]:
         """For each sharded parameter, whether it ever has a `.grad`: a plain shard without elements has none."""
-        flat = self.flat
-        empty = {i for i, _, _ in flat.empty_shards}
-        return [part.numel > 0 or i in empty or flat.is_replicated for i, part in enumerate(flat.parts)]
+        return [placement.gets_grad for placement in self.flat.placements]
 
     def drop_shard_grads(self, kept: Sequence[bool]) -> None:
         """Set `.grad` of the other sharded parameters to None."""
@@ -185,7 +191,7 @@ class Bucket:
             return
         param = self.flat.sharded_params[i]
         local = self._local_part(i, gradient).to(param.dtype, copy=True)
-        part = self.flat.as_shown(i, copy_to_host(local, self.flat.pins) if self.flat.is_offloaded else local)
+        part = self.flat.placements[i].as_shard(self.flat.home.bring(local))
         self.accumulated[i] = AccumulatedGrad(gradient, param, part)
         self._tracker.add("kept", size_of(gradient))
 
@@ -233,25 +239,24 @@ class Bucket:
         flat = self.flat
         views, parts = self.views, self._parts
         if buffer is not None:
-            views = flat.wire_views_of(buffer)
+            views = flat.wire.views_of(buffer)
             parts = [*chain.from_iterable(views)]
-            if buffer.dtype is flat.shard.dtype and not flat.is_offloaded:
+            if buffer.dtype is flat.shard.dtype and not flat.home.copies:
                 # otherwise the reduced shard is converted or copied
                 self._alternative = buffer, parts
         gradients = [unsharded.grad for unsharded in flat.unsharded_params]
+        for i in flat.tensor_parallel:
+            if (gradient := gradients[i]) is not None:
+                gradients[i] = flat.placements[i].local_grad(gradient)
         for unsharded in flat.unsharded_params:
             unsharded.grad = None
-        if flat.has_tensor_parallel:
-            gradients = [None if one is None else flat.local_grad(i, one) for i, one in enumerate(gradients)]
         if (
             not self.accumulated
             and not self.expects_accumulated
             and not any([one is None or one.is_sparse or one.dtype is not self._grad_dtype for one in gradients])
         ):
             self.local_used, self.all_local_used = self.all_used, True
-            full = cast(list[Tensor], gradients)
-            if flat.wire is not None:
-                full = [part for i, gradient in enumerate(full) for part in flat.wire_parts_of(i, gradient)]
+            full = flat.wire.parts_of_all(cast(list[Tensor], gradients))
             _copy_divided(self.buffer if buffer is None else buffer, parts, full, divisor)
             return
         flat.refuse_grads_of_other_dtype(gradients)
@@ -260,7 +265,7 @@ class Bucket:
         for i, (places, gradient) in enumerate(zip(views, gradients, strict=True)):
             accumulated = None if remainder else self.accumulated.get(i)
             given = (gradient, None if accumulated is None else accumulated.unsharded)
-            summands = [flat.wire_parts_of(i, self._to_dense(i, one)) for one in given if one is not None]
+            summands = [flat.wire.parts_of(i, self._to_dense(i, one)) for one in given if one is not None]
             used.append(used_before[i] or bool(summands))
             for number, view in enumerate(places):
                 if summands:
@@ -280,9 +285,9 @@ class Bucket:
         if self.reduced is None:
             self.reduced = chunk
             return
-        self._tracker.add("reduced", -self._device_bytes(chunk) - self._device_bytes(self.reduced))
+        self._tracker.add("reduced", -self.flat.home.device_bytes(chunk) - self.flat.home.device_bytes(self.reduced))
         self.reduced.add_(chunk)
-        self._tracker.add("reduced", self._device_bytes(self.reduced))
+        self._tracker.add("reduced", self.flat.home.device_bytes(self.reduced))
 
     @property
     def has_grad_hooks(self) -> bool:
@@ -306,7 +311,7 @@ class Bucket:
                 continue
             view = self._reduced_view(i, self.reduced)
             for hook in list(hooks.values()):
-                changed = None if isinstance(hook, RefuseShardGrad) else hook(flat.as_shown(i, view))
+                changed = None if isinstance(hook, RefuseShardGrad) else hook(flat.placements[i].as_shard(view))
                 if changed is None:
                     continue
                 if not isinstance(changed, Tensor) or plain(changed).shape != view.shape:
@@ -325,7 +330,7 @@ class Bucket:
         hooked: list[int] = []
         reduced, self.reduced = self.reduced, None
         assert reduced is not None
-        self._tracker.add("reduced", -self._device_bytes(reduced))
+        self._tracker.add("reduced", -self.flat.home.device_bytes(reduced))
         flat = self.flat
         gradients = self._shard_grads(reduced)
         targets, summands = [], []
@@ -339,7 +344,7 @@ class Bucket:
                 before = param.grad
                 accumulated = self._drop_accumulated(i) if self.accumulated else None
                 if before is None or (accumulated is not None and accumulated.owns_shard_grad):
-                    param.grad = flat.as_shown(i, gradient)
+                    param.grad = flat.placements[i].as_shard(gradient)
                 elif before.is_sparse or gradient.is_sparse:
                     before.add_(gradient)
                 else:
@@ -377,7 +382,7 @@ class Bucket:
 
     def _local_part(self, i: int, gradient: Tensor) -> Tensor:
         """This rank's part of an unsharded gradient."""
-        return self.flat.local_part(i, gradient)
+        return self.flat.placements[i].local_part(gradient)
 
     def _reduced_view(self, i: int, reduced: Tensor) -> Tensor:
         """The gradient of one parameter in the reduced shard."""

@@ -1,7 +1,6 @@
 """Communication hooks: the bucket that a hook is called with, and the reduction that it returns."""
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -24,18 +23,7 @@ class GradBucket:
 
     def zero_padding(self) -> None:
         """Fill the padding with zeros: a hook that computes a norm or a scale reads the padding too, and new memory is random."""
-        flat = self._bucket.flat
-        if flat.wire is not None:
-            is_padding = torch.ones_like(self._buffer, dtype=torch.bool)
-            for view in chain.from_iterable(flat.wire_views_of(is_padding)):
-                view.zero_()
-            self._buffer.masked_fill_(is_padding, 0)
-            return
-        slots = flat.layout.slots
-        ends = [0, *(slot.end for slot in slots)]
-        for end, start in zip(ends, [*(slot.start for slot in slots), self._buffer.numel()], strict=True):
-            if end < start:
-                self._buffer[end:start].zero_()
+        self._bucket.flat.wire.zero_padding(self._buffer)
 
     def buffer(self) -> Tensor:
         """The gradients of this rank (W * C,), padding of zeros included; see `fsdp.register_comm_hook`."""
@@ -50,12 +38,11 @@ class GradBucket:
 
         Copies in a bucket of several DTensors, which has no such views. They must not be changed.
         """
-        flat = self._bucket.flat
-        if flat.wire is None:
-            return flat.views_of(self._buffer)
-        copies = flat.copies_from_wire(self._buffer)
-        self._copies += [(copy, copy._version) for copy in copies]
-        return copies
+        wire = self._bucket.flat.wire
+        gradients = wire.full_params(self._buffer)
+        if not wire.has_views:
+            self._copies += [(copy, copy._version) for copy in gradients]
+        return gradients
 
     def check_copies(self) -> None:
         """Raises:

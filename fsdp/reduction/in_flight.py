@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp.comm.context import CommContext
 from fsdp.comm.work import DONE, TwoPhaseWork, Work
 from fsdp.config import ReductionPolicy
-from fsdp.device.storage import MemoryTracker, copy_to_host, size_of
+from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.reduction.bucket import Bucket
 from fsdp.reduction.comm_hook import CommHook, GradBucket
@@ -107,7 +107,7 @@ class ReductionQueue:
         if isinstance(buckets[0], SparseBucket):
             self._launch_sparse(buckets[0], lane, remainder)
             return True
-        if self._comms.lanes[lane].shard.size == 1:
+        if buckets[0].comms.lane(lane).shard.size == 1:
             self._launch_replicated(buckets, lane, remainder)
             return True
         self._launch_sharded(buckets, lane, remainder)
@@ -115,8 +115,8 @@ class ReductionQueue:
 
     def _launch_sharded(self, buckets: Sequence[Bucket], lane: int, remainder: bool) -> None:
         name, size = buckets[0].name, sum(bucket.flat.layout.shard_numel for bucket in buckets)
-        predivisor, divisor = self._divisors(buckets[0].buffer, size)
-        comm = self._comms.lanes[lane].shard
+        predivisor, divisor = self._divisors(buckets[0], size)
+        comm = buckets[0].comms.lane(lane).shard
         joined = None
         try:
             for bucket in buckets:
@@ -143,7 +143,7 @@ class ReductionQueue:
     def _launch_replicated(self, buckets: Sequence[Bucket], lane: int, remainder: bool) -> None:
         """Launch where the chunk is the whole bucket: the buffer that is filled is the output, and becomes `.grad`."""
         name, size = buckets[0].name, sum(bucket.flat.layout.shard_numel for bucket in buckets)
-        predivisor, divisor = self._divisors(buckets[0].buffer, size)
+        predivisor, divisor = self._divisors(buckets[0], size)
         if self._copied_output is not None:
             self._streams.await_reductions()
             self._release_copied_output()
@@ -156,7 +156,7 @@ class ReductionQueue:
             self._start_all_reduce(Reduction(buckets, output, DONE, None, 0, name, divisor, lane))
         self._tracker.add("reduced", size_of(output))
         # the output was allocated on the compute stream, and may be released already
-        if buckets[0].flat.is_offloaded and self._comms.lanes[lane].replicate.size == 1:
+        if buckets[0].flat.home.copies and buckets[0].comms.lane(lane).replicate.size == 1:
             self._copied_output = output
             self._tracker.add("reduced", size_of(output))
         else:
@@ -169,12 +169,12 @@ class ReductionQueue:
             self._copied_output = None
 
     def _launch_sparse(self, bucket: SparseBucket, lane: int, remainder: bool) -> None:
-        predivisor, divisor = self._divisors(bucket.buffer, 0)
+        predivisor, divisor = self._divisors(bucket, 0)
         rows = bucket.take_rows(remainder)
         if predivisor != 1:
             rows = rows / predivisor  # not in place: it may be an accumulated gradient
         with self._streams.reducing(lane):
-            work = SparseTotal(rows, self._comms.lanes[lane].replicate, bucket.name)
+            work = SparseTotal(rows, bucket.comms.lane(lane).replicate, bucket.name)
         self._tracker.add("reduced", size_of(rows))
         self._all_reduces.append(Reduction((bucket,), rows, work, None, 0, bucket.name, divisor, lane))
 
@@ -247,7 +247,7 @@ class ReductionQueue:
 
     # helpers ------------------------------------------------------------------------------
 
-    def _divisors(self, gradients: Tensor, shard_numel: int) -> tuple[float, float]:
+    def _divisors(self, bucket: Bucket, shard_numel: int) -> tuple[float, float]:
         """The divisors before and after the sum, where this rank gets `shard_numel` elements of the sum."""
         if self.divide_factors is not None:
             return self.divide_factors
@@ -256,14 +256,14 @@ class ReductionQueue:
         if predivisor is None:
             # the sum would overflow in half precision, so it is divided first. Otherwise the sum is divided, of which a rank may
             # have a shard alone. But on the host a power of two divides without rounding, and for free while much is copied
-            free = shard_numel >= _LARGE and total & (total - 1) == 0 and gradients.device.type == "cpu"
-            first = not self._exact and (free or self._comms.reduce_comm.size == 1)
-            predivisor = total if first or gradients.dtype is torch.float16 else 1
+            free = shard_numel >= _LARGE and total & (total - 1) == 0 and bucket.buffer.device.type == "cpu"
+            first = not self._exact and (free or bucket.flat.num_shards == 1)
+            predivisor = total if first or bucket.dtype is torch.float16 else 1
         return predivisor, total / predivisor
 
     def _join(self, buckets: Sequence[Bucket]) -> Tensor:
         """One tensor with the chunks of each rank together: (W * C1,), (W * C2,) -> (W * (C1 + C2),)."""
-        ranks = self._comms.reduce_comm.size
+        ranks = buckets[0].flat.num_shards
         joined = torch.cat([bucket.buffer.view(ranks, -1) for bucket in buckets], 1).view(-1)
         self._tracker.add("bucket", size_of(joined))
         for bucket in buckets:
@@ -278,7 +278,7 @@ class ReductionQueue:
 
     def _start_all_reduce(self, reduction: Reduction) -> None:
         """Start the sum of reduced chunks over the replicas, if there are any."""
-        replicas = self._comms.lanes[reduction.lane].replicate
+        replicas = reduction.buckets[0].comms.lane(reduction.lane).replicate
         if self.hook is not None or replicas.size == 1:
             self._finish(reduction._replace(work=DONE))
         else:
@@ -299,22 +299,12 @@ class ReductionQueue:
             dtype = reduction.buckets[0].flat.shard.dtype
             if reduced.dtype != dtype:
                 reduced = self._replace(reduced, reduced.to(dtype))
-            if any(bucket.reduced is not None for bucket in reduction.buckets):
+            is_added = any(bucket.reduced is not None for bucket in reduction.buckets)
+            if is_added:
                 self._streams.await_reductions()  # a remainder is added to the first chunk, which is another lane's
-            if reduction.buckets[0].flat.is_offloaded:
-                reduced = self._move_to_host(reduced, reduction.buckets)
+            reduced = reduction.buckets[0].flat.home.receive(reduced, is_added, self._streams, self._tracker)
             for bucket, chunk in zip(reduction.buckets, _split(reduced, reduction.buckets), strict=True):
                 bucket.add_reduced(chunk)
-
-    def _move_to_host(self, reduced: Tensor, buckets: Sequence[Bucket]) -> Tensor:
-        """Copy reduced chunks to host memory. They are there when `Streams.await_copies` has returned."""
-        if any(bucket.reduced is not None for bucket in buckets):
-            moved = reduced.cpu()  # it is added on the host to the first chunk, whose copy is over before this one
-        else:
-            moved = copy_to_host(reduced, buckets[0].flat.pins)
-            self._streams.copied()
-        self._tracker.add("reduced", -size_of(reduced))
-        return moved
 
     def _replace(self, old: Tensor, new: Tensor) -> Tensor:
         """Count the new tensor in place of the old one."""

@@ -25,7 +25,7 @@ from fsdp.reduction.build_buckets import bucket_kinds, early_buckets, make_bucke
 from fsdp.reduction.comm_hook import CommHook, GradBucket
 from fsdp.reduction.in_flight import ReductionQueue
 from fsdp.reduction.order import ReductionOrder
-from fsdp.reduction.stats import ReducerStats
+from fsdp.reduction.stats import StepStats
 from fsdp.reduction.used_params import UsedParams
 from state_machine.bucket import BucketAction, BucketEvent, UnitEvent
 from state_machine.bucket_queue import BucketQueue
@@ -44,6 +44,7 @@ class Reducer:
         comms: CommContext,
         streams: Streams,
         tracker: MemoryTracker,
+        stats: StepStats,
     ) -> None:
         self._units = tuple(units)
         self._comms = comms
@@ -68,7 +69,7 @@ class Reducer:
             len(units),
         )
         self._meeting: Callable[[Combine], bool] | None = None
-        self.stats = ReducerStats()
+        self._stats = stats
         self.ignores_local_grads = False
         """True if the gradients of this rank are dropped, except those it accumulated earlier (`join`)."""
         self.runs_grad_hooks = False
@@ -172,7 +173,7 @@ class Reducer:
         """
         for bucket in self._accumulating():
             bucket.drop_zeroed()
-        self.stats.begin()
+        self._stats.begin_reductions()
         self._reductions.begin()
         self._used_params.begin()
         self._ready_at = [perf_counter()] * len(self.buckets)
@@ -320,8 +321,7 @@ class Reducer:
             if BucketAction.ACCUMULATE_UNSHARDED in self._queue.on(number, BucketEvent.ACCUMULATE):
                 with self._streams.computing():
                     bucket.accumulate_all()
-                    if bucket.flat.is_offloaded:
-                        self._streams.copied()
+                    bucket.flat.home.copied(self._streams)
 
     def drain(self, index: int) -> None:
         """Wait until no collective of any unit is in flight. Idempotent; raises what the first collective raises."""
@@ -370,16 +370,15 @@ class Reducer:
             left_memory = self._reductions.launch_hooked(buckets[0], self._grad_bucket(buckets[0], group[0]), remainder)
         if left_memory:
             self._on_landed(buckets)
-        self.stats.add_launch(buckets, max([self._ready_at[number] for number in group]))
+        self._stats.add_launch(buckets, max([self._ready_at[number] for number in group]))
 
     def _may_wait_for(self, buckets: Sequence[Bucket]) -> bool:
         """Whether the reduction of these buckets may be waited for (see the note in `state_machine.bucket`)."""
         return all([BucketAction.WAIT in self._queue.on(bucket.number, BucketEvent.MAKE_ROOM) for bucket in buckets])
 
     def _wait_next(self) -> None:
-        buckets, began = self._reductions.oldest, perf_counter()
-        self._reductions.wait_next()
-        self.stats.add_wait(began)
+        buckets = self._reductions.oldest
+        self._stats.wait_for_reduction(self._reductions.wait_next)
         self._on_landed(buckets)
 
     def _on_landed(self, buckets: Iterable[Bucket]) -> None:
@@ -435,13 +434,11 @@ class Reducer:
         with self._streams.computing():
             while self._reductions.oldest:
                 self._wait_next()
-            began = perf_counter()
-            self._reductions.finish()
-            self.stats.add_wait(began)
+            self._stats.wait_for_reduction(self._reductions.finish)
         self._used_params.wait_all()
         self._used_params.end()
         self._queue.check(BucketEvent.COMMIT)  # all buckets or none
         if self._order.learn(self._comms.world_comm, self._device):
             self._make_groups()
-        self.stats.end()
+        self._stats.end_reductions()
         return True

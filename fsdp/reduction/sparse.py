@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from fsdp.comm.communicator import Communicator
-from fsdp.comm.pairwise_sum import pairwise_sum
-from fsdp.comm.work import TwoPhaseWork
+from fsdp.comm.work import TwoPhaseWork, pairwise_sum
 
 
 def dense(gradient: Tensor) -> Tensor:

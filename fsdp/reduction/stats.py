@@ -1,10 +1,31 @@
-"""Statistics of reductions for `fsdp.reducer_stats`: what was launched in a backward, and when."""
+"""What the last step did, in numbers. Counted always: a step costs two clocks for each wait and each pass, and one a launch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
+import torch
+
+from fsdp.device.storage import MemoryTracker
 from fsdp.reduction.bucket import Bucket
+
+
+class Step(NamedTuple):
+    """One step of one root on one rank: its forwards and backwards, up to the backward that reduces. Times are host times."""
+
+    number: int = 0
+    began: float = 0.0
+    """`time.perf_counter` at its first forward."""
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    gathers: int = 0
+    gather_bytes: int = 0
+    gather_wait_s: float = 0.0
+    reductions: int = 0
+    reduce_bytes: int = 0
+    reduce_wait_s: float = 0.0
+    period_s: float = 0.0
+    """From the first forward of the step before to that of this one: with the optimizer and the data loader."""
 
 
 class BucketStats(NamedTuple):
@@ -30,40 +51,102 @@ class _Launch(NamedTuple):
     launched: float
 
 
-class ReducerStats:
-    """The reductions of one backward. A launch costs a clock and a tuple; `report` makes the rest."""
+class StepStats:
+    """Counts the steps of one root, one at a time."""
 
-    def __init__(self) -> None:
-        self._last: list[_Launch] = []
-        self.waited = 0.0
-        """Seconds for which this rank has waited for reductions since it was wrapped, sums on the host included."""
-        self.begin()
+    def __init__(self, gather_sizes: Sequence[Sequence[int]], tracker: MemoryTracker) -> None:
+        self._gather_sizes = [(len(sizes), sum(sizes)) for sizes in gather_sizes]
+        """For each unit, the number of its all-gathers and the bytes that they fill."""
+        self._tracker = tracker
+        self._last = Step()
+        self._is_open = False
+        """Whether a step has begun and its gradients are not reduced."""
+        self._began = self._pass_began = self._forward_s = self._backward_s = self._gather_wait_s = 0.0
+        self._gathers = self._bytes = 0
+        self._reduced: list[_Launch] = []
+        """The reductions of the last backward that synchronised."""
+        self._reduce_wait_s = 0.0
+        """Seconds for which this rank has waited for reductions, sums on the host included."""
+        self.begin_reductions()
 
-    def begin(self) -> None:
-        """A backward begins."""
-        self._began = perf_counter()
-        self._current: list[_Launch] = []
+    def begin_pass(self, is_forward: bool) -> None:
+        """A forward of the root, or a backward, begins."""
+        now = perf_counter()
+        if is_forward and not self._is_open and torch.is_grad_enabled():
+            self._begin(now)
+        if not is_forward:
+            self._forward_s += now - self._pass_began
+        self._pass_began = now
+
+    def add_gathers(self, units: Sequence[int]) -> None:
+        """A unit was gathered, or several by one all-gather."""
+        count, size = self._gather_sizes[units[0]]
+        if len(units) > 1:
+            count, size = 1, sum(self._gather_sizes[unit][1] for unit in units)
+        self._gathers += count
+        self._bytes += size
+
+    def wait_all_gather(self, wait: Callable[[], None]) -> None:
+        """Call `wait`, which waits for an all-gather, and add its time."""
+        began = perf_counter()
+        wait()
+        self._gather_wait_s += perf_counter() - began
+
+    def begin_reductions(self) -> None:
+        """A backward begins: none of its gradients is reduced."""
+        self._reductions_began = perf_counter()
+        self._launches: list[_Launch] = []
 
     def add_launch(self, buckets: Sequence[Bucket], ready: float) -> None:
-        """Add a launch; `ready` is when the last of its buckets became ready (`time.perf_counter`)."""
+        """Add a reduction; `ready` is when the last of its buckets became ready (`time.perf_counter`)."""
         used = [bucket.local_used for bucket in buckets]
-        size = sum([bucket.nbytes for bucket in buckets])
-        self._current.append(_Launch(buckets, used, size, ready - self._began, perf_counter() - self._began))
+        size, began = sum([bucket.nbytes for bucket in buckets]), self._reductions_began
+        self._launches.append(_Launch(buckets, used, size, ready - began, perf_counter() - began))
 
-    def add_wait(self, began: float) -> None:
-        """Add a wait for reductions that began at `began` (`time.perf_counter`) and ends now."""
-        self.waited += perf_counter() - began
+    def wait_for_reduction(self, wait: Callable[[], None]) -> None:
+        """Call `wait`, which waits for reductions, and add its time."""
+        began = perf_counter()
+        wait()
+        self._reduce_wait_s += perf_counter() - began
 
-    @property
-    def totals(self) -> tuple[int, int]:
-        """The number of reductions in the last backward that synchronised, and their bytes."""
-        return len(self._last), sum(one.bytes for one in self._last)
+    def end_reductions(self) -> None:
+        """All gradients of a backward that synchronised are reduced."""
+        self._reduced = self._launches
 
-    def end(self) -> None:
-        """A backward that synchronised is over."""
-        self._last = self._current
+    def end_backward(self, reduces: bool) -> None:
+        """A backward has ended. `reduces`: it has reduced the gradients, which ends the step."""
+        now = perf_counter()
+        self._backward_s += now - self._pass_began
+        # what follows until the next pass belongs to no pass
+        self._pass_began = now
+        self._is_open = not reduces
+        if not reduces:
+            return
+        self._last = Step(
+            self._last.number + 1,
+            self._began,
+            self._forward_s,
+            self._backward_s,
+            self._gathers,
+            self._bytes,
+            self._gather_wait_s,
+            len(self._reduced),
+            sum([one.bytes for one in self._reduced]),
+            self._reduce_wait_s,
+            self._began - self._last.began if self._last.number else 0.0,
+        )
 
-    def report(self) -> list[BucketStats]:
+    def abandon_step(self) -> None:
+        """The step that runs was abandoned: the next forward begins another one."""
+        self._is_open = False
+
+    def report(self) -> dict[str, float]:
+        """The last step as flat numbers."""
+        step = self._last._asdict()
+        del step["began"]
+        return {**step, "bytes_held": self._tracker.now, "bytes_peak": self._tracker.peak}
+
+    def report_reductions(self) -> list[BucketStats]:
         """The reductions of the last backward that synchronised, in the order of their launches."""
         return [
             BucketStats(
@@ -73,5 +156,10 @@ class ReducerStats:
                 one.ready,
                 one.launched,
             )
-            for one in self._last
+            for one in self._reduced
         ]
+
+    def _begin(self, now: float) -> None:
+        self._began, self._is_open = now, True
+        self._forward_s = self._backward_s = self._gather_wait_s = self._reduce_wait_s = 0.0
+        self._gathers = self._bytes = 0

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Final
 
 import torch
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 
 from fsdp.autograd.frames import gets_gradient, graph_task
 from fsdp.comm.broadcast_buffers import broadcast_buffers
@@ -26,7 +26,6 @@ from fsdp.comm.context import CommContext
 from fsdp.debug.error_notes import add_note, add_note_to_what_ends_the_backward, is_noted
 from fsdp.debug.phases import Phases
 from fsdp.debug.snapshot import EngineSnapshot, take_snapshot
-from fsdp.debug.step_stats import StepStats
 from fsdp.debug.threads import refuse_two_threads
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
@@ -34,6 +33,7 @@ from fsdp.errors import ShardingError, WorldError
 from fsdp.params.module_tree import ModuleTree, refuse_transforms
 from fsdp.params.unit import Unit
 from fsdp.reduction.reducer import Reducer
+from fsdp.reduction.stats import StepStats
 from fsdp.runtime.final_callback import PendingBackward, kind_of_backward
 from fsdp.runtime.hook_actions import HookActions, PassWatcher
 from fsdp.runtime.launch_gathers import Gathers, gather_sizes
@@ -69,7 +69,7 @@ class Engine:
         tracker: MemoryTracker,
     ) -> None:
         self.units = tuple(units)
-        self._has_plain_shards = any(flat.asks_pointers for unit in units for flat in unit.flats)
+        self._has_plain_shards = any(flat.asks_addresses for unit in units for flat in unit.flats)
         self._sharded_params = tuple([p for unit in units for p in unit.sharded_params])
         self.comms = comms
         self.tracker = tracker
@@ -82,7 +82,8 @@ class Engine:
         self.root = Root([Lifecycle(unit.name, policy) for unit, policy in zip(units, policies, strict=True)])
         self._stale_params = StaleParams(units, self.root, streams, comms.world_comm)
         self._residencies = tuple(Residency(unit.name) for unit in units)
-        self.reducer = Reducer(units, [not inside for inside in descendants], comms, streams, tracker)
+        self.stats = StepStats([unit.gather_sizes for unit in units], tracker)
+        self.reducer = Reducer(units, [not inside for inside in descendants], comms, streams, tracker, self.stats)
         cap = units[0].config.coalesce_bytes if comms.reduce_comm.size > 1 else 0
         self.schedules = PassSchedules([unit.name for unit in units], units[0].config.prefetch, gather_sizes(units), cap)
         self._schedule = self.schedules.forward
@@ -115,7 +116,6 @@ class Engine:
             Action.WRITE_BACK: partial(self._of_unit, Unit.write_back),
             Action.FREE_FULL: partial(self._of_unit, Unit.free_full),
         }
-        self.stats = StepStats([unit.gather_sizes for unit in units], self.reducer.stats, tracker)
         self._effect_handlers: tuple[dict[Effect, Callable[[], None]], ...] = tuple(
             {
                 Effect.ALL_GATHER: partial(self._all_gather, index),
@@ -127,7 +127,7 @@ class Engine:
             for index, unit in enumerate(units)
         )
         self._prefetch = partial(self.request, request=Request.PREFETCH)
-        self._gathers = Gathers(units, streams, tracker, cap, self.stats.add_gathers)
+        self._gathers = Gathers(units, streams, cap, self.stats.add_gathers)
         self.phases = Phases([unit.name for unit in units], self._action_handlers, self._effect_handlers)
 
     def attach(self, hooks: HookActions) -> None:
@@ -428,7 +428,8 @@ class Engine:
 
     def _begin_pass(self, is_forward: bool) -> None:
         self._stale_params.show_to_gathers(is_forward)
-        self.phases.begin_pass()
+        if profiler._is_profiler_enabled is not self.phases.named:
+            self.phases.set_named(profiler._is_profiler_enabled)
         self.stats.begin_pass(is_forward)
 
     def _execute(self, instructions: Iterable[Instruction]) -> None:

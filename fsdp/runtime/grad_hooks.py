@@ -96,7 +96,7 @@ class AccumulateGradChecks:
                     "mode='any', or use p.register_hook."
                 )
             # what `p.full_tensor()` of a DTensor returns keeps the node, and code that has looked at it may keep that
-            if self._unit.has_dtensors or id(info.parameter) in self._relayed:
+            if self._unit.replaces_params or id(info.parameter) in self._relayed:
                 continue
             if _keeps_accumulator(info.parameter):
                 raise ShardingError(

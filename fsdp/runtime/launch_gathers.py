@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from fsdp.comm.joint_gather import JointGather
-from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
 from fsdp.params.unit import Unit
 
@@ -14,24 +12,22 @@ class Gathers:
     Rule 1: which units share an all-gather follows from the order of the calls and from sizes, which all ranks have alike.
     """
 
-    __slots__ = ("_cap", "_collected", "_kinds", "_on_launch", "_sizes", "_streams", "_tracker", "_units")
+    __slots__ = ("_cap", "_collected", "_kinds", "_on_launch", "_sizes", "_streams", "_units")
 
     def __init__(
         self,
         units: Sequence[Unit],
         streams: Streams,
-        tracker: MemoryTracker,
         cap: int,
         on_launch: Callable[[Sequence[int]], None],
     ) -> None:
         """`cap`: the most bytes that several units fill together. `on_launch` is called with the units of each launch."""
         self._units = tuple(units)
         self._streams = streams
-        self._tracker = tracker
         self._cap = cap
         self._on_launch = on_launch
         self._sizes = gather_sizes(units)
-        self._kinds = [None if unit.is_offloaded else (unit.comm, unit.device) for unit in units]
+        self._kinds = [None if unit.copies_shards else (unit.comm, unit.device) for unit in units]
         """Units of one kind can share an all-gather. None: the unit, whose shard is in host memory, has its own."""
         self._collected: list[int] | None = None
         """The units to be gathered together; None while each gather is launched at once."""
@@ -84,23 +80,10 @@ class Gathers:
         self._on_launch(group)
 
     def _launch_joint(self, units: Sequence[Unit]) -> None:
-        """One all-gather for several units.
-
-        Memory: the bytes of all of them once more, until they are copied out
-        """
+        """One all-gather for several units."""
         with self._streams.gathering():
             prepared = [one for unit in units for one in unit.prepare_all_gather()]
-            places = [place for flat, _ in prepared for place in flat.unsharded_segments]
-
-            def allocate() -> None:
-                for flat, _ in prepared:
-                    flat.memory.allocate(self._tracker)
-
-            own = [chunk for _, chunk in prepared]
-            work = JointGather(units[0].comm, places, own, units[0].name, self._tracker.add, allocate)
-            if not self._streams.on_host:
-                work.wait()  # the gather stream waits and copies, and the host goes on
-            works = (work, *self._streams.gathered())
+            works = (units[0].gather_together(prepared), *self._streams.gathered())
         for unit in units:
             unit.add_works(works)
 

@@ -73,7 +73,7 @@ class StaleParams:
 
     def prepare_gather(self, index: int) -> None:
         """Check the shards of a unit before its all-gather, and record their version counters."""
-        if self._units[index].is_offloaded:
+        if self._units[index].copies_shards:
             self._compare_queued(index)
             self._refuse_changed()
             self._queued[index] = self._units[index].versions.of_others

@@ -23,6 +23,7 @@ from fsdp.autograd.dynamo import is_full_graph
 from fsdp.autograd.frames import FullStateCall, full_state_call
 from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.joint_gather import gather_parts
 from fsdp.errors import ShardingError
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.refusals import refuse_compiled
@@ -206,16 +207,9 @@ def _in_full(found: Any, comm: Communicator, mine: Any, parameter: ShardParamete
     if not isinstance(found, list):
         return found
     full = torch.empty(found[0].shape, dtype=found[0].dtype, device=parameter.device)
-    works = []
-    for rank, extent in enumerate(found):
-        part = full.view(-1)[extent.first : extent.first + extent.numel]
-        if extent.numel and rank == comm.rank:
-            part.copy_(plain(mine).reshape(-1))
-        if extent.numel:
-            works.append(comm.broadcast(part, rank, f"optimizer state of {parameter.shard_info.name}"))
-    for work in works:
-        work.wait()
-    return full
+    parts = [(rank, extent.first, extent.numel) for rank, extent in enumerate(found)]
+    mine = None if mine is None else plain(mine)
+    return gather_parts(full, parts, mine, comm, f"optimizer state of {parameter.shard_info.name}")
 
 
 def _take_values(optimizer: Optimizer, state_dict: StateDict) -> StateDict:

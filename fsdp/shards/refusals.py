@@ -3,9 +3,11 @@
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 
 from fsdp.autograd.frames import stepping_optimizer
 from fsdp.errors import ShardingError
+from fsdp.shards.cut import Shape
 from fsdp.shards.info import ShardInfo
 
 
@@ -54,3 +56,27 @@ def refuse_dcp(info: ShardInfo) -> NoReturn:
         f"{info.describe()}, cannot be given to torch's Distributed Checkpoint by itself: give it model.state_dict(), "
         "optimizer.state_dict() after a step, or fsdp.full_tensor(tensor); or call fsdp.save(path, model, optimizer)."
     )
+
+
+def check_fit(operation: str, name: str, given: object, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Return `given`, which can be loaded into a tensor of `shape` and `dtype` without loss. Errors begin with `operation`.
+
+    Raises:
+        ShardingError: `given` is no tensor, or has another shape, or a dtype that holds more than `dtype`.
+    """
+    if not isinstance(given, Tensor):
+        raise ShardingError(f"{operation}: {name!r} is {type(given).__name__}, not a tensor.")
+    if callable(getattr(given, "full_tensor", None)):
+        raise ShardingError(f"{operation}: {name!r} is a {type(given).__name__}: give what its full_tensor() returns.")
+    if tuple(given.shape) != shape:
+        raise ShardingError(f"{operation}: {name!r} has shape {tuple(given.shape)}, the model has {shape}.")
+    if given.dtype != dtype and (_kind(given.dtype) != _kind(dtype) or torch.promote_types(given.dtype, dtype) != dtype):
+        raise ShardingError(
+            f"{operation}: {name!r} is {given.dtype}, the model has {dtype}, which would lose some of it; convert it first: "
+            f".to({dtype})."
+        )
+    return given
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex

@@ -51,8 +51,6 @@ moved_shards: Final = WeakIdKeyDictionary()
 
 No address says so, because a shard may have no elements, and all ranks must see it alike: they gather anew then.
 """
-moved_data: Final = moved_shards.data
-"""The dict of `moved_shards`. Whether it has anything is asked in every forward, and costs a call of Python there."""
 _PLACE: Final = "_fsdp_place"
 """The attribute of a tensor that was `p.data` or is: the shard, and the number of the tensor in `moved_shards`; 0 for its own."""
 _places: Final = count(1)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import resting_units_in
+from fsdp.shards.refusals import check_fit
 from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.fqns import check_names, entries
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.param_shard import ParamShard, check_fit, param_shards_in
+from fsdp.state_dict.param_shard import ParamShard, param_shards_in
 
 
 class EMA:

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
 from fsdp.shards.cut import Shape
-from fsdp.state_dict.param_shard import check_fit, param_shards_in
+from fsdp.shards.refusals import check_fit
+from fsdp.state_dict.param_shard import param_shards_in
 
 TRANSPARENT = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module"})
 """Attributes in which wrappers keep a module, and which are left out of the names of its parameters."""

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.joint_gather import broadcast_all
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names, check_values, extra_states, given_by
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.param_ranges import ParamRange, broadcast_all, gather_range, memory_for, ranges_of
+from fsdp.state_dict.param_ranges import ParamRange, gather_range, memory_for, ranges_of
 from fsdp.state_dict.param_shard import ParamShard
 
 RANGE_BYTES: Final = 32 << 20

@@ -27,9 +27,9 @@ class ModelView:
         """The communicator of all ranks that the model is wrapped over: those that share its shards, and their replicas."""
         for one in self.units:
             for flat in one.flats:
-                for info in [info for i, info in enumerate(flat.param_infos) if not flat.is_row_range(i)]:
+                for placement in [one for one in flat.placements if not one.is_row_range]:
                     raise ShardingError(
-                        f"{function_name}: parameter {info.names[0]!r} of unit {one.name!r} is cut along another "
+                        f"{function_name}: parameter {placement.name!r} of unit {one.name!r} is cut along another "
                         "dimension than the first, or by tensor parallelism as well; use torch's get_model_state_dict, "
                         "set_model_state_dict and torch.distributed.checkpoint."
                     )

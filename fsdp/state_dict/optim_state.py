@@ -5,7 +5,7 @@ An optimizer's own state dict holds this rank's shards, under the numbers of the
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fsdp.autograd.frames import own_method
 from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.joint_gather import broadcast_all, gather_parts
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
 from fsdp.shards.dtensors import local_of
@@ -21,7 +22,6 @@ from fsdp.shards.shard_tensor import ShardTensor, plain
 from fsdp.state_dict.fqns import given_by, plain_fqn
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_placement import PlacementKind, StatePlacement, placement_from_full, placement_of
-from fsdp.state_dict.param_ranges import broadcast_all
 from fsdp.state_dict.param_shard import ParamShard
 
 PLAIN = (bool, int, float, str, type(None))
@@ -36,13 +36,6 @@ class FullOptimState(TypedDict, total=False):
     """By name of the parameter, and by the optimizer's own key, such as "exp_avg"."""
     param_groups: list[dict[str, object]]
     """The options of each group; "params" are the names of its parameters."""
-
-
-class TensorMeta(NamedTuple):
-    """A tensor with dimensions, without its values."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class OptimizerView:
@@ -158,8 +151,8 @@ class OptimizerView:
             where = f"{self.operation}: {key!r} of parameter {name!r}"
             there = {rank: state[name][key] for rank, state in enumerate(by_rank) if key in state.get(name, {})}
             found = next(iter(there.values()))
-            if isinstance(found, TensorMeta):
-                shapes = {rank: meta.shape for rank, meta in there.items() if isinstance(meta, TensorMeta)}
+            if _has_dimensions(found):
+                shapes = {rank: tuple(one.shape) for rank, one in there.items() if _has_dimensions(one)}
                 placements[name, key] = placement_of(where, self.param_shards.get(name), shapes, found.dtype)
             elif any(value != found for value in there.values()):
                 raise ShardingError(f"{where} differs between ranks: {there}; step every rank alike.")
@@ -293,9 +286,9 @@ def load_full_optim_state_dict(
             return None
         named = optimizer_view.named(mine)
         outline = _outline_of(optimizer_view.operation, named["state"])
-        for name, key, meta in _metas_in(outline):
+        for name, key, one in _tensors_in(outline):
             where = f"{optimizer_view.operation}: {key!r} of parameter {name!r}"
-            placement_from_full(where, optimizer_view.param_shards.get(name), *meta)
+            placement_from_full(where, optimizer_view.param_shards.get(name), tuple(one.shape), one.dtype)
         return outline, named["param_groups"]
 
     answers = agree_and_gather(optimizer_view.world_comm, optimizer_view.operation, check)
@@ -309,9 +302,9 @@ def load_full_optim_state_dict(
         for name, kept in outline.items()
         if optimizer_view.holds(name)
     }
-    for name, key, (shape, dtype) in _metas_in(outline):
-        placement = placement_from_full("", optimizer_view.param_shards.get(name), shape, dtype)
-        full = given[name][key] if given else torch.empty(shape, dtype=dtype)
+    for name, key, one in _tensors_in(outline):
+        placement = placement_from_full("", optimizer_view.param_shards.get(name), tuple(one.shape), one.dtype)
+        full = given[name][key] if given else torch.empty(one.shape, dtype=one.dtype)
         if from_rank_0:
             full = full.detach().to(optimizer_view.parameters[name].device).contiguous()
             broadcast_all([(0, full)], optimizer_view.world_comm, name)
@@ -321,7 +314,7 @@ def load_full_optim_state_dict(
 
 
 def _outline_of(operation: str, state: Mapping[str, Mapping[str, Any]]) -> State:
-    """`state` with a TensorMeta in place of each tensor that has dimensions.
+    """`state` with a tensor on the meta device in place of each tensor that has dimensions.
 
     Raises:
         ShardingError: a value is neither a tensor nor plain.
@@ -336,15 +329,20 @@ def _outline_of(operation: str, state: Mapping[str, Mapping[str, Any]]) -> State
                     "values can be kept."
                 )
             if isinstance(value, Tensor):
-                value = TensorMeta(tuple(value.shape), value.dtype) if value.dim() else value.detach().cpu().clone()
+                is_tensor = bool(value.dim())
+                value = torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value.detach().cpu().clone()
             found[name][key] = value
     return found
 
 
-def _metas_in(outline: State) -> Iterator[tuple[str, str, TensorMeta]]:
+def _has_dimensions(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and bool(value.dim())
+
+
+def _tensors_in(outline: State) -> Iterator[tuple[str, str, Tensor]]:
     for name, kept in outline.items():
         for key, value in kept.items():
-            if isinstance(value, TensorMeta):
+            if _has_dimensions(value):
                 yield name, key, value
 
 
@@ -354,17 +352,5 @@ def _gather(placement: StatePlacement, local: Tensor | None, optimizer_view: Opt
         assert local is not None, "the placement of a parameter that is not sharded is of this rank's state"
         return local.detach()
     full = torch.empty(placement.shape, dtype=placement.dtype, device=optimizer_view.parameters[name].device)
-    parts = []
-    for rank in placement.param_shard.holders:
-        first, numel = placement.span(rank)
-        part = full.view(-1)[first : first + numel]
-        if rank == optimizer_view.rank:
-            assert local is not None, "every holder has the tensor, or there were no placement"
-            part.copy_(local.reshape(-1))
-        parts.append((rank, part))
-    broadcast_all(parts, optimizer_view.comm, name)
-    return full
-
-
-def _is_shard(value: object) -> bool:
-    return isinstance(value, ShardTensor) or local_of(value) is not None
+    parts = [(rank, *placement.span(rank)) for rank in placement.param_shard.holders]
+    return gather_parts(full, parts, local, optimizer_view.comm, name)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.joint_gather import broadcast_all
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.state_dict.param_shard import ParamShard
@@ -81,10 +82,3 @@ def gather_range(param_range: ParamRange, comm: Communicator, label: str, memory
         parts.append((run.rank, part))
     broadcast_all(parts, comm, label)
     return buffer
-
-
-def broadcast_all(parts: Sequence[tuple[int, Tensor]], comm: Communicator, label: str) -> None:
-    """Overwrite each contiguous tensor with the one that its source rank (the number beside it) has, and wait."""
-    works = [comm.broadcast(t, source, label) for source, t in parts if t.numel()]
-    for work in works:
-        work.wait()

@@ -86,7 +86,7 @@ class StateHooks(RefuseCopy):
     def _put_sharded_values(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         if self._summoned or self._shows_full_params:
             return
-        if self._unit.has_dtensors:
+        if self._unit.replaces_params:
             self._put_dtensors(module, state_dict, prefix)
             return
         call = full_state_call()
@@ -102,7 +102,7 @@ class StateHooks(RefuseCopy):
             value = state_dict.get(prefix + slot)
             local = None if isinstance(value, nn.Parameter) else local_of(value)
             if local is not None:
-                state_dict[prefix + slot] = param_shard.flat.as_shown(param_shard.number, local)
+                state_dict[prefix + slot] = param_shard.placement.as_shard(local)
 
     def _in_full(self, param_shard: ParamShard, value: Tensor, call: FullStateCall) -> Tensor:
         """The full parameter. Communicates. torch drops what it gets on a rank that does not keep it, so there it is `value`."""
@@ -161,7 +161,7 @@ class StateHooks(RefuseCopy):
             given = state_dict.get(prefix + slot)
             if given is not None and not self._summoned:
                 local = param_shard.local_part(self._operation, prefix + slot, given)
-                state_dict[prefix + slot] = param_shard.flat.as_shown(param_shard.number, local)
+                state_dict[prefix + slot] = param_shard.placement.as_shard(local)
 
 
 def loads_other_names(target: nn.Module) -> bool:

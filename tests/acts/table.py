@@ -142,11 +142,10 @@ _WHOLE: Final = ("NO_SHARD", "ddp")
 _CUT: Final = tuple(door for door in DOORS if door not in _WHOLE)
 _OWN: Final = (*(door for door in _CUT if door in STRATEGIES), *_WHOLE)
 _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...]] = (
-    (_DTENSOR, MOMENTS, ("put the kept p.data back",), ("fully_shard",)),
     (
         _DTENSOR,
-        tuple(one for one in MOMENTS if one not in _IN_FORWARDS),
-        ("replace p.data", "replace p.data, keep the old one"),
+        MOMENTS,
+        ("put the kept p.data back", "replace p.data", "replace p.data, keep the old one"),
         ("fully_shard",),
     ),
     (

@@ -111,5 +111,5 @@ def test_a_module_that_another_engine_has_wrapped_is_refused(wrap: Callable[[Any
 def test_a_parameter_that_is_distributed_already_is_refused() -> None:
     model = two_layers()
     model[1].weight = nn.Parameter(distribute_tensor(torch.eye(3), init_device_mesh("cpu", (1,))))
-    with pytest.raises(fsdp.ShardingError, match=r"parameter '1.weight' is a DTensor, which another engine or a parallel"):
+    with pytest.raises(fsdp.ShardingError, match=r"parameter '1.weight' is a DTensor: give the mesh to cut it over as well"):
         fsdp.fully_shard(model)

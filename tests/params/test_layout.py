@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp.device.storage import Cutter
 from fsdp.params.layout import Layout, ParamExtent, ShardExtent, make_layout, make_row_layout
-from fsdp.params.wire import Wire
+from fsdp.params.placement import Placement
+from fsdp.params.wire import WireOfSegments
 
 Shape = tuple[int, ...]
 
@@ -233,7 +235,9 @@ def test_runs_say_who_holds_which_elements(make: Callable[..., Layout], num_shar
 @pytest.mark.parametrize("num_shards", [2, 3, 4, 7])
 def test_the_wire_has_the_chunk_of_each_rank_in_turn(num_shards: int) -> None:
     layout = make_row_layout(SEVERAL, 4, num_shards)
-    wire = Wire(layout)
+    placements = [Placement("", layout, index, rank=0) for index in range(len(layout.slots))]
+    cutter = Cutter([(slot.start, slot.numel, slot.shape, 0) for slot in layout.slots], torch.device("cpu"))
+    wire = WireOfSegments(layout, placements, cutter)
     memory = torch.arange(layout.numel)
     chunks = [
         torch.cat([memory[run.start : run.start + run.numel] for run in layout.runs(0, layout.numel) if run.rank == rank])
@@ -241,6 +245,7 @@ def test_the_wire_has_the_chunk_of_each_rank_in_turn(num_shards: int) -> None:
     ]
     gathered = torch.cat(chunks)
     assert torch.equal(torch.cat(wire.segments_of(memory), 1), gathered.view(num_shards, -1))
+    assert torch.equal(wire.to_memory(gathered), memory)
     filled = torch.full_like(gathered, -1)
     for index, (slot, places) in enumerate(zip(layout.slots, wire.views_of(filled), strict=True)):
         full = memory[slot.start : slot.end].view(slot.shape)

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 import fsdp.runtime.registry
-from fsdp.comm.pairwise_sum import BLOCK, pairwise_sum
 from fsdp.comm.process_group import ProcessGroupCommunicator
 from fsdp.comm.simulated import SimulatedCommunicator, current_rank
+from fsdp.comm.work import BLOCK, pairwise_sum
 from fsdp.reduction.bucketing import Item, make_bucket_groups
 from fsdp.reduction.in_flight import ReductionQueue
 from tests.support.models import (

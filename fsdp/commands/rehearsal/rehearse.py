@@ -126,7 +126,7 @@ def rehearse(
             module.__dict__["forward"] = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
         fully_shard(model, param_init_fn=_keep_values, **options)
         (engine,) = engines_in(model, "plan")
-        offloaded = [flat.shard for unit in engine.units for flat in unit.flats if flat.is_offloaded]
+        offloaded = [flat.shard for unit in engine.units for flat in unit.flats if flat.home.copies]
         memory.observe(engine.tracker, chain(model.buffers(), _not_sharded(model, engine.units)), offloaded)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = job.optimizer(parameters) if job.optimizer is not None and parameters else None

@@ -66,7 +66,7 @@ class RehearsedCommunicator(SingleRankCommunicator):
     def __init__(self, played: RehearsedRank, ranks: tuple[int, ...]) -> None:
         self.size: int = len(ranks)  # type: ignore[misc]  # one rank has a communicator of its own class
         self._played = played
-        self._ranks = ranks
+        self.ranks = ranks
 
     def supports_device(self, device: torch.device) -> bool:
         """Whether tensors have no memory."""
@@ -111,7 +111,7 @@ class RehearsedCommunicator(SingleRankCommunicator):
         self._played.launched.append(Collective(kind, label, self.size, received))
         clock = self._played.clock
         launch = clock.launch_gather if kind == "all_gather" else clock.launch
-        end = launch(self._ranks, received)
+        end = launch(self.ranks, received)
         self._played.reduced(kind, end, result)
         return _Awaited(clock, end, label)
 

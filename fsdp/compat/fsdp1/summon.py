@@ -89,7 +89,7 @@ def _full_grads(ref: UnitRef, writeback: bool) -> Iterator[Grads]:
                 continue
             local = full.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
             if parameter.grad is None:
-                parameter.grad = flat.as_shown(index, local.clone())
+                parameter.grad = flat.placements[index].as_shard(local.clone())
             else:
                 parameter.grad.copy_(local)
 

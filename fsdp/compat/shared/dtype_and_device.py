@@ -18,6 +18,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.buffer_plan import compute_dtype
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.module_tree import ModuleTree
+from fsdp.params.placement import place_again
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import refuse_unless_resting, unit_ref_of
@@ -55,6 +56,14 @@ class Part(NamedTuple):
         if self.numbers is None:
             return [self.fn(self.flat.shard)]
         return [self.fn(self.flat.shard_view(number)) for number in self.numbers]
+
+    def made(self, dtype: torch.dtype, config: Config) -> FlatBuffer:
+        """The flat buffer of the part, with shards of `dtype`."""
+        flat, infos = self.flat, [self.flat.param_infos[number] for number in self.indices]
+        computes = compute_dtype(infos[0], dtype, config)
+        itemsize = min(dtype.itemsize, computes.itemsize)
+        placements = place_again(flat.placements, flat.sharded_params, self.indices, dtype, itemsize)
+        return FlatBuffer(infos, placements, computes, config.offload)
 
     def fill(self, made: FlatBuffer, values: Sequence[Tensor]) -> None:
         """Copy these into the flat buffer that was made of the part."""
@@ -136,7 +145,7 @@ def _refuse(engine: Engine, units: Collection[int], function_name: str, fn: Conv
     ModuleTree.of(root.module).refuse_borrowing(root.name)
     for index in units:
         unit = engine.units[index]
-        if any(flat.is_offloaded and fn(flat.shard.new_empty(0)).device != flat.shard.device for flat in unit.flats):
+        if any(flat.home.copies and fn(flat.shard.new_empty(0)).device != flat.shard.device for flat in unit.flats):
             raise ShardingError(
                 f"{function_name}: the shards of unit {unit.name!r} are in host memory by offload_policy and stay there, while "
                 f"{unit.flats[0].device} computes; change the dtype alone, or move the module before wrapping it."
@@ -151,33 +160,18 @@ def _convert(unit: Unit, parts: list[Part], values: list[list[Tensor]], config: 
         flat = part.flat
         for number in part.indices:
             # a stand-in of the full shape with the memory of one element, which the new buffer cuts
-            device = flat.device if flat.is_offloaded else None
-            stand_in = converted[0].new_empty((), device=device).expand(flat.layout.slots[number].shape)
-            if flat.dtensor_layouts is None:
-                flat.restore_param(number, stand_in, None)
-            else:
-                flat.replace_dtensor(number, flat.dtensor_layouts[number].shown(stand_in))
+            stand_in = (
+                converted[0].new_empty((), device=flat.home.after_move(converted[0])).expand(flat.layout.slots[number].shape)
+            )
+            flat.restore_param(number, flat.placements[number].shown(stand_in), None)
     unit.dissolve()
-    flats = [
-        FlatBuffer(
-            [part.flat.param_infos[number] for number in part.indices],
-            compute_dtype(part.flat.param_infos[0], converted[0].dtype, config),
-            unit.comm,
-            part.flat.is_replicated,
-            config.aligned,
-            config.plain_shards,
-            former=part.flat,
-            taken=part.numbers,
-            offload=config.offload,
-        )
-        for part, converted in zip(parts, values, strict=True)
-    ]
+    flats = [part.made(converted[0].dtype, config) for part, converted in zip(parts, values, strict=True)]
     for flat, part, converted, of_flat in zip(flats, parts, values, grads, strict=True):
         part.fill(flat, converted)
         for number, grad in enumerate(of_flat):
             if grad is not None:
-                flat.sharded_params[number].grad = flat.as_shown(number, grad)
-    new = Unit(unit.modules, unit.name, flats, config, unit.comm)
+                flat.sharded_params[number].grad = flat.placements[number].as_shard(grad)
+    new = Unit(unit.modules, unit.name, flats, config, unit.comms)
     if stepped:
         new.versions.repeat(1)  # an optimizer may have state that is cut like the shards
     return new

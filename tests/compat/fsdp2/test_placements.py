@@ -47,7 +47,7 @@ def test_tensor_parallel_parameters_are_cut_once_more(tmp_path: Path) -> None:
             (
                 "is a DTensor: give the mesh to cut it over as well",
                 "which cannot be joined with",
-                "is a DTensor, which another engine or a parallel style has spread",
+                "is a DTensor: give the mesh to cut it over as well",
                 "full_state_dict: parameter '0.up.weight' of unit 'Sequential' is cut along another dimension than the first",
                 "to_local: parameter '0.up.weight' is cut along another dimension than the first",
             ),

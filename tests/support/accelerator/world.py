@@ -115,7 +115,7 @@ class _OnDevice(SimulatedCommunicator):
         mark_written(into)
         self._stream.wait_stream(module.current_stream(given.device))
         # enqueued first: once the launch returns, other ranks may already wait for this part
-        epoch = self._world.epoch_of(self.name, self._ranks[self.rank])
+        epoch = self._world.epoch_of(self.name, self.ranks[self.rank])
         called = self._called if epoch == self._epoch else 0
         key = _key_of(self._world, (self.name, epoch, called))
         load().pa_launch(
@@ -139,7 +139,7 @@ class PretendCommunicator(CarriesHostTensors, _OnDevice):
 
     @property
     def carrier(self) -> torch.device:
-        return torch.device(NAME, self._ranks[self.rank])
+        return torch.device(NAME, self.ranks[self.rank])
 
 
 _keys: Final[dict[tuple[int, tuple[str, int, int]], int]] = {}

@@ -1,0 +1,379 @@
+"""How a parameter, its gradient and its optimizer state lie on the ranks, and what code sees of them.
+
+| class            | its shard                               | the unsharded parameter                             |
+| ---------------- | --------------------------------------- | --------------------------------------------------- |
+| Placement        | an ordinary tensor                      | an ordinary tensor                                  |
+| ShardPlacement   | a tensor that knows what it is a part of | an ordinary tensor                                  |
+| DTensorPlacement | a DTensor                               | an ordinary tensor, or a DTensor of a mesh around it |
+
+Rule 1: no other file asks of which class a placement is. What differs is a method or an attribute of the placement.
+
+[Note: shards as DTensors]
+A DTensor with the placement Shard(0) holds on each rank as many rows as on the next, except at the end. So each parameter is a
+segment of its flat buffer (see `Layout`): this rank's rows are a range of its chunk, and a DTensor over them needs no copy. The
+chunks of all ranks, one after the other, are not the full parameters: gathered chunks are copied once (see `Wire`). The buffer of
+a unit that has one parameter needs no copy.
+
+Shard(1) has that layout if the flat buffer holds the parameter with dimension 1 in front: a chunk is then a range of its rows.
+The tensors that code sees are views in which the dimension is back in its place. They are not contiguous; nothing is copied.
+
+A parameter may be a DTensor before wrapping, which tensor parallelism has made. Its local tensor is stored and cut. The unsharded
+parameter is a DTensor over the same mesh as before, and the shard is a DTensor over both meshes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Size, Tensor, nn
+
+from fsdp.comm.communicator import Communicator
+from fsdp.config import Config, MeshKind
+from fsdp.errors import ShardingError
+from fsdp.params.layout import Layout, make_layout, make_row_layout
+from fsdp.params.param_info import ParamInfo
+from fsdp.shards.cut import Shape
+from fsdp.shards.dtensors import Mesh, keep_hooks, local_of, make_dtensor, replace_by_dtensor, specs_of
+from fsdp.shards.info import ShardInfo
+from fsdp.shards.refusals import check_fit
+from fsdp.shards.shard_parameter import become_full, become_local, become_shard, moved_shards
+from fsdp.shards.shard_tensor import as_shard, plain
+from fsdp.shards.sharded_value import ShardedValue
+
+_torch: Any = torch._C
+_storage_id: Final[Callable[[Tensor], int]] = _torch._storage_id
+
+
+class Placement:
+    """One parameter of a flat buffer. Its shard is an ordinary tensor: the full parameter, or a part that knows of no other."""
+
+    __slots__ = ("extent", "is_complete", "layout", "name", "part", "rank")
+
+    asks_address: ClassVar = True
+    """Whether only its address says where the shard lies. Otherwise `moved_shards` has all that were moved."""
+    refuses_data: ClassVar = False
+    """Whether the shard cannot be pointed at other memory (`p.data = x`)."""
+    replaces_param: ClassVar = False
+    """Whether the shard is another object than the user's Parameter, in whose place it is trained."""
+    has_empty_grad: ClassVar = False
+    """Whether a rank that holds no element has a gradient without elements where others have one with."""
+    address: Callable[[Tensor], int] = staticmethod(Tensor.data_ptr)
+    """Where a shard lies."""
+    dim: int = 0
+    """The dimension that is cut over the ranks. It comes first in the flat buffer."""
+
+    def __init__(self, name: str, layout: Layout, index: int, rank: int, is_complete: bool = False) -> None:
+        """`index`: the number of the parameter in `layout`. `is_complete`: each rank has the full parameter."""
+        self.name = name
+        self.layout = layout
+        self.rank = rank
+        self.is_complete = is_complete
+        self.extent = layout.slots[index]
+        self.part = layout.part(index, rank)
+
+    # which elements -----------------------------------------------------------------------
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the full parameter."""
+        return self.extent.shape
+
+    @property
+    def gets_grad(self) -> bool:
+        """Whether the shard ever has a `.grad`."""
+        return self.part.numel > 0 or self.has_empty_grad or self.is_complete
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The numbers of the ranks that have a part of it, as far as a mesh says so."""
+        return ()
+
+    @property
+    def is_row_range(self) -> bool:
+        """Whether the shards are ranges of the parameter's elements, in the order of its memory."""
+        return True
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether the unsharded parameter is itself a DTensor, which tensor parallelism has spread over a mesh."""
+        return False
+
+    # views and copies ---------------------------------------------------------------------
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        """This rank's part of an unsharded tensor as the flat buffer stores it: the dimension that is cut comes first."""
+        return tensor
+
+    def shown(self, stored: Tensor) -> Tensor:
+        """A view of a stored tensor with its dimensions in their places."""
+        return stored
+
+    def full_in(self, flat: Tensor) -> Tensor:
+        """The parameter in an unsharded flat tensor (W * C,), as a forward sees it: a view, or a DTensor over one."""
+        extent = self.extent
+        return self.unsharded(self.shown(flat[extent.start : extent.end].view(extent.shape)))
+
+    def shard_in(self, chunk: Tensor) -> Tensor:
+        """This rank's part of the parameter in a tensor (C,) that is cut like the shard: a view."""
+        part = self.part
+        return self.shown(chunk[part.offset : part.offset + part.numel].view(part.shape))
+
+    def local_part(self, full: Tensor) -> Tensor:
+        """This rank's part of a tensor with the shape of the unsharded parameter."""
+        part = self.part
+        return self.shown(self.stored(full).reshape(-1)[part.first : part.first + part.numel].view(part.shape))
+
+    def unsharded(self, view: Tensor) -> Tensor:
+        """The unsharded parameter whose part on this rank is `view`."""
+        return view
+
+    def local_grad(self, gradient: Any) -> Tensor:
+        """This rank's part of an unsharded gradient. Communicates if the gradient lies on the ranks in another way."""
+        local: Tensor = gradient
+        return local
+
+    def as_shard(self, local: Tensor) -> Tensor:
+        """`local`, this rank's part of a tensor that is cut like the parameter, as code sees it: a tensor like the shard."""
+        return local
+
+    # the user's Parameter objects ---------------------------------------------------------
+
+    def make_shard(self, info: ParamInfo, local: Tensor) -> None:
+        """Turn the parameter of `info` into its shard, which shares the memory of `local`."""
+        become_local(info.parameter, local.data)
+
+    def make_full(self, info: ParamInfo, unsharded: nn.Parameter, full: Tensor, gradient: Tensor | None) -> None:
+        """Make the parameter of `info` an ordinary one with the values `full` and this gradient.
+
+        Hooks that were set before wrapping, which `unsharded` has, are its own again.
+        """
+        parameter, accumulator = info.parameter, info.kept_accumulator
+        parameter.grad = None
+        become_full(parameter, full, None if accumulator is None else accumulator.variable)
+        late, early = parameter._backward_hooks, unsharded._backward_hooks
+        if early:
+            unsharded._backward_hooks = None
+            early.update(late or {})
+        parameter._backward_hooks = early or late
+        keep_hooks(parameter)
+        parameter.grad = gradient
+
+    def address_at(self, view: Tensor, before: int) -> int:
+        """The `address` of a shard over `view`, after all memory has moved (see `fsdp.offload`). `before`: the former one."""
+        return view.data_ptr()
+
+    # state dicts --------------------------------------------------------------------------
+
+    def value(self, name: str, local: Tensor) -> ShardedValue:
+        """`local`, which has the shape of this rank's shard, as this rank's part of a tensor shaped like the parameter."""
+        return ShardedValue(name, plain(local), self.shape, self.part.first, 0 in self.shape and self.rank == 0)
+
+    def part_of_given(self, operation: str, name: str, given: Any, parameter: nn.Parameter) -> Tensor:
+        """This rank's part of `given`, which is the full tensor or already this part. Errors begin with `operation`.
+
+        Raises:
+            ShardingError: `given` has another shape, or a dtype whose conversion would lose something, or is another part.
+        """
+        if given is parameter:
+            # torch's set_model_state_dict gives the model its own parameters under names that are missing
+            return plain(parameter)
+        check_fit(operation, name, given, self.shape, parameter.dtype)
+        if not isinstance(given, ShardedValue):
+            return self.local_part(given.detach())
+        if not self.value(name, parameter).cut_like(given):
+            raise ShardingError(
+                f"{operation}: {name!r} was cut in another way than this model's (other ranks, or other units): save it with "
+                "fsdp.save and load it with fsdp.load, which cut it anew, or give the full value."
+            )
+        return given.local
+
+    def placed(self, layout: Layout, index: int, like: nn.Parameter, dtype: torch.dtype) -> "Placement":
+        """The placement of the parameter at `index` of another layout, in `dtype`. `like`: the shard until now."""
+        return type(self)(self.name, layout, index, self.rank, self.is_complete)
+
+
+class ShardPlacement(Placement):
+    """One parameter of a flat buffer. Its shard is a tensor that knows what it is a part of."""
+
+    __slots__ = ("info",)
+
+    asks_address: ClassVar = False
+    has_empty_grad: ClassVar = True
+    address = staticmethod(lambda shard: moved_shards.get(shard, 0))  # type: ignore[no-untyped-call]
+
+    def __init__(self, name: str, layout: Layout, index: int, comm: Communicator) -> None:
+        super().__init__(name, layout, index, comm.rank)
+        extent, part = self.extent, self.part
+        self.info = ShardInfo(name, layout.cut(index), Size(part.shape), part.first, extent.numel, extent.cut_by_element, comm)
+
+    def as_shard(self, local: Tensor) -> Tensor:
+        return as_shard(local, self.info)
+
+    def make_shard(self, info: ParamInfo, local: Tensor) -> None:
+        become_shard(info.parameter, local.data, self.info)
+
+    def address_at(self, view: Tensor, before: int) -> int:
+        return before
+
+    def placed(self, layout: Layout, index: int, like: nn.Parameter, dtype: torch.dtype) -> Placement:
+        return ShardPlacement(self.name, layout, index, self.info.comm)
+
+
+class DTensorPlacement(Placement):
+    """One parameter of a flat buffer. Its shard is a DTensor. See [Note: shards as DTensors]."""
+
+    __slots__ = ("_dtensor", "_spec", "_unsharded_spec", "dim")
+
+    refuses_data: ClassVar = True
+    replaces_param: ClassVar = True
+    has_empty_grad: ClassVar = True
+    address = staticmethod(_storage_id)
+
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        index: int,
+        rank: int,
+        specs: tuple[Any, Any],
+        dim: int,
+        dtensor: nn.Parameter | None = None,
+    ) -> None:
+        """`specs`: torch's DTensorSpec of the shard, and of the unsharded parameter if it is a DTensor, or None.
+
+        `dtensor`: the DTensor that is the shard already, in another flat buffer, and becomes that of this one.
+        """
+        super().__init__(name, layout, index, rank)
+        self._spec, self._unsharded_spec = specs
+        self.dim = dim
+        self._dtensor = dtensor
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self._spec.tensor_meta.shape)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        ranks: list[int] = self._spec.mesh.mesh.flatten().tolist()
+        return ranks
+
+    @property
+    def is_row_range(self) -> bool:
+        return self.dim == 0 and self._unsharded_spec is None
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        return self._unsharded_spec is not None
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        return stored(tensor, self.dim)
+
+    def shown(self, stored: Tensor) -> Tensor:
+        return stored.movedim(0, self.dim) if self.dim else stored
+
+    def unsharded(self, view: Tensor) -> Tensor:
+        return view if self._unsharded_spec is None else make_dtensor(view, self._unsharded_spec)
+
+    def local_grad(self, gradient: Any) -> Tensor:
+        spec = self._unsharded_spec
+        if spec is None:
+            return super().local_grad(gradient)
+        if gradient.placements != spec.placements:
+            gradient = gradient.redistribute(placements=spec.placements)
+        local: Tensor = gradient._local_tensor
+        return local.wait() if hasattr(local, "wait") else local
+
+    def as_shard(self, local: Tensor) -> Tensor:
+        return make_dtensor(local, self._spec)
+
+    def make_shard(self, info: ParamInfo, local: Tensor) -> None:
+        info.replace(replace_by_dtensor(info.parameter, self.as_shard(local), self._dtensor))
+
+    def make_full(self, info: ParamInfo, unsharded: nn.Parameter, full: Tensor, gradient: Tensor | None) -> None:
+        """Let an ordinary parameter with the values `full` take the place of the DTensor, which has no gradient afterwards."""
+        parameter = info.parameter
+        parameter.grad = None
+        stand_in = nn.Parameter(full, parameter.requires_grad)
+        stand_in.__dict__.update(parameter.__dict__)
+        stand_in._backward_hooks, unsharded._backward_hooks = unsharded._backward_hooks, None
+        stand_in.grad = gradient
+        info.replace(stand_in)
+
+    def address_at(self, view: Tensor, before: int) -> int:
+        return before
+
+    def value(self, name: str, local: Tensor) -> ShardedValue:
+        if self.is_row_range:
+            return super().value(name, local)
+        raise ShardingError(
+            f"{name!r} is cut along another dimension than the first, or by tensor parallelism as well: its part is no range "
+            "of rows. Use torch's functions for state dicts."
+        )
+
+    def part_of_given(self, operation: str, name: str, given: Any, parameter: nn.Parameter) -> Tensor:
+        local, spec = local_of(given), self._spec
+        fits = local is not None and (given.shape, given.placements, given.device_mesh) == (
+            spec.tensor_meta.shape,
+            spec.placements,
+            spec.mesh,
+        )
+        if local is not None and (fits or given is parameter):
+            return local
+        check_fit(operation, name, given, self.shape, parameter.dtype)
+        if self.is_tensor_parallel:
+            raise ShardingError(
+                f"{operation}: {name!r} is cut by tensor parallelism as well, and this value is no DTensor; load it by torch's "
+                "set_model_state_dict."
+            )
+        return super().part_of_given(operation, name, given, parameter)
+
+    def placed(self, layout: Layout, index: int, like: nn.Parameter, dtype: torch.dtype) -> Placement:
+        specs = [
+            None if one is None else replace(one, tensor_meta=one.tensor_meta._replace(dtype=dtype))
+            for one in (self._spec, self._unsharded_spec)
+        ]
+        return DTensorPlacement(self.name, layout, index, self.rank, (specs[0], specs[1]), self.dim, like)
+
+
+def stored(tensor: Tensor, dim: int) -> Tensor:
+    """This rank's part of a tensor, or of a DTensor, with the dimension `dim` in front."""
+    local = local_of(tensor)
+    found = tensor if local is None else local
+    return found.movedim(dim, 0) if dim else found
+
+
+def place(
+    param_infos: Sequence[ParamInfo], itemsize: int, config: Config, comm: Communicator, mesh: Mesh | None
+) -> tuple[Placement, ...]:
+    """The placements of the parameters of one flat buffer.
+
+    `itemsize`: the bytes of the smallest element. `mesh`: shards are DTensors over it; its last dimension shards, the others hold
+    replicas.
+    """
+    names = [info.names[0] for info in param_infos]
+    if mesh is not None:
+        dims = [info.shard_dim for info in param_infos]
+        rows = tuple([tuple(stored(info.parameter, dim).shape) for info, dim in zip(param_infos, dims, strict=True)])
+        layout = make_row_layout(rows, itemsize, comm.size)
+        specs = [specs_of(mesh, info.parameter, dim) for info, dim in zip(param_infos, dims, strict=True)]
+        return tuple([DTensorPlacement(name, layout, i, comm.rank, specs[i], dims[i]) for i, name in enumerate(names)])
+    shapes = tuple([tuple(info.parameter.shape) for info in param_infos])
+    layout = make_layout(shapes, itemsize, comm.size, config.aligned)
+    is_complete = config.mesh_kind is MeshKind.REPLICATE
+    if config.plain_shards or is_complete or comm.size == 1:
+        return tuple([Placement(name, layout, i, comm.rank, is_complete) for i, name in enumerate(names)])
+    return tuple([ShardPlacement(name, layout, i, comm) for i, name in enumerate(names)])
+
+
+def place_again(
+    placements: Sequence[Placement], shards: Sequence[nn.Parameter], taken: Sequence[int], dtype: torch.dtype, itemsize: int
+) -> tuple[Placement, ...]:
+    """The placements of a flat buffer that has the parameters `taken` of another, with shards of `dtype` that are cut alike.
+
+    `placements`, `shards`: of all parameters of the other. `itemsize`: bytes of the smallest element.
+    """
+    layout = placements[0].layout
+    if len(taken) < len(placements):
+        layout = make_row_layout(tuple([layout.slots[i].shape for i in taken]), itemsize, layout.num_shards)
+    return tuple([placements[i].placed(layout, index, shards[i], dtype) for index, i in enumerate(taken)])

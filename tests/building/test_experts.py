@@ -1,0 +1,294 @@
+"""Units that some ranks of their root share: experts, each on a part of the ranks, with a mesh of its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp
+from fsdp.compat.fully_shard import fully_shard
+from fsdp.runtime.registry import engines_in
+
+WIDTH, EXPERTS, TOKENS = 6, 4, 5
+
+
+class Experts(nn.Module):
+    """Each expert has a matrix. With a mesh, each rank has some of them, and tokens travel to the rank of their expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) * 0.3)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) * 0.3)
+        self.group: Any = None
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        """`tokens` (N, D), `chosen` (N,): the expert of each."""
+        if self.group is None:
+            return self._compute(tokens, chosen, self.up, self.down)
+        ranks, mine = dist.get_world_size(self.group), dist.get_rank(self.group)
+        per = EXPERTS // ranks
+        order = torch.argsort(chosen // per, stable=True)
+        counts = torch.bincount(chosen // per, minlength=ranks)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        sent, received = counts.tolist(), arriving.tolist()
+        experts = torch.empty(sum(received), dtype=chosen.dtype)
+        dist.all_to_all_single(experts, chosen[order], received, sent, group=self.group)
+        here = all_to_all_single_autograd(tokens[order], received, sent, self.group)
+        up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
+        computed = self._compute(here, experts - mine * per, up, down)
+        back = all_to_all_single_autograd(computed, sent, received, self.group)
+        return back[torch.argsort(order)]
+
+    def _compute(self, tokens: Tensor, chosen: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        rows = [torch.relu(token @ up[e]) @ down[e] for token, e in zip(tokens, chosen.tolist(), strict=True)]
+        # a rank without a token uses its experts all the same, as grouped matrix products do
+        return torch.stack(rows) if rows else tokens * 1 + 0 * (up.sum() + down.sum())
+
+
+class Block(nn.Module):
+    """A router sends each token to two experts."""
+
+    def __init__(self, usable: int) -> None:
+        super().__init__()
+        self.norm, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS), Experts()
+        self._usable = usable
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(x)
+        weights, chosen = self.router(hidden)[:, : self._usable].softmax(-1).topk(2, -1)
+        for k in range(2):
+            x = x + weights[:, k : k + 1] * self.experts(hidden, chosen[:, k])
+        return x
+
+
+def make(usable: int = EXPERTS) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(usable), Block(usable), nn.Linear(WIDTH, WIDTH))
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def distribute(model: nn.Sequential, mesh: DeviceMesh, placement: Any = None) -> None:
+    for block in model[:2]:
+        block.experts.group = mesh.get_group("ep")
+        for name in ("up", "down"):
+            whole = getattr(block.experts, name).data
+            setattr(block.experts, name, nn.Parameter(distribute_tensor(whole, mesh["ep"], [placement or Shard(0)])))
+
+
+def wrap(model: nn.Sequential, mesh: DeviceMesh, **options: Any) -> None:
+    everyone = mesh["edp", "ep"]._flatten("dp")
+    for block in model[:2]:
+        fsdp.fully_shard(block.experts, mesh=mesh["edp"], **options)
+        fsdp.fully_shard(block, mesh=everyone, **options)
+    fsdp.fully_shard(model, mesh=everyone, **options)
+
+
+def value(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(model: nn.Module, data: Callable[[int], list[Tensor]], clip: Callable[[], Any]) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    found: dict[str, Any] = {"norms": []}
+    for step in range(3):
+        batches = data(step)
+        for one in batches:
+            (model(one).square().mean() / len(batches)).backward()
+        if not step:
+            found["grads"] = {name: value(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        found["norms"].append(float(clip()))
+        optimizer.step()
+        optimizer.zero_grad()
+    found["weights"] = {name: value(p).detach().clone() for name, p in model.named_parameters()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Callable[[int, int], dict[str, Any]]:
+    def run(ranks: int, usable: int) -> dict[str, Any]:
+        model = make(usable)
+        clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05)  # noqa: E731
+        return train(model, lambda step: [batch(step, rank) for rank in range(ranks)], clip)
+
+    return run
+
+
+def close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found["norms"][0] == pytest.approx(wanted["norms"][0], rel=1e-6)
+    # AdamW divides a gradient by its own size, so that weights differ more than gradients, and later norms follow the weights
+    assert found["norms"] == pytest.approx(wanted["norms"], rel=2e-5)
+    for kind, most in (("grads", 1e-6), ("weights", 2e-5)):
+        for name, tensor in wanted[kind].items():
+            # a gradient that no token has made is zeros where the ranks have a bucket, and None in one process
+            assert float((found[kind][name] - tensor).abs().max()) <= most * float(tensor.abs().max() or 1), (kind, name)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize(("shape", "usable"), [((2, 2), 4), ((2, 2), 2), ((1, 2), 4), ((2, 1), 4), ((1, 4), 3), ((3, 2), 4)])
+def test_experts_on_a_part_of_the_ranks_equal_one_process(
+    strategy: str, shape: tuple[int, int], usable: int, one_process: Callable[[int, int], dict[str, Any]]
+) -> None:
+    def program(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("edp", "ep"))
+        model = make(usable)
+        distribute(model, mesh)
+        wrap(model, mesh, sharding_strategy=strategy)
+        return train(model, lambda step: [batch(step, rank)], lambda: fsdp.clip_grad_norm_(model, 0.05))
+
+    ranks = shape[0] * shape[1]
+    for found in fsdp.simulate(ranks, program, seed=usable):
+        close(found, one_process(ranks, usable))
+
+
+def test_experts_by_the_names_of_fsdp2_need_no_factor(one_process: Callable[[int, int], dict[str, Any]]) -> None:
+    def program(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        model, everyone = make(), mesh["edp", "ep"]._flatten("dp")
+        distribute(model, mesh)
+        for block in model[:2]:
+            fully_shard(block.experts, mesh=mesh["edp"])
+            fully_shard(block, mesh=everyone)
+        fully_shard(model, mesh=everyone)
+        return train(model, lambda step: [batch(step, rank)], lambda: fsdp.clip_grad_norm_(model, 0.05))
+
+    for found in fsdp.simulate(4, program):
+        close(found, one_process(4, EXPERTS))
+
+
+def test_the_collectives_of_experts_are_among_those_who_share_them() -> None:
+    def program(rank: int) -> dict[str, list[str]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        model = make()
+        distribute(model, mesh)
+        wrap(model, mesh)
+        model(batch(0, rank)).square().mean().backward()
+        (engine,) = engines_in(model, "test")
+        return {name: list(comm.recent()) for name, comm in engine.comms.each().items()}
+
+    found = fsdp.simulate(4, program)[0]
+    assert [call for call in found["inner shard"] if "gather_objects" not in call] == [
+        # each block calls its experts twice
+        *["all_gather 0.experts"] * 2,
+        *["all_gather 1.experts"] * 3,
+        "all_gather 0.experts",
+    ]
+    assert found["inner reduce"] == ["reduce_scatter 1.experts", "reduce_scatter 0.experts"]
+    assert not any("experts" in call for name in ("shard", "reduce") for call in found[name])
+
+
+def test_what_the_other_ranks_have_must_be_known() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        model = make()
+        fsdp.fully_shard(model[0].experts, mesh=mesh["edp"])
+        fsdp.fully_shard(model, mesh=mesh["edp", "ep"]._flatten("dp"))
+
+    with pytest.raises(fsdp.ShardingError, match=r"nothing says what the others have in place of .*up': make it a DTensor over"):
+        fsdp.simulate(4, program)
+
+
+@pytest.mark.parametrize("options", [{"uneven_paths": True}, {"broadcast_buffers": True}])
+def test_what_needs_the_same_units_on_all_ranks_is_refused(options: dict[str, Any]) -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        model = make()
+        distribute(model, mesh)
+        fsdp.fully_shard(model[0].experts, mesh=mesh["edp"])
+        fsdp.fully_shard(model, mesh=mesh["edp", "ep"]._flatten("dp"), **options)
+
+    with pytest.raises(
+        fsdp.ShardingError, match=r"was wrapped over a part of the ranks; leave out uneven_paths and broadcast_buffers"
+    ):
+        fsdp.simulate(4, program)
+
+
+@pytest.mark.parametrize("call", ["hook", "join", "full_state_dict", "save"])
+def test_what_is_not_defined_for_a_part_of_the_ranks_is_refused(call: str, tmp_path: Any) -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        model = make()
+        distribute(model, mesh)
+        wrap(model, mesh)
+        if call == "hook":
+            fsdp.register_comm_hook(model, None, lambda state, bucket: None)
+        elif call == "join":
+            with fsdp.join(model, lambda: None):
+                pass
+        elif call == "save":
+            fsdp.save(tmp_path / "model", model)
+        else:
+            fsdp.full_state_dict(model)
+
+    with pytest.raises(fsdp.ShardingError, match=r"shared by a part of the ranks|use torch's get_model_state_dict"):
+        fsdp.simulate(4, program)
+
+
+def test_experts_that_each_rank_holds_in_full_are_replicated(one_process: Callable[[int, int], dict[str, Any]]) -> None:
+    """A mesh of which each rank has one coordinate: the unit is cut over nobody, and its gradients are averaged all the same."""
+
+    def program(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("edp", "ep"))
+        model = make()
+        distribute(model, mesh)
+        wrap(model, mesh)
+        assert all(p.to_local().numel() * 4 == p.numel() for p in model[0].experts.parameters())
+        return train(model, lambda step: [batch(step, rank)], lambda: fsdp.clip_grad_norm_(model, 0.05))
+
+    for found in fsdp.simulate(4, program):
+        close(found, one_process(4, EXPERTS))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIMIZER"])
+def test_tensor_parallelism_needs_no_option(strategy: str) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(2)), nn.Linear(6, 6))
+
+    def program(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = build()
+        for block in model[:2]:
+            parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fsdp.fully_shard(model, mesh=mesh["dp"], auto_wrap_policy={nn.Sequential}, sharding_strategy=strategy)
+        data = mesh["dp"].get_local_rank()
+        return train(model, lambda step: [batch(step, data)], lambda: fsdp.clip_grad_norm_(model, 0.05))
+
+    model = build()
+    clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05)  # noqa: E731
+    wanted = train(model, lambda step: [batch(step, data) for data in range(2)], clip)
+    for found in fsdp.simulate(4, program):
+        close(found, wanted)
+
+
+def test_a_gradient_that_is_replicated_over_the_experts_ranks_counts_once() -> None:
+    """A parameter of the experts' unit that all of them share, such as a scale: a DTensor with Replicate()."""
+
+    def program(rank: int) -> tuple[float, float]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        everyone = mesh["edp", "ep"]._flatten("dp")
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        torch.manual_seed(1)
+        for module in model:
+            weight = distribute_tensor(torch.randn(2, 2), mesh["ep"], [Replicate()])
+            module.weight = nn.Parameter(weight)
+            fsdp.fully_shard(module, mesh=mesh["edp"])
+        fsdp.fully_shard(model, mesh=everyone)
+        x = DTensor.from_local(torch.full((1, 2), float(rank)), mesh["ep"], [Replicate()], run_check=False)
+        model(x).sum().backward()
+        norm = fsdp.clip_grad_norm_(model, 1e9)
+        squares = sum(float(p.grad.full_tensor().square().sum()) for p in model.parameters())
+        return float(norm), squares**0.5
+
+    for norm, wanted in fsdp.simulate(4, program):
+        assert norm == pytest.approx(wanted)
