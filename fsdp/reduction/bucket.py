@@ -360,7 +360,8 @@ class Bucket:
                 if used[i] and (accumulates or param.requires_grad):
                     if param._post_accumulate_grad_hooks:
                         hooked.append(i)
-                    param.grad = gradient
+                    # a conversion of the model, undone since, has converted it as well
+                    param.grad = gradient if gradient.dtype is flat.shard.dtype else gradient.to(flat.shard.dtype)
         self.expects_accumulated = False
         # in one order on all ranks, because a hook may call a collective
         return [flat.sharded_params[i] for i in sorted(hooked)]
