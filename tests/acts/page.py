@@ -2,7 +2,7 @@
 
 python -m tests.acts.page          plays every pair in every world, about half an hour on two cores, and writes the table
 python -m tests.acts.page "freeze a parameter" ...     plays the pairs of these acts, and writes the table
-python -m tests.acts.page 1 3      plays every pair on one rank and on three, in one world each, and prints what differs from the table
+python -m tests.acts.page 1 3       plays every pair on one rank and on three, in one world each, and prints what differs
 """
 
 import os
