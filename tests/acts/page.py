@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
@@ -106,9 +107,8 @@ def differences(size: int) -> Iterator[str]:
 
 def main() -> None:
     if sys.argv[1:] and all(number.isdecimal() for number in sys.argv[1:]):
-        found = [text for number in sys.argv[1:] for text in differences(int(number))]
-        print(*found, sep="\n")
-        print(f"{len(found)} pairs do something else on {' and '.join(sys.argv[1:])} ranks")
+        for text in chain.from_iterable(map(differences, map(int, sys.argv[1:]))):
+            print(text, flush=True)
         return
     played_now = sys.argv[1:] or list(ACTS)
     keys = [(act, moment) for act in ACTS for moment in MOMENTS]
