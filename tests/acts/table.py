@@ -210,7 +210,6 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...
     ),
     (_OTHER_OBJECT, ("in a recompute",), ("replace p.data, evaluate, put it back",), tuple(DOORS)),
     (_OTHER_OBJECT, ("in a tensor hook",), ("set p.grad_dtype",), ("HYBRID_SHARD", "NO_SHARD", "torch_fsdp", "ddp")),
-    (_OTHER_OBJECT, ("in a recompute",), ("set p.grad_dtype",), ("ddp",)),
     (_OTHER_OBJECT, (*_IN_FORWARDS, "in a recompute"), ("put the kept p.data back",), _CUT),
     (_NO_STATE, MOMENTS, ("read the shapes of the optimizer's state",), STRATEGIES),
     (_PUT_IN, MOMENTS, ("replace a module inside a unit", "replace a parameter"), ("torch_fsdp",)),
