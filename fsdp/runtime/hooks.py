@@ -208,7 +208,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
             passing = sys.exc_info()[1]
             if passing is not None and passing is not call.handled:
                 if getpid() != self._process:
-                    return None  # what the rank itself does is not over, and nobody hears a process that was forked from it
+                    return None  # what the rank itself does is not over; this process was forked from it
                 # torch can stop a recompute early by an exception, in whose place no other can be raised
                 if recompute:
                     self._unit.write_back_inplace_of_recompute()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.acts.doors import DOORS
-from tests.acts.table import DIFFERS, MOMENTS_OF_HOOKS, UNSEEN, has_moment
+from tests.acts.table import MOMENTS_OF_HOOKS, UNSEEN, differs, has_moment
 from tests.acts.trial import Arm, Backward, Do, Evaluate, Forward, Move, Step, Sync, Undo, Zero, judge
 from tests.acts.vocabulary import ACTS
 
@@ -91,12 +91,12 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
 
     @rule(act=acts, block=blocks)
     def do(self, act: str, block: int) -> None:
-        if not any((act, moment, self.door) in DIFFERS for moment in self.moments()):
+        if not any(differs(act, moment, self.door, self.size) for moment in self.moments()):
             self.program.append(Do(act, block))
 
     @rule(moment=st.sampled_from(MOMENTS_OF_HOOKS), act=acts, block=blocks)
     def arm(self, moment: str, act: str, block: int) -> None:
-        known = (act, moment, self.door) in DIFFERS or (act, moment) in UNSEEN
+        known = differs(act, moment, self.door, self.size) or (act, moment) in UNSEEN
         # in a backward inside a forward, hooks of parameters are inside that forward
         nests = act == BACKWARD and moment in ("in a pre-hook", "inside a forward")
         looks = any(act == unseen for unseen, _ in UNSEEN)

@@ -255,3 +255,14 @@ DIFFERS: Final = {
     for door in doors
 }
 """Pairs that are different from plain torch through a door in some world, and the reason why they stay so."""
+ON_ONE_RANK: Final = {
+    ("change a weight through .data", moment, door)
+    for moment in ("between forward and backward", "between two backwards of one graph")
+    for door in ("SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER")
+}
+"""On one rank shards are ordinary tensors, of which torch counts no change through `.data`, and these strategies keep a copy."""
+
+
+def differs(act: str, moment: str, door: str, size: int) -> bool:
+    """Whether a pair is known to be different from plain torch."""
+    return (act, moment, door) in DIFFERS or (size == 1 and (act, moment, door) in ON_ONE_RANK)
