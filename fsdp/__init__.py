@@ -3,6 +3,8 @@
 Start with `fsdp.FullyShardedDataParallel`. Every public name is imported here. Names that are only in a subpackage may change.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from fsdp.api.clip_and_scale import ShardedGradScaler, clip_grad_norm_
 from fsdp.api.forward_methods import register_forward_method
 from fsdp.api.host_memory import offload, onload
@@ -38,6 +40,9 @@ from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.state_dict.optim_state import full_optim_state_dict, load_full_optim_state_dict
 
+if TYPE_CHECKING:
+    from fsdp.api.pipeline import PipelineStage
+
 __all__ = [
     "EMA",
     "FullyShardedDataParallel",
@@ -47,6 +52,7 @@ __all__ = [
     "NoMemoryYet",
     "OffloadPolicy",
     "PeerFailed",
+    "PipelineStage",
     "Plan",
     "ReductionPolicy",
     "Saving",
@@ -96,6 +102,15 @@ __all__ = [
 
 __version__ = "0.1.0"
 """The one place of the version. pyproject.toml reads it from here."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import what few programs use, and what takes long to import."""
+    if name == "PipelineStage":
+        from fsdp.api.pipeline import PipelineStage
+
+        return PipelineStage
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -210,7 +210,7 @@ def test_only_process_group_and_connect_import_torch_distributed() -> None:
                 "commands.planning.measure",
             ),
             *("compat.fairscale.groups", "compat.fsdp1.torch_names", "compat.frameworks.lightning_trainer", *_NAMES_OF_FSDP2),
-            "commands.selftest.rank",
+            *("commands.selftest.rank", "api.pipeline"),
         },
         {name: [one for one in imports_of(path_of(name)) if is_distributed(one) and not is_dcp(one)] for name in FILES},
     )
@@ -232,6 +232,20 @@ def is_dcp(name: str) -> bool:
 def test_nobody_reaches_torch_distributed_by_attribute(name: str) -> None:
     dots = [dotted(node) for node in ast.walk(parse(path_of(name))) if isinstance(node, ast.Attribute)]
     assert not [one for one in dots if one.startswith("torch.distributed")]
+
+
+@pytest.mark.parametrize(
+    ("room", "classes"),
+    [
+        ("params.placement", {"ShardPlacement", "DTensorPlacement"}),
+        ("device.home", {"HostHome"}),
+        ("params.wire", {"WireOfSegments"}),
+    ],
+)
+def test_no_other_file_asks_of_which_kind_a_placement_a_home_or_a_wire_is(room: str, classes: set[str]) -> None:
+    """What differs is a method or an attribute. A flat buffer chooses its wire."""
+    users = {name: sorted(classes & set(re.findall(r"\w+", path_of(name).read_text(encoding="utf-8")))) for name in FILES}
+    only_in({room, *(["params.flat_buffer"] if room == "params.wire" else [])}, users)
 
 
 def test_only_streams_names_a_device_stream() -> None:

@@ -114,6 +114,10 @@ class Placement:
         extent = self.extent
         return self.unsharded(self.shown(flat[extent.start : extent.end].view(extent.shape)))
 
+    def complete(self, stored: Tensor) -> Tensor:
+        """The full parameter of which the flat buffer stores `stored`. Communicates if tensor parallelism has cut it."""
+        return stored
+
     def shard_in(self, chunk: Tensor) -> Tensor:
         """This rank's part of the parameter in a tensor (C,) that is cut like the shard: a view."""
         part = self.part
@@ -274,6 +278,11 @@ class DTensorPlacement(Placement):
 
     def unsharded(self, view: Tensor) -> Tensor:
         return view if self._unsharded_spec is None else make_dtensor(view, self._unsharded_spec)
+
+    def complete(self, stored: Tensor) -> Tensor:
+        view = self.unsharded(self.shown(stored))
+        full: Tensor = view if self._unsharded_spec is None else view.full_tensor()  # type: ignore[attr-defined]
+        return full
 
     def local_grad(self, gradient: Any) -> Tensor:
         spec = self._unsharded_spec

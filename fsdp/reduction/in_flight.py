@@ -107,7 +107,7 @@ class ReductionQueue:
         if isinstance(buckets[0], SparseBucket):
             self._launch_sparse(buckets[0], lane, remainder)
             return True
-        if buckets[0].comms.lane(lane).shard.size == 1:
+        if buckets[0].flat.num_shards == 1:
             self._launch_replicated(buckets, lane, remainder)
             return True
         self._launch_sharded(buckets, lane, remainder)

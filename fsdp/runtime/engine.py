@@ -75,6 +75,8 @@ class Engine:
         self.tracker = tracker
         self.synchronises = True
         """Whether a backward that begins now reduces its gradients. False under `no_sync`."""
+        self.splits_backward = False
+        """Whether a pipeline stage computes gradients of inputs and of weights apart. Unsharded parameters have the latter."""
         self.descendants = tuple(descendants)
         self.streams = streams
         policies = [units[0].config.root_reshard_policy, *(unit.config.reshard_policy for unit in units[1:])]
@@ -137,6 +139,10 @@ class Engine:
     def set_synchronises(self, synchronises: bool) -> None:
         """From now on, backwards that begin reduce their gradients, or do not."""
         self.synchronises = synchronises
+
+    def set_splits_backward(self, splits: bool) -> None:
+        """From now on, backwards that begin may compute gradients of inputs alone, or may not."""
+        self.splits_backward = splits
 
     def set_watcher(self, watcher: PassWatcher | None) -> None:
         """From now on, call `watcher` before each forward of the root, and before and after each backward. None: call nothing."""
@@ -320,6 +326,7 @@ class Engine:
     def _reset_step(self) -> None:
         """Abandon the forward or backward that runs. Then every unit is IDLE and sharded, and nothing is in flight."""
         self._forward_stack.clear()
+        self.splits_backward = False
         self._hooks.reset_backward_progress()
         self._hooks.abandon_calls()
         self._execute_all(self.root.end_backward(BackwardEvent.STEP_ABANDONED, self.reducer.order) or ())
@@ -396,7 +403,7 @@ class Engine:
         self._stale_params.on_commit(index)
 
     def _join_backward(self, index: int) -> None:
-        kind = kind_of_backward(self.synchronises)
+        kind = kind_of_backward(self.synchronises, self.splits_backward)
         self.root.begin(kind)
         self._sync_requires_grad()
         if self.watcher is not None and not self._forward_stack:

@@ -62,18 +62,20 @@ class FinalCallback:
         return self._root.number == self._number
 
 
-def kind_of_backward(synchronises: bool) -> BackwardEvent:
+def kind_of_backward(synchronises: bool, may_be_split: bool) -> BackwardEvent:
     """Return the event with which the backward that runs begins. `synchronises`: whether it is not under `no_sync`.
+
+    `may_be_split`: whether somebody takes the gradients of weights that are computed later.
 
     Raises:
         ShardingError: it is the first half of a backward that a pipeline schedule has split.
     """
     only_grad = in_autograd_grad()
-    if only_grad and in_split_backward():
+    if only_grad and not may_be_split and in_split_backward():
         raise ShardingError(
             "a pipeline schedule that computes gradients of inputs and of weights apart (zero bubble: stage_backward_input) "
-            "would find no gradient of sharded weights; use a schedule with complete backwards, such as Schedule1F1B or "
-            "ScheduleGPipe."
+            "would find no gradient of sharded weights: make the stage a fsdp.PipelineStage, or use a schedule with complete "
+            "backwards, such as Schedule1F1B or ScheduleGPipe."
         )
     if not synchronises:
         return BackwardEvent.NO_SYNC_BEGINS

@@ -213,7 +213,8 @@ class UnitHooks(RefuseCopy, UnitObserver):
                 if recompute:
                     self._unit.write_back_inplace_of_recompute()
                     try:
-                        self._unit.refuse_lost_acts(call.gradients)
+                        if not self._engine.splits_backward:
+                            self._unit.refuse_lost_acts(call.gradients)
                     except ShardingError as refusal:
                         self._lost_act = refusal
                 else:
@@ -230,7 +231,8 @@ class UnitHooks(RefuseCopy, UnitObserver):
                     call.path.add_updates(self._unit.write_back_inplace())
                     if not call.records:
                         self._unit.refuse_changed()
-                self._unit.refuse_lost_acts(call.gradients)
+                if not self._engine.splits_backward:
+                    self._unit.refuse_lost_acts(call.gradients)
                 self._find_outputs(call, output)
             except ShardingError as refusal:
                 self._engine.note(refusal, self._index)

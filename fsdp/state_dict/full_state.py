@@ -37,16 +37,17 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.dev
     Raises:
         ShardingError: inside a forward, a backward or a summon.
     """
-    model_view = ModelView(model, "full_state_dict")
+    model_view = ModelView(model, "full_state_dict", in_full=True)
     wanted = not rank0_only or model_view.world_comm.rank == 0
     full: dict[int, Tensor] = {}
     ranges = [(unit, found) for unit in model_view.units for found in ranges_of(unit, RANGE_BYTES)]
     memory = memory_for([param_range for _, param_range in ranges])
     for unit, param_range in ranges:
         buffer = gather_range(param_range, unit.comm, unit.name, memory)
-        if wanted:
-            for param_shard in param_range.param_shards:
-                full[id(param_shard.parameter)] = param_range.full_param(buffer, param_shard).to(device, copy=True)
+        for param_shard in param_range.param_shards:
+            found = param_range.full_param(buffer, param_shard)  # which may communicate
+            if wanted:
+                full[id(param_shard.parameter)] = found.to(device, copy=True)
     if not wanted:
         return {}
     state: dict[str, object] = {
@@ -70,7 +71,7 @@ def iter_full_params(
     """
     if bucket_bytes <= 0:
         raise ShardingError(f"iter_full_params: bucket_bytes is {bucket_bytes}; give a number above 0.")
-    model_view = ModelView(model, "iter_full_params")
+    model_view = ModelView(model, "iter_full_params", in_full=True)
     # parameters of ignored modules, which every rank has in full
     for parameter in model.parameters():
         if id(parameter) not in model_view.param_shards:

@@ -14,8 +14,10 @@ from fsdp.state_dict.param_shard import param_shards_in
 class ModelView:
     """A model between two steps. Build a new one in every call: units, shards and names may differ in the next."""
 
-    def __init__(self, model: nn.Module, function_name: str) -> None:
-        """Raises:
+    def __init__(self, model: nn.Module, function_name: str, in_full: bool = False) -> None:
+        """`in_full`: the function needs full parameters alone, and no parts of them.
+
+        Raises:
         ShardingError: there is no unit; or a forward, a backward or a summon is going on; or a shard was replaced by a
             tensor that does not fit; or a parameter is not cut between rows.
         """
@@ -27,7 +29,7 @@ class ModelView:
         """The communicator of all ranks that the model is wrapped over: those that share its shards, and their replicas."""
         for one in self.units:
             for flat in one.flats:
-                for placement in [one for one in flat.placements if not one.is_row_range]:
+                for placement in [one for one in flat.placements if not (in_full or one.is_row_range)]:
                     raise ShardingError(
                         f"{function_name}: parameter {placement.name!r} of unit {one.name!r} is cut along another "
                         "dimension than the first, or by tensor parallelism as well; use torch's get_model_state_dict, "

@@ -135,7 +135,7 @@ class TestWrapping:
         try:
             net = make_net()
             fsdp.fully_shard(net.blocks[0], dist.new_group([0]))
-            with pytest.raises(fsdp.ShardingError, match=r"unit 'blocks.0' was wrapped over a part of the ranks, and nothing says"):
+            with pytest.raises(fsdp.ShardingError, match=r"'blocks.0' was wrapped over a part of the ranks, and nothing says"):
                 fsdp.fully_shard(net)
         finally:
             dist.destroy_process_group()

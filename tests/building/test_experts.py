@@ -213,7 +213,7 @@ def test_what_needs_the_same_units_on_all_ranks_is_refused(options: dict[str, An
         fsdp.simulate(4, program)
 
 
-@pytest.mark.parametrize("call", ["hook", "join", "full_state_dict", "save"])
+@pytest.mark.parametrize("call", ["hook", "join", "load_full_state_dict", "save"])
 def test_what_is_not_defined_for_a_part_of_the_ranks_is_refused(call: str, tmp_path: Any) -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
@@ -228,7 +228,7 @@ def test_what_is_not_defined_for_a_part_of_the_ranks_is_refused(call: str, tmp_p
         elif call == "save":
             fsdp.save(tmp_path / "model", model)
         else:
-            fsdp.full_state_dict(model)
+            fsdp.load_full_state_dict(model, make().state_dict())
 
     with pytest.raises(fsdp.ShardingError, match=r"shared by a part of the ranks|use torch's get_model_state_dict"):
         fsdp.simulate(4, program)
@@ -269,6 +269,35 @@ def test_tensor_parallelism_needs_no_option(strategy: str) -> None:
     wanted = train(model, lambda step: [batch(step, data) for data in range(2)], clip)
     for found in fsdp.simulate(4, program):
         close(found, wanted)
+
+
+def parallel(model: nn.Sequential, kind: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    if kind == "experts":
+        distribute(model, mesh)
+        wrap(model, mesh)
+        return
+    for block in model[:2]:
+        parallelize_module(block.experts, mesh["ep"], {})
+        parallelize_module(block, mesh["ep"], {"router": ColwiseParallel() if kind == "columns" else RowwiseParallel()})
+    fsdp.fully_shard(model, mesh=mesh["edp"], auto_wrap_policy={Block})
+
+
+@pytest.mark.parametrize("kind", ["experts", "columns", "rows"])
+def test_full_weights_are_gathered_over_all_dimensions(kind: str) -> None:
+    def program(rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        model = make()
+        parallel(model, kind)
+        listed = {name: tensor.clone() for name, tensor in fsdp.iter_full_params(model)}
+        return fsdp.full_state_dict(model, rank0_only=False), listed
+
+    wanted = make().state_dict()
+    for state, listed in fsdp.simulate(4, program):
+        assert state.keys() == listed.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert type(state[name]) is Tensor
+            assert torch.equal(state[name], tensor)
+            assert torch.equal(listed[name], tensor)
 
 
 def test_a_gradient_that_is_replicated_over_the_experts_ranks_counts_once() -> None:

@@ -9,9 +9,17 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.tensor import DTensor
 
+import fsdp
 from fsdp.compat import fully_shard as ours
 from tests.support.processes import be_a_rank
 
@@ -20,6 +28,7 @@ SCHEDULES: dict[str, tuple[Any, int]] = {
     "1f1b": (Schedule1F1B, 1),
     "interleaved": (ScheduleInterleaved1F1B, 2),
 }
+ZERO_BUBBLE: dict[str, tuple[Any, int]] = {"zero bubble": (ScheduleInterleavedZeroBubble, 2), "zbv": (ScheduleZBVZeroBubble, 2)}
 WIDTH, MICRO_BATCHES = 6, 4
 
 
@@ -34,18 +43,24 @@ def layers(count: int) -> list[nn.Module]:
 
 def train(api: Any, kind: str, rank: int, size: int, shards: int) -> dict[str, Any]:
     """Train a pipeline of `size // shards` ranks, each stage sharded over `shards`; the losses of the last and all parameters."""
-    schedule_class, stages_of_rank = SCHEDULES[kind]
+    schedule_class, stages_of_rank = {**SCHEDULES, **ZERO_BUBBLE}[kind]
     mesh = init_device_mesh("cpu", (size // shards, shards), mesh_dim_names=("pp", "dp"))
     depth, place = size // shards, mesh["pp"].get_local_rank()
-    numbers = [place + depth * turn for turn in range(stages_of_rank)]
+    numbers = [place, 2 * depth - 1 - place] if kind == "zbv" else [place + depth * turn for turn in range(stages_of_rank)]
     modules = layers(depth * stages_of_rank)
     mine = [modules[number] for number in numbers]
+    is_native = api is fsdp
     for module in mine:
+        if is_native:
+            fsdp.fully_shard(module, mesh=mesh["dp"], auto_wrap_policy={nn.Linear}, sharding_strategy="SHARD_GRADIENTS")
+            continue
         for layer in (module[0], module[2]):
             api.fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
         api.fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
     stages = [
-        PipelineStage(module, number, len(modules), torch.device("cpu"), group=mesh.get_group("pp"))
+        (fsdp.PipelineStage if is_native or (api is ours and kind in ZERO_BUBBLE) else PipelineStage)(
+            module, number, len(modules), torch.device("cpu"), group=mesh.get_group("pp")
+        )
         for number, module in zip(numbers, mine, strict=True)
     ]
     schedule = schedule_class(stages if stages_of_rank > 1 else stages[0], MICRO_BATCHES, loss_fn=loss_of)
@@ -56,10 +71,14 @@ def train(api: Any, kind: str, rank: int, size: int, shards: int) -> dict[str, A
         batch, target = torch.randn(2, 2 * MICRO_BATCHES, WIDTH, generator=generator)
         found: list[torch.Tensor] = []
         given = (batch,) if place == 0 else ()
-        schedule.step(*given, **({"target": target, "losses": found} if place == depth - 1 else {}))
+        schedule.step(*given, **({"target": target, "losses": found} if len(modules) - 1 in numbers else {}))
         optimizer.step()
         optimizer.zero_grad()
         losses += [loss.item() for loss in found]
+    if is_native:
+        stats = fsdp.stats(mine[0])
+        full = {f"{n}.{name}": p for n, module in zip(numbers, mine, strict=True) for name, p in fsdp.iter_full_params(module)}
+        return {"losses": losses, "params": full, "gathers": stats["gathers"], "reductions": stats["reductions"]}
     params = {f"{n}.{name}": p for n, module in zip(numbers, mine, strict=True) for name, p in module.named_parameters()}
     assert all(isinstance(p, DTensor) for p in params.values())
     return {"losses": losses, "params": {name: p.full_tensor().detach() for name, p in params.items()}}  # type: ignore[attr-defined]
@@ -82,9 +101,10 @@ def save_and_load(rank: int, folder: Path) -> bool:
 
 def run(rank: int, size: int, folder: Path) -> Any:
     results: dict[str, Any] = {"states": save_and_load(rank, folder)}
-    for kind in SCHEDULES:
+    apis = (("torch", torch_fsdp), ("ours", ours), ("native", fsdp))
+    for kind in (*SCHEDULES, *ZERO_BUBBLE):
         shards = 1 if size == 2 else 2
-        results[kind] = {name: train(api, kind, rank, size, shards) for name, api in (("torch", torch_fsdp), ("ours", ours))}
+        results[kind] = {name: train(api, kind, rank, size, shards) for name, api in apis}
     return results
 
 

@@ -37,8 +37,12 @@ def test_the_schedules_of_pipelining_train_as_with_fsdp2(tmp_path: Path, size: i
     results = results_of("tests.compat.fsdp2.pipeline_program", size, tmp_path)
     for result in results:
         assert result["states"]
-        for kind in ("gpipe", "1f1b", "interleaved"):
+        for kind in ("gpipe", "1f1b", "interleaved", "zero bubble", "zbv"):
             torch.testing.assert_close(result[kind]["ours"], result[kind]["torch"])
+            native = result[kind]["native"]
+            torch.testing.assert_close({key: native[key] for key in ("losses", "params")}, result[kind]["torch"])
+            # as FSDP2: two units, each gathered and reduced once a step; over one rank nothing is sent
+            assert (native["gathers"], native["reductions"]) == (2, 2)
     assert len(results[-1]["gpipe"]["ours"]["losses"]) == 12
 
 

@@ -1,0 +1,65 @@
+"""Stages of torch's pipeline schedules, over modules that are sharded."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+
+from fsdp.api.wrap import no_sync
+from fsdp.params.use_outside_forward import backward_without_a_loss
+from fsdp.runtime.engine import Engine
+from fsdp.runtime.registry import engines_in
+from state_machine import Event, Request
+
+
+class PipelineStage(pipelining.PipelineStage):
+    """A stage whose module `fully_shard` has wrapped, for every schedule of `torch.distributed.pipelining`.
+
+    The arguments are those of torch's class. A stage keeps the gradients of its micro-batches, as `no_sync` does, and reduces
+    them once, after the last one. Schedules that compute the gradients of inputs and of weights apart (zero bubble) are trained
+    as well. Wrap with "SHARD_GRADIENTS": parameters are then gathered once a step, and freed after the last micro-batch. Other
+    strategies gather them for each micro-batch.
+
+    Memory: the unsharded gradients, until the last micro-batch.
+
+    Raises:
+        ShardingError: the module contains no unit, or is only a part of a root.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        engines_in(self.submod, "PipelineStage")
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+        """Compute one backward of a micro-batch, or the half of one. Called by schedules."""
+        engines = engines_in(self.submod, "PipelineStage")
+        with no_sync(self.submod):
+            if backward_type == "full":
+                return stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]), None
+            for engine in engines:
+                engine.set_splits_backward(True)
+            # torch's functions compute the gradients of weights and put them into `.grad`: that of the unsharded parameters
+            weights = _unsharded_params(self.submod, engines)
+            if backward_type == "weight":
+                return stage_backward_weight(weights, bwd_kwargs["param_groups"]), None
+            outputs, output_grads = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+            return stage_backward_input(outputs, output_grads, bwd_kwargs["input_values"], weights)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce the gradients of all micro-batches, and divide them. Called by schedules. Communicates."""
+        for engine in engines_in(self.submod, "PipelineStage"):
+            engine.set_splits_backward(False)
+            backward_without_a_loss(partial(engine.on_event, 0, Event.EXTERNAL_GRAD))
+            for index in range(len(engine.units)):
+                engine.request(index, Request.RESHARD)
+        if grad_scale_factor != 1:
+            self.scale_grads(grad_scale_factor)
+
+
+def _unsharded_params(module: nn.Module, engines: Sequence[Engine]) -> Iterator[nn.Parameter]:
+    units = [unit for engine in engines for unit in engine.units]
+    found = {id(shard): one for unit in units for shard, one in zip(unit.sharded_params, unit.unsharded_params, strict=True)}
+    return iter([found.get(id(parameter), parameter) for parameter in module.parameters()])
