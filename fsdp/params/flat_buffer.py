@@ -333,7 +333,8 @@ class FlatBuffer:
         for i, unsharded in enumerate(self.unsharded_params):
             changed[i] |= unsharded.grad is not None
             unsharded.grad = None
-        places = [] if self.is_shared else self.views_of(self.unsharded)
+        # without memory, a backward inside the forward has begun, and taken what was pointed elsewhere before
+        places = [] if self.is_shared or not self.unsharded.untyped_storage().size() else self.views_of(self.unsharded)
         for i, (parameter, view) in enumerate(zip(self._local_unsharded, places, strict=False)):
             if parameter.data_ptr() != view.data_ptr():
                 changed[i], parameter.data = True, view.data
