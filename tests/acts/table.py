@@ -241,7 +241,7 @@ UNSEEN: Final = {
         *("replace p.grad by its half", "scale p.grad in place", "scale p.grad.data in place", "zero p.grad in place"),
         *("delete p.grad", "put a kept p.grad in again", "add the gradient to a weight", "read p.grad.shape"),
         *("read the value of a gradient", "read which parameters have a gradient", "read the norm of every gradient"),
-        "set p.grad_dtype",
+        *("set p.grad_dtype", "add a post-accumulate hook"),
     )
 } | {("set p.grad to ones", "in a recompute")}
 """Pairs that are different where an earlier backward has left gradients, which the programs of the table do not: what a module
