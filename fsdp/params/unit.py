@@ -452,14 +452,10 @@ class Unit:
         for unsharded in self.unsharded_params:
             unsharded.grad = None
 
-    def take_requires_grad(self) -> None:
-        """Apply changes of `requires_grad` on the unsharded parameters to the sharded ones."""
-        if any([flat.take_requires_grad() for flat in self.flats]):
-            self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
-
     def use_sharded(self) -> None:
         """Let the modules show the shards."""
-        self.take_requires_grad()
+        if any([flat.take_requires_grad() for flat in self.flats]):
+            self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
         if self._read_by_recompute:
             self.write_back_inplace_of_recompute()
         self._open = False

@@ -371,8 +371,7 @@ class Engine:
     def _unshard(self, index: int) -> None:
         self._gathers.prefetch(self._schedule.gathered_with(index), self._prefetch)
         if self.root.in_backward:
-            self.units[index].take_requires_grad()  # a recompute in this backward may have changed it, or a hook
-            self.units[index].sync_requires_grad()
+            self.units[index].sync_requires_grad()  # a hook or a recompute in this backward may have changed it
             if not self.is_unsharded(index) and self.units[index].versions.is_copy_of_others:
                 self.request(index, Request.RESHARD)  # an evaluation has gathered other weights, put back by the user since
         if done := self.request(index, Request.UNSHARD):
