@@ -25,6 +25,7 @@ from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.reduction import accumulated
 from fsdp.reduction.reducer import Reducer
+from fsdp.runtime import hooks
 from fsdp.runtime.engine import Engine
 from fsdp.shards import shard_tensor
 from fsdp.shards.shard_tensor import ShardTensor
@@ -45,14 +46,7 @@ def _flags_at_the_forward_only() -> None:
 
 
 def _flags_of_shards_only() -> None:
-    def from_the_shards(flat: FlatBuffer) -> bool:
-        flags = [p.requires_grad for p in flat.sharded_params]
-        changed, flat.requires_grad_flags = flags != flat.requires_grad_flags, flags
-        for parameter, flag in zip(flat.unsharded_params, flags, strict=True) if changed else ():
-            parameter.requires_grad_(flag)
-        return changed
-
-    patch.object(FlatBuffer, "sync_requires_grad", from_the_shards).start()
+    patch.object(FlatBuffer, "take_requires_grad", lambda flat: False).start()
 
 
 def _steps_of_unreduced_gradients() -> None:
@@ -68,8 +62,16 @@ def _any_gradient_in_tensor_hooks() -> None:
     patch.object(Reducer, "_shown_grads", lambda reducer: {}).start()
 
 
-def _forwards_in_tensor_hooks() -> None:
-    patch.object(Engine, "refuse_in_grad_hook", _nothing).start()
+def _recomputes_in_post_accumulate_hooks() -> None:
+    patch.object(hooks, "in_grad_hook", lambda: False).start()
+
+
+def _any_parameter() -> None:
+    patch.object(Unit, "_refuse_put_in", _nothing).start()
+
+
+def _any_dtype_of_gradients() -> None:
+    patch.object(FlatBuffer, "refuse_grads_of_other_dtype", _nothing).start()
 
 
 def _data_where_it_was() -> None:
@@ -115,7 +117,11 @@ MENDS: Final = {
     ),
     "the shape of a shard is that of its parameter": Mend(_sizes_of_parts, "read p.shape", "before a forward"),
     "gradients set in a tensor hook": Mend(_any_gradient_in_tensor_hooks, "set p.grad to ones", "in a tensor hook", 1),
-    "forwards in a tensor hook": Mend(_forwards_in_tensor_hooks, "evaluate the model", "in a tensor hook"),
+    "forwards in a post-accumulate hook": Mend(
+        _recomputes_in_post_accumulate_hooks, "replace p.data, evaluate, put it back", "in a post-accumulate hook"
+    ),
+    "a parameter that is put in inside a forward": Mend(_any_parameter, "replace a parameter", "in a pre-hook"),
+    "grad_dtype inside a forward": Mend(_any_dtype_of_gradients, "set p.grad_dtype", "in a pre-hook"),
     "p.data is replaced and put back": Mend(_data_where_it_was, "replace p.data, evaluate, put it back", "before a forward"),
     "weights changed through p.data": Mend(_changes_through_aliases, "change a weight through .data", "in a pre-hook", 1),
     "grad_dtype": Mend(_any_grad_dtype, "set p.grad_dtype", "before a forward"),

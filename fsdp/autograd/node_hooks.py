@@ -22,7 +22,9 @@ Endpoints = Sequence[weakref.ref[Tensor]]
 class ForwardCall:
     """One forward of one unit, while it runs."""
 
-    __slots__ = ("carried", "guard", "handled", "input_nodes", "nested", "outputs", "path", "records", "refused", "taken")
+    __slots__ = (
+        *("carried", "gradients", "guard", "handled", "input_nodes", "nested", "outputs", "path", "records", "refused", "taken"),
+    )
 
     def __init__(self, recompute: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
         self.input_nodes = nodes_of(inputs)
@@ -38,8 +40,10 @@ class ForwardCall:
         """Whether the call makes a graph. It does not in a reentrant checkpoint, which gives its outputs a graph at its end."""
         self.carried: list[weakref.ref[Tensor]] = []
         """Tensors that the user's hooks had captured in an enclosing call before this one began."""
-        self.taken: list[tuple[Tensor, Tensor]] = []
-        """Views into shards, each with its values from before an in-place update of this call was written back."""
+        self.taken: list[tuple[Tensor, Tensor, str]] = []
+        """Views into shards, each with its values from before an in-place update of this call was written back, and a name."""
+        self.gradients: Sequence[Tensor | None] = ()
+        """In a recompute, `.grad` of each unsharded parameter when it began. In a forward they have none."""
         self.refused = True
         """Whether the pre-forward hook has not succeeded, so that the post-forward hook has nothing to do."""
         self.nested = False
@@ -50,6 +54,10 @@ class ForwardCall:
         self.nested = True
         outer.path.add_endpoints(self.path.endpoints)
         self.path = outer.path
+
+    def begin_recompute(self, gradients: Sequence[Tensor | None]) -> None:
+        """Keep what the unsharded parameters have in `.grad`."""
+        self.gradients = gradients
 
     def carry(self, tensors: list[weakref.ref[Tensor]]) -> None:
         """Keep what the user's hooks had captured in an enclosing call."""

@@ -57,7 +57,7 @@ class Copier(RefuseCopy):
 
         Raises:
             ShardingError: the unit is no root; a forward, a backward or a summon is going on; gradients are kept under `no_sync`;
-                there is a communication hook; or it is inside `fsdp.join`.
+                there is a communication hook; it is inside `fsdp.join`; or another parameter was put in.
         """
         root = self._engine.units[0].name
         if not self._is_root:
@@ -108,7 +108,7 @@ def _refuse_losses(engine: Engine) -> None:
             f"copy.deepcopy: FSDP does not support deepcopy where shards are DTensors, as those of {name!r}: they have taken the "
             "places of the parameters. Copy the plain model before you wrap it, and load the state dict into the copy."
         )
-    ModuleTree.of(engine.units[0].module).refuse_borrowing(name)
+    ModuleTree.of(engine.units[0].module).check(engine.units)
     refuse_losses(engine, "copy.deepcopy")
     if engine.reducer.hook is not None:
         raise ShardingError(

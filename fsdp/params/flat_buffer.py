@@ -25,8 +25,8 @@ from fsdp.shards.shard_parameter import moved_shards
 from fsdp.shards.shard_tensor import plain, quick_attributes
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
-SavedShards = list[tuple[Tensor, Tensor]]
-"""Views into shards, each with its values from before an in-place update was written back."""
+SavedShards = list[tuple[Tensor, Tensor, str]]
+"""Views into shards, each with its values from before an in-place update was written back, and the name of the parameter."""
 
 
 class FlatBuffer:
@@ -291,6 +291,19 @@ class FlatBuffer:
                         refuse_grad_dtype(self.param_infos[i].names[0], parameter.dtype)
         return flags != self.requires_grad_flags and self._set_requires_grad(flags)
 
+    def refuse_grads_of_other_dtype(self, gradients: Sequence[Tensor | None]) -> None:
+        """Check the gradients of the unsharded parameters.
+
+        Raises:
+            ShardingError: code in a forward has set `grad_dtype` of an unsharded parameter. It is as it was before then.
+        """
+        dtype = self.unsharded.dtype
+        for info, unsharded, gradient in zip(self.param_infos, self.unsharded_params, gradients, strict=True):
+            if gradient is not None and gradient.dtype is not dtype:
+                unsharded.grad = None
+                unsharded.grad_dtype = dtype
+                refuse_grad_dtype(info.names[0], self.shard.dtype)
+
     def take_requires_grad(self) -> bool:
         """Copy `requires_grad` from the unsharded to the sharded parameters, where code in a forward has changed it.
 
@@ -310,9 +323,22 @@ class FlatBuffer:
         """For each unsharded parameter, how often it was changed in place."""
         return [p._version for p in self.unsharded_params]
 
-    def ignore_inplace_updates(self) -> None:
-        """Do not write back the in-place updates made so far."""
-        self._inplace_updates = self.count_inplace_updates()
+    def forget_updates(self) -> list[str]:
+        """Do not write back what was done to unsharded parameters so far, nor keep their gradients. Return the names of both.
+
+        Updates stay where the unsharded parameters share the memory of the shards.
+        """
+        before, self._inplace_updates = self._inplace_updates, self.count_inplace_updates()
+        changed = [then != now and not self.is_shared for then, now in zip(before, self._inplace_updates, strict=True)]
+        for i, unsharded in enumerate(self.unsharded_params):
+            changed[i] |= unsharded.grad is not None
+            unsharded.grad = None
+        # without memory, a backward inside the forward has begun, and taken what was pointed elsewhere before
+        places = [] if self.is_shared or not self.unsharded.untyped_storage().size() else self.views_of(self.unsharded)
+        for i, (parameter, view) in enumerate(zip(self._local_unsharded, places, strict=False)):
+            if parameter.data_ptr() != view.data_ptr():
+                changed[i], parameter.data = True, view.data
+        return [info.names[0] for info, one in zip(self.param_infos, changed, strict=True) if one]
 
     def write_back_inplace(self, unit: str, saved: SavedShards | None) -> int:
         """Copy this rank's part of unsharded parameters that were changed in place to the shard; return their number.
@@ -353,7 +379,7 @@ class FlatBuffer:
         # through `.data`, which does not count the change: it is counted once, below
         shard = plain(self.sharded_params[i]).data if self.is_elsewhere else self.shard_view(i)
         if saved is not None:
-            saved.append((shard, shard.clone()))
+            saved.append((shard, shard.clone(), self.param_infos[i].names[0]))
         shard.copy_(self.placements[i].local_part(self.unsharded_params[i].detach()))
         increment_version(self.sharded_params[i])
 

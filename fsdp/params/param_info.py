@@ -35,10 +35,11 @@ class ParamInfo:
     def copied(self, copies: Mapping[int, Any]) -> "ParamInfo":
         """The same for a copy of the model. `copies`: the copies of parameters and modules, by the ids of the originals."""
         copied = ParamInfo(copies[id(self.parameter)])
-        for name, (reference, slot) in zip(self.names, self._slots, strict=True):
+        for name, (reference, slot) in zip(self.names, self._slots, strict=False):
             module = copies.get(id(reference()))
             if module is not None:
                 copied.add(name, module, slot)
+        copied.names = copied.names or self.names[:1]  # its module may have been taken out of the model
         copied.keeps_dtype = self.keeps_dtype
         return copied
 

@@ -82,15 +82,48 @@ def in_grad_hook() -> bool:
     return bool(_in_grad_hook.__dict__)
 
 
+class Touches:
+    """How often code has put a parameter into a module that has parameters of a unit, or taken one away."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        """Once more."""
+        self.count += 1
+
+    def forget(self, count: int) -> None:
+        """Those after `count` were the units' own."""
+        self.count = count
+
+
+touches: Final = Touches()
+"""Of all modules, so that a unit looks at one number."""
+
+
 class ParamDict(dict[str, nn.Parameter | None]):
     """The `_parameters` of a module that has parameters of a unit."""
 
-    __slots__ = ("shared",)
+    __slots__ = ("is_touched", "shared")
 
     def __init__(self, slots: dict[str, nn.Parameter | None]) -> None:
         super().__init__(slots)
         self.shared = False
         """Whether parameters of several units are in this dict, so that some may be sharded and others unsharded."""
+        self.is_touched = False
+        """Whether one was put in or taken away since somebody looked. The units change the dict by `update`."""
+
+    def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
+        super().__setitem__(name, parameter)
+        self.is_touched = True
+        touches.add()
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self.is_touched = True
+        touches.add()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """An ordinary dict: the copy of a module has units of its own."""
@@ -168,8 +201,12 @@ class ModuleParams:
         self._set_params(self._unsharded_params)
 
     def use_sharded(self) -> None:
-        """Let the module show the shards, and the unit answer reads."""
-        self._set_params(self._sharded_params)
+        """Let the module show the shards, and the unit answer reads. What the user has put in stays, for the next check."""
+        known = self._sharded_params
+        if self._param_dict.is_touched:
+            ours = (known, self._unsharded_params)
+            known = {name: p for name, p in known.items() if any(self._param_dict.get(name) is one[name] for one in ours)}
+        self._set_params(known)
         self._param_dict.__class__ = InterceptingParamDict
 
     def stop_intercepting(self) -> None:
@@ -180,6 +217,12 @@ class ModuleParams:
     def intercept_reads(self) -> None:
         """Let the unit answer reads."""
         self._param_dict.__class__ = InterceptingParamDict
+
+    def refuse_touched(self, unit: str) -> None:
+        """Do `check` if the user has put a parameter into the module, or taken one away, since the last time."""
+        if self._param_dict.is_touched:
+            self.check(unit)
+            self._param_dict.is_touched = self._param_dict.shared
 
     def check(self, unit: str) -> None:
         """Check that the module shows parameters of the unit.
@@ -208,11 +251,12 @@ class ModuleParams:
     def _set_attributes(self, parameters: dict[str, nn.Parameter]) -> None:
         # the module's __setattr__ reads the current parameter, and that read must not be intercepted
         self._param_dict.__class__ = PlainParamDict
-        module = self.module
+        module, is_touched, count = self.module, self._param_dict.is_touched, touches.count
         for name, parameter in parameters.items():
             if module is not None:
                 setattr(module, name, parameter)
-        self._param_dict.__class__ = InterceptingParamDict
+        self._param_dict.__class__, self._param_dict.is_touched = InterceptingParamDict, is_touched
+        touches.forget(count)
 
 
 def module_params_of(param_infos: Sequence[ParamInfo], unsharded_params: Sequence[nn.Parameter]) -> tuple[ModuleParams, ...]:

@@ -8,7 +8,8 @@ Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Final
 
 import torch
@@ -24,7 +25,7 @@ from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer, SavedShards
 from fsdp.params.param_info import ParamInfo
-from fsdp.params.shown_params import forget_owner, in_grad_hook, module_params_of, register_owner, show_plainly
+from fsdp.params.shown_params import forget_owner, in_grad_hook, module_params_of, register_owner, show_plainly, touches
 from fsdp.params.summoned_params import FullParams
 from fsdp.params.unit_observer import UnitObserver
 from fsdp.params.use_outside_forward import GatheredCopies, ReadCopies, gather_param, local_param
@@ -77,6 +78,8 @@ class Unit:
                 self._indices[id(parameter)] = index
                 register_owner(parameter, self)
         self._module_params = module_params_of(self.param_infos, self.unsharded_params)
+        self._touches = touches.count
+        """What it was when the unit last looked at what its modules show."""
         self.replaces_params = any(flat.placements[0].replaces_param for flat in self.flats)
         """Whether the shards are other objects than the user's Parameters, in whose places they are trained: DTensors."""
         if self.replaces_params:
@@ -191,17 +194,18 @@ class Unit:
         self._read_by_recompute = False
         self.versions.repeat(self.write_back_inplace())
 
-    def roll_back_inplace(self, saved: SavedShards) -> None:
-        """Undo the in-place updates of a failed forward: forget new ones, and restore the shards in `saved`.
+    def roll_back_inplace(self, saved: SavedShards) -> list[str]:
+        """Undo what a failed forward did to the unsharded parameters: forget it, and restore the shards in `saved`.
 
-        Updates stay where the unsharded parameters share the memory of the shards.
+        Updates stay where the unsharded parameters share the memory of the shards. Returns the names of what was undone.
         """
-        for flat in self.flats:
-            flat.ignore_inplace_updates()
+        undone = [name for flat in self.flats for name in flat.forget_updates()]
         with torch.no_grad():
-            for shard, value in reversed(saved):
+            for shard, value, name in reversed(saved):
                 shard.copy_(value)
+                undone.append(name)
         self.versions.repeat(len(saved))
+        return list(dict.fromkeys(undone))
 
     def sync_requires_grad(self) -> None:
         """Apply changes of `requires_grad` on the sharded parameters to the unsharded ones."""
@@ -393,19 +397,50 @@ class Unit:
             work.wait()
 
     def use_unsharded(self) -> None:
-        """Let the modules show the unsharded parameters."""
+        """Let the modules show the unsharded parameters.
+
+        Raises:
+            ShardingError: the user has put another parameter into one.
+        """
+        self._refuse_put_in()
         for module_params in self._module_params:
             module_params.use_unsharded()
 
-    def refuse_lost_acts(self) -> None:
-        """Check at the end of a forward what the user did with the unsharded parameters that the modules show.
+    def _refuse_put_in(self) -> None:
+        if touches.count != self._touches:
+            for module_params in self._module_params:
+                module_params.refuse_touched(self.name)
+            self._touches = touches.count
+
+    def refuse_changed(self) -> None:
+        """Check at the end of a forward without a graph that it has computed with the weights that are there now.
 
         Raises:
-            ShardingError: a gradient was set, which no shard would get.
+            ShardingError: they were changed while it ran, as by a step of an optimizer in a hook. A backward looks by itself.
         """
-        gradients = [*map(_GRAD, self.unsharded_params)]
-        if gradients.count(None) < len(gradients):
-            name = next(info.names[0] for info, one in zip(self.param_infos, gradients, strict=True) if one is not None)
+        if self.versions.is_copy_of_earlier:
+            raise ShardingError(
+                f"parameters of unit {self.name!r} were changed while its forward ran, which has computed with what they were "
+                "when it began; change them before or after the forward."
+            )
+
+    def unsharded_grads(self) -> list[Tensor | None]:
+        """`.grad` of each unsharded parameter."""
+        return [*map(_GRAD, self.unsharded_params)]
+
+    def refuse_lost_acts(self, gradients: Sequence[Tensor | None]) -> None:
+        """Check at the end of a forward what the user did with the unsharded parameters that the modules show.
+
+        `gradients`: in a recompute, what theirs were when it began.
+
+        Raises:
+            ShardingError: a gradient was set, which no shard would get, or another parameter was put in.
+        """
+        self._refuse_put_in()
+        now = self.unsharded_grads()
+        if any(map(is_not, now, gradients)) if gradients else now.count(None) < len(now):
+            before = gradients or repeat(None)
+            name = next(info.names[0] for info, *grads in zip(self.param_infos, now, before, strict=False) if is_not(*grads))
             self.clear_unsharded_grads()
             raise ShardingError(
                 f"`.grad` of {name!r} was set inside the forward of unit {self.name!r}, where the module shows an unsharded "

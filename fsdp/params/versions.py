@@ -24,7 +24,9 @@ class Versions:
         "_at_forward",
         "_at_gather",
         "_at_pass",
+        "_copies",
         "_flats",
+        "_others_at_gather",
         "_places",
         "_repeated",
         "_sums",
@@ -41,6 +43,8 @@ class Versions:
         """How many changes were made by this library, which copied in-place updates of a forward to the shards."""
         self._at_forward = 0
         self._at_gather = 0
+        self._others_at_gather = 0
+        self._copies = any([not flat.is_shared for flat in flats])
         self._at_pass = 0
         self._places = 0
         self._sums: Tensor | None = None
@@ -61,7 +65,8 @@ class Versions:
             return self._count()
 
     def _count(self) -> int:
-        return sum([sum(map(_VERSION, flat.sharded_params)) for flat in self._flats]) - self._repeated + self._count_places()
+        counts = sum([sum(map(_VERSION, flat.sharded_params)) for flat in self._flats]) - self._repeated
+        return counts + self._count_places() if self._asks_addresses or moved_shards.data else counts
 
     @property
     def changed_since_made(self) -> bool:
@@ -107,6 +112,12 @@ class Versions:
     def gathered(self) -> None:
         """A copy is about to be gathered, outside any backward."""
         self._at_gather = self.now()
+        self._others_at_gather = self._at_gather + self._repeated - self._written_back
+
+    @property
+    def is_copy_of_earlier(self) -> bool:
+        """Whether others have changed a shard since the last copy was gathered."""
+        return self._copies and self.of_others != self._others_at_gather
 
     def note_places(self) -> None:
         """A copy is about to be gathered: note where the shards lie."""

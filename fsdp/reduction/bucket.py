@@ -30,6 +30,7 @@ class Bucket:
 
     __slots__ = (
         "_alternative",
+        "_grad_dtype",
         "_parts",
         "_tracker",
         "accumulated",
@@ -71,6 +72,7 @@ class Bucket:
         self.comms = comms
         """The communicators of its unit."""
         self._tracker = tracker
+        self._grad_dtype = flat.unsharded.dtype
         self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
         self.views = flat.wire.views_of(self.buffer)
         """The parts of the gradient of each parameter in the buffer."""
@@ -143,6 +145,7 @@ class Bucket:
 
     def accumulate_all(self) -> None:
         """Add the unsharded gradients of this backward to the accumulated ones."""
+        self.flat.refuse_grads_of_other_dtype([unsharded.grad for unsharded in self.flat.unsharded_params])
         for i, unsharded in enumerate(self.flat.unsharded_params):
             if unsharded.grad is not None:
                 gradient, unsharded.grad = unsharded.grad, None
@@ -250,12 +253,13 @@ class Bucket:
         if (
             not self.accumulated
             and not self.expects_accumulated
-            and not any([gradient is None or gradient.is_sparse for gradient in gradients])
+            and not any([one is None or one.is_sparse or one.dtype is not self._grad_dtype for one in gradients])
         ):
             self.local_used, self.all_local_used = self.all_used, True
             full = flat.wire.parts_of_all(cast(list[Tensor], gradients))
             _copy_divided(self.buffer if buffer is None else buffer, parts, full, divisor)
             return
+        flat.refuse_grads_of_other_dtype(gradients)
         used_before = self.local_used if remainder else [False] * len(views)
         used = []
         for i, (places, gradient) in enumerate(zip(views, gradients, strict=True)):
@@ -356,7 +360,8 @@ class Bucket:
                 if used[i] and (accumulates or param.requires_grad):
                     if param._post_accumulate_grad_hooks:
                         hooked.append(i)
-                    param.grad = gradient
+                    # a conversion of the model, undone since, has converted it as well
+                    param.grad = gradient if gradient.dtype is flat.shard.dtype else gradient.to(flat.shard.dtype)
         self.expects_accumulated = False
         # in one order on all ranks, because a hook may call a collective
         return [flat.sharded_params[i] for i in sorted(hooked)]

@@ -25,6 +25,7 @@ class SparseBucket(Bucket):
         """Take the gradient off its parameter, as rows (V, *rest); the counterpart of `fill`."""
         unsharded = self.flat.unsharded_params[0]
         gradient, unsharded.grad = unsharded.grad, None
+        self.flat.refuse_grads_of_other_dtype([gradient])
         accumulated = None if remainder else self.accumulated.get(0)
         parts = [
             as_rows(part).to(self.dtype)

@@ -370,9 +370,9 @@ class Engine:
 
     def _unshard(self, index: int) -> None:
         self._gathers.prefetch(self._schedule.gathered_with(index), self._prefetch)
-        if self.root.in_backward and not self.is_unsharded(index):
+        if self.root.in_backward:
             self.units[index].sync_requires_grad()  # a hook or a recompute in this backward may have changed it
-            if self.units[index].versions.is_copy_of_others:
+            if not self.is_unsharded(index) and self.units[index].versions.is_copy_of_others:
                 self.request(index, Request.RESHARD)  # an evaluation has gathered other weights, put back by the user since
         if done := self.request(index, Request.UNSHARD):
             self.reducer.gathered(index)  # without effect outside a backward: the next one begins anew

@@ -22,6 +22,7 @@ from fsdp.autograd.pytree import cast_floating, modules_within, tensors_in
 from fsdp.debug.guard import Guard
 from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
+from fsdp.params.shown_params import in_grad_hook
 from fsdp.params.unit_observer import UnitObserver
 from fsdp.params.use_outside_forward import RefuseShardGrad
 from fsdp.runtime.double_backward import DoubleBackward
@@ -90,6 +91,8 @@ class UnitHooks(RefuseCopy, UnitObserver):
         self._process = getpid()
         self._calls: list[ForwardCall] = []
         self.progress = BackwardProgress()
+        self._lost_act: ShardingError | None = None
+        """What the user did in a recompute of this backward that torch stopped early; raised at the first gradient."""
         self._tasks: set[int] = set()
         """The graph tasks of reentrant checkpoints that call `_post_checkpoint_backward` at their end."""
         self._unit.set_observer(self)
@@ -136,6 +139,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
     def reset_backward_progress(self) -> None:
         """Reset what was recorded in a backward that is over."""
         self.progress.reset()
+        self._lost_act = None
         self._tasks.clear()
         self.double_backward.remove_endpoint_hooks()
 
@@ -162,7 +166,8 @@ class UnitHooks(RefuseCopy, UnitObserver):
         if getpid() != self._process:
             self._unit.refuse_forked()
         inputs = grad_inputs(args, kwargs) if torch.is_grad_enabled() else ()
-        call = ForwardCall(in_backward(), inputs, self._innermost, self._unit.versions.forward_begins())
+        recompute = in_backward() and not in_grad_hook()
+        call = ForwardCall(recompute, inputs, self._innermost, self._unit.versions.forward_begins())
         if self._calls and not call.path.recompute and self._is_nested(call):
             call.nest_in(self._calls[-1])
         self._calls.append(call)
@@ -172,6 +177,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
             call.carry(self._side_outputs.begin())
             if call.path.recompute:
                 self._engine.on_event(self._index, Event.PRE_RECOMPUTE)
+                call.begin_recompute(self._unit.unsharded_grads())
             else:
                 self._accumulate_grad_checks.check()
                 self._engine.pre_forward(self._index)
@@ -201,12 +207,19 @@ class UnitHooks(RefuseCopy, UnitObserver):
         try:
             passing = sys.exc_info()[1]
             if passing is not None and passing is not call.handled:
-                # torch can stop a recompute early by an exception
+                if getpid() != self._process:
+                    return None  # what the rank itself does is not over; this process was forked from it
+                # torch can stop a recompute early by an exception, in whose place no other can be raised
                 if recompute:
                     self._unit.write_back_inplace_of_recompute()
+                    try:
+                        if not self._engine.splits_backward:
+                            self._unit.refuse_lost_acts(call.gradients)
+                    except ShardingError as refusal:
+                        self._lost_act = refusal
                 else:
                     self._engine.note(passing, self._index)
-                    self._unit.roll_back_inplace(call.taken)
+                    self._undo(call, passing)
                     self._engine.post_forward(self._index, Event.FORWARD_FAILED)
                 return None
             try:
@@ -216,12 +229,14 @@ class UnitHooks(RefuseCopy, UnitObserver):
                     self._unit.write_back_inplace_of_recompute()
                 else:
                     call.path.add_updates(self._unit.write_back_inplace())
-                    if not self._engine.splits_backward:
-                        self._unit.refuse_lost_acts()
+                    if not call.records and self._engine.is_unsharded(self._index):
+                        self._unit.refuse_changed()
+                if not self._engine.splits_backward:
+                    self._unit.refuse_lost_acts(call.gradients)
                 self._find_outputs(call, output)
             except ShardingError as refusal:
                 self._engine.note(refusal, self._index)
-                self._unit.roll_back_inplace(call.taken)
+                self._undo(call, refusal)
                 if not recompute:
                     self._engine.post_forward(self._index, Event.FORWARD_FAILED)
                 raise
@@ -236,6 +251,11 @@ class UnitHooks(RefuseCopy, UnitObserver):
                 self._unit.intercept_reads()
         policy = self._unit.config.mp_policy
         return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
+
+    def _undo(self, call: ForwardCall, failure: BaseException) -> None:
+        """Undo what a forward that has failed did to the unit's parameters, and say so on its error."""
+        if undone := self._unit.roll_back_inplace(call.taken):
+            failure.add_note(f"fsdp: undone is what this forward did to {', '.join(undone)}, or to their `.grad`.")
 
     def abandon_calls(self) -> None:
         """Mark the calls that run as abandoned: no hook may see their end."""
@@ -394,6 +414,10 @@ class UnitHooks(RefuseCopy, UnitObserver):
             self._engine.on_early_grad(early_bucket)
 
     def _on_first_grad(self) -> None:
+        if self._lost_act is not None:
+            lost_act, self._lost_act = self._lost_act, None
+            self._engine.note(lost_act, self._index)
+            raise lost_act
         if torch.is_grad_enabled():
             raise self._refusal(
                 f"a backward with create_graph=True brings gradients to the parameters of unit {self._unit.name!r}, which are "

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.acts.doors import DOORS
-from tests.acts.table import DIFFERS, MOMENTS_OF_HOOKS, UNSEEN, has_moment
+from tests.acts.table import MOMENTS_OF_HOOKS, UNSEEN, differs, has_moment
 from tests.acts.trial import Arm, Backward, Do, Evaluate, Forward, Move, Step, Sync, Undo, Zero, judge
 from tests.acts.vocabulary import ACTS
 
@@ -22,6 +22,7 @@ GRAPHS = 2
 """At one time."""
 LATER = (Sync(True), Zero(), Undo(), Forward(9), Backward(9), Step())
 """What every program ends with."""
+BACKWARD = "a complete forward and backward"
 acts = st.sampled_from(sorted(ACTS))
 blocks = st.integers(0, 1)
 
@@ -39,6 +40,8 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         """By slot, whether one of its backwards has come."""
         self.syncs = True
         self.stepped = True
+        self.nests = self.looks = False
+        """Whether a backward was armed inside a forward, and whether an act of `UNSEEN` was armed."""
 
     @initialize(door=st.sampled_from(list(DOORS)), size=st.sampled_from((2, 1, 3)), order=st.integers(0, 7), warm=st.booleans())
     def wrap(self, door: str, size: int, order: int, warm: bool) -> None:
@@ -88,12 +91,18 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
 
     @rule(act=acts, block=blocks)
     def do(self, act: str, block: int) -> None:
-        if not any((act, moment) in DIFFERS for moment in self.moments()):
+        if not any(differs(act, moment, self.door, self.size) for moment in self.moments()):
             self.program.append(Do(act, block))
 
     @rule(moment=st.sampled_from(MOMENTS_OF_HOOKS), act=acts, block=blocks)
     def arm(self, moment: str, act: str, block: int) -> None:
-        if (act, moment) not in DIFFERS.keys() | UNSEEN and has_moment(moment, self.door, self.size):
+        known = differs(act, moment, self.door, self.size) or (act, moment) in UNSEEN
+        # in a backward inside a forward, hooks of parameters are inside that forward
+        nests = act == BACKWARD and moment in ("in a pre-hook", "inside a forward")
+        looks = any(act == unseen for unseen, _ in UNSEEN)
+        known = known or (nests and self.looks) or (looks and self.nests)
+        self.nests, self.looks = self.nests or nests, self.looks or looks
+        if not known and has_moment(moment, self.door, self.size):
             self.program.append(Arm(moment, act, block))
 
     @rule()

@@ -2,20 +2,23 @@
 
 python -m tests.acts.page          plays every pair in every world, about half an hour on two cores, and writes the table
 python -m tests.acts.page "freeze a parameter" ...     plays the pairs of these acts, and writes the table
+python -m tests.acts.page 1 3       plays every pair on one rank and on three, in one world each, and prints what differs
 """
 
 import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from tests.acts.table import DIFFERS, MOMENTS, outcome, pairs
+from tests.acts.table import DIFFERS, MOMENTS, differs, outcome, pairs, worlds
 from tests.acts.vocabulary import ACTS
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "reference" / "patterns.md"
@@ -37,7 +40,7 @@ def play(key: tuple[str, str]) -> tuple[set[str], list[str]]:
     for pair in pairs(*key):
         said, verdict = outcome(pair)
         if said == "fault":
-            said = DIFFERS.get(key, UNKNOWN)
+            said = DIFFERS.get((*key, pair.door), UNKNOWN)
             faults += [f"{pair}: {verdict.fault}"] if said == UNKNOWN else []
         found.add(said)
     return found, faults
@@ -87,7 +90,26 @@ def shown() -> Outcomes:
     }
 
 
+def differences(size: int) -> Iterator[str]:
+    """What pairs do on another number of ranks that the table does not say of two."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    known = shown()
+    for pair in worlds(size):
+        said, verdict = outcome(pair)
+        key = pair.act, pair.moment
+        if said == "fault":
+            if not differs(*key, pair.door, size):
+                yield f"{pair}: {verdict.fault}"
+        elif said not in known[key]:
+            yield f"{pair}: {said}"
+
+
 def main() -> None:
+    if sys.argv[1:] and all(number.isdecimal() for number in sys.argv[1:]):
+        for text in chain.from_iterable(map(differences, map(int, sys.argv[1:]))):
+            print(text, flush=True)
+        return
     played_now = sys.argv[1:] or list(ACTS)
     keys = [(act, moment) for act in ACTS for moment in MOMENTS]
     outcomes: Outcomes = {key: said for key, said in shown().items() if key in keys and key[0] not in played_now}

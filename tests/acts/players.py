@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 WIDTH: Final = 4
 ROWS: Final = 2
 LEARNING_RATE: Final = 0.05
+POST: Final = "in a post-accumulate hook"
 _WRAPPERS: Final = ("_fsdp_wrapped_module.", "_fpw_module.", "module.")
 
 
@@ -120,11 +121,17 @@ class Player:
     reads: list[tuple[str, Any]] = field(default_factory=list)
     ran: list[str] = field(default_factory=list)
     """The acts that have ended since somebody looked."""
+    begun: list[str] = field(default_factory=list)
+    """Those of hooks and forwards that have begun since then, and may have raised."""
     blocks: tuple[Block, ...] = ()
     """The user's own modules, under whatever wraps them."""
     local_gradients: bool = False
     """Whether gradients are kept under no_sync, so that they are not averages."""
     syncs: bool = True
+    undone: bool = False
+    """Whether an error since somebody looked has said that what its forward did is undone. In plain torch it stays."""
+    follows: bool = False
+    """Whether it does what ranks did in a move that was refused: moments bring nothing."""
     late: bool = False
     """Whether what is due in a post-accumulate hook waits for the end of the backward."""
 
@@ -158,6 +165,15 @@ class Player:
         with torch.no_grad():
             return self.outputs((model or self.model)(self.data(number)))
 
+    def backward(self, loss: Tensor, retain: bool = False) -> None:
+        loss.backward(retain_graph=retain)
+        self.reached(POST, self.syncs and self.late)
+        self.local_gradients = not self.syncs
+
+    def caught(self, error: BaseException) -> None:
+        """An error of a forward was caught."""
+        self.undone |= any(note.startswith("fsdp: undone is ") for note in getattr(error, "__notes__", ()))
+
     def read(self, name: str, value: Any) -> None:
         self.reads.append((name, value))
 
@@ -170,20 +186,29 @@ class Player:
 
     def reached(self, moment: str, really: bool = True) -> None:
         """Do what is due at this moment. An act may bring the moment again, for those that are still due."""
-        for one in [one for one in self.due if really and one.moment == moment]:
+        for one in [one for one in self.due if really and not self.follows and one.moment == moment]:
             self.do_if_due(one)
 
     def do_if_due(self, one: Due) -> None:
         """Do an act, unless another act has brought its moment."""
         if one in self.due:
-            self.due.remove(one)
-            one.cancel()
+            self.begun.append(one.name)
+            self.forget(one)
             one.act()
+
+    def forget(self, one: Due) -> None:
+        """An act is not due any more."""
+        self.due.remove(one)
+        one.cancel()
+
+    def trains(self, parameter: Tensor) -> bool:
+        """torch calls hooks of a parameter that was frozen after the forward too; ranks have no gradient for them."""
+        return parameter.requires_grad
 
     def cancel(self) -> None:
         """Nothing is due any more."""
         while self.due:
-            self.due.pop().cancel()
+            self.forget(self.due[-1])
 
     def arm(self, moment: str, name: str, act: Callable[[], None]) -> None:
         """Do `act` when `moment` comes for the first time. Hooks on shards wait for a backward that synchronises."""
@@ -193,9 +218,9 @@ class Player:
             case "in a pre-hook":
                 handle: Any = self.blocks[0].register_forward_pre_hook(lambda module, args: self.reached(moment))
             case "in a tensor hook":
-                handle = weight.register_hook(lambda gradient: self.reached(moment, self.syncs))
+                handle = weight.register_hook(lambda gradient: self.reached(moment, self.syncs and self.trains(weight)))
             case "in a post-accumulate hook":
-                handle = weight.register_post_accumulate_grad_hook(lambda parameter: self.reached(moment, self.hooked))
+                handle = weight.register_post_accumulate_grad_hook(lambda p: self.reached(moment, self.hooked and self.trains(p)))
             case _:
                 handle = None
         if handle is not None:
@@ -203,9 +228,10 @@ class Player:
         self.due.append(one)
 
     def abandon(self) -> None:
-        """What a user does whose pass has failed."""
+        """What a user does whose pass has failed. Gradients of a parameter that the optimizer does not have go too."""
         self.losses.clear()
         self.cancel()
+        self.model.zero_grad()
         self.zero()
 
     def zero(self) -> None:

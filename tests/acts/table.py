@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 from zlib import crc32
 
-from tests.acts.doors import DOORS, WITHOUT
+from tests.acts.doors import DOORS, STRATEGIES, WITHOUT
 from tests.acts.trial import POST, Arm, Backward, Do, Forward, Move, Program, Step, Sync, Undo, Verdict, Zero, judge
 from tests.acts.vocabulary import ACTS, FIRST
 
@@ -36,7 +36,6 @@ MOMENTS: Final = (
 )
 BLOCKS: Final = (0, 1)
 """The hooks are in block 0, and the recompute is that of block 1. So an act is on the unit of the moment, or on another one."""
-SIZES: Final = (2,)
 ORDINARY: Final = (Forward(0), Backward(0), Step(), Zero())
 
 
@@ -84,16 +83,21 @@ def pairs(act: str, moment: str) -> Iterator[Pair]:
         yield from (Pair(act, moment, block, door) for block in (BLOCKS if both else (number % 2,)))
 
 
-def sample() -> list[Pair]:
-    """Every third pair, each in a world that follows from its name."""
+def worlds(size: int) -> list[Pair]:
+    """Every pair that comes on so many ranks, each in a world that follows from its name."""
     found = []
     for act in ACTS:
         for moment in MOMENTS:
             number = crc32(f"{act}, {moment}".encode())
-            if number % 3 == 0:
-                door, block, size = list(DOORS)[number // 3 % len(DOORS)], number // 32 % 2, SIZES[number // 64 % len(SIZES)]
-                found.append(Pair(act, moment, block, door, size))
+            door = list(DOORS)[number // 3 % len(DOORS)]
+            if has_moment(moment, door, size):
+                found.append(Pair(act, moment, number // 32 % 2, door, size))
     return found
+
+
+def sample() -> list[Pair]:
+    """Every third pair."""
+    return [pair for pair in worlds(2) if crc32(f"{pair.act}, {pair.moment}".encode()) % 3 == 0]
 
 
 def outcome(pair: Pair) -> tuple[str, Verdict]:
@@ -125,7 +129,7 @@ _ASSIGNED: Final = "through FSDP2's door the parameters stay the same objects, a
 _OTHER_OBJECT: Final = (
     "inside a forward, a hook or a recompute modules may show unsharded parameters: what is set on one does not stay"
 )
-_FLAGS: Final = "in a recompute, requires_grad of a unit in use counts from its resharding on"
+_GIVEN: Final = "an optimizer that was given a parameter inside a forward is refused in its next step"
 _NO_STATE: Final = "a rank that holds no element of a parameter keeps no optimizer state of it"
 _PUT_IN: Final = (
     "what is put in after wrapping is refused by the next forward; FSDP1's door leaves it whole and warns, as torch does"
@@ -136,12 +140,17 @@ _CONVERTED: Final = (
     "inside a forward, a hook or a recompute a conversion is lost, or torch's error; under no_sync it is refused late"
 )
 OUTSIDE: Final = tuple(moment for moment in MOMENTS if moment not in MOMENTS_OF_HOOKS)
-_DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
-    (_DTENSOR, MOMENTS, ("put the kept p.data back",)),
+_IN_FORWARDS: Final = ("in a pre-hook", "inside a forward")
+_WHOLE: Final = ("NO_SHARD", "ddp")
+"""Doors that never shard parameters."""
+_CUT: Final = tuple(door for door in DOORS if door not in _WHOLE)
+_OWN: Final = (*(door for door in _CUT if door in STRATEGIES), *_WHOLE)
+_DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...]] = (
     (
         _DTENSOR,
-        tuple(one for one in MOMENTS if one not in ("in a pre-hook", "inside a forward")),
-        ("replace p.data", "replace p.data, keep the old one"),
+        MOMENTS,
+        ("put the kept p.data back", "replace p.data", "replace p.data, keep the old one"),
+        ("fully_shard",),
     ),
     (
         _HOOK,
@@ -152,61 +161,77 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
             *("remove the last hook", "read p.grad.shape", "read the value of a gradient", "read the norm of every gradient"),
             *("read which parameters have a gradient", "optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
         ),
+        tuple(DOORS),
     ),
     (
         _RECOMPUTE,
         ("in a recompute",),
         ("read the norm of every gradient", "optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
+        tuple(DOORS),
     ),
     (
         _ACCUMULATES,
         ("between micro-batches",),
-        (
-            *("scale p.grad.data in place", "add the gradient to a weight"),
-            *("read the value of a gradient", "read the norm of every gradient"),
-        ),
+        ("scale p.grad.data in place", "add the gradient to a weight"),
+        ("HYBRID_SHARD", "NO_SHARD", "torch_fsdp", "fully_shard", "ddp", "fairscale"),
     ),
-    (_LATE, ("between micro-batches",), ("add a tensor hook", "remove the last hook")),
-    (_ALIAS, ("in a pre-hook", "inside a forward", "in a recompute"), ("change a weight through .data",)),
+    (
+        _ACCUMULATES,
+        ("between micro-batches",),
+        ("read the value of a gradient", "read the norm of every gradient"),
+        ("fully_shard",),
+    ),
+    (_LATE, ("between micro-batches",), ("add a tensor hook", "remove the last hook"), tuple(DOORS)),
+    (_ALIAS, (*_IN_FORWARDS, "in a recompute"), ("change a weight through .data",), _CUT),
     (
         _NESTED,
-        ("in a pre-hook", "inside a forward"),
+        _IN_FORWARDS,
         (
             *("evaluate with the model frozen, and thaw it", "call the model frozen, thaw it", "evaluate the model"),
             *("replace p.data, evaluate, put it back", "evaluate in inference mode", "a forward whose output is dropped"),
+            "a forward that fails, caught",
         ),
+        ("fairscale",),
     ),
-    (_ASSIGNED, (*OUTSIDE, "in a tensor hook", "in a post-accumulate hook"), ("load the kept state dict with assign=True",)),
-    (_OTHER_OBJECT, ("in a post-accumulate hook", "in a recompute"), ("replace p.data, evaluate, put it back",)),
-    (_OTHER_OBJECT, ("in a tensor hook",), ("set p.grad_dtype",)),
-    (_OTHER_OBJECT, ("in a pre-hook", "inside a forward", "in a recompute"), ("put the kept p.data back", "set p.grad_dtype")),
-    (_FLAGS, ("in a recompute",), ("evaluate with the model frozen, and thaw it",)),
-    (_NO_STATE, MOMENTS, ("read the shapes of the optimizer's state",)),
-    (_PUT_IN, MOMENTS, ("replace a module inside a unit", "replace a parameter")),
     (
-        _PEER,
+        _NESTED,
         ("in a recompute",),
         (
-            *("replace p.data", "replace p.data, keep the old one", "evaluate the model", "evaluate one module"),
-            "evaluate in inference mode",
+            *("evaluate with the model frozen, and thaw it", "evaluate the model", "evaluate one module"),
+            *("evaluate in inference mode", "a forward that fails, caught"),
         ),
+        ("fairscale",),
     ),
     (
-        _PEER,
-        ("in a pre-hook", "inside a forward", "in a recompute"),
-        ("enter no_sync and leave it", "add a parameter group", "a forward that fails, caught"),
+        _ASSIGNED,
+        (*OUTSIDE, "in a tensor hook", "in a post-accumulate hook"),
+        ("load the kept state dict with assign=True",),
+        ("fully_shard",),
     ),
+    (_OTHER_OBJECT, ("in a recompute",), ("replace p.data, evaluate, put it back",), tuple(DOORS)),
+    (_OTHER_OBJECT, ("in a tensor hook",), ("set p.grad_dtype",), ("HYBRID_SHARD", "NO_SHARD", "torch_fsdp", "ddp")),
+    (_OTHER_OBJECT, (*_IN_FORWARDS, "in a recompute"), ("put the kept p.data back",), _CUT),
+    (_NO_STATE, MOMENTS, ("read the shapes of the optimizer's state",), STRATEGIES),
+    (_PUT_IN, MOMENTS, ("replace a module inside a unit", "replace a parameter"), ("torch_fsdp",)),
+    (_PUT_IN, _IN_FORWARDS, ("replace a module inside a unit",), tuple(DOORS)),
+    (_PEER, ("in a recompute",), ("replace p.data", "replace p.data, keep the old one"), ("fairscale",)),
+    (_PEER, (*_IN_FORWARDS, "in a recompute"), ("enter no_sync and leave it",), ("torch_fsdp",)),
+    (_GIVEN, (*_IN_FORWARDS, "in a recompute"), ("add a parameter group",), tuple(DOORS)),
     (
         _PEER,
-        tuple(one for one in OUTSIDE if one not in ("between forward and backward", "between micro-batches")),
+        (
+            *(one for one in OUTSIDE if one not in ("between forward and backward", "between micro-batches")),
+            "in a post-accumulate hook",
+        ),
         ("deepcopy the model, and evaluate the copy",),
+        ("fairscale",),
     ),
-    (_PEER, ("in a post-accumulate hook",), ("deepcopy the model, and evaluate the copy",)),
-    (_PEER, tuple(one for one in MOMENTS if one != "in a recompute"), ("look a row up with max_norm",)),
+    (_PEER, tuple(one for one in MOMENTS if one != "in a recompute"), ("look a row up with max_norm",), ("fully_shard",)),
     (
         _CONVERTED,
-        ("in a pre-hook", "inside a forward", "in a tensor hook", "in a recompute", "between micro-batches"),
+        (*_IN_FORWARDS, "in a tensor hook", "in a recompute", "between micro-batches"),
         ("convert the model",),
+        (*_OWN, "fairscale"),
     ),
 )
 UNSEEN: Final = {
@@ -216,10 +241,28 @@ UNSEEN: Final = {
         *("replace p.grad by its half", "scale p.grad in place", "scale p.grad.data in place", "zero p.grad in place"),
         *("delete p.grad", "put a kept p.grad in again", "add the gradient to a weight", "read p.grad.shape"),
         *("read the value of a gradient", "read which parameters have a gradient", "read the norm of every gradient"),
+        *("set p.grad_dtype", "add a post-accumulate hook"),
     )
-}
+} | {("set p.grad to ones", "in a recompute")}
 """Pairs that are different where an earlier backward has left gradients, which the programs of the table do not: what a module
 shows then is an unsharded parameter, whose `.grad` is None. Python finds `.grad` on the class, and a class of our own would make
 every use of a parameter slower, see use_after_free.py."""
-DIFFERS: Final = {(act, moment): reason for reason, moments, acts in _DIFFER for moment in moments for act in acts}
-"""Pairs that are different from plain torch in some world, and the reason why they stay so."""
+DIFFERS: Final = {
+    (act, moment, door): reason
+    for reason, moments, acts, doors in _DIFFER
+    for moment in moments
+    for act in acts
+    for door in doors
+}
+"""Pairs that are different from plain torch through a door in some world, and the reason why they stay so."""
+ON_ONE_RANK: Final = {
+    ("change a weight through .data", moment, door)
+    for moment in ("between forward and backward", "between two backwards of one graph")
+    for door in ("SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER")
+}
+"""On one rank shards are ordinary tensors, of which torch counts no change through `.data`, and these strategies keep a copy."""
+
+
+def differs(act: str, moment: str, door: str, size: int) -> bool:
+    """Whether a pair is known to be different from plain torch."""
+    return (act, moment, door) in DIFFERS or (size == 1 and (act, moment, door) in ON_ONE_RANK)

@@ -5,7 +5,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.acts.machine import LATER, ActsAtAnyMoment, check
-from tests.acts.trial import Arm, Backward, Do, Forward, Program
+from tests.acts.trial import Arm, Backward, Do, Evaluate, Forward, Program, Step
 
 EXAMPLES = 60
 MOVES = 14
@@ -24,6 +24,62 @@ FOUND: dict[str, tuple[Program, str, int]] = {
         (Arm("in a recompute", "freeze a parameter and thaw it"), Forward(1), Do("freeze a parameter"), Backward(1, retain=True)),
         "FULL_SHARD",
         1,
+    ),
+    "a unit that was evaluated in a post-accumulate hook shows unsharded parameters": (
+        (
+            Arm("in a post-accumulate hook", "evaluate one module"),
+            Arm("in a post-accumulate hook", "read the norm of every gradient"),
+            Forward(9),
+            Backward(9),
+        ),
+        "FULL_SHARD",
+        2,
+    ),
+    "a forward that fails leaves a gradient in unsharded parameters": (
+        (Arm("in a pre-hook", "set p.grad to ones"), Do("a forward that fails, caught"), Forward(9), Backward(9)),
+        "FULL_SHARD",
+        2,
+    ),
+    "a forward that fails leaves unsharded parameters in memory of the user's": (
+        (Arm("in a pre-hook", "replace p.data"), Do("a forward that fails, caught"), Forward(9), Backward(9)),
+        "FULL_SHARD",
+        2,
+    ),
+    "a gradient that is set in a recompute is added to the one before": (
+        (Do("set p.grad to ones", 1), Arm("in a recompute", "set p.grad to ones", 1), Forward(9), Backward(9)),
+        "FULL_SHARD",
+        1,
+    ),
+    "fairscale's modules show views of what the parameter was": (
+        (Forward(9), Backward(9), Arm("inside a forward", "replace p.data, keep the old one"), Evaluate()),
+        "fairscale",
+        2,
+    ),
+    "a conversion that is undone has converted the gradient of a parameter of which a rank holds nothing": (
+        (
+            *(Do("a complete forward and backward"), Do("convert the model"), Evaluate(), Do("convert the model")),
+            *(Forward(9), Backward(9)),
+        ),
+        "FULL_SHARD",
+        2,
+    ),
+    "an optimizer steps inside an evaluation": (
+        (Forward(9), Backward(9), Arm("in a pre-hook", "optimizer.step()"), Evaluate()),
+        "FULL_SHARD",
+        2,
+    ),
+    "a training step inside a forward, with state of the optimizer that was loaded": (
+        (
+            *(Forward(9), Backward(9), Step(), Arm("in a pre-hook", "save and load the optimizer's state")),
+            *(Arm("in a pre-hook", "a complete forward and backward"), Forward(9), Backward(9)),
+        ),
+        "FULL_SHARD",
+        2,
+    ),
+    "a model in which a module was replaced is copied": (
+        (Do("replace a module inside a unit"), Do("deepcopy the model, and evaluate the copy")),
+        "FULL_SHARD",
+        2,
     ),
 }
 

@@ -14,7 +14,7 @@ def test_the_page_has_every_pair() -> None:
     outcomes = shown()
     assert set(outcomes) == {(act, moment) for act in ACTS for moment in MOMENTS}, AGAIN
     assert printed(outcomes) in PAGE.read_text(encoding="utf-8"), AGAIN
-    assert {key for key, said in outcomes.items() if said & set(DIFFERS.values())} == set(DIFFERS), AGAIN
+    assert {key for key, said in outcomes.items() if said & set(DIFFERS.values())} == {key[:2] for key in DIFFERS}, AGAIN
 
 
 @pytest.mark.parametrize("pair", [] if EVERYTHING else sample(), ids=lambda pair: ", ".join(map(str, pair)))
@@ -22,7 +22,7 @@ def test_a_pair_does_what_the_page_says(pair: Pair) -> None:
     said, verdict = outcome(pair)
     key = pair.act, pair.moment
     if said == "fault":
-        assert key in DIFFERS, verdict.fault
+        assert (*key, pair.door) in DIFFERS, verdict.fault
     else:
         assert said in shown()[key], f"{verdict}: {AGAIN}"
 

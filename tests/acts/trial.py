@@ -6,6 +6,7 @@ too, the ranks may raise what they like. Anything else is a fault.
 """
 
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,8 +17,8 @@ from torch import Tensor
 
 import fsdp
 from tests.acts.doors import kind_of, plain_player, player
-from tests.acts.players import Player, Raised
-from tests.acts.vocabulary import ACTS, CHANGE_WEIGHTS
+from tests.acts.players import POST, Player, Raised
+from tests.acts.vocabulary import ACTS
 from tests.support.models import distance, join, local
 
 WITHIN: Final = {torch.float64: 1e-6, torch.float32: 1e-5}
@@ -25,7 +26,6 @@ WITHIN: Final = {torch.float64: 1e-6, torch.float32: 1e-5}
 number; a program of 35 moves has some five of them one after the other in each move, which is 1e-5."""
 AT: Final = " / "
 """Between the name of an act that is due and its moment."""
-POST: Final = "in a post-accumulate hook"
 OF_FAIRSCALE: Final = ("a view and its base", "this instance is in ")
 OURS: Final = (fsdp.ShardingError, fsdp.IllegalTransition, fsdp.PeerFailed)
 
@@ -98,11 +98,13 @@ class Seen:
     text: str = ""
     trace: str = ""
     ran: list[str] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
     reads: list[tuple[str, Any]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     local_gradients: bool = False
+    undone: bool = False
 
 
 @dataclass
@@ -136,33 +138,28 @@ def finish(at: Player) -> None:
 
 def perform(at: Player, number: int, move: Move) -> Seen:
     """Do one move, and say what it left."""
-    at.reads, at.ran = [], []
+    at.reads, at.ran, at.begun, at.undone = [], [], [], False
     seen = Seen()
     try:
         execute(at, number, move)
-    except Raised:
-        seen.raised = "raised"
-    except OURS as refusal:
-        seen.raised, seen.text = "refused", f"{type(refusal).__name__}: {refusal}"
-    except Exception as accident:
-        seen.raised, seen.text = "accident", f"{type(accident).__name__}: {accident}"
-        seen.trace = "".join(traceback.format_exception(accident))
-    if seen.raised and is_pass(move, at.ran):
+    except Exception as error:
+        at.caught(error)
+        seen.raised = "raised" if isinstance(error, Raised) else "refused" if isinstance(error, OURS) else "accident"
+        seen.text = "" if isinstance(error, Raised) else f"{type(error).__name__}: {error}"
+        seen.trace = "".join(traceback.format_exception(error)) if seen.raised == "accident" else ""
+    if seen.raised and is_pass(move, at):
         at.abandon()
     return see(at, seen)
 
 
-def is_pass(move: Move, ran: Sequence[str]) -> bool:
-    """Whether the model was called. An act that has called it is known by the acts that ended inside."""
-    return isinstance(move, Forward | Backward | Evaluate) or bool(ran)
+def is_pass(move: Move, at: Player) -> bool:
+    """Whether the model was called. An act that has called it is known by the acts that began or ended inside."""
+    return isinstance(move, Forward | Backward | Evaluate) or bool(at.ran or at.begun)
 
 
 def see(at: Player, seen: Seen) -> Seen:
-    seen.ran, seen.reads, seen.local_gradients = (
-        list(at.ran),
-        [(name, frozen(value)) for name, value in at.reads],
-        at.local_gradients,
-    )
+    seen.ran, seen.begun, seen.local_gradients, seen.undone = list(at.ran), list(at.begun), at.local_gradients, at.undone
+    seen.reads = [(name, frozen(value)) for name, value in at.reads]
     for name, parameter in at.parameters().items():
         seen.weights[name] = local(parameter).clone()
         seen.gradients[name] = None if parameter.grad is None else local(parameter.grad).clone()
@@ -195,9 +192,7 @@ def execute(at: Player, number: int, move: Move) -> None:
         case Backward(slot, retain):
             if slot in at.losses:
                 loss = at.losses[slot] if retain else at.losses.pop(slot)
-                loss.backward(retain_graph=retain)
-                at.reached(POST, at.syncs and at.late)
-                at.local_gradients = not at.syncs
+                at.backward(loss, retain)
         case Step():
             at.optimizer.step()
         case Zero():
@@ -231,7 +226,7 @@ def judge(program: Program, door: str, size: int, seed: int = 0) -> Verdict:
 def against_plain(program: Program, door: str, ranks: Sequence[Sequence[Seen]], late: bool = False) -> Verdict:
     """`late`: what is due in a post-accumulate hook happens at the end of the backward, when averages are known."""
     verdict = Verdict()
-    happened = tuple((one.raised in ("refused", "accident"), tuple(one.ran)) for one in ranks[0])
+    happened = tuple((one.raised in ("refused", "accident"), tuple(one.ran), tuple(one.begun)) for one in ranks[0])
     plain = plain_run(tuple(program), kind_of(door), len(ranks), happened, late)
     for number, move in enumerate(program):
         found, wanted = [seen[number] for seen in ranks], plain[number]
@@ -243,20 +238,22 @@ def against_plain(program: Program, door: str, ranks: Sequence[Sequence[Seen]], 
         if kinds & {"refused", "accident"}:
             said = plain_raises(program, door, len(ranks), happened, number)
             own = [one for one in found if not one.text.startswith("PeerFailed")]
+            if wanted.raised == "accident":
+                return verdict.with_fault(f"{where}an act goes on where plain torch raises {first_line(wanted.text)}")
             if said:
                 verdict.too.append(said)
             elif ("accident" in kinds or not own) and not is_of_fairscale(door, own):
                 return verdict.with_fault(f"{where}an accident: {(own or found)[0].text}\n{(own or found)[0].trace}")
             else:
                 verdict.refusals.append(own[0].text)
-            if not isinstance(move, Backward) and any(called.partition(AT)[0] in CHANGE_WEIGHTS for called in found[0].ran):
-                return verdict  # what a forward that fails has changed in place is undone, in plain torch it stays
         elif wanted.raised == "accident":
             if wanted.text.startswith("CheckpointError"):
                 # plain torch notices that a recompute is not what the forward was; nothing can be compared from here on
                 verdict.too.append(first_line(wanted.text))
                 return verdict
             return verdict.with_fault(where + "goes on where plain torch raises " + first_line(wanted.text))
+        if any(one.undone for one in found):
+            return verdict  # the error of a forward says that what it did is undone, in plain torch it stays
         wrong = differs(found, wanted)
         if wrong:
             return verdict.with_fault(where + wrong)
@@ -269,8 +266,8 @@ def is_of_fairscale(door: str, found: Sequence[Seen]) -> bool:
     return door == "fairscale" and all(any(said in one.text for said in OF_FAIRSCALE) for one in found)
 
 
-Happened = tuple[tuple[bool, tuple[str, ...]], ...]
-"""Of each move, whether it was refused, and the acts that ended in it."""
+Happened = tuple[tuple[bool, tuple[str, ...], tuple[str, ...]], ...]
+"""Of each move, whether it was refused, the acts that ended in it, and those that were due and began in it."""
 
 
 @lru_cache(maxsize=64)
@@ -284,15 +281,24 @@ def plain_run(program: tuple[Move, ...], kind: str, size: int, happened: Happene
         finish(at)
 
 
-def follow(at: Player, number: int, move: Move, refused: bool, ran: tuple[str, ...]) -> Seen:
+def follow(at: Player, number: int, move: Move, refused: bool, ran: tuple[str, ...], begun: tuple[str, ...]) -> Seen:
     """The plain model does what the ranks did: a move that was refused it leaves out, but not the acts that ended before."""
     if not refused:
         return perform(at, number, move)
-    at.reads, at.ran = [], []
-    for called in ran:
+    at.reads, at.ran, at.begun, at.follows = [], [], [], True
+    try:
+        for called in ran:
+            for due in [one for one in at.due if one.name == called][:1]:
+                at.do_if_due(due)
+    except Exception as error:
+        return see(at, Seen("accident", f"{type(error).__name__}: {error}"))
+    finally:
+        at.follows = False
+    for called in (Counter(begun) - Counter(at.begun)).elements():
         for due in [one for one in at.due if one.name == called][:1]:
-            at.do_if_due(due)
-    if is_pass(move, ran):
+            at.begun.append(called)
+            at.forget(due)
+    if is_pass(move, at):
         at.abandon()
     return see(at, Seen("refused"))
 

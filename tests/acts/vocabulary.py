@@ -6,6 +6,10 @@ Rule 3: what it reads it gives to `Player.read`; the values of the plain player 
 """
 
 import copy
+import os
+import pickle
+import select
+import signal
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -15,6 +19,8 @@ from torch import Tensor, nn
 import fsdp
 from tests.acts.players import WIDTH, Player, Raised, clean
 
+FORKED: Final = 10.0
+"""Seconds after which a forked process that says nothing hangs."""
 Act = Callable[[Player, int], None]
 """The number says in which block: 0 or 1."""
 ACTS: Final[dict[str, Act]] = {}
@@ -357,18 +363,23 @@ def number(result: Any) -> float:
     return float(result.full_tensor() if hasattr(result, "full_tensor") else result)
 
 
+def largest(tensor: Tensor) -> float:
+    """torch's `max` of a DTensor fails on a rank that holds nothing of it, and the others wait for that rank."""
+    return number((tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).abs().max())
+
+
 @act("read the value of a weight")
 @torch.no_grad()
 def _(at: Player, block: int) -> None:
     weight = weight_of(at, block)
-    at.read("norm", (number(weight.norm()), number(weight.sum()), number(weight.abs().max()), bool(number((weight > 9).any()))))
+    at.read("norm", (number(weight.norm()), number(weight.sum()), largest(weight), bool(number((weight > 9).any()))))
 
 
 @act("read the value of a gradient")
 def _(at: Player, block: int) -> None:
     gradient = weight_of(at, block).grad
     if gradient is not None and not (at.replicated and at.local_gradients):
-        at.read("norm", (number(gradient.norm()), number(gradient.sum()), number(gradient.abs().max())))
+        at.read("norm", (number(gradient.norm()), number(gradient.sum()), largest(gradient)))
 
 
 @act("read which parameters have a gradient")
@@ -492,8 +503,8 @@ def _(at: Player, block: int) -> None:
 @act("add a parameter group")
 def _(at: Player, block: int) -> None:
     gain = at.parameters()[f"blocks.{block}.gain"]
-    gain.requires_grad_(True)
     at.optimizer.add_param_group({"params": [gain], "lr": 0.1})
+    gain.requires_grad_(True)
 
 
 @act("optimizer.step()")
@@ -538,6 +549,35 @@ def _(at: Player, block: int) -> None:
     at.read("outputs", at.evaluate(905, unit_of(at, block)))
 
 
+@act("call the model in a forked process")
+def _(at: Player, block: int) -> None:
+    at.read("outputs", [output.to(at.dtype) for output in in_a_fork(lambda: at.evaluate(989))])
+
+
+def in_a_fork(compute: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
+    """What a process that is forked from this one computes, or its error."""
+    into, out = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(out, pickle.dumps([output.tolist() for output in compute()]))
+        except BaseException as error:
+            os.write(out, pickle.dumps(error if isinstance(error, fsdp.ShardingError) else RuntimeError(repr(error))))
+        finally:
+            os._exit(0)
+    os.close(out)
+    has_answered, _, _ = select.select([into], [], [], FORKED)
+    if not has_answered:
+        os.kill(child, signal.SIGKILL)
+    with open(into, "rb") as answer:
+        said = answer.read()
+    os.waitpid(child, 0)
+    result = pickle.loads(said) if said else TimeoutError("a forked process that calls the model does not answer")
+    if isinstance(result, Exception):
+        raise result
+    return [torch.tensor(values) for values in result]
+
+
 @act("evaluate in inference mode")
 def _(at: Player, block: int) -> None:
     with torch.inference_mode():
@@ -567,8 +607,7 @@ def _(at: Player, block: int) -> None:
 
 @act("a complete forward and backward")
 def _(at: Player, block: int) -> None:
-    at.loss(at.model(at.data(992))).backward()
-    at.local_gradients = not at.syncs
+    at.backward(at.loss(at.model(at.data(992))))
 
 
 @act("raise")
@@ -594,8 +633,8 @@ def _(at: Player, block: int) -> None:
     try:
         with torch.no_grad():
             at.model(at.data(993))
-    except Raised:
-        pass
+    except Raised as failure:
+        at.caught(failure)
     finally:
         at.blocks[block].during = before
 
@@ -609,8 +648,3 @@ FIRST: Final = {
     "load the kept state dict with assign=True": "keep a copy of the state dict",
 }
 """Acts that need another one before them."""
-CHANGE_WEIGHTS: Final = frozenset(
-    name
-    for name in ACTS
-    if name.startswith(("change a weight", "initialise", "look a row up", "add the gradient", "replace p.data"))
-)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp.building.copies import Copier
 from fsdp.compat.fairscale.flat_params import Flat, FlatParameter, Shown, Slot, hide, record, show, slots_in, views_of
+from fsdp.errors import ShardingError
 from fsdp.params.module_tree import ModuleTree
 from fsdp.params.shown_params import ParamDict
 from fsdp.runtime.registry import UnitRef
@@ -234,12 +235,27 @@ class FlattenParamsWrapper(nn.Module):
         if not self.is_flattened:
             return self._fpw_module(*args, **kwargs)
         self.refresh_views()
+        vectors = [flat.parameter.data for flat in self.flats]
         try:
-            return self._fpw_module(*args, **kwargs)
+            output = self._fpw_module(*args, **kwargs)
+            self._refuse_assigned(vectors)
+            return output
         finally:
             if not self._views_outside_forward:
                 self._last_views = self.views
                 self.hide_views()
+
+    def _refuse_assigned(self, vectors: Sequence[Tensor]) -> None:
+        """Raises:
+        ShardingError: the wrapped module's forward has pointed a vector at other memory, of which no module shows a view.
+        """
+        assigned = [flat for flat, data in zip(self.flats, vectors, strict=True) if flat.parameter.data_ptr() != data.data_ptr()]
+        if assigned:
+            raise ShardingError(
+                f"`.data` of parameter {assigned[0].attribute!r} was assigned inside the forward of its instance, whose modules "
+                "compute with views of what it was when the forward began. Change it in place, by p.copy_(x), or assign it "
+                "between forwards."
+            )
 
     def flat_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return a state dict with the vectors."""
