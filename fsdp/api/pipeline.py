@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
@@ -26,27 +26,25 @@ class PipelineStage(pipelining.PipelineStage):
     Memory: the unsharded gradients, until the last micro-batch.
 
     Raises:
-        ShardingError: the module contains no unit, or is only a part of a root.
+        ShardingError: in the first backward: the module contains no unit, or is only a part of a root.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        engines_in(self.submod, "PipelineStage")
-
-    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, object], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, object]] | None]:
         """Compute one backward of a micro-batch, or the half of one. Called by schedules."""
+        given: dict[str, Any] = bwd_kwargs
         engines = engines_in(self.submod, "PipelineStage")
         with no_sync(self.submod):
             if backward_type == "full":
-                return stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]), None
+                return stage_backward(given["stage_output"], given["output_grads"], given["input_values"]), None
             for engine in engines:
                 engine.set_splits_backward(True)
             # torch's functions compute the gradients of weights and put them into `.grad`: that of the unsharded parameters
             weights = _unsharded_params(self.submod, engines)
             if backward_type == "weight":
-                return stage_backward_weight(weights, bwd_kwargs["param_groups"]), None
-            outputs, output_grads = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
-            return stage_backward_input(outputs, output_grads, bwd_kwargs["input_values"], weights)
+                return stage_backward_weight(weights, given["param_groups"]), None
+            return stage_backward_input(given["stage_output"], given["output_grads"], given["input_values"], weights)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients of all micro-batches, and divide them. Called by schedules. Communicates."""
