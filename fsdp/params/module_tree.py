@@ -28,7 +28,7 @@ class ModuleTree:
 
     ATTRIBUTE: ClassVar = "_fsdp_tree"
 
-    __slots__ = ("_borrowed", "_content", "_dicts", "_kept", "_roots")
+    __slots__ = ("_borrowed", "_content", "_dicts", "_frozen", "_kept", "_roots")
 
     def __init__(self, roots: Sequence[nn.Module], borrowed: Sequence[str] = ()) -> None:
         self._roots = tuple(map(weakref.ref, roots))
@@ -38,6 +38,8 @@ class ModuleTree:
         """The modules of the units, which refer to them weakly. One that is taken away must live on."""
         self._dicts: list[dict[str, Any]] = []
         self._content: list[Any] = []
+        self._frozen: list[nn.Parameter] = []
+        """Parameters that were added after wrapping and are not trained. Once one is, it is refused."""
         self._remember()
         roots[0].__dict__[self.ATTRIBUTE] = self
 
@@ -74,18 +76,20 @@ class ModuleTree:
 
     @property
     def is_changed(self) -> bool:
-        """Whether anything was added, removed or replaced since the last look."""
+        """Whether anything was added, removed, replaced or, if it was added before, thawed since the last look."""
+        if self._frozen and any([parameter.requires_grad for parameter in self._frozen]):
+            return True
         # about 0.1 µs a module
         content = list(chain.from_iterable(map(dict.values, self._dicts)))
         return len(content) != len(self._content) or any(map(is_not, content, self._content))
 
-    def added(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that are trained and belong to no unit, with their names. Ignored ones are left out."""
+    def added(self, trained: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that are trained, or are not, and belong to no unit, with their names. Ignored ones are left out."""
         for path, module in self._modules():
             for name, parameter in module._parameters.items():
                 if parameter is None or IGNORED in parameter.__dict__:
                     continue
-                if parameter.requires_grad and owning_unit(parameter) is None:
+                if parameter.requires_grad is trained and owning_unit(parameter) is None:
                     yield path + name, parameter
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -96,6 +100,7 @@ class ModuleTree:
         modules = [module for _, module in self._modules()]
         self._dicts = [content for module in modules for content in (module._modules, module._parameters)]
         self._content = list(chain.from_iterable(map(dict.values, self._dicts)))
+        self._frozen = [parameter for _, parameter in self.added(trained=False)]
 
 
 def refuse_transforms(root: str) -> None:
