@@ -10,6 +10,11 @@ from tests.acts.trial import Arm, Backward, Do, Evaluate, Forward, Program, Step
 EXAMPLES = 60
 MOVES = 14
 FOUND: dict[str, tuple[Program, str, int]] = {
+    "a module that was put in while all was frozen is thawed": (
+        (Do("replace a module inside a unit"), Do("call the model frozen, thaw it"), Forward(9), Backward(9)),
+        "FULL_SHARD",
+        2,
+    ),
     "new memory for shards in inference mode": (
         (Do("convert one unit"), Do("evaluate in inference mode"), Forward(9)),
         "FULL_SHARD",
