@@ -55,7 +55,7 @@ class ForwardCall:
         outer.path.add_endpoints(self.path.endpoints)
         self.path = outer.path
 
-    def begin_recompute(self, gradients: Sequence[Tensor | None]) -> None:
+    def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep what the unsharded parameters have in `.grad`."""
         self.gradients = gradients
 

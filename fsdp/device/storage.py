@@ -6,7 +6,7 @@ Releasing resizes the storage to zero and keeps every tensor. Autograd's saved t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -130,6 +130,9 @@ class SharedStorage:
     def release(self, tracker: MemoryTracker) -> bool:
         """Do nothing: the shard needs the memory."""
         return False
+
+
+AnyStorage: TypeAlias = ResizableStorage | SharedStorage
 
 
 class HostCopies:

@@ -156,7 +156,7 @@ class FlatBuffer:
             chunk = self.home.on_device(self.shard).to(self.unsharded.dtype)
             self.home.copied(streams)
             return chunk.view(torch.uint8)
-        if isinstance(self.memory, SharedStorage):
+        if self.is_shared:
             return None
         self.home.upload(self.shard, self.memory, self.local_unsharded, streams, tracker)
         return self.local_bytes

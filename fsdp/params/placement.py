@@ -114,7 +114,7 @@ class Placement:
         extent = self.extent
         return self.unsharded(self.shown(flat[extent.start : extent.end].view(extent.shape)))
 
-    def complete(self, stored: Tensor) -> Tensor:
+    def full_of(self, stored: Tensor) -> Tensor:
         """The full parameter of which the flat buffer stores `stored`. Communicates if tensor parallelism has cut it."""
         return stored
 
@@ -279,7 +279,7 @@ class DTensorPlacement(Placement):
     def unsharded(self, view: Tensor) -> Tensor:
         return view if self._unsharded_spec is None else make_dtensor(view, self._unsharded_spec)
 
-    def complete(self, stored: Tensor) -> Tensor:
+    def full_of(self, stored: Tensor) -> Tensor:
         view = self.unsharded(self.shown(stored))
         full: Tensor = view if self._unsharded_spec is None else view.full_tensor()  # type: ignore[attr-defined]
         return full

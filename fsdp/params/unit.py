@@ -431,7 +431,7 @@ class Unit:
     def refuse_lost_acts(self, gradients: Sequence[Tensor | None]) -> None:
         """Check at the end of a forward what the user did with the unsharded parameters that the modules show.
 
-        `gradients`: in a recompute, what theirs were when it began.
+        `gradients`: what theirs were when it began, if they may have had one: in a recompute, and in a pipeline.
 
         Raises:
             ShardingError: a gradient was set, which no shard would get, or another parameter was put in.

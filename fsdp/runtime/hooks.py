@@ -177,12 +177,13 @@ class UnitHooks(RefuseCopy, UnitObserver):
             call.carry(self._side_outputs.begin())
             if call.path.recompute:
                 self._engine.on_event(self._index, Event.PRE_RECOMPUTE)
-                call.begin_recompute(self._unit.unsharded_grads())
             else:
                 self._accumulate_grad_checks.check()
                 self._engine.pre_forward(self._index)
                 if self._unit.has_replaced:
                     call.path.set_versions(self._unit.versions.forward_begins())
+            if call.path.recompute or self._engine.splits_backward:
+                call.keep_gradients(self._unit.unsharded_grads())
         call.accept()
         unsharded = self._engine.is_unsharded(self._index)
         if unsharded:
@@ -213,8 +214,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
                 if recompute:
                     self._unit.write_back_inplace_of_recompute()
                     try:
-                        if not self._engine.splits_backward:
-                            self._unit.refuse_lost_acts(call.gradients)
+                        self._unit.refuse_lost_acts(call.gradients)
                     except ShardingError as refusal:
                         self._lost_act = refusal
                 else:
@@ -231,8 +231,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
                     call.path.add_updates(self._unit.write_back_inplace())
                     if not call.records and self._engine.is_unsharded(self._index):
                         self._unit.refuse_changed()
-                if not self._engine.splits_backward:
-                    self._unit.refuse_lost_acts(call.gradients)
+                self._unit.refuse_lost_acts(call.gradients)
                 self._find_outputs(call, output)
             except ShardingError as refusal:
                 self._engine.note(refusal, self._index)

@@ -40,7 +40,7 @@ class ParamRange(NamedTuple):
     def full_param(self, buffer: Tensor, param_shard: ParamShard) -> Tensor:
         """One full parameter of the range: a view of `buffer` (end - start,), or a copy that is gathered, see `Placement`."""
         slot = self.flat.layout.slots[param_shard.number]
-        return param_shard.placement.complete(buffer[slot.start - self.start : slot.end - self.start].view(slot.shape))
+        return param_shard.placement.full_of(buffer[slot.start - self.start : slot.end - self.start].view(slot.shape))
 
 
 def ranges_of(unit: Unit, limit: int) -> Iterator[ParamRange]:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp
 from fsdp.compat.fully_shard import fully_shard
 from fsdp.runtime.registry import engines_in
+from tests.support.ranks import on_ranks
 
 WIDTH, EXPERTS, TOKENS = 6, 4, 5
 
@@ -49,8 +50,7 @@ class Experts(nn.Module):
 
     def _compute(self, tokens: Tensor, chosen: Tensor, up: Tensor, down: Tensor) -> Tensor:
         rows = [torch.relu(token @ up[e]) @ down[e] for token, e in zip(tokens, chosen.tolist(), strict=True)]
-        # a rank without a token uses its experts all the same, as grouped matrix products do
-        return torch.stack(rows) if rows else tokens * 1 + 0 * (up.sum() + down.sum())
+        return torch.stack(rows) if rows else tokens * 1  # a rank without a token uses no expert
 
 
 class Block(nn.Module):
@@ -196,6 +196,16 @@ def test_what_the_other_ranks_have_must_be_known() -> None:
 
     with pytest.raises(fsdp.ShardingError, match=r"nothing says what the others have in place of .*up': make it a DTensor over"):
         fsdp.simulate(4, program)
+
+
+@on_ranks(4)
+def test_experts_are_sharded_as_the_rest_is(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    model = make()
+    distribute(model, mesh)
+    fsdp.fully_shard(model[0].experts, mesh=mesh["edp"])
+    with pytest.raises(fsdp.ShardingError, match=r"with a strategy that shares the work in another way; wrap all units"):
+        fsdp.fully_shard(model, mesh=mesh, sharding_strategy="HYBRID_SHARD")
 
 
 @pytest.mark.parametrize("options", [{"uneven_paths": True}, {"broadcast_buffers": True}])

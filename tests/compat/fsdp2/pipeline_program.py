@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp
 from fsdp.compat import fully_shard as ours
+from fsdp.runtime.registry import engines_in
 from tests.support.processes import be_a_rank
 
 SCHEDULES: dict[str, tuple[Any, int]] = {
@@ -39,6 +40,10 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def layers(count: int) -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, WIDTH)) for _ in range(count)]
+
+
+def flats_in(modules: list[nn.Module]) -> list[Any]:
+    return [flat for module in modules for engine in engines_in(module, "test") for unit in engine.units for flat in unit.flats]
 
 
 def train(api: Any, kind: str, rank: int, size: int, shards: int) -> dict[str, Any]:
@@ -72,6 +77,8 @@ def train(api: Any, kind: str, rank: int, size: int, shards: int) -> dict[str, A
         found: list[torch.Tensor] = []
         given = (batch,) if place == 0 else ()
         schedule.step(*given, **({"target": target, "losses": found} if len(modules) - 1 in numbers else {}))
+        if is_native:  # the unsharded parameters are freed after the last micro-batch
+            assert all(not flat.unsharded.untyped_storage().nbytes() for flat in flats_in(mine))
         optimizer.step()
         optimizer.zero_grad()
         losses += [loss.item() for loss in found]
