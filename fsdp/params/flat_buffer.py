@@ -334,7 +334,7 @@ class FlatBuffer:
             changed[i] |= unsharded.grad is not None
             unsharded.grad = None
         # without memory, a backward inside the forward has begun, and taken what was pointed elsewhere before
-        places = [] if self.is_shared or not self.unsharded.untyped_storage().size() else self.views_of(self.unsharded)
+        places = self._places() if self.unsharded.untyped_storage().size() else []
         for i, (parameter, view) in enumerate(zip(self._local_unsharded, places, strict=False)):
             if parameter.data_ptr() != view.data_ptr():
                 changed[i], parameter.data = True, view.data
@@ -359,6 +359,10 @@ class FlatBuffer:
             for i in sorted(updated):
                 self._write_back(i, unit, saved)
         return len(updated)
+
+    def _places(self) -> list[Tensor]:
+        """Where each unsharded parameter lies, unless a forward has pointed it at other memory."""
+        return [plain(p) for p in self.sharded_params] if self.is_shared else self.views_of(self.unsharded)
 
     def _unsharded_pointers(self) -> list[int]:
         """Where each unsharded parameter with elements lies, unless a forward has pointed it at other memory."""
@@ -386,8 +390,7 @@ class FlatBuffer:
     def _take_repointed(self, unit: str) -> set[int]:
         """Copy the data at which a forward pointed unsharded parameters (`p.data = x`) into the buffer; return their indices."""
         repointed = set()
-        places = [plain(p) for p in self.sharded_params] if self.is_shared else self.views_of(self.unsharded)
-        for i, (parameter, view) in enumerate(zip(self._local_unsharded, places, strict=True)):
+        for i, (parameter, view) in enumerate(zip(self._local_unsharded, self._places(), strict=True)):
             if parameter.data_ptr() == view.data_ptr():
                 continue
             # a DTensor that is put into an ordinary parameter leaves it without memory

@@ -180,6 +180,28 @@ class LocalShard(torch.autograd.Function):
         return full, None, None, None, None
 
 
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def refuse(copy: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ShardingError(
+            f"{name}: parameter {copy.__dict__['read']!r} is read outside the forward of its unit while a forward or a recompute "
+            "runs, which gives a copy, so this would be lost; do it between forwards, or in the forward of that unit."
+        )
+
+    return refuse
+
+
+class ReadCopy(Tensor):
+    """What a read of a parameter in a forward outside its unit returns: a copy, on which nothing that is set would stay."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    requires_grad_ = _refused("requires_grad_")
+    register_hook = _refused("register_hook")
+
+
+for _name in ("data", "grad", "requires_grad", "grad_dtype"):
+    setattr(ReadCopy, _name, property(getattr(Tensor, _name).__get__, _refused(f"{_name} = ...")))
+
+
 class ReadCopies:
     """The copies that reads in forwards returned, watched for in-place updates, which would never reach the parameter.
 
@@ -197,7 +219,9 @@ class ReadCopies:
         """By index of the parameter: a tensor without memory that has the version counter of the copy, and its count then."""
 
     def add(self, index: int, copy: Tensor) -> None:
-        """Watch the copy of the parameter at `index`, in place of an earlier one."""
+        """Watch the copy of the parameter at `index`, in place of an earlier one. What is set on the copy is refused."""
+        if type(copy) is Tensor:
+            copy.__class__, copy.__dict__["read"] = ReadCopy, self._param_infos[index].names[0]
         stand_in = copy.detach()
         stand_in.data = copy.new_empty(0)
         self._versions[index] = (stand_in, copy._version)

@@ -6,6 +6,7 @@ accumulated, its sharded parameter must have a `.grad` that can be zeroed: the o
 accumulated gradient. If that `.grad` is removed or zero at the next use, the accumulated gradient is dropped too.
 """
 
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,7 @@ from fsdp.shards.refusals import refuse_unreduced
 from fsdp.shards.shard_tensor import ShardTensor, local_operators, make_shard, plain
 
 aten = torch.ops.aten
+_DATA: Final = Tensor.data.__get__  # type: ignore[attr-defined]
 _VIEWS: Final = {aten.detach.default, aten.alias.default}
 _ZEROES: Final = {aten.zero_.default, aten._foreach_zero_.default, aten.detach_.default}
 """What `zero_grad` calls."""
@@ -43,32 +45,43 @@ class UnreducedGrad(ShardTensor):
         refuse_unreduced(str(func), next(one.shard_info for one in tree_leaves((args, kwargs)) if isinstance(one, cls)))
 
 
-def mark_unreduced(gradient: Tensor) -> None:
-    """From now on, a gradient that a shard shows does not say what has been accumulated."""
-    if type(gradient) is ShardTensor:
-        gradient.__class__ = UnreducedGrad
+@cache
+def _unreduced(kind: type[Tensor]) -> type[Tensor]:
+    """The class of such a gradient where shards are of the class `kind`, ordinary tensors or DTensors.
+
+    torch counts changes of these in place, but not those through `.data`, which are refused.
+    """
+    names = {"__slots__": ()} if hasattr(kind, "to_local") else {}
+    return type(f"Unreduced{kind.__name__}", (kind,), {**names, "__torch_function__": classmethod(_refuse_data)})
 
 
-def mark_reduced(gradient: Tensor) -> None:
-    """From now on, a gradient that a shard shows is the reduced one again."""
-    if isinstance(gradient, UnreducedGrad):
-        gradient.__class__ = ShardTensor  # type: ignore[assignment]
+def _refuse_data(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    if func == _DATA:  # Python makes another object of it at each use
+        raise ShardingError(
+            "`.data` of a gradient that is kept under no_sync: a change through it would not reach what is kept. Scale or clip "
+            "gradients after the backward that synchronises; this rank's part can be read by `.detach()`."
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
 
 
 class AccumulatedGrad:
     """An unsharded gradient accumulated under `no_sync`, and the `.grad` of its sharded parameter at that time."""
 
-    __slots__ = ("_shard_grad", "_version", "owns_shard_grad", "unsharded")
+    __slots__ = ("_is_complete", "_kind", "_shard_grad", "_version", "owns_shard_grad", "unsharded")
 
-    def __init__(self, unsharded: Tensor, param: nn.Parameter, part: Tensor) -> None:
+    def __init__(self, unsharded: Tensor, param: nn.Parameter, part: Tensor, is_complete: bool) -> None:
         self.unsharded = unsharded
         self.owns_shard_grad = param.grad is None
         """True if `.grad` of the sharded parameter is this rank's part of the accumulated gradient, set here."""
         if param.grad is None:
             param.grad = part
         assert param.grad is not None
-        self._shard_grad = param.grad
-        mark_unreduced(self._shard_grad)
+        self._shard_grad, self._kind = param.grad, type(param.grad)
+        self._is_complete = is_complete and self.owns_shard_grad
+        """Whether `.grad` is all of the accumulated gradient, in its memory. Then the user may change it, as in torch's DDP."""
+        if not self._is_complete:
+            self._shard_grad.__class__ = UnreducedGrad if self._kind is ShardTensor else _unreduced(self._kind)
         self._version = param.grad._version
 
     def is_zeroed(self, param: nn.Parameter, name: str) -> bool:
@@ -87,13 +100,14 @@ class AccumulatedGrad:
                 "the backward that synchronises."
             )
         values = self._shard_grad._values() if self._shard_grad.is_sparse else plain(self._shard_grad)
-        if values.numel() and bool(values.any()):
+        is_zero = not values.numel() or not bool(values.any())
+        if not is_zero and not self._is_complete:
             raise ShardingError(
                 f"the gradient of {name!r} was edited while gradients are kept under no_sync; scale or clip after "
                 "the backward that synchronises."
             )
-        return True
+        return is_zero
 
     def end(self) -> None:
         """The accumulated gradient is reduced or dropped: what the shard shows is the reduced gradient again."""
-        mark_reduced(self._shard_grad)
+        self._shard_grad.__class__ = self._kind

@@ -190,9 +190,11 @@ class Bucket:
             self._tracker.add("kept", size_of(accumulated.unsharded))
             return
         param = self.flat.sharded_params[i]
-        local = self._local_part(i, gradient).to(param.dtype, copy=True)
+        # `.data` has a count of changes of its own: what autograd accumulates is no change by the user
+        local = self._local_part(i, gradient.data).to(param.dtype)
         part = self.flat.placements[i].as_shard(self.flat.home.bring(local))
-        self.accumulated[i] = AccumulatedGrad(gradient, param, part)
+        is_complete = part is local and not local.is_sparse and local.shape == gradient.shape and local.dtype is gradient.dtype
+        self.accumulated[i] = AccumulatedGrad(gradient, param, part, is_complete)
         self._tracker.add("kept", size_of(gradient))
 
     def _drop_accumulated(self, i: int) -> AccumulatedGrad | None:

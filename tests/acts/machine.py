@@ -39,6 +39,8 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         self.graphs: dict[int, bool] = {}
         """By slot, whether one of its backwards has come."""
         self.syncs = True
+        self.keeps = False
+        """Whether gradients are kept since a backward under `no_sync`."""
         self.stepped = True
         self.nests = self.looks = False
         """Whether a backward was armed inside a forward, and whether an act of `UNSEEN` was armed."""
@@ -52,7 +54,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
     @rule()
     def ordinary_step(self) -> None:
         self.program += [Forward(9), Backward(9), Step(), Zero()]
-        self.stepped = True
+        self.stepped, self.keeps = True, not self.syncs
 
     @precondition(lambda self: len(self.graphs) < GRAPHS)
     @rule()
@@ -69,7 +71,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         if not retain:
             del self.graphs[slot]
         self.program.append(Backward(slot, retain))
-        self.stepped = False
+        self.stepped, self.keeps = False, not self.syncs
 
     @rule()
     def step(self) -> None:
@@ -116,7 +118,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
             found.add("between forward and backward")
         if any(self.graphs.values()):
             found.add("between two backwards of one graph")
-        if not self.syncs:
+        if self.keeps or not self.syncs:
             found.add("between micro-batches")
         return found | {"after the step" if self.stepped else "after the backward"}
 

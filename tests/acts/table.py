@@ -172,7 +172,7 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...
     (
         _ACCUMULATES,
         ("between micro-batches",),
-        ("scale p.grad.data in place", "add the gradient to a weight"),
+        ("add the gradient to a weight",),
         ("HYBRID_SHARD", "NO_SHARD", "torch_fsdp", "fully_shard", "ddp", "fairscale"),
     ),
     (

@@ -5,7 +5,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.acts.machine import LATER, ActsAtAnyMoment, check
-from tests.acts.trial import Arm, Backward, Do, Evaluate, Forward, Program, Step
+from tests.acts.trial import Arm, Backward, Do, Evaluate, Forward, Program, Step, Sync
 
 EXAMPLES = 60
 MOVES = 14
@@ -79,6 +79,24 @@ FOUND: dict[str, tuple[Program, str, int]] = {
             *(Arm("in a pre-hook", "a complete forward and backward"), Forward(9), Backward(9)),
         ),
         "FULL_SHARD",
+        2,
+    ),
+    "p.data of a forward that fails, where the unsharded parameters are the shards": (
+        (Arm("in a pre-hook", "replace p.data"), Do("a forward that fails, caught"), Evaluate()),
+        "ddp",
+        2,
+    ),
+    "a kept gradient is scaled through .data, on one rank": (
+        (Sync(False), Forward(9), Backward(9), Sync(True), Do("scale p.grad.data in place"), Forward(9), Backward(9)),
+        "FULL_SHARD",
+        1,
+    ),
+    "a kept gradient and a reduced one are scaled through .data": (
+        (
+            *(Forward(9), Backward(9), Sync(False), Forward(9), Backward(9), Sync(True)),
+            *(Do("scale p.grad.data in place"), Forward(9), Backward(9)),
+        ),
+        "fully_shard",
         2,
     ),
     "a model in which a module was replaced is copied": (

@@ -614,3 +614,37 @@ def test_guard_mode_refuses_a_change_through_data_of_a_copy(rank: int, strategy:
     handle.remove()
     model.first.register_forward_pre_hook(lambda module, args: model.last.weight.data.add(1).size() and None)
     model(data(rank)).sum().backward()
+
+
+SET: Final[dict[str, Callable[[nn.Parameter], object]]] = {
+    "data = ": lambda p: setattr(p, "data", torch.zeros_like(p)),
+    "grad = ": lambda p: setattr(p, "grad", torch.ones_like(p)),
+    "requires_grad = ": lambda p: setattr(p, "requires_grad", False),
+    "requires_grad_: ": lambda p: p.requires_grad_(False),
+    "register_hook: ": lambda p: p.register_hook(lambda gradient: gradient * 0.5),
+}
+
+
+@pytest.mark.parametrize("what", SET)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_what_a_recompute_sets_on_the_copy_of_a_parameter_of_another_unit_is_refused(rank: int, strategy: str, what: str) -> None:
+    model = natively(strategy)(Net(checkpointed=True))
+
+    def act(module: nn.Module, args: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            SET[what](model.first.weight)
+
+    handle = model.second.register_forward_pre_hook(act)
+    before = {name: value.clone() for name, value in fsdp.full_state_dict(model, rank0_only=False).items()}
+    with pytest.raises(fsdp.ShardingError, match=f"^{what}.*'first.weight' is read outside the forward of its unit"):
+        model(data(rank)).sum().backward()
+    handle.remove()
+    for name, value in fsdp.full_state_dict(model, rank0_only=False).items():
+        assert torch.equal(value, before[name])
+    model.zero_grad()
+    model(data(0)).sum().backward()
+    net = Net()
+    net(data(0)).sum().backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 1)
+    assert float(fsdp.clip_grad_norm_(model, 1)) == pytest.approx(float(norm), rel=1e-5)
