@@ -30,8 +30,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -296,20 +297,28 @@ def batch_of_acts(number: int) -> int:
     import hypothesis
     from hypothesis.stateful import run_state_machine_as_test
 
+    counted = counting_machine()
+    counted.done = 0
+    with no_engine_left():
+        run_state_machine_as_test(
+            hypothesis.seed(number)(counted), settings=hypothesis.settings(settings_of_batch(), stateful_step_count=MOVES)
+        )
+    return counted.done
+
+
+@cache
+def counting_machine() -> Any:
+    """The state machine of acts, which counts its programs. One class serves all batches: Hypothesis keeps the rules of each."""
     from tests.acts import machine
 
-    done = 0
-
-    @hypothesis.seed(number)
     class Counted(machine.ActsAtAnyMoment):
-        def teardown(self) -> None:
-            nonlocal done
-            super().teardown()
-            done += 1
+        done = 0
 
-    with no_engine_left():
-        run_state_machine_as_test(Counted, settings=hypothesis.settings(settings_of_batch(), stateful_step_count=MOVES))
-    return done
+        def teardown(self) -> None:
+            super().teardown()
+            type(self).done += 1
+
+    return Counted
 
 
 def settings_of_batch() -> "hypothesis.settings":

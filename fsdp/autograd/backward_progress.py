@@ -64,7 +64,8 @@ class BackwardProgress:
 
     def add_path(self, path: BackwardPath, on_freed: Callable[[weakref.ref[BackwardPath]], None]) -> None:
         """Follow the path through a call that has returned. `on_freed` is called when its graph is freed."""
-        self._paths = [*(reference for reference in self._paths if reference() is not None), weakref.ref(path, on_freed)]
+        self._paths = [reference for reference in self._paths if reference() is not None]
+        self._paths.append(weakref.ref(path, on_freed))
 
     def reach(self, path: BackwardPath) -> None:
         """Record that autograd is about to enter a call."""
@@ -89,7 +90,7 @@ class BackwardProgress:
 
     def is_ready(self) -> bool:
         """Whether autograd has left every call that this backward enters."""
-        return not self._open_calls and all(path.is_over(self.backward) for path in self.living_paths())
+        return not self._open_calls and all([path.is_over(self.backward) for path in self.living_paths()])
 
     def is_ready_after_checkpoint(self) -> bool:
         """Whether the unit is ready at the end of the graph task of a reentrant checkpoint, which ends all calls in it."""

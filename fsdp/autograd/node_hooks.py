@@ -8,7 +8,8 @@ view a new node, and a hook on the old node would never run.
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast
+from operator import attrgetter
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from fsdp.autograd.pytree import tensors_in
 
 Endpoints = Sequence[weakref.ref[Tensor]]
+_NEXT_FUNCTIONS: Final = attrgetter("next_functions")
 
 
 class ForwardCall:
@@ -112,7 +114,7 @@ class BackwardPath:
         self.recompute = recompute
         self.versions = versions
         """Of the shards it computes with, and what it changes in them."""
-        self.endpoints = [weakref.ref(tensor) for tensor in inputs]
+        self.endpoints = [*map(weakref.ref, inputs)]
         """The inputs of the call and, once it has returned, its outputs. `autograd.grad` may compute gradients of these."""
         self.enclosing: Sequence[tuple[Any, BackwardPath]] = ()
         """For each call around this one: the hooks of its unit, and its path."""
@@ -120,7 +122,7 @@ class BackwardPath:
         """Whether an input requires grad, so that a backward may continue beyond the call."""
         self.input_nodes = input_nodes
         """The nodes through which autograd leaves the call. Empty if no input requires grad or the unit has inner units."""
-        self.inputs_are_interior = bool(input_nodes) and all(node.next_functions for node in input_nodes)
+        self.inputs_are_interior = bool(input_nodes) and all(map(_NEXT_FUNCTIONS, input_nodes))
         """Whether a node inside the graph made each input. The gradient of a leaf may be accumulated at any time."""
         self.entered_in = 0
         """The number of the last backward that entered the call."""
@@ -159,7 +161,9 @@ class BackwardPath:
         self._backward = backward
         # under autograd.grad the engine does not say whether it runs the node of a leaf; then wait for it, at worst until
         # the end of the backward
-        self._nodes_left = sum(not node.next_functions or torch._C._will_engine_execute_node(node) for node in self.input_nodes)
+        self._nodes_left = 0
+        for node in self.input_nodes:
+            self._nodes_left += not node.next_functions or torch._C._will_engine_execute_node(node)
         return self._nodes_left > 0
 
     def leave(self, backward: int) -> bool:
@@ -218,7 +222,7 @@ class NodePrehook:
     @classmethod
     def of(cls, node: Node) -> "NodePrehook":
         """The hook of `node`, registered now if there is none."""
-        metadata = cast(dict[str, Any], node.metadata)
+        metadata: Any = node.metadata
         prehook: NodePrehook | None = metadata.get(cls.KEY)
         if prehook is None:
             prehook = metadata[cls.KEY] = cls()
@@ -242,7 +246,7 @@ def grad_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tenso
 
 def nodes_of(tensors: Sequence[Tensor]) -> Sequence[Node]:
     """The distinct nodes behind tensors that require grad."""
-    return tuple(dict.fromkeys(tensor.grad_fn or get_gradient_edge(tensor).node for tensor in tensors))
+    return tuple(dict.fromkeys([tensor.grad_fn or get_gradient_edge(tensor).node for tensor in tensors]))
 
 
 def is_batched(tensor: Tensor) -> bool:

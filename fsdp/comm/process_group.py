@@ -68,7 +68,8 @@ class ProcessGroupCommunicator:
         self._recent.append((kind, label))
         group, peers = self.group, self._peers
         if peers is None:
-            return cast(Work, launch(group))
+            work: Work = launch(group)
+            return work
         if peers.down or peers.pending_error is not None:
             peers.reconnect()
         name = self._name

@@ -25,6 +25,8 @@ from fsdp.shards.shard_parameter import moved_shards
 from fsdp.shards.shard_tensor import plain, quick_attributes
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
+_VERSION: Final = attrgetter("_version")
+_ADDRESS: Final = Tensor.data_ptr
 SavedShards = list[tuple[Tensor, Tensor, str]]
 """Views into shards, each with its values from before an in-place update was written back, and the name of the parameter."""
 
@@ -108,6 +110,7 @@ class FlatBuffer:
         self.requires_grad_flags = [p.requires_grad for p in originals]
         """`requires_grad` of each parameter, as of the last forward."""
         self._nonempty = [i for i, p in enumerate(self._local_unsharded) if p.numel()]
+        self._with_memory = [self._local_unsharded[i] for i in self._nonempty]
         starts = (slot.start for slot in self.layout.slots if slot.numel)
         self._byte_offsets = [start * self.unsharded.element_size() for start in starts]
         self._inplace_updates = self.count_inplace_updates()
@@ -321,7 +324,7 @@ class FlatBuffer:
 
     def count_inplace_updates(self) -> list[int]:
         """For each unsharded parameter, how often it was changed in place."""
-        return [p._version for p in self.unsharded_params]
+        return [*map(_VERSION, self.unsharded_params)]
 
     def forget_updates(self) -> list[str]:
         """Do not write back what was done to unsharded parameters so far, nor keep their gradients. Return the names of both.
@@ -349,7 +352,7 @@ class FlatBuffer:
             ShardingError: the unsharded parameters have another dtype than the shard.
         """
         before, self._inplace_updates = self._inplace_updates, self.count_inplace_updates()
-        is_repointed = [self._local_unsharded[i].data_ptr() for i in self._nonempty] != self._unsharded_pointers()
+        is_repointed = [*map(_ADDRESS, self._with_memory)] != self._unsharded_pointers()
         if not is_repointed and before == self._inplace_updates:
             return 0
         with torch.no_grad():
@@ -369,8 +372,7 @@ class FlatBuffer:
         if self.is_shared:
             addresses = self._addresses()
             return [addresses[i] for i in self._nonempty]
-        start = self.unsharded.data_ptr()
-        return [start + offset for offset in self._byte_offsets]
+        return [*map(self.unsharded.data_ptr().__add__, self._byte_offsets)]
 
     def _write_back(self, i: int, unit: str, saved: SavedShards | None) -> None:
         """Copy this rank's part of unsharded parameter `i` to the shard."""

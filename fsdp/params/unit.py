@@ -31,6 +31,7 @@ from fsdp.params.unit_observer import UnitObserver
 from fsdp.params.use_outside_forward import GatheredCopies, ReadCopies, gather_param, local_param
 from fsdp.params.versions import Versions
 
+_IS_ELSEWHERE: Final = attrgetter("is_elsewhere")
 _GRAD: Final = attrgetter("grad")
 
 
@@ -186,7 +187,8 @@ class Unit:
         Raises:
             ShardingError: the unsharded parameters have another dtype than the shards.
         """
-        self.versions.write_back(changes := sum([flat.write_back_inplace(self.name, saved) for flat in self.flats]))
+        changes = sum(map(FlatBuffer.write_back_inplace, self.flats, repeat(self.name), repeat(saved)))
+        self.versions.write_back(changes)
         return changes
 
     def write_back_inplace_of_recompute(self) -> None:
@@ -209,7 +211,7 @@ class Unit:
 
     def sync_requires_grad(self) -> None:
         """Apply changes of `requires_grad` on the sharded parameters to the unsharded ones."""
-        if any([flat.sync_requires_grad() for flat in self.flats]):
+        if any([*map(FlatBuffer.sync_requires_grad, self.flats)]):
             self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
 
     def refuse_put_away(self) -> None:
@@ -241,7 +243,7 @@ class Unit:
     @property
     def has_replaced(self) -> bool:
         """Whether the user has pointed a sharded parameter at other memory."""
-        return any([flat.is_elsewhere for flat in self.flats])
+        return any(map(_IS_ELSEWHERE, self.flats))
 
     def follow_replaced(self) -> bool:
         """Let the shards hold data that the user put into sharded parameters (`p.data = x`); return whether there is any.
@@ -249,7 +251,7 @@ class Unit:
         Raises:
             ShardingError: the data does not fit.
         """
-        return any([flat.check_shards(self.name) for flat in self.flats])
+        return any([*map(FlatBuffer.check_shards, self.flats, repeat(self.name))])
 
     def check_modules(self) -> None:
         """Check that the modules show parameters of the unit.
@@ -454,7 +456,7 @@ class Unit:
 
     def use_sharded(self) -> None:
         """Let the modules show the shards."""
-        if any([flat.take_requires_grad() for flat in self.flats]):
+        if any([*map(FlatBuffer.take_requires_grad, self.flats)]):
             self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
         if self._read_by_recompute:
             self.write_back_inplace_of_recompute()

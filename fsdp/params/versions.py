@@ -65,7 +65,9 @@ class Versions:
             return self._count()
 
     def _count(self) -> int:
-        counts = sum([sum(map(_VERSION, flat.sharded_params)) for flat in self._flats]) - self._repeated
+        counts = -self._repeated
+        for flat in self._flats:
+            counts += sum(map(_VERSION, flat.sharded_params))
         return counts + self._count_places() if self._asks_addresses or moved_shards.data else counts
 
     @property

@@ -5,8 +5,8 @@ Rule 1: the attributes of a bucket are written in its class alone. What may happ
 
 from collections.abc import Hashable, Sequence
 from itertools import chain, repeat
-from operator import attrgetter
-from typing import Final, cast
+from operator import attrgetter, is_, is_not
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from fsdp.reduction.sparse import dense
 from fsdp.shards.shard_tensor import plain, quick_attributes
 
 _BACKWARD_HOOKS: Final = attrgetter("_backward_hooks")
+_GRAD: Final = attrgetter("grad")
+_DTYPE: Final = attrgetter("dtype")
+_IS_SPARSE: Final = attrgetter("is_sparse")
 _LARGE: Final = 2**14
 """Average elements of a gradient from which on a pass over the memory costs more than one call for each gradient."""
 
@@ -208,7 +211,7 @@ class Bucket:
 
     def collect_used(self, launched: bool) -> Sequence[bool]:
         """At the end of a backward: record which parameters had a gradient; return which have one that was not launched."""
-        here = [unsharded.grad is not None for unsharded in self.flat.unsharded_params]
+        here = [*map(is_not, map(_GRAD, self.flat.unsharded_params), repeat(None))]
         if launched and True not in here:
             return here
         before = (
@@ -246,7 +249,7 @@ class Bucket:
             if buffer.dtype is flat.shard.dtype and not flat.home.copies:
                 # otherwise the reduced shard is converted or copied
                 self._alternative = buffer, parts
-        gradients = [unsharded.grad for unsharded in flat.unsharded_params]
+        gradients = [*map(_GRAD, flat.unsharded_params)]
         for i in flat.tensor_parallel:
             if (gradient := gradients[i]) is not None:
                 gradients[i] = flat.placements[i].local_grad(gradient)
@@ -255,10 +258,12 @@ class Bucket:
         if (
             not self.accumulated
             and not self.expects_accumulated
-            and not any([one is None or one.is_sparse or one.dtype is not self._grad_dtype for one in gradients])
+            and not any(map(is_, gradients, repeat(None)))
+            and set(map(_DTYPE, gradients)) == {self._grad_dtype}
+            and not any(map(_IS_SPARSE, gradients))
         ):
             self.local_used, self.all_local_used = self.all_used, True
-            full = flat.wire.parts_of_all(cast(list[Tensor], gradients))
+            full = flat.wire.parts_of_all(gradients)
             _copy_divided(self.buffer if buffer is None else buffer, parts, full, divisor)
             return
         flat.refuse_grads_of_other_dtype(gradients)
@@ -357,13 +362,13 @@ class Bucket:
         # the rest belongs to parameters of which this rank holds no element
         self.drop_all_accumulated()
         with quick_attributes():
-            accumulates = self.expects_accumulated
+            accumulates, dtype = self.expects_accumulated, flat.shard.dtype
             for i, param, gradient in flat.empty_shards:
                 if used[i] and (accumulates or param.requires_grad):
                     if param._post_accumulate_grad_hooks:
                         hooked.append(i)
                     # a conversion of the model, undone since, has converted it as well
-                    param.grad = gradient if gradient.dtype is flat.shard.dtype else gradient.to(flat.shard.dtype)
+                    param.grad = gradient if gradient.dtype is dtype else gradient.to(dtype)
         self.expects_accumulated = False
         # in one order on all ranks, because a hook may call a collective
         return [flat.sharded_params[i] for i in sorted(hooked)]

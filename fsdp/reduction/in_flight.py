@@ -114,7 +114,7 @@ class ReductionQueue:
         return False
 
     def _launch_sharded(self, buckets: Sequence[Bucket], lane: int, remainder: bool) -> None:
-        name, size = buckets[0].name, sum(bucket.flat.layout.shard_numel for bucket in buckets)
+        name, size = buckets[0].name, sum([bucket.flat.layout.shard_numel for bucket in buckets])
         predivisor, divisor = self._divisors(buckets[0], size)
         comm = buckets[0].comms.lane(lane).shard
         joined = None
@@ -142,7 +142,7 @@ class ReductionQueue:
 
     def _launch_replicated(self, buckets: Sequence[Bucket], lane: int, remainder: bool) -> None:
         """Launch where the chunk is the whole bucket: the buffer that is filled is the output, and becomes `.grad`."""
-        name, size = buckets[0].name, sum(bucket.flat.layout.shard_numel for bucket in buckets)
+        name, size = buckets[0].name, sum([bucket.flat.layout.shard_numel for bucket in buckets])
         predivisor, divisor = self._divisors(buckets[0], size)
         if self._copied_output is not None:
             self._streams.await_reductions()
@@ -214,7 +214,7 @@ class ReductionQueue:
         held = []
         while self._all_reduces:
             reduction = self._all_reduces[0]
-            self._finish(reduction)
+            self._finish(reduction, reduction.work)
             if isinstance(reduction.work, SparseTotal):
                 held.append(reduction.output)  # the reduction stream still reads memory of the compute stream
             del self._all_reduces[0]
@@ -280,26 +280,26 @@ class ReductionQueue:
         """Start the sum of reduced chunks over the replicas, if there are any."""
         replicas = reduction.buckets[0].comms.lane(reduction.lane).replicate
         if self.hook is not None or replicas.size == 1:
-            self._finish(reduction._replace(work=DONE))
+            self._finish(reduction, DONE)
         else:
             work = replicas.all_reduce(_as_real(reduction.output), "sum", reduction.name, self._exact)
             scratch = replicas.all_reduce_scratch_bytes(reduction.output, self._exact)
             self._tracker.add("scratch", scratch)
             self._all_reduces.append(reduction._replace(work=work, joined=None, scratch=scratch))
 
-    def _finish(self, reduction: Reduction) -> None:
-        """Wait for the sum over the replicas, divide it, and hand each bucket its chunk."""
+    def _finish(self, reduction: Reduction, work: Work) -> None:
+        """Wait for `work`, the sum over the replicas, divide it, and hand each bucket its chunk."""
         reduced = reduction.output
         with self._streams.landing(reduction.lane):
-            reduction.work.wait()
-            if isinstance(reduction.work, SparseTotal):
-                reduced = self._replace(reduced, reduction.work.result)
+            work.wait()
+            if isinstance(work, SparseTotal):
+                reduced = self._replace(reduced, work.result)
             if reduction.divisor != 1:
                 reduced.div_(reduction.divisor)
             dtype = reduction.buckets[0].flat.shard.dtype
             if reduced.dtype != dtype:
                 reduced = self._replace(reduced, reduced.to(dtype))
-            is_added = any(bucket.reduced is not None for bucket in reduction.buckets)
+            is_added = any([bucket.reduced is not None for bucket in reduction.buckets])
             if is_added:
                 self._streams.await_reductions()  # a remainder is added to the first chunk, which is another lane's
             reduced = reduction.buckets[0].flat.home.receive(reduced, is_added, self._streams, self._tracker)

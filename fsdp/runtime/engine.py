@@ -105,7 +105,6 @@ class Engine:
             Action.UNSHARD: self._unshard,
             Action.KEEP_UNSHARDED: partial(self.request, request=Request.CACHE),
             Action.RESHARD: partial(self.request, request=Request.RESHARD),
-            Action.HOOK_OUTPUTS: self._hook_outputs,
             Action.INTERCEPT_READS: partial(self._of_unit, Unit.intercept_reads),
             Action.JOIN_BACKWARD: self._join_backward,
             Action.REDUCE_GRADS: self.reducer.reduce,
@@ -130,11 +129,12 @@ class Engine:
         )
         self._prefetch = partial(self.request, request=Request.PREFETCH)
         self._gathers = Gathers(units, streams, cap, self.stats.add_gathers)
-        self.phases = Phases([unit.name for unit in units], self._action_handlers, self._effect_handlers)
 
     def attach(self, hooks: HookActions) -> None:
         """Set the hooks that execute actions on autograd graphs. Called once."""
         self._hooks = hooks
+        self._action_handlers[Action.HOOK_OUTPUTS] = hooks.hook_outputs
+        self.phases = Phases([unit.name for unit in self.units], self._action_handlers, self._effect_handlers)
 
     def set_synchronises(self, synchronises: bool) -> None:
         """From now on, backwards that begin reduce their gradients, or do not."""
@@ -356,9 +356,6 @@ class Engine:
             self.request(index, Request.RESHARD)
 
     # actions ------------------------------------------------------------------------------
-
-    def _hook_outputs(self, index: int) -> None:
-        self._hooks.hook_outputs(index)
 
     def _of_unit(self, method: Callable[[Unit], None], index: int) -> None:
         method(self.units[index])

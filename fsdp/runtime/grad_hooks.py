@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
+from fsdp.autograd.backward_progress import BackwardProgress
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.param_info import kept_accumulator
@@ -28,20 +29,23 @@ Owner = TypeVar("Owner")
 
 
 def post_accumulate_hook(
-    owner: "weakref.ref[Owner]", on_grad: Callable[[Owner, int | None], None], early_bucket: int | None, streams: Streams
+    owner: "weakref.ref[Owner]",
+    on_grad: Callable[[Owner, int | None], None],
+    progress: BackwardProgress,
+    early_bucket: int | None,
+    streams: Streams,
 ) -> Callable[[Tensor], None]:
-    """The hook on the parameters of one bucket: it calls `on_grad(owner, early_bucket)` after each accumulation.
+    """The hook on the parameters of one bucket: it calls `on_grad(owner, early_bucket)` after the first accumulation.
 
-    `early_bucket` is the number of the bucket if it is an early one. The hook refers to the owner weakly: the garbage collector
-    does not see hooks of this kind, and the owner leads back to the tensor.
+    `early_bucket` is the number of the bucket if it is an early one, of which every accumulation counts. The hook refers to the
+    owner weakly: the garbage collector does not see hooks of this kind, and the owner leads back to the tensor.
     """
     on_host = streams.on_host
 
     def accumulated(unsharded: Tensor) -> None:
         if not on_host:
             streams.computes()  # a part of the forward, and so of the backward, may have run on a stream of its own
-        target = owner()
-        if target is not None:
+        if (not progress.has_grad or early_bucket is not None) and (target := owner()) is not None:
             on_grad(target, early_bucket)
 
     return accumulated

@@ -109,7 +109,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
         self._accumulate_grad_checks = AccumulateGradChecks(self._unit)
         for number in engine.reducer.of_unit[index]:
             early_bucket = number if number in engine.reducer.early else None
-            hook = post_accumulate_hook(weakref.ref(self), UnitHooks.on_gradient, early_bucket, engine.streams)
+            hook = post_accumulate_hook(weakref.ref(self), UnitHooks.on_gradient, self.progress, early_bucket, engine.streams)
             for unsharded in engine.reducer.buckets[number].flat.unsharded_params:
                 if _can_train(unsharded):
                     with trainable(unsharded):
