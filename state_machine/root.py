@@ -73,10 +73,12 @@ class Root:
         """
         actions = self.lifecycles[unit].on(event)
         if Action.JOIN_BACKWARD in actions and not self._on(BackwardEvent.UNIT_JOINS).queue_callback:
-            actions = tuple(action for action in actions if action is not Action.JOIN_BACKWARD)
+            actions = tuple([action for action in actions if action is not Action.JOIN_BACKWARD])
         if event is Event.GRAD_ACCUMULATED:
             self._on(BackwardEvent.GRAD_ACCUMULATED)
-        return self._instructions(unit, actions)
+        if not actions:
+            return ()
+        return self._instruction_cache.get((unit, actions)) or self._instructions(unit, actions)
 
     def set_reshard_policy(self, unit: int, policy: ReshardPolicy) -> None:
         """From now on, a unit follows the tables of `policy`. The states of a unit are the same in all of them."""
@@ -109,9 +111,9 @@ class Root:
         if event is BackwardEvent.CALLBACK_RUNS_INSIDE or event is BackwardEvent.FAILS_INSIDE:
             for copy in self.copies:
                 copy.on(CopyEvent.BACKWARD_INSIDE)
-        found = tuple(one for unit in order for one in self._instructions(unit, self.lifecycles[unit].on(unit_event)))
-        first = tuple(one for one in found if one.action not in COMMITTING)
-        return first + tuple(one for one in found if one.action in COMMITTING)
+        found = [one for unit in order for one in self._instructions(unit, self.lifecycles[unit].on(unit_event))]
+        first = [one for one in found if one.action not in COMMITTING]
+        return (*first, *[one for one in found if one.action in COMMITTING])
 
     def before_gather(self, unit: int) -> tuple[CopyAction, ...]:
         """Apply the event of an all-gather that is about to be launched; return the actions that come first."""
@@ -132,7 +134,5 @@ class Root:
         return step
 
     def _instructions(self, unit: int, actions: tuple[Action, ...]) -> tuple[Instruction, ...]:
-        found = self._instruction_cache.get((unit, actions))
-        if found is None:
-            found = self._instruction_cache[unit, actions] = tuple(Instruction(unit, action) for action in actions)
+        found = self._instruction_cache[unit, actions] = tuple([Instruction(unit, action) for action in actions])
         return found

@@ -9,6 +9,7 @@ Rule 1: the only file that knows where torch keeps process groups.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from itertools import accumulate
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
+from torch.utils._pytree import tree_leaves
 
 from fsdp.errors import ShardingError
 
@@ -107,6 +109,19 @@ def _is_importing() -> bool:
     return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").startswith("torch.")
 
 
+def _of_ordinary_tensors(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Let tensors that refuse collectives do so. Over processes torch's dispatcher asks them, which is not on the way here."""
+
+    @wraps(collective)
+    def checked(group: Any, *args: Any) -> Any:
+        for tensor in tree_leaves(args):
+            if hasattr(tensor, "refuse_collective"):
+                tensor.refuse_collective(collective.__name__)
+        return collective(group, *args)
+
+    return checked
+
+
 _ProcessGroup: Any = dist.ProcessGroup
 
 
@@ -130,6 +145,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     pg_name = group_name
 
+    @_of_ordinary_tensors
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         for tensor in tensors:
             self._reduce(tensor, opts)
@@ -160,12 +176,14 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         flat.view(self._comm.size, -1)[self._comm.rank] = chunk.reshape(-1)
         self._comm.all_gather(flat, "torch").wait()
 
+    @_of_ordinary_tensors
     def all_gather_single(self, output: Tensor, chunk: Tensor, opts: Any = None) -> Any:
         self._fill(output, chunk)
         return _done([output])
 
     _allgather_base = all_gather_single
 
+    @_of_ordinary_tensors
     def all_gather_single_coalesced(self, outputs: list[Tensor], chunks: list[Tensor], opts: Any = None) -> Any:
         for output, chunk in zip(outputs, chunks, strict=True):
             self._fill(output, chunk)
@@ -173,12 +191,14 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @_of_ordinary_tensors
     def allgather(self, outputs: list[list[Tensor]], chunks: list[Tensor], opts: Any = None) -> Any:
         for output, chunk in zip(outputs, chunks, strict=True):
             for one, value in zip(output, self._gathered(chunk), strict=True):
                 one.copy_(value)
         return _done(outputs)
 
+    @_of_ordinary_tensors
     def reduce_scatter_single(self, output: Tensor, chunks: Tensor, opts: Any = None) -> Any:
         kind = _kind_of(opts)
         if kind not in ("SUM", "AVG"):
@@ -190,6 +210,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @_of_ordinary_tensors
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], chunks: list[Tensor], opts: Any = None) -> Any:
         for output, of_all in zip(outputs, chunks, strict=True):
             self.reduce_scatter_single(output, of_all, opts)
@@ -197,6 +218,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @_of_ordinary_tensors
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         for tensor in tensors:
             contiguous = tensor.contiguous()
@@ -205,11 +227,13 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                 tensor.copy_(contiguous)
         return _done(tensors)
 
+    @_of_ordinary_tensors
     def scatter(self, outputs: list[Tensor], chunks: list[list[Tensor]], opts: Any) -> Any:
         sent = self._comm.gather_objects([chunk.clone() for chunk in chunks[0]] if chunks else None, "torch")
         outputs[0].copy_(sent[opts.rootRank][self._comm.rank])
         return _done(outputs)
 
+    @_of_ordinary_tensors
     def all_to_all_single(
         self, output: Tensor, given: Tensor, of_output: list[int], of_input: list[int], opts: Any = None
     ) -> Any:

@@ -466,7 +466,10 @@ class Unit:
 
     def free_unsharded(self) -> None:
         """Release the memory of the unsharded parameters. Idempotent."""
-        if any([flat.memory.release(self._tracker) for flat in self.flats]):
+        released = False
+        for flat in self.flats:
+            released |= flat.memory.release(self._tracker)
+        if released:
             self._streams.released()
 
     # full parameters, for summon_full_params -----------------------------------------------

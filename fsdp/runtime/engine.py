@@ -163,7 +163,8 @@ class Engine:
             self.refuse_two_threads()
             add_note(refusal, self.snapshot, index)
             raise
-        self._execute(instructions)
+        if instructions:
+            self._execute(instructions)
 
     def note(self, error: BaseException, index: int | None = None) -> None:
         """Note on `error` the unit that it came from: unit `index`, or the innermost one whose forward runs."""

@@ -313,7 +313,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
         # an input that is returned unchanged has no node of the unit behind it
         outputs = call.take_outputs()
         nodes = {node: None for node in map(node_behind, outputs) if node is not None and node not in path.input_nodes}
-        path.add_endpoints([weakref.ref(tensor) for tensor in outputs])
+        path.add_endpoints([*map(weakref.ref, outputs)])
         path.set_enclosing([(hooks, hooks._calls[-1].path) for hooks in self._enclosing if hooks._calls])
         self.progress.add_path(path, self._engine.pending_backward.add_graph())
         for node in nodes:

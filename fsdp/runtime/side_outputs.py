@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ class SideOutputs:
 
     def new_attributes(self, known: Callable[[Tensor], bool]) -> list[Tensor]:
         """Return the tensors that are attributes now, without those `known` from an earlier forward."""
-        values = [value for attributes in self._attributes for value in attributes.values()]
+        values = [*chain.from_iterable(map(Attributes.values, self._attributes))]
         found = [value for value in values if isinstance(value, Tensor)]
         if not _CONTAINERS.isdisjoint(map(type, values)):
             for value in values:

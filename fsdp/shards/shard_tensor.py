@@ -60,6 +60,13 @@ class ShardTensor(Tensor):
         with local_operators():
             return _COMPUTE[rule_of(func)](func, args, kwargs or {})
 
+    def refuse_collective(self, name: str) -> NoReturn:
+        """Raise ShardingError: the user has called a collective of torch."""
+        raise ShardingError(
+            f"{name} on {self.shard_info.describe()}: a collective would mix the parts of different ranks. The model is sharded "
+            "already; do not wrap it in another data-parallel wrapper. For a collective of your own, use fsdp.to_local(tensor)."
+        )
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         with local_operators():
             return f"{type(self).__name__}({self.shard_info.describe()}: {plain(self)!r})"
@@ -572,12 +579,10 @@ def _refuse_recomputed(func: Any, args: tuple[Any, ...]) -> None:
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    info = next(leaf.shard_info for leaf in _leaves((args, kwargs)) if isinstance(leaf, ShardTensor))
+    shard = next(leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, ShardTensor))
+    info = shard.shard_info
     if func.namespace == "c10d":
-        raise ShardingError(
-            f"{func} on {info.describe()}: a collective would mix the parts of different ranks. The model is sharded already; "
-            "do not wrap it in another data-parallel wrapper. For a collective of your own, use fsdp.to_local(tensor)."
-        )
+        shard.refuse_collective(str(func))
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise ShardingError(
             f"{func} on {info.describe()}: each rank would draw other numbers than a single process. Initialise before "

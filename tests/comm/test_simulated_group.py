@@ -4,6 +4,7 @@ import copy
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,6 +59,23 @@ def test_a_reduction_that_is_not_simulated_is_refused() -> None:
         fsdp.simulate(2, lambda rank: dist.all_reduce(torch.tensor([rank]), dist.ReduceOp.BXOR))
     with pytest.raises(fsdp.ShardingError, match=r"fsdp.simulate has no reduce-scatter by MAX"):
         fsdp.simulate(2, lambda rank: dist.reduce_scatter_tensor(torch.zeros(1), torch.zeros(2), dist.ReduceOp.MAX))
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda p: dist.all_reduce(p.grad),
+        lambda p: dist.broadcast(p.data, 0),
+        lambda p: dist.all_gather([torch.empty(4, 4) for _ in range(2)], p.data),
+        lambda p: dist.reduce_scatter_tensor(torch.empty(2, 4), p.grad),
+    ],
+)
+@on_ranks(2)
+def test_a_collective_of_a_shard_is_refused_as_over_processes(rank: int, collective: Callable[[Any], object]) -> None:
+    model = fsdp.fully_shard(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(fsdp.ShardingError, match=r"on 'weight'.*a collective would mix the parts of different ranks"):
+        collective(model.weight)
 
 
 def test_the_other_collectives_move_what_they_do_among_processes() -> None:
