@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH), requires_grad=not frozen)
         self.register_buffer("scale", torch.linspace(0.8, 1.2, WIDTH))
-        self.during: Callable[[], None] = _nothing
+        self.during: Callable[[], None] = nothing
         # torch does not look for hooks that are added while a module's forward runs, if the module had none before
         self.register_forward_hook(lambda module, args, output: None)
 
@@ -40,7 +40,7 @@ class Block(nn.Module):
         return x + (y if self.training else 0.5 * y)
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """No act is due."""
 
 
@@ -87,7 +87,7 @@ class Due:
     moment: str
     name: str
     act: Callable[[], None]
-    cancel: Callable[[], None] = _nothing
+    cancel: Callable[[], None] = nothing
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fsdp
 from tests.acts.doors import kind_of, plain_player, player
-from tests.acts.players import POST, Player, Raised
+from tests.acts.players import POST, Player, Raised, nothing
 from tests.acts.vocabulary import ACTS
 from tests.support.models import distance, join, local
 
@@ -128,8 +128,10 @@ def play(program: Program, door: str, rank: int) -> list[Seen]:
 
 
 def finish(at: Player) -> None:
-    """Hooks of every module would stay."""
+    """Hooks of every module would stay, and the player: torch keeps what a checkpoint recomputes where that fails."""
     at.cancel()
+    for block in at.blocks:
+        block.during = nothing
     while at.handles:
         at.handles.pop().remove()
     at.kept.clear()
