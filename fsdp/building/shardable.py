@@ -216,6 +216,11 @@ def _parameter_problem(parameter: Tensor, dtensors: bool) -> str | None:
     if is_lazy(parameter):
         return "is not initialised yet; run one forward of the plain module before wrapping it."
     if _is_dtensor(parameter):
+        if not _has_plain_operators(local := local_of(parameter)):  # type: ignore[arg-type]  # a DTensor has one
+            return (
+                f"is a DTensor whose local tensor is a {type(local).__name__}, a tensor class with operators of its own; its "
+                "parts would be plain tensors. Convert it to a plain parameter before it is spread over ranks."
+            )
         if dtensors and parameter.grad is None:
             return None
         return (

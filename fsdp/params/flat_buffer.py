@@ -19,7 +19,7 @@ from fsdp.params.param_info import ParamInfo
 from fsdp.params.placement import Placement
 from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.params.wire import Wire, WireOfSegments
-from fsdp.shards.dtensors import local_of
+from fsdp.shards.dtensors import local_of, refuse_own_gathers
 from fsdp.shards.refusals import refuse_grad_dtype
 from fsdp.shards.shard_parameter import moved_shards
 from fsdp.shards.shard_tensor import plain, quick_attributes
@@ -236,6 +236,8 @@ class FlatBuffer:
         Raises:
             ShardingError: the new data has another shape, dtype or device.
         """
+        if self.placements[0].replaces_param:
+            refuse_own_gathers(self.sharded_params, unit)
         if not (self.asks_addresses or moved_shards.data or self.shard is not self._own_shard) or not self.is_replaced:
             return False
         if self.placements[0].refuses_data:
