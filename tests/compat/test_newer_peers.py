@@ -227,6 +227,54 @@ def test_a_new_property_that_is_set_is_refused_by_name(door: str, monkeypatch: p
     refuses(lambda: setattr(wrap(Own(2, 2)), "later", 3), ".later")
 
 
+@each_door
+@pytest.mark.parametrize("default", [False, None, 1.0])
+def test_a_new_field_of_a_class_is_refused_by_name(door: str, default: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Linear):
+        """FSDP2's door makes a class for each class that it wraps."""
+
+    theirs, _, wrap = DOORS[door]
+    monkeypatch.setattr(theirs, "later", default, raising=False)
+    refuses(lambda: setattr(wrap(Own(2, 2)), "later", 3), ".later")
+
+    def program() -> None:
+        with pytest.raises(AttributeError, match="later"):
+            _ = wrap(Own(2, 2)).later
+
+    on_one_rank(program)
+
+
+@each_door
+@pytest.mark.parametrize("kind", [staticmethod, classmethod])
+def test_a_new_method_without_an_object_is_refused_by_name(door: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Linear):
+        """FSDP2's door makes a class for each class that it wraps."""
+
+    theirs, ours, wrap = DOORS[door]
+    monkeypatch.setattr(theirs, "later", kind(lambda *args: None), raising=False)
+
+    def program() -> None:
+        with pytest.raises((AttributeError, ShardingError), match="later"):
+            wrap(Own(2, 2)).later(3)
+        with pytest.raises(AttributeError, match="later"):
+            ours.later(3)
+
+    on_one_rank(program)
+
+
+def test_a_new_kind_of_keys_is_refused_by_name() -> None:
+    member = enum.Enum("Later", "LATER").LATER  # type: ignore[attr-defined]
+
+    def program() -> None:
+        model = fsdp1.FullyShardedDataParallel(nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = fsdp1.FullyShardedDataParallel.full_optim_state_dict(model, optimizer)
+        with pytest.raises(ValueError, match="Later.LATER"):
+            fsdp1.FullyShardedDataParallel.rekey_optim_state_dict(state, member, model, optim=optimizer)
+
+    on_one_rank(program)
+
+
 def test_what_a_later_fairscale_has_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the installed fairscale has, its door takes what it knows: the door does not import fairscale."""
     theirs, ours = pytest.importorskip("fairscale.nn").FullyShardedDataParallel, fairscale.FullyShardedDataParallel
