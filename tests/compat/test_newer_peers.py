@@ -269,7 +269,7 @@ def test_a_new_kind_of_keys_is_refused_by_name() -> None:
         model = fsdp1.FullyShardedDataParallel(nn.Linear(2, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         state = fsdp1.FullyShardedDataParallel.full_optim_state_dict(model, optimizer)
-        with pytest.raises(ValueError, match="Later.LATER"):
+        with pytest.raises(ValueError, match=r"Later\.LATER"):
             fsdp1.FullyShardedDataParallel.rekey_optim_state_dict(state, member, model, optim=optimizer)
 
     on_one_rank(program)
