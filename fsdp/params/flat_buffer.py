@@ -185,7 +185,7 @@ class FlatBuffer:
         """
         gathered = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         self.local_chunk(gathered).copy_(self.shard)
-        comm.all_gather(gathered, unit).wait()
+        comm.all_gather(gathered, f"full parameters of {unit}").wait()
         return self.wire.to_memory(gathered)
 
     @property

@@ -16,6 +16,11 @@ OPENS: Final = "fully_shard"
 OBJECTS: Final = "gather_objects"
 BETWEEN_STEPS: Final = (OPENS, OBJECTS)
 """The kinds of calls that a rank makes between steps."""
+_FUNCTION: Final = re.compile(rf"{OBJECTS}\('([a-z_]+)'\)")
+_READS: Final = re.compile(r"all_(?:gather|reduce)\('([^']+ of [^']+)'")
+"""A call whose label says what it gives, such as "sum of 0.weight". Labels of other calls are names of units."""
+_STATE: Final = re.compile(r"broadcast\('(?!buffers')[^' ]*'")
+"""A call that moves values of a unit for a full state dict."""
 Signature = tuple[str, str, int]
 """A call: the collective, the label and the bytes."""
 
@@ -118,12 +123,21 @@ def remedies_for(calls: Iterable[str], alone: Sequence[int] = ()) -> list[str]:
             f"Only {name_ranks(alone)} made a forward without gradients (an evaluation) before: make it on every rank, or pass"
         )
         return [f"{cause} uneven_paths=True."]
+    causes = {
+        *(f"Every rank must call {found[1]}." for call in calls if (found := _FUNCTION.fullmatch(call))),
+        *(f"Every rank must ask for the {found[1]}." for call in calls if (found := _READS.match(call))),
+        *("Every rank must read or load the full state." for call in calls if _STATE.match(call)),
+    }
     # the collectives of units
-    uneven = any(call.startswith(("all_gather(", "reduce_scatter(")) for call in calls)
-    functions = sorted({found[1] for call in calls if (found := re.fullmatch(rf"{OBJECTS}\('([a-z_]+)'\)", call))})
-    if uneven and functions:
-        return [*(f"Every rank must call {name}." for name in functions), FEWER_BATCHES]
+    uneven = any(call.startswith(("all_gather(", "reduce_scatter(")) and not _READS.match(call) for call in calls)
+    if uneven and causes:
+        return [*sorted(causes), FEWER_BATCHES]
     return [*([UNEVEN_PATHS] if uneven else ()), *([FEWER_BATCHES] if have_left_the_loop(calls) else ())]
+
+
+def names_a_unit(label: str) -> bool:
+    """Whether the label of a gather is the name of a unit, and not what the gather gives, such as "sum of 0.weight"."""
+    return " of " not in label
 
 
 def evaluated_alone(counts: Mapping[int, int]) -> list[int]:
