@@ -72,7 +72,7 @@ class ProcessGroupCommunicator:
         if peers.down or peers.pending_error is not None:
             peers.reconnect()
         name = self._name
-        if kind == "all_gather" and names_a_unit(label) and not torch.is_grad_enabled() and not in_backward():
+        if kind == "all_gather" and not torch.is_grad_enabled() and not in_backward() and names_a_unit(label):
             peers.sequences[name].count_evaluation()
         describe = peers.sequences[name].check_call(kind, label, tensor.nbytes if nbytes is None else nbytes)
         if tensor.device.type != "cpu":

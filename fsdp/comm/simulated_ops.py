@@ -101,7 +101,7 @@ class Evaluations:
 
     def count(self, comm: str, rank: int, label: str) -> None:
         """Count a gather of a rank, if it is one of these."""
-        if names_a_unit(label) and not torch.is_grad_enabled() and not in_backward():
+        if not torch.is_grad_enabled() and not in_backward() and names_a_unit(label):
             self._counts[comm, rank] += 1
 
     def alone(self, operation: Operation) -> list[int]:

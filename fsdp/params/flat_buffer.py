@@ -29,6 +29,11 @@ SavedShards = list[tuple[Tensor, Tensor, str]]
 """Views into shards, each with its values from before an in-place update was written back, and the name of the parameter."""
 
 
+def copy_label(unit: str) -> str:
+    """The label of a gather of a copy, which is no gather of the unit."""
+    return f"full parameters of {unit}"
+
+
 class FlatBuffer:
     """Parameters of a unit with one dtype, all trainable or all frozen, laid end to end.
 
@@ -185,7 +190,7 @@ class FlatBuffer:
         """
         gathered = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         self.local_chunk(gathered).copy_(self.shard)
-        comm.all_gather(gathered, f"full parameters of {unit}").wait()
+        comm.all_gather(gathered, copy_label(unit)).wait()
         return self.wire.to_memory(gathered)
 
     @property

@@ -168,11 +168,11 @@ def refuse_own_gathers(parameters: Sequence[nn.Parameter], unit: str) -> None:
     Raises:
         ShardingError: one has.
     """
-    for attributes in map(_LOCAL_ATTRIBUTES, parameters):
-        if attributes and (found := _GATHERS & attributes.keys()):
+    for attributes in filter(None, map(_LOCAL_ATTRIBUTES, parameters)):
+        for name in sorted(_GATHERS & attributes.keys()):
             raise ShardingError(
-                f"unit {unit!r}: {min(found)} of a local tensor is not called, because gathers are the engine's own; delete it, "
-                "and give mp_policy=MixedPrecisionPolicy(param_dtype=...) to gather in another dtype."
+                f"unit {unit!r}: {name} of a local tensor is not called, because gathers are the engine's own; delete it, and "
+                "give mp_policy=MixedPrecisionPolicy(param_dtype=...) to gather in another dtype."
             )
 
 

@@ -16,11 +16,14 @@ OPENS: Final = "fully_shard"
 OBJECTS: Final = "gather_objects"
 BETWEEN_STEPS: Final = (OPENS, OBJECTS)
 """The kinds of calls that a rank makes between steps."""
-_FUNCTION: Final = re.compile(rf"{OBJECTS}\('([a-z_]+)'\)")
 _READS: Final = re.compile(r"all_(?:gather|reduce)\('([^']+ of [^']+)'")
 """A call whose label says what it gives, such as "sum of 0.weight". Labels of other calls are names of units."""
-_STATE: Final = re.compile(r"broadcast\('(?!buffers')[^' ]*'")
-"""A call that moves values of a unit for a full state dict."""
+_CAUSES: Final = (
+    (re.compile(rf"{OBJECTS}\('([a-z_]+)'\)$"), "Every rank must call {}."),
+    (_READS, "Every rank must ask for the {}."),
+    (re.compile(r"broadcast\('(?!buffers')[^' ]*'"), "Every rank must read or load the full state."),
+)
+"""Calls that no unit makes in a step, and what helps where some ranks alone make one."""
 Signature = tuple[str, str, int]
 """A call: the collective, the label and the bytes."""
 
@@ -123,16 +126,12 @@ def remedies_for(calls: Iterable[str], alone: Sequence[int] = ()) -> list[str]:
             f"Only {name_ranks(alone)} made a forward without gradients (an evaluation) before: make it on every rank, or pass"
         )
         return [f"{cause} uneven_paths=True."]
-    causes = {
-        *(f"Every rank must call {found[1]}." for call in calls if (found := _FUNCTION.fullmatch(call))),
-        *(f"Every rank must ask for the {found[1]}." for call in calls if (found := _READS.match(call))),
-        *("Every rank must read or load the full state." for call in calls if _STATE.match(call)),
-    }
+    causes = {text.format(*found.groups()) for call in calls for pattern, text in _CAUSES if (found := pattern.match(call))}
     # the collectives of units
     uneven = any(call.startswith(("all_gather(", "reduce_scatter(")) and not _READS.match(call) for call in calls)
     if uneven and causes:
         return [*sorted(causes), FEWER_BATCHES]
-    return [*([UNEVEN_PATHS] if uneven else ()), *([FEWER_BATCHES] if have_left_the_loop(calls) else ())]
+    return [UNEVEN_PATHS] * uneven + [FEWER_BATCHES] * have_left_the_loop(calls)
 
 
 def names_a_unit(label: str) -> bool:
