@@ -16,11 +16,12 @@ OPENS: Final = "fully_shard"
 OBJECTS: Final = "gather_objects"
 BETWEEN_STEPS: Final = (OPENS, OBJECTS)
 """The kinds of calls that a rank makes between steps."""
-_READS: Final = re.compile(r"all_(?:gather|reduce)\('([^']+ of [^']+)'")
-"""A call whose label says what it gives, such as "sum of 0.weight". Labels of other calls are names of units."""
+FOR_EVALUATION: Final = "buffers for an evaluation"
+"""The label of a broadcast of buffers before a forward without a graph."""
 _CAUSES: Final = (
     (re.compile(rf"{OBJECTS}\('([a-z_]+)'\)$"), "Every rank must call {}."),
-    (_READS, "Every rank must ask for the {}."),
+    (re.compile(r"all_(?:gather|reduce)\('([^']+ of [^']+)'"), "Every rank must ask for the {}."),
+    (re.compile(rf"broadcast\('{FOR_EVALUATION}'"), "Every rank must begin an evaluation, or call model.module there."),
     (re.compile(r"broadcast\('(?!buffers')[^' ]*'"), "Every rank must read or load the full state."),
 )
 """Calls that no unit makes in a step, and what helps where some ranks alone make one."""
@@ -126,11 +127,12 @@ def remedies_for(calls: Iterable[str], alone: Sequence[int] = ()) -> list[str]:
             f"Only {name_ranks(alone)} made a forward without gradients (an evaluation) before: make it on every rank, or pass"
         )
         return [f"{cause} uneven_paths=True."]
-    causes = {text.format(*found.groups()) for call in calls for pattern, text in _CAUSES if (found := pattern.match(call))}
+    causes = {call: text.format(*one.groups()) for call in calls for pattern, text in _CAUSES if (one := pattern.match(call))}
+    others = [call for call in calls if call not in causes]
+    if causes and others:
+        return [*sorted({*causes.values()}), FEWER_BATCHES]
     # the collectives of units
-    uneven = any(call.startswith(("all_gather(", "reduce_scatter(")) and not _READS.match(call) for call in calls)
-    if uneven and causes:
-        return [*sorted(causes), FEWER_BATCHES]
+    uneven = any(call.startswith(("all_gather(", "reduce_scatter(")) for call in others)
     return [UNEVEN_PATHS] * uneven + [FEWER_BATCHES] * have_left_the_loop(calls)
 
 
