@@ -308,7 +308,10 @@ ALONE: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "reads a value": (lambda model: model[0].weight.sum(), "Every rank must ask for the sum of 0.weight."),  # type: ignore[index]
     "takes the norm": (lambda model: fsdp.clip_grad_norm_(model, 1.0), "Every rank must ask for the norm of gradients."),
     "evaluates": (evaluate, "Every rank must begin an evaluation, or call model.module there."),
-    "summons": (lambda model: fsdp.summon_full_params(model).__enter__(), "Every rank must ask for the full parameters of Sequential."),
+    "summons": (
+        lambda model: fsdp.summon_full_params(model).__enter__(),
+        "Every rank must ask for the full parameters of Sequential.",
+    ),
 }
 
 
