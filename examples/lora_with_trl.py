@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel
 from tiny_llama import LAYER, ROWS, Source, make_model, make_tokenizer
 from trl import SFTConfig, SFTTrainer
 
@@ -48,10 +48,7 @@ def train(cpu: bool) -> list[float]:
         peft_config=LORA,
     )
     trainer.train()
-    weights = trainer.accelerator.get_state_dict(trainer.model)  # a collective: every rank calls it, and rank 0 gets them
-    if trainer.is_world_process_zero():
-        OUT.mkdir(parents=True, exist_ok=True)
-        torch.save({name: value for name, value in weights.items() if ".lora_" in name}, OUT / "adapters.pt")
+    trainer.save_model(str(OUT))  # every rank calls it
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -59,8 +56,7 @@ def main(cpu: bool) -> None:
     fsdp.integrations.accelerate.install("torch_fsdp")
     losses = train(cpu)
     if int(os.environ.get("RANK", 0)) == 0:
-        adapted = get_peft_model(make_model(), LORA)
-        adapted.load_state_dict(torch.load(OUT / "adapters.pt"), strict=False)
+        adapted = PeftModel.from_pretrained(make_model(), OUT)
         trained = sum(float(value.abs().sum()) for name, value in adapted.named_parameters() if "lora_B" in name)
         print(f"loss {losses[0]:.2f} to {losses[-1]:.2f}")
         print(f"the adapters on a fresh base are {'trained' if trained else 'NOT trained'}")

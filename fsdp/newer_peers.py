@@ -111,7 +111,7 @@ def refuses_names_of(peer: type, cls: C) -> C:
             raise
 
     def __setattr__(self: Any, name: str, value: object) -> None:
-        if isinstance(vars(peer).get(name), property) and not hasattr(cls, name):
+        if name in vars(peer) and not name.startswith("_") and not hasattr(cls, name):
             raise ShardingError(f"{cls.__name__}.{name}={value!r}: {UNKNOWN}")
         set_(self, name, value)
 
@@ -124,7 +124,8 @@ def refused_names(peer: type, cls: type) -> dict[str, Any]:
     """By public name of `peer` that a class has not: a method that raises ShardingError, or a property that does if it is set."""
     absent = {name: one for name, one in vars(peer).items() if not (name.startswith("_") or hasattr(cls, name))}
     refused = {name: refusing(f"{cls.__name__}.{name}") for name in absent}
-    return {name: property(fset=refused[name]) if isinstance(one, property) else refused[name] for name, one in absent.items()}
+    is_method = {name: isinstance(one, classmethod) or callable(one) for name, one in absent.items()}
+    return {name: refused[name] if is_method[name] else property(fset=refused[name]) for name in absent}
 
 
 def refusing(where: str) -> Callable[..., NoReturn]:

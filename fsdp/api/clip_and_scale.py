@@ -143,10 +143,10 @@ def _norm_of_dtensors(gradients: list[Tensor], power: float) -> Tensor:
 
 def _combine(comm: Communicator, local: Tensor, power: float) -> Tensor:
     if math.isinf(power):
-        comm.all_reduce(local, "max", "gradient norm").wait()
+        comm.all_reduce(local, "max", "norm of gradients").wait()
         return local
     summed = local**power
-    comm.all_reduce(summed, "sum", "gradient norm").wait()
+    comm.all_reduce(summed, "sum", "norm of gradients").wait()
     return summed ** (1 / power)
 
 

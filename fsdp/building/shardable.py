@@ -212,20 +212,20 @@ def device_of(plan: Sequence[Planned]) -> torch.device:
 
 def _parameter_problem(parameter: Tensor, dtensors: bool) -> str | None:
     """Why a parameter cannot be sharded, as the end of a sentence that begins with its name; None if it can."""
-    kind = type(parameter)
+    kind = type(getattr(parameter, "_local_tensor", parameter))
     if is_lazy(parameter):
         return "is not initialised yet; run one forward of the plain module before wrapping it."
+    if not _is_plain(kind):
+        return (
+            f"is a {kind.__name__}, a tensor class with operators of its own, as quantised weights are; its parts would be "
+            "plain tensors. Convert it to a plain parameter, or name its module in ignored_modules."
+        )
     if _is_dtensor(parameter):
         if dtensors and parameter.grad is None:
             return None
         return (
             "is a DTensor, which another engine or a parallel style has spread over ranks already; set its gradient to None and "
             'leave out plain_shards and "NO_SHARD", wrap the plain module, or name this one in ignored_modules.'
-        )
-    if not _has_plain_operators(parameter):
-        return (
-            f"is a {kind.__name__}, a tensor class with operators of its own, as quantised weights are; its parts would be "
-            "plain tensors. Convert it to a plain parameter, or name its module in ignored_modules."
         )
     if parameter.layout is not torch.strided:
         return f"has layout {parameter.layout}; make it dense, or name its module in ignored_modules."
@@ -285,7 +285,11 @@ def _is_dtensor(tensor: Tensor) -> bool:
 
 
 def _has_plain_operators(tensor: Tensor) -> bool:
-    kind = type(tensor)
+    return _is_plain(type(tensor))
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether a class of tensors has torch's operators."""
     return kind.__torch_dispatch__ is _PLAIN_DISPATCH and kind.__torch_function__ in _PLAIN_FUNCTIONS
 
 

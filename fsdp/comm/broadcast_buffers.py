@@ -9,7 +9,7 @@ from fsdp.comm.communicator import Communicator
 
 
 @torch.no_grad()
-def broadcast_buffers(modules: Iterable[nn.Module], world_comm: Communicator, source: int = 0) -> None:
+def broadcast_buffers(modules: Iterable[nn.Module], world_comm: Communicator, source: int = 0, label: str = "buffers") -> None:
     """Overwrite every buffer of `modules` with those of rank `source`.
 
     Traffic: one broadcast for each dtype and device.
@@ -21,7 +21,7 @@ def broadcast_buffers(modules: Iterable[nn.Module], world_comm: Communicator, so
     for buffers in kinds.values():
         mine = torch.cat([buffer.reshape(-1) for buffer in buffers])
         together = mine.clone()
-        world_comm.broadcast(together, source, "buffers").wait()
+        world_comm.broadcast(together, source, label).wait()
         # equal buffers are not written, because a graph may have saved them
         if not torch.equal(together, mine):
             _copy_out(together, buffers)

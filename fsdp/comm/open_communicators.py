@@ -4,6 +4,7 @@ Each process group has a `PeerMonitor`, which all communicators over its ranks s
 """
 
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -276,12 +277,27 @@ def _on_exit() -> None:
             PeerMonitor(*_in_store(group, c10d._get_default_store()), None).on_exit()
 
 
+def _record_failure() -> None:
+    """Give torchrun, for its summary of the job, the exception that ends this process, as torch's decorator `record` does."""
+    # the interpreter keeps the exception that ends it
+    failure, file = getattr(sys, "last_value", None), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not isinstance(failure, Exception) or file is None or os.path.exists(file):
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        raise failure
+    except Exception:
+        get_error_handler().record_exception(failure)
+
+
 def _after_fork() -> None:
     if dist.is_available() and dist.is_initialized():
         _of_parent.add(c10d._get_default_group())
 
 
 at_end(_on_exit)
+at_end(_record_failure)
 os.register_at_fork(after_in_child=_after_fork)
 
 

@@ -21,7 +21,7 @@ from fsdp.autograd.frames import in_backward
 from fsdp.comm.communicator import CallRecorder, CarriesHostTensors, ReduceOp, as_bytes
 from fsdp.comm.failure.desync import RECENT, WatchedWork
 from fsdp.comm.failure.peer_monitor import PeerMonitor
-from fsdp.comm.failure.pending_call import OBJECTS, Wait
+from fsdp.comm.failure.pending_call import OBJECTS, Wait, names_a_unit
 from fsdp.comm.work import AllToAllReduceScatter, Work, WorkBatch, all_reduce_by_exchange, reduce_scatter_by_exchange
 from fsdp.errors import PeerFailed, ShardingError
 
@@ -73,7 +73,7 @@ class ProcessGroupCommunicator:
         if peers.down or peers.pending_error is not None:
             peers.reconnect()
         name = self._name
-        if kind == "all_gather" and not torch.is_grad_enabled() and not in_backward():
+        if kind == "all_gather" and not torch.is_grad_enabled() and not in_backward() and names_a_unit(label):
             peers.sequences[name].count_evaluation()
         describe = peers.sequences[name].check_call(kind, label, tensor.nbytes if nbytes is None else nbytes)
         if tensor.device.type != "cpu":

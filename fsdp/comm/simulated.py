@@ -158,7 +158,7 @@ class SimulatedCommunicator:
         """Fill `unsharded` (W * C,) with the chunks of all ranks, as bytes."""
         if unsharded.numel() % self.size:
             raise ShardingError(f"all_gather({label!r}) takes {self.size} equal chunks, not {describe(unsharded)}.")
-        self._world.evaluations.count(self.name, self.ranks[self.rank])
+        self._world.evaluations.count(self.name, self.ranks[self.rank], label)
         unsharded = as_bytes(unsharded)
         buffer = Buffer(unsharded, label)
         chunk = unsharded.numel() // self.size

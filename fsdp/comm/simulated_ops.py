@@ -10,7 +10,7 @@ from torch import Tensor
 from fsdp.autograd.frames import in_backward
 from fsdp.comm.communicator import ReduceOp
 from fsdp.comm.failure.desync import REMEDY
-from fsdp.comm.failure.pending_call import evaluated_alone, remedies_for
+from fsdp.comm.failure.pending_call import evaluated_alone, names_a_unit, remedies_for
 from fsdp.comm.work import Work, pairwise_sum
 from fsdp.errors import ShardingError, WorldError, name_ranks
 
@@ -99,9 +99,9 @@ class Evaluations:
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()
 
-    def count(self, comm: str, rank: int) -> None:
+    def count(self, comm: str, rank: int, label: str) -> None:
         """Count a gather of a rank, if it is one of these."""
-        if not torch.is_grad_enabled() and not in_backward():
+        if not torch.is_grad_enabled() and not in_backward() and names_a_unit(label):
             self._counts[comm, rank] += 1
 
     def alone(self, operation: Operation) -> list[int]:

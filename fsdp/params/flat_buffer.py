@@ -19,7 +19,7 @@ from fsdp.params.param_info import ParamInfo
 from fsdp.params.placement import Placement
 from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.params.wire import Wire, WireOfSegments
-from fsdp.shards.dtensors import local_of
+from fsdp.shards.dtensors import local_of, refuse_own_gathers
 from fsdp.shards.refusals import refuse_grad_dtype
 from fsdp.shards.shard_parameter import moved_shards
 from fsdp.shards.shard_tensor import plain, quick_attributes
@@ -29,6 +29,11 @@ _VERSION: Final = attrgetter("_version")
 _ADDRESS: Final = Tensor.data_ptr
 SavedShards = list[tuple[Tensor, Tensor, str]]
 """Views into shards, each with its values from before an in-place update was written back, and the name of the parameter."""
+
+
+def copy_label(unit: str) -> str:
+    """The label of a gather of a copy, which is no gather of the unit."""
+    return f"full parameters of {unit}"
 
 
 class FlatBuffer:
@@ -188,7 +193,7 @@ class FlatBuffer:
         """
         gathered = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         self.local_chunk(gathered).copy_(self.shard)
-        comm.all_gather(gathered, unit).wait()
+        comm.all_gather(gathered, copy_label(unit)).wait()
         return self.wire.to_memory(gathered)
 
     @property
@@ -239,6 +244,8 @@ class FlatBuffer:
         Raises:
             ShardingError: the new data has another shape, dtype or device.
         """
+        if self.placements[0].replaces_param:
+            refuse_own_gathers(self.sharded_params, unit)
         if not (self.asks_addresses or moved_shards.data or self.shard is not self._own_shard) or not self.is_replaced:
             return False
         if self.placements[0].refuses_data:

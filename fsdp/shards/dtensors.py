@@ -1,7 +1,9 @@
 """Torch's DTensors as shards, for code that looks at `placements`, `to_local()` and `full_tensor()`. See params/placement.py."""
 
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     Mesh = DeviceMesh
 else:
     Mesh = object  # the import takes half a second
+
+_LOCAL_ATTRIBUTES: Final = attrgetter("_local_tensor.__dict__")
+_GATHERS: Final = {"fsdp_pre_all_gather", "fsdp_post_all_gather"}
+"""torch's names of methods that prepare a gather of a DTensor and make a tensor of what was gathered."""
 
 
 def make_dtensor(local: Tensor, spec: Any) -> Tensor:
@@ -154,6 +160,20 @@ def local_of(tensor: Any) -> Tensor | None:
     """This rank's part of a DTensor, without autograd; None if `tensor` is none."""
     local: Tensor | None = getattr(tensor, "_local_tensor", None)
     return local
+
+
+def refuse_own_gathers(parameters: Sequence[nn.Parameter], unit: str) -> None:
+    """Check that no DTensor has a method of its own with which torch's fully_shard would gather it.
+
+    Raises:
+        ShardingError: one has.
+    """
+    for attributes in filter(None, map(_LOCAL_ATTRIBUTES, parameters)):
+        for name in sorted(_GATHERS & attributes.keys()):
+            raise ShardingError(
+                f"unit {unit!r}: {name} of a local tensor is not called, because gathers are the engine's own; delete it, and "
+                "give mp_policy=MixedPrecisionPolicy(param_dtype=...) to gather in another dtype."
+            )
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:

@@ -271,7 +271,7 @@ def gather_full(tensor: ShardTensor) -> Tensor:
     info, numels = tensor.shard_info, tensor.shard_info.cut.numels()
     everything = torch.empty(info.comm.size, max(numels), dtype=tensor.dtype, device=tensor.device)
     everything[info.comm.rank, : numels[info.comm.rank]] = plain(tensor).reshape(-1)
-    info.comm.all_gather(everything.view(-1), info.name).wait()
+    info.comm.all_gather(everything.view(-1), f"full value of {info.name}").wait()
     return torch.cat([part[:numel] for part, numel in zip(everything, numels, strict=True)]).view(info.shape)
 
 

@@ -152,6 +152,12 @@ def test_a_new_format_of_state_dicts_is_refused_by_name() -> None:
     refuses(lambda: wrap.set_state_dict_type(wrap(nn.Linear(2, 2)), member), "Later.LATER")
 
 
+def of_own_class() -> nn.Module:
+    """FSDP2's door makes a class for each class that it wraps, and keeps it."""
+    made: nn.Module = type("Own", (nn.Linear,), {})(2, 2)
+    return made
+
+
 def later_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """It as a later version may have it: with an argument `later`."""
 
@@ -201,14 +207,11 @@ def test_a_new_argument_of_a_static_method_is_refused_by_name(door: str, monkeyp
 
 @each_door
 def test_a_new_method_is_refused_by_name(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Own(nn.Linear):
-        """FSDP2's door makes a class for each class that it wraps."""
-
     theirs, _, wrap = DOORS[door]
     monkeypatch.setattr(theirs, "set_later", lambda self, value: None, raising=False)
 
     def program() -> str:
-        model = wrap(Own(2, 2))
+        model = wrap(of_own_class())
         with pytest.raises((AttributeError, ShardingError)) as caught:
             model.set_later(3)
         return str(caught.value)
@@ -218,13 +221,45 @@ def test_a_new_method_is_refused_by_name(door: str, monkeypatch: pytest.MonkeyPa
 
 
 @each_door
-def test_a_new_property_that_is_set_is_refused_by_name(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Own(nn.Linear):
-        """FSDP2's door makes a class for each class that it wraps."""
-
+@pytest.mark.parametrize("later", [property(lambda self: 0), False, None, 1.0])
+def test_a_new_property_or_field_that_is_set_is_refused_by_name(door: str, later: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, _, wrap = DOORS[door]
-    monkeypatch.setattr(theirs, "later", property(lambda self: 0), raising=False)
-    refuses(lambda: setattr(wrap(Own(2, 2)), "later", 3), ".later")
+    monkeypatch.setattr(theirs, "later", later, raising=False)
+    refuses(lambda: setattr(wrap(of_own_class()), "later", 3), ".later")
+
+    def program() -> None:
+        with pytest.raises(AttributeError, match="later"):
+            _ = wrap(of_own_class()).later
+
+    on_one_rank(program)
+
+
+@each_door
+@pytest.mark.parametrize("kind", [staticmethod, classmethod])
+def test_a_new_method_without_an_object_is_refused_by_name(door: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours, wrap = DOORS[door]
+    monkeypatch.setattr(theirs, "later", kind(lambda *args: None), raising=False)
+
+    def program() -> None:
+        with pytest.raises((AttributeError, ShardingError), match="later"):
+            wrap(of_own_class()).later(3)
+        with pytest.raises(AttributeError, match="later"):
+            ours.later(3)
+
+    on_one_rank(program)
+
+
+def test_a_new_kind_of_keys_is_refused_by_name() -> None:
+    member = enum.Enum("Later", "LATER").LATER  # type: ignore[attr-defined]
+
+    def program() -> None:
+        model = fsdp1.FullyShardedDataParallel(nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = fsdp1.FullyShardedDataParallel.full_optim_state_dict(model, optimizer)
+        with pytest.raises(ValueError, match=r"Later\.LATER"):
+            fsdp1.FullyShardedDataParallel.rekey_optim_state_dict(state, member, model, optim=optimizer)
+
+    on_one_rank(program)
 
 
 def test_what_a_later_fairscale_has_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,15 @@ OPENS: Final = "fully_shard"
 OBJECTS: Final = "gather_objects"
 BETWEEN_STEPS: Final = (OPENS, OBJECTS)
 """The kinds of calls that a rank makes between steps."""
+FOR_EVALUATION: Final = "buffers for an evaluation"
+"""The label of a broadcast of buffers before a forward without a graph."""
+_CAUSES: Final = (
+    (re.compile(rf"{OBJECTS}\('([a-z_]+)'\)$"), "Every rank must call {}."),
+    (re.compile(r"all_(?:gather|reduce)\('([^']+ of [^']+)'"), "Every rank must ask for the {}."),
+    (re.compile(rf"broadcast\('{FOR_EVALUATION}'"), "Every rank must begin an evaluation, or call model.module there."),
+    (re.compile(r"broadcast\('(?!buffers')[^' ]*'"), "Every rank must read or load the full state."),
+)
+"""Calls that no unit makes in a step, and what helps where some ranks alone make one."""
 Signature = tuple[str, str, int]
 """A call: the collective, the label and the bytes."""
 
@@ -118,12 +127,18 @@ def remedies_for(calls: Iterable[str], alone: Sequence[int] = ()) -> list[str]:
             f"Only {name_ranks(alone)} made a forward without gradients (an evaluation) before: make it on every rank, or pass"
         )
         return [f"{cause} uneven_paths=True."]
+    causes = {call: text.format(*one.groups()) for call in calls for pattern, text in _CAUSES if (one := pattern.match(call))}
+    others = [call for call in calls if call not in causes]
+    if causes and others:
+        return [*sorted({*causes.values()}), FEWER_BATCHES]
     # the collectives of units
-    uneven = any(call.startswith(("all_gather(", "reduce_scatter(")) for call in calls)
-    functions = sorted({found[1] for call in calls if (found := re.fullmatch(rf"{OBJECTS}\('([a-z_]+)'\)", call))})
-    if uneven and functions:
-        return [*(f"Every rank must call {name}." for name in functions), FEWER_BATCHES]
-    return [*([UNEVEN_PATHS] if uneven else ()), *([FEWER_BATCHES] if have_left_the_loop(calls) else ())]
+    uneven = any(call.startswith(("all_gather(", "reduce_scatter(")) for call in others)
+    return [UNEVEN_PATHS] * uneven + [FEWER_BATCHES] * have_left_the_loop(calls)
+
+
+def names_a_unit(label: str) -> bool:
+    """Whether the label of a gather is the name of a unit, and not what the gather gives, such as "sum of 0.weight"."""
+    return " of " not in label
 
 
 def evaluated_alone(counts: Mapping[int, int]) -> list[int]:

@@ -4,12 +4,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
 from fsdp.api import reductions, wrap
 from fsdp.building.copies import Memo, copy_wrapper
 from fsdp.building.other_engines import refuse_other_engines
+from fsdp.comm.broadcast_buffers import broadcast_buffers
+from fsdp.comm.failure.pending_call import FOR_EVALUATION
 from fsdp.comm.open_communicators import Mesh, ProcessGroup
 from fsdp.compat.ddp.arguments import (
     ABSENT,
@@ -155,6 +158,8 @@ class DistributedDataParallel(ReplicatedModule):
         self._iteration = 0
         """The number of forwards."""
         self._is_manual = False
+        self._has_trained = not init_sync
+        """Whether the last forward was one of training, after which the ranks may differ in their buffers."""
         self.device_ids = list(device_ids) if device_ids else None
         self.output_device = output_device
         self.process_group = getattr(self._unit_ref.engine.comms.world_comm, "group", None)
@@ -168,8 +173,16 @@ class DistributedDataParallel(ReplicatedModule):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The forward of the wrapped module, with its inputs on the device of `device_ids` if that was given."""
-        self.__dict__["_iteration"] += 1  # the setter of modules takes microseconds
+        own, trains = self.__dict__, torch.is_grad_enabled()  # the setter of modules takes microseconds
+        own["_iteration"] += 1
+        if own["_has_trained"] and not trains and self.broadcast_buffers and self._unit_ref.engine.watcher is None:
+            broadcast_buffers(self._unit_ref.unit.modules, self._unit_ref.engine.comms.world_comm, label=FOR_EVALUATION)
+        own["_has_trained"] = trains and self.require_backward_grad_sync
         return super().forward(*moved(inputs, self._input_device), **moved(kwargs, self._input_device))
+
+    @staticmethod
+    def _get_active_ddp_module() -> None:
+        """Say to torch's compiler that no forward is to be cut where the buckets of torch's class end."""
 
     def __getattr__(self, name: str) -> Any:
         """Say what takes the place of an attribute that only torch's class has."""
@@ -183,7 +196,7 @@ class DistributedDataParallel(ReplicatedModule):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether a forward that records a graph gives the buffers of one rank to all."""
+        """Whether forwards that record a graph, and the first one after them, give the buffers of rank 0 to all."""
         return self._unit_ref.unit.config.broadcast_buffers
 
     @property

@@ -89,7 +89,7 @@ def _gathered(instance: Any, flat: Flat, parameter: nn.Parameter, value: Any) ->
     comm = instance._unit_ref.unit.comm
     full = torch.empty(comm.size * value.numel(), dtype=value.dtype, device=value.device)
     full.narrow(0, comm.rank * value.numel(), value.numel()).copy_(value.reshape(-1))
-    comm.all_gather(full, "optimizer state").wait()
+    comm.all_gather(full, "full value of optimizer state").wait()
     host = full.cpu()
     return (
         [view.clone() for view in views_of(host, flat.shapes)]

@@ -1,6 +1,6 @@
 """Hugging Face Accelerate, and what stands on it (Trainer, TRL), with this engine in the place of torch's FSDP.
 
-Rule: PATCHES is all that is changed in Accelerate. Whatever else its FSDP plugin does, it does with the names of the doors.
+Rule: PATCHES is all that is changed in Accelerate and peft. Whatever else the FSDP plugin does, it does with names of the doors.
 """
 
 import functools
@@ -14,9 +14,9 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from fsdp import compat
-from fsdp.compat.fsdp1.sharding import plain_name
+from fsdp.compat.fsdp1.sharding import instances_in, plain_name
 from fsdp.errors import ShardingError
-from fsdp.newer_peers import refuse_unknown_fields
+from fsdp.newer_peers import UNKNOWN, refuse_unknown_fields
 
 try:
     from accelerate.state import PartialState
@@ -54,6 +54,7 @@ def _shard_on_cpus(theirs: Method) -> Method:
 
     @functools.wraps(theirs)
     def __init__(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        _put_in_patches()
         if fsdp_plugin is not None:
             _check_door(fsdp_plugin.fsdp_version)
             _check_fields(fsdp_plugin)
@@ -71,8 +72,10 @@ def _shard_on_cpus(theirs: Method) -> Method:
 
 def _check_door(version: int) -> None:
     """Raises:
-    ShardingError: the door for this version of the plugin is not installed, so that torch's own engine would train.
+    ShardingError: there is no such version, or its door is not installed, so that torch's own engine would train.
     """
+    if version not in (1, 2):
+        raise ShardingError(f"fsdp_version={version!r}: {UNKNOWN} Known are 1 and 2.")
     door, found = DOORS[version - 1], compat.installed()
     if door not in found:
         raise ShardingError(
@@ -119,25 +122,33 @@ def _load_into_new_optimizers(theirs: Method) -> Method:
     return load_fsdp_optimizer
 
 
-def _load_adapters(theirs: Method) -> Method:
-    """With version 1 and `adapter_only=True` nothing is loaded, without a word: peft compares with the names of the wrapper."""
+def _find_adapters(theirs: Method) -> Method:
+    """With version 1 no adapter is saved or loaded, without a word: peft looks for names that have the wrappers' inside."""
 
     @functools.wraps(theirs)
-    def _set_model_state_dict(model: Any, state_dict: Any, adapter_only: bool = False, sd_options: Any = None) -> Any:
-        def named_parameters(*args: Any, **kwargs: Any) -> Any:
-            return ((plain_name(name), parameter) for name, parameter in type(model).named_parameters(model, *args, **kwargs))
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not instances_in(model):
+            return theirs(model, *args, **kwargs)
 
-        if not adapter_only or sd_options is not None:
-            return theirs(model, state_dict, adapter_only, sd_options)
-        shown = {"named_parameters": named_parameters, "state_dict": lambda: dict(named_parameters())}
+        def plainly(method: str) -> Callable[..., Any]:
+            def named(*args: Any, **kwargs: Any) -> Any:
+                found = getattr(type(model), method)(model, *args, **kwargs)
+                return ((plain_name(f"{name}.").removesuffix("."), one) for name, one in found)
+
+            return named
+
+        shown = {name: plainly(name) for name in ("named_modules", "named_parameters")}
+        if theirs.__name__ == "set_peft_model_state_dict":
+            # it looks at names and shapes; the state dict itself would be gathered
+            shown["state_dict"] = lambda: dict(shown["named_parameters"]())
         model.__dict__.update(shown)
         try:
-            return theirs(model, state_dict, adapter_only, sd_options)
+            return theirs(model, *args, **kwargs)
         finally:
             for name in shown:
                 del model.__dict__[name]
 
-    return _set_model_state_dict
+    return call
 
 
 PATCHES: Final = (
@@ -157,12 +168,17 @@ PATCHES: Final = (
         _load_into_new_optimizers,
     ),
     Patch(
-        "accelerate.utils.fsdp_utils",
-        "_set_model_state_dict",
-        _load_adapters,
+        "peft.utils.save_and_load",
+        "get_peft_model_state_dict",
+        _find_adapters,
+    ),
+    Patch(
+        "peft.utils.save_and_load",
+        "set_peft_model_state_dict",
+        _find_adapters,
     ),
 )
-"""What `install` changes in Accelerate, and why."""
+"""What `install` changes in Accelerate, and in peft where it is imported, and why."""
 
 
 class _Replaced(NamedTuple):
@@ -195,18 +211,24 @@ def install(*doors: str) -> Installed:
     place with `fsdp.compat.install`, and PATCHES into Accelerate. A second call changes nothing.
     """
     compat.install(*(doors or DOORS))
-    if not _replaced:
-        for patch in PATCHES:
-            owner = _owner(patch.place)
-            theirs = vars(owner)[patch.name]
-            _replaced.append(_Replaced(owner, patch.name, theirs, patch.replace(theirs)))
-        for one in _replaced:
-            _bind(one.owner, one.name, one.theirs, one.ours)
+    _put_in_patches()
     return Installed()
 
 
+def _put_in_patches() -> None:
+    """Put in the patches that are not in. Those of a library that nobody has imported wait until an Accelerator is made."""
+    for patch in PATCHES:
+        if patch.place.partition(".")[0] not in sys.modules:
+            continue
+        owner = _owner(patch.place)
+        if not any((one.owner, one.name) == (owner, patch.name) for one in _replaced):
+            theirs = vars(owner)[patch.name]
+            _replaced.append(_Replaced(owner, patch.name, theirs, patch.replace(theirs)))
+            _bind(owner, patch.name, theirs, _replaced[-1].ours)
+
+
 def uninstall() -> None:
-    """Put everything back, in torch and in Accelerate."""
+    """Put everything back, in torch, in Accelerate and in peft."""
     while _replaced:
         one = _replaced.pop()
         _bind(one.owner, one.name, one.ours, one.theirs)

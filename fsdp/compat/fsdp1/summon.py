@@ -106,7 +106,7 @@ def _gather_grads(flat: FlatBuffer, ref: UnitRef) -> Grads:
     for parameter, part in zip(flat.sharded_params, flat.parts, strict=True):
         if parameter.grad is not None and part.numel:
             mine[part.offset : part.offset + part.numel].copy_(parameter.grad.detach().reshape(-1))
-    comm.all_gather(full, "gradients").wait()
+    comm.all_gather(full, "full value of gradients").wait()
     slots = flat.layout.slots
     return {
         id(parameter): full[slot.start : slot.end].view(slot.shape)

@@ -17,7 +17,7 @@ from fsdp.comm.work import Work
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError, WorldError, name_ranks
-from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.flat_buffer import FlatBuffer, copy_label
 from fsdp.params.unit import Unit
 from fsdp.runtime.uneven.weight_changes import WeightChanges
 from state_machine.paths import Call, ChangedWeights, Gather, Meet, Mixed, Paths, Phase, Place, Places, Tasks
@@ -33,6 +33,7 @@ class Target(NamedTuple):
     flats: Sequence[FlatBuffer]
     dtype: torch.dtype | None
     """The dtype of the copy. None: that of the unsharded parameters."""
+    label: str
 
 
 class GatherOrder:
@@ -45,14 +46,14 @@ class GatherOrder:
         self._streams = streams
         self._tracker = tracker
         self._combine = combine
-        self._targets = [Target(unit, [flat for flat in unit.flats if not flat.is_shared], None) for unit in units]
+        self._targets = [Target(unit, [flat for flat in unit.flats if not flat.is_shared], None, unit.name) for unit in units]
         self._copies: dict[tuple[int, torch.dtype], int] = {}
         """The target of a copy of a flat buffer in a dtype."""
         for unit in units:
             for flat in unit.flats:
                 for dtype in dict.fromkeys((flat.unsharded.dtype, flat.shard.dtype)):
                     self._copies[id(flat), dtype] = len(self._targets)
-                    self._targets.append(Target(unit, (flat,), dtype))
+                    self._targets.append(Target(unit, (flat,), dtype, copy_label(unit.name)))
         self._calls = {phase: [Call(unit, phase) for unit in range(len(units))] for phase in Phase}
         self._paths = Paths(len(self._targets))
         self._changes = WeightChanges(units)
@@ -182,7 +183,7 @@ class GatherOrder:
         """
         self.drain()
         self._changes.begin_gather()
-        unit, flats, dtype = self._targets[number]
+        unit, flats, dtype, label = self._targets[number]
         unit.check_shards()
         with self._streams.gathering():
             for flat in flats:
@@ -190,4 +191,4 @@ class GatherOrder:
                 flat.local_chunk(full).copy_(flat.shard)
                 self._received.append(full)
                 self._tracker.add("scratch", size_of(full))
-                self._works.append(unit.comm.all_gather(as_bytes(full), unit.name, as_bytes(flat.local_chunk(full))))
+                self._works.append(unit.comm.all_gather(as_bytes(full), label, as_bytes(flat.local_chunk(full))))

@@ -14,6 +14,7 @@ import fsdp
 from fsdp.comm.failure import desync, pending_call
 from fsdp.comm.failure.desync import CallSequence, DesyncDetector, WatchedWork
 from fsdp.comm.failure.pending_call import OBJECTS, PendingCall
+from fsdp.compat import ddp
 from fsdp.errors import FEWER_BATCHES, UNEVEN_PATHS
 from tests.support.stores import MemoryStore
 
@@ -295,6 +296,44 @@ def test_simulated_ranks_say_who_has_evaluated_alone(steps: int, evaluates: tupl
     )
     assert (cause in str(caught.value)) == bool(evaluates)
     assert (FEWER_BATCHES in str(caught.value)) == (not evaluates)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module) -> None:
+    model(torch.ones(2, 4))
+
+
+ALONE: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "reads full parameters": (lambda model: fsdp.full_state_dict(model), "Every rank must read or load the full state."),
+    "reads a value": (lambda model: model[0].weight.sum(), "Every rank must ask for the sum of 0.weight."),  # type: ignore[index]
+    "takes the norm": (lambda model: fsdp.clip_grad_norm_(model, 1.0), "Every rank must ask for the norm of gradients."),
+    "evaluates": (evaluate, "Every rank must begin an evaluation, or call model.module there."),
+    "summons": (
+        lambda model: fsdp.summon_full_params(model).__enter__(),
+        "Every rank must ask for the full parameters of Sequential.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_rank_0_alone_reads_is_the_cause_and_no_evaluation(name: str) -> None:
+    read, cause = ALONE[name]
+
+    def program(rank: int) -> None:
+        model: nn.Module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.BatchNorm1d(4))
+        if read is evaluate:
+            model = ddp.DistributedDataParallel(model)
+        else:
+            fsdp.fully_shard(model, auto_wrap_policy={nn.Linear})
+        model(torch.ones(2, 4)).sum().backward()
+        if rank == 0:
+            read(model)
+        model(torch.ones(2, 4)).sum().backward()
+
+    with pytest.raises(fsdp.WorldError) as caught:
+        fsdp.simulate(2, program)
+    assert f"{cause} {FEWER_BATCHES}" in str(caught.value)
+    assert UNEVEN_PATHS not in str(caught.value) and "(an evaluation)" not in str(caught.value)
 
 
 def test_rank_0_does_not_end_before_the_others_have_read_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,8 @@ def test_weights_are_those_of_one_process_and_have_the_names_of_the_peer(wrapper
 @on_ranks(2)
 def test_states_are_plain_tensors_that_torch_saves_and_loads(rank: int) -> None:
     model, optimizer = trained(ddp.DistributedDataParallel, rank)
+    with torch.no_grad():
+        expected = model.eval()(batch(0, 9))
     file = io.BytesIO()
     torch.save((model.state_dict(), model.module.state_dict(), optimizer.state_dict()), file)
     file.seek(0)
@@ -126,7 +128,7 @@ def test_states_are_plain_tensors_that_torch_saves_and_loads(rank: int) -> None:
     plain = Net()
     plain.load_state_dict(inner)
     with torch.no_grad():
-        expected, *found = [one.eval()(batch(0, 9)) for one in (model, again, plain)]
+        found = [one.eval()(batch(0, 9)) for one in (again, plain)]
     assert all(torch.equal(one, expected) for one in found)
 
 
@@ -141,6 +143,47 @@ def test_buffers_are_those_of_rank_0_unless_they_are_not_broadcast() -> None:
     for name in ("broadcast_buffers", "forward_sync_buffers"):
         one, other = fsdp.simulate(2, partial(one_rank, **{name: False}))
         assert not torch.equal(one, other)
+
+
+def test_an_evaluation_after_training_has_the_buffers_of_rank_0_as_in_ddp() -> None:
+    def run(rank: int, broadcasts: bool, under_no_sync: bool) -> tuple[Tensor, Tensor]:
+        model = ddp.DistributedDataParallel(Net(), broadcast_buffers=broadcasts)
+        if under_no_sync:
+            with model.no_sync():
+                model(batch(rank, 0)).sum().backward()
+        else:
+            model(batch(rank, 0)).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            model(batch(0, 1))
+            if rank == 0:  # a second one needs no other rank
+                model(batch(0, 2))
+        return model.module.norm.running_mean, model.module.norm.num_batches_tracked
+
+    for broadcasts, under_no_sync in ((True, False), (False, False), (True, True)):
+        (one, _), (other, _) = fsdp.simulate(2, lambda rank, a=broadcasts, b=under_no_sync: run(rank, a, b))
+        assert torch.equal(one, other) is (broadcasts and not under_no_sync)
+
+
+def test_a_compiled_model_trains_once_the_door_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(rank: int, compiles: bool) -> Tensor:
+        model: Any = ddp.DistributedDataParallel(Net(), find_unused_parameters=True)
+        called = torch.compile(model, backend="eager") if compiles else model
+        called(batch(rank, 0)).sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    plain = fsdp.simulate(2, lambda rank: run(rank, False))
+    # as if the compiler had been imported after the door was installed
+    monkeypatch.setattr("torch._dynamo.convert_frame.DistributedDataParallel", ddp.DistributedDataParallel)
+    compiled = fsdp.simulate(2, lambda rank: run(rank, True))
+    assert all(torch.equal(one, other) for one, other in zip(plain, compiled, strict=True))
+
+
+@on_ranks(2)
+def test_a_pickle_is_refused_with_what_can_be_saved(rank: int) -> None:
+    model = ddp.DistributedDataParallel(Net())
+    with pytest.raises(fsdp.ShardingError, match=r"a module holds the engine of its process: save model.state_dict\(\)"):
+        torch.save(model.module, io.BytesIO())
 
 
 def test_gradients_accumulate_on_this_rank_under_no_sync() -> None:

@@ -138,13 +138,22 @@ def test_the_plugin_loads_what_it_saved(kind: str, version: int, tmp_path: Path)
     assert largest_difference(found["weights"], expected["weights"]) < WEIGHTS
 
 
-def adapted(kind: str, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
+WRAPPED: dict[str, dict[str, Any]] = {
+    "whole": {"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": None},
+    "by layer": {},
+}
+
+
+def with_adapters() -> Any:
+    return peft.get_peft_model(make_model(0), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def adapted(kind: str, wrapped: str, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
     """The adapters of a peft model before they were saved, after they were changed and loaded, and the names left over."""
     install("torch_fsdp")
-    plugin = plugin_of(1, auto_wrap_policy="no_wrap", transformer_cls_names_to_wrap=None, state_dict_type=kind)
+    plugin = plugin_of(1, state_dict_type=kind, **WRAPPED[wrapped])
     accelerator = Accelerator(fsdp_plugin=plugin)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = accelerator.prepare(peft.get_peft_model(make_model(0), config))
+    model = accelerator.prepare(with_adapters())
     before = {name: fsdp.full_tensor(p).detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     save_fsdp_model(plugin, accelerator, model, str(folder), adapter_only=True)
     with torch.no_grad():
@@ -156,10 +165,34 @@ def adapted(kind: str, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_alone_are_saved_and_loaded(kind: str, tmp_path: Path) -> None:
-    for before, after, left_over in run(2, lambda rank: adapted(kind, tmp_path)):
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_adapters_alone_are_saved_and_loaded(kind: str, wrapped: str, tmp_path: Path) -> None:
+    for before, after, left_over in run(2, lambda rank: adapted(kind, wrapped, tmp_path)):
         assert before and not left_over
         torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("version", DOORS)
+def test_adapters_that_peft_has_saved_are_those_that_were_trained(version: int, tmp_path: Path) -> None:
+    def saved(rank: int) -> dict[str, torch.Tensor]:
+        install(DOORS[version])
+        accelerator = Accelerator(fsdp_plugin=plugin_of(version))
+        model = with_adapters()
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        state = accelerator.get_state_dict(model)
+        peft_model = accelerator.unwrap_model(model)
+        peft_model.save_pretrained(str(tmp_path), is_main_process=rank == 0, state_dict=state)
+        return {name: value for name, value in state.items() if ".lora_" in name}
+
+    state = run(2, saved)[0]
+    loaded = peft.PeftModel.from_pretrained(make_model(0), str(tmp_path)).state_dict()
+    assert len(state) == 8
+    torch.testing.assert_close({name: loaded[name] for name in state}, state, rtol=0, atol=0)
+
+
+def test_a_later_version_of_the_plugin_is_refused_by_name() -> None:
+    with install(), pytest.raises(fsdp.ShardingError, match="fsdp_version=3: this version of fsdp does not know it"):
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=3))
 
 
 BROADCASTS = {1: {"sync_module_states": True}, 2: {"cpu_ram_efficient_loading": True}}

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp
 from fsdp.compat import fully_shard as ours
@@ -102,12 +103,16 @@ def refusals(path: Path) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model: Any = parallelize_module(nn.Sequential(Block(), Block()), mesh["tp"], PLAN)
     alone = init_device_mesh("cpu", (4,))
+    own_class = nn.Linear(4, 4)
+    weight = TwoTensor(torch.eye(4)[:2], torch.eye(4)[:2])
+    own_class.weight = nn.Parameter(DTensor.from_local(weight, mesh["tp"], [Shard(0)], run_check=False))
     said = []
     parts = {name: p.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)}
     for attempt in (
         lambda: ours.fully_shard(model),
         lambda: ours.fully_shard(model, mesh=alone),
         lambda: fsdp.fully_shard(model),
+        lambda: ours.fully_shard(own_class, mesh=mesh["dp"]),
         lambda: fsdp.to_local(next(ours.fully_shard(model, mesh=mesh["dp"]).parameters())),
     ):
         try:

@@ -189,6 +189,20 @@ def test_a_state_dict_and_gradients_can_be_copied_deeply(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_gather_of_ones_own_is_refused_until_it_is_deleted(rank: int) -> None:
+    model = sharded()
+    wanted = model.loss(tokens_of(0, rank)).item()
+    local: Any = next(model.parameters())._local_tensor
+    local.fsdp_pre_all_gather = lambda mesh: ((local,), None)
+    with torch.no_grad():
+        local.add_(1.0)
+    with pytest.raises(fsdp.ShardingError, match="fsdp_pre_all_gather of a local tensor is not called"):
+        model.loss(tokens_of(0, rank))
+    del local.fsdp_pre_all_gather
+    assert model.loss(tokens_of(0, rank)).item() != wanted
+
+
+@on_ranks(2)
 def test_data_that_is_assigned_to_a_dtensor_is_refused_once_and_changes_nothing(rank: int) -> None:
     model = sharded()
     wanted = model.loss(tokens_of(0, rank)).item()
