@@ -1,0 +1,92 @@
+"""Steps of torch's element-wise optimizers over DTensors compute on local tensors, and leave DTensors."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fsdp
+from fsdp.compat.fully_shard import fully_shard
+from fsdp.shards.optimizer_state import ELEMENT_WISE_OPTIMIZERS, NUMBERS
+
+STEPS = 3
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def options(kind: Any, how: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"lr": 0.05}
+    if kind is torch.optim.SGD:
+        found["momentum"] = 0.9
+    return found | ({how: True} if how else {})
+
+
+def train(model: nn.Module, kind: Any, how: str) -> torch.optim.Optimizer:
+    optimizer = kind(model.parameters(), **options(kind, how))
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4, generator=torch.Generator().manual_seed(number))).sum().backward()
+        optimizer.step()
+    return optimizer  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("how", ["", "foreach", "fused"])
+@pytest.mark.parametrize("kind", ELEMENT_WISE_OPTIMIZERS)
+def test_a_step_is_right_and_its_state_is_of_dtensors(kind: Any, how: str, size: int) -> None:
+    if how == "fused" and kind not in FUSED:
+        with pytest.raises(TypeError, match="fused"):
+            train(net(), kind, how)
+        return
+    plain = net()
+    wanted = train(plain, kind, how)
+
+    def on_rank(rank: int) -> None:
+        model: Any = net()
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        optimizer = train(fully_shard(model), kind, how)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(ours.full_tensor(), theirs, rtol=1e-5, atol=1e-7)
+            kept, same = optimizer.state[ours], wanted.state[theirs]
+            assert kept.keys() == same.keys()
+            for key, value in kept.items():
+                if key in NUMBERS or not isinstance(value, Tensor):
+                    assert value == same[key] or (value is None and same[key] is None)
+                else:
+                    assert isinstance(value, DTensor)
+                    assert value.placements == ours.placements
+                    assert torch.allclose(value.full_tensor(), same[key], rtol=1e-5, atol=1e-7)
+        assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+        assert set(optimizer.state) <= set(model.parameters())
+
+    fsdp.simulate(size, on_rank)
+
+
+def test_state_keeps_its_objects_and_a_closure_is_called() -> None:
+    def on_rank(rank: int) -> None:
+        model: Any = fully_shard(nn.Linear(4, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        calls: list[float] = []
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).sum()
+            loss.backward()
+            calls.append(loss.item())
+            return calls[-1]
+
+        optimizer.step(closure)
+        kept = {key: value for key, value in optimizer.state[model.weight].items() if key not in NUMBERS}
+        version = model.weight._version
+        optimizer.step()
+        assert calls and model.weight._version > version
+        assert all(optimizer.state[model.weight][key] is value for key, value in kept.items())
+
+    fsdp.simulate(2, on_rank)
