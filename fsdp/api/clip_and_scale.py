@@ -175,15 +175,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         engine = engines_in(model, "ShardedGradScaler")[0]
-        if any(unit.tensor_parallel_params for unit in engine.units):
-            raise ShardingError(
-                "ShardedGradScaler: tensor parallelism has spread parameters, so ranks of other groups must agree as well; use "
-                "torch.amp.GradScaler."
-            )
         self._found_on = engine.units[0].shard_device
         kind = device or self._found_on.type
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._comm = engine.comms.world_comm
+        self._comm = engine.comms.whole
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -19,6 +19,7 @@ SHARD_NAME: Final = "shard"
 REDUCE_NAME: Final = "reduce"
 REPLICA_NAME: Final = "replica"
 WORLD_NAME: Final = "world"
+WHOLE_NAME: Final = "whole"
 
 
 def lane_name(name: str, number: int) -> str:
@@ -46,6 +47,13 @@ class CommContext(NamedTuple):
     """One for each reduction stream."""
     inner: tuple["CommContext", ...] = ()
     """Those of units of the root that share their work with some of its ranks alone, such as experts."""
+    across: Communicator | None = None
+    """Connects all ranks of all meshes of the root, those of tensor parallelism too; None if there are no others."""
+
+    @property
+    def whole(self) -> Communicator:
+        """Connects all ranks that have a part of the root. Never called in a step: only between them."""
+        return self.world_comm if self.across is None else self.across
 
     @property
     def reduce_comm(self) -> Communicator:
@@ -64,7 +72,8 @@ class CommContext(NamedTuple):
 
     def same_ranks_as(self, other: "CommContext") -> bool:
         """Whether both connect the same ranks, in the same roles. The number of lanes may differ."""
-        return self._replace(lanes=self.lanes[:1], inner=()) == other._replace(lanes=other.lanes[:1], inner=())
+        mine, others = (one._replace(lanes=one.lanes[:1], inner=(), across=None) for one in (self, other))
+        return mine == others
 
     def lane(self, number: int) -> Lane:
         """The communicators of lane `number` of the root."""
