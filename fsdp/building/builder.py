@@ -129,8 +129,8 @@ def _check_shared(units: Sequence[Unit], comms: CommContext) -> None:
             if bits != wanted:
                 raise ShardingError(
                     f"ranks {source} and {rank} of the meshes begin with different values of {part[0]!r}, which tensor "
-                    "parallelism does not cut: they would train different models. Build the model alike on every rank, with the same seed; "
-                    "param_init_fn too must give such a parameter the same values."
+                    "parallelism does not cut: they would train different models. Build the model alike on every rank, with the "
+                    "same seed; param_init_fn too must give such a parameter the same values."
                 )
 
 

@@ -21,7 +21,7 @@ A parameter may be a DTensor before wrapping, which tensor parallelism has made.
 parameter is a DTensor over the same mesh as before, and the shard is a DTensor over both meshes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -102,6 +102,11 @@ class Placement:
     def coordinates(self) -> tuple[int, ...]:
         """Which of the parts this rank has. Ranks with the same coordinates have the same part."""
         return (self.rank,)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts its part in a sum over all meshes. Of the ranks with the same part, one does."""
+        return True
 
     @property
     def is_row_range(self) -> bool:
@@ -292,8 +297,15 @@ class DTensorPlacement(Placement):
 
     @property
     def coordinates(self) -> tuple[int, ...]:
-        here = zip(self._spec.mesh.get_coordinate(), self._spec.placements, strict=True)
-        return tuple([coordinate for coordinate, placement in here if not placement.is_replicate()])
+        return tuple([coordinate for coordinate, placement in self._here() if not placement.is_replicate()])
+
+    @property
+    def counts(self) -> bool:
+        return not any([coordinate for coordinate, placement in self._here() if placement.is_replicate()])
+
+    def _here(self) -> Iterator[tuple[int, Any]]:
+        """This rank's coordinate in each dimension of the mesh, and how the parameter lies along it."""
+        return zip(self._spec.mesh.get_coordinate(), self._spec.placements, strict=True)
 
     @property
     def is_row_range(self) -> bool:

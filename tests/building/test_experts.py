@@ -319,7 +319,8 @@ def test_a_gradient_that_is_replicated_over_the_experts_ranks_counts_once() -> N
             module.weight = nn.Parameter(weight)
             fsdp.fully_shard(module, mesh=mesh["edp"])
         fsdp.fully_shard(model, mesh=everyone)
-        x = DTensor.from_local(torch.full((1, 2), float(rank)), mesh["ep"], [Replicate()], run_check=False)
+        here = float(rank // 2 + 1)  # replicated: the same on the ranks of the experts
+        x = DTensor.from_local(torch.full((1, 2), here), mesh["ep"], [Replicate()], run_check=False)
         model(x).sum().backward()
         norm = fsdp.clip_grad_norm_(model, 1e9)
         squares = sum(float(p.grad.full_tensor().square().sum()) for p in model.parameters())

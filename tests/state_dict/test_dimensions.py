@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp
@@ -287,3 +287,76 @@ def test_a_matrix_without_rows_on_some_ranks_is_sharded() -> None:
         same(full(model), nn.Sequential(nn.Linear(6, 5)).state_dict(), 0.0)
 
     fsdp.simulate(4, lambda rank: program())
+
+
+def in_one_process(kind: str, power: float) -> tuple[float, dict[str, Tensor]]:
+    model = plain(kind)
+    for group in range(groups_of(kind)):
+        (model(batch(0, group)).square().mean() / groups_of(kind)).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, power)
+    return float(norm), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_element_counts_once_in_the_norm(kind: str, power: float) -> None:
+    norm, gradients = in_one_process(kind, power)
+
+    def program() -> float:
+        model = build(kind)
+        model(batch(0, group_here(kind))).square().mean().backward()
+        found = float(fsdp.clip_grad_norm_(model, 0.01, power))
+        assert found == pytest.approx(norm, rel=1e-6)
+        same({name: p.grad for name, p in model.named_parameters()}, gradients, 1e-5)
+        return found
+
+    assert len(set(on_all(kind, program))) == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (4, 1), (2, 2)])
+def test_parameters_without_elements_on_a_rank_count_nothing_there(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5))
+    model(batch(0, 0)).square().mean().backward()
+    wanted = [float(nn.utils.get_total_norm([p.grad for p in model.parameters()], power)) for power in (2.0, float("inf"))]  # type: ignore[misc]
+
+    def program(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
+        fsdp.fully_shard(model, mesh=mesh["dp"])
+        model(batch(0, 0)).square().mean().backward()
+        return [float(fsdp.clip_grad_norm_(model, 1e9, power)) for power in (2.0, float("inf"))]
+
+    for found in fsdp.simulate(4, program):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("power", [2.0, float("inf")])
+def test_the_norm_is_over_all_stages_of_a_pipeline(power: float) -> None:
+    torch.manual_seed(0)
+    stages = [nn.Linear(6, 3 + number) for number in range(4)]
+    for number, stage in enumerate(stages):
+        for group in range(2):
+            (stage(batch(number, group)).square().mean() / 2).backward()
+    gradients = [p.grad for stage in stages for p in stage.parameters()]
+    norm = float(nn.utils.clip_grad_norm_([p for stage in stages for p in stage.parameters()], 0.01, power))
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        torch.manual_seed(0)
+        every = [nn.Linear(6, 3 + number) for number in range(4)]
+        numbers = [mesh["pp"].get_local_rank(), mesh["pp"].get_local_rank() + 2]
+        mine = [fsdp.fully_shard(every[number], mesh=mesh["dp"]) for number in numbers]
+        for number, stage in zip(numbers, mine, strict=True):
+            stage(batch(number, mesh["dp"].get_local_rank())).square().mean().backward()
+        assert float(fsdp.clip_grad_norm_(mine, 0.01, power, pp_mesh=mesh["pp"])) == pytest.approx(norm, rel=1e-6)
+        for number, stage in zip(numbers, mine, strict=True):
+            wanted = gradients[2 * number : 2 * number + 2]
+            for p, gradient in zip(stage.parameters(), wanted, strict=True):
+                torch.testing.assert_close(fsdp.full_tensor(p.grad), gradient)
+
+    fsdp.simulate(4, program)
+    with pytest.raises(fsdp.ShardingError, match="clip_grad_norm_ takes a model, or a list"):
+        fsdp.clip_grad_norm_([], 1.0)
