@@ -82,15 +82,14 @@ def _measure(model: nn.Module, power: float) -> _Measured:
         refuse_unless_resting("clip_grad_norm_", engine)
         if engine.reducer.keeps_gradients:
             raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
-    spread = {id(p): placement for engine in engines for unit in engine.units for p, placement in unit.tensor_parallel_params}
     strided, sparse = counted = _gradients_of(parameters)
+    flats = [flat for engine in engines for unit in engine.units for flat in unit.flats]
+    spread = any(flat.tensor_parallel for flat in flats)
     if spread:
-        # of ranks that have the same elements, one counts them
-        first = comms.whole.rank == 0 or comms.whole.ranks[0] in comms.reduce_comm.ranks
-        counts = [p for p in parameters if (spread[id(p)].counts if id(p) in spread else first)]
-        counted = _gradients_of(counts)
+        placed = {id(p): one for flat in flats for p, one in zip(flat.sharded_params, flat.placements, strict=True)}
+        counted = _gradients_of([p for p in parameters if placed[id(p)].counts_among(comms.whole.ranks)])
     # every rank must choose one dtype, also one that holds no gradient
-    is_double = any(flat.shard.dtype is torch.float64 for engine in engines for unit in engine.units for flat in unit.flats)
+    is_double = any(flat.shard.dtype is torch.float64 for flat in flats)
     local = _local_norm(*counted, power, torch.float64 if is_double else torch.float32, engines[0].units[0].shard_device)
     return _Measured(_combine(comms.whole if spread else comms.reduce_comm, local, power), strided, sparse)
 

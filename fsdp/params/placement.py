@@ -103,9 +103,8 @@ class Placement:
         """Which of the parts this rank has. Ranks with the same coordinates have the same part."""
         return (self.rank,)
 
-    @property
-    def counts(self) -> bool:
-        """Whether this rank counts its part in a sum over all meshes. Of the ranks with the same part, one does."""
+    def counts_among(self, ranks: Sequence[int]) -> bool:
+        """Whether this rank counts its part in a sum over `ranks`, those of all meshes. Of ranks with the same part, one does."""
         return True
 
     @property
@@ -299,9 +298,10 @@ class DTensorPlacement(Placement):
     def coordinates(self) -> tuple[int, ...]:
         return tuple([coordinate for coordinate, placement in self._here() if not placement.is_replicate()])
 
-    @property
-    def counts(self) -> bool:
-        return not any([coordinate for coordinate, placement in self._here() if placement.is_replicate()])
+    def counts_among(self, ranks: Sequence[int]) -> bool:
+        # ranks in another dimension than those of its mesh have copies of it: the mesh of the first rank counts
+        has_first = not ranks or ranks[0] in self.ranks
+        return has_first and not any([coordinate for coordinate, placement in self._here() if placement.is_replicate()])
 
     def _here(self) -> Iterator[tuple[int, Any]]:
         """This rank's coordinate in each dimension of the mesh, and how the parameter lies along it."""

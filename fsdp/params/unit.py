@@ -25,7 +25,6 @@ from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer, SavedShards
 from fsdp.params.param_info import ParamInfo
-from fsdp.params.placement import Placement
 from fsdp.params.shown_params import forget_owner, in_grad_hook, module_params_of, register_owner, show_plainly, touches
 from fsdp.params.summoned_params import FullParams
 from fsdp.params.unit_observer import UnitObserver
@@ -90,11 +89,6 @@ class Unit:
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules whose forwards are the unit's: one, or those of a list."""
         return tuple(module for reference in self._modules if (module := reference()) is not None)
-
-    @property
-    def tensor_parallel_params(self) -> list[tuple[nn.Parameter, Placement]]:
-        """The sharded parameters that tensor parallelism has spread as well."""
-        return [(flat.sharded_params[i], flat.placements[i]) for flat in self.flats for i in flat.tensor_parallel]
 
     @property
     def has_opaque_shards(self) -> bool:

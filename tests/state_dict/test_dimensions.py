@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp
 from tests.building import test_experts as experts
 
-KINDS = ["tensor parallel", "replicas", "experts", "dtensors", "columns"]
+KINDS = ["tensor parallel", "replicas", "experts", "experts and tensor parallel", "dtensors", "columns"]
 """The last two are on one mesh: shards as DTensors, cut between rows and along the last dimension."""
 Step = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 def plain(kind: str) -> nn.Sequential:
-    if kind == "experts":
+    if kind.startswith("experts"):
         return experts.make()
     torch.manual_seed(0)
     return nn.Sequential(Block(), Block(), nn.Linear(6, 6))
@@ -48,13 +48,20 @@ def ranks_of(kind: str) -> int:
 
 def groups_of(kind: str) -> int:
     """How many ranks get data of their own."""
-    return 2 if kind == "tensor parallel" else 4
+    return 2 if kind.endswith("tensor parallel") else 4
 
 
 def build(kind: str, model: nn.Sequential | None = None, **options: Any) -> nn.Sequential:
     model = model or plain(kind)
     if kind == "experts":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        experts.distribute(model, mesh)
+        experts.wrap(model, mesh, **options)
+        return model
+    if kind == "experts and tensor parallel":
+        mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("edp", "ep", "tp"))
+        for block in model[:2]:
+            parallelize_module(block, mesh["tp"], {"router": ColwiseParallel(output_layouts=Replicate())})
         experts.distribute(model, mesh)
         experts.wrap(model, mesh, **options)
         return model
