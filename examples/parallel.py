@@ -251,7 +251,8 @@ def parse_arguments(world: World) -> argparse.Namespace:
     args = parser.parse_args()
     others = args.tp * args.pp * args.cp
     args.dp = args.dp or world.size // others
-    if args.dp * others != world.size or args.dp % args.ep or EXPERTS % args.ep or HEADS % args.tp or BATCH % args.dp or LAYERS % args.pp:
+    divides = (args.dp, BATCH), (args.ep, args.dp), (args.ep, EXPERTS), (args.tp, HEADS), (args.pp, LAYERS)
+    if args.dp * others != world.size or any(total % part for part, total in divides):
         parser.error(
             f"dp * tp * pp * cp must be {world.size}, the number of processes; dp a multiple of ep and a divisor of {BATCH}; "
             f"ep a divisor of {EXPERTS}, tp of {HEADS}, pp of {LAYERS}"

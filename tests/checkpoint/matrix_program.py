@@ -104,10 +104,15 @@ ALL = {**OURS, **OTHERS}
 
 
 def build(kind: str, seed: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """A model that is distributed so, and its optimizer after a step whose gradients are the weights."""
+    """A model that is distributed so, and its optimizer after a step."""
     model = make(seed)
     distribute, wrap = ALL[kind]
     distribute(model, wrap)
+    return stepped(model)
+
+
+def stepped(model: nn.Sequential) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """The model and its optimizer after a step whose gradients are the weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
@@ -127,6 +132,33 @@ def full_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 def differences(found: State, wanted: State) -> list[str]:
     names = sorted(found.keys() ^ wanted.keys())
     return names + [name for name in found.keys() & wanted.keys() if not torch.equal(found[name], wanted[name])]
+
+
+def stages_in_one_checkpoint(folder: Path) -> list[str]:
+    """What is wrong after each rank has saved its stage of a pipeline, under the names of the whole model."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    place, wrong = mesh["pp"].get_local_rank(), []
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def load(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+        weights, state = get_state_dict(model, optimizer, options=flat)
+        dcp.load(loaded := {"model": weights, "optimizer": state}, checkpoint_id=folder / "stages")
+        found = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
+        set_state_dict(model, optimizer, **found, options=flat)
+        return full_of(model, optimizer)
+
+    def stage(seed: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        model = make(seed)
+        model[1 - place] = nn.Identity()
+        fsdp.fully_shard(model, mesh=mesh["dp"])
+        return stepped(model)
+
+    weights, state = get_state_dict(*stage(0), options=flat)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "stages")
+    wanted = full_of(*stepped(make(0)))
+    wrong += differences(load(*stepped(make(1))), wanted)
+    mine = {name: tensor for name, tensor in wanted.items() if name.startswith(f"{place}.")}
+    return wrong + differences(load(*stage(1)), mine)
 
 
 def run(rank: int, size: int, folder: Path) -> dict[str, list[str]]:
@@ -160,6 +192,7 @@ def run(rank: int, size: int, folder: Path) -> dict[str, list[str]]:
                 wrong[f"{by_us} -> {kind}"] = differences(full_of(model, optimizer), saved[source])
             elif source in OURS:
                 wrong[f"{source} -> {kind}"] = differences(full_of(model, optimizer), saved[source])
+    wrong["stages"] = stages_in_one_checkpoint(folder)
     return {name: names for name, names in wrong.items() if names} | {"compared": [*map(str, [len(wrong)])]}
 
 
