@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,28 +40,21 @@ def clip_grad_norm_(
         raise ShardingError("clip_grad_norm_ takes a model, or a list of those of this rank's stages of a pipeline.")
     stages = None if pp_mesh is None else open_comms(None, pp_mesh, MeshKind.SHARD).world_comm
     measured = [_measure(one, power) for one in models]
-    total = measured[0].norm
+    total = measured[0][0]
     if len(measured) > 1 or stages is not None:
-        over_all = torch.linalg.vector_norm(torch.stack([one.norm.to(total.device, torch.float64) for one in measured]), power)
+        over_all = torch.linalg.vector_norm(torch.stack([norm.to(total.device, torch.float64) for norm, *_ in measured]), power)
         total = (over_all if stages is None else _combine(stages, over_all, power)).to(total.dtype)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for one in measured:
-        _scale(one.strided, factor.to(one.norm.dtype))
-        for gradient in one.sparse:
+    for norm, strided, sparse in measured:
+        _scale(strided, factor.to(norm.dtype))
+        for gradient in sparse:
             gradient.mul_(factor)
     return total
 
 
-class _Measured(NamedTuple):
-    """The norm over the gradients of one model, and the gradients of which this rank holds elements."""
-
-    norm: Tensor
-    strided: list[Tensor]
-    sparse: list[Tensor]
-
-
 @collective_call
-def _measure(model: nn.Module, power: float) -> _Measured:
+def _measure(model: nn.Module, power: float) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The norm over the gradients of one model, and the gradients of which this rank holds elements: dense and sparse ones."""
     engines = engines_in(model, "clip_grad_norm_")
     comms = engines[0].comms
     sharded = set(map(id, chain.from_iterable(unit.sharded_params for engine in engines for unit in engine.units)))
@@ -84,14 +76,14 @@ def _measure(model: nn.Module, power: float) -> _Measured:
             raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
     strided, sparse = counted = _gradients_of(parameters)
     flats = [flat for engine in engines for unit in engine.units for flat in unit.flats]
-    spread = any(flat.tensor_parallel for flat in flats)
-    if spread:
+    is_over_meshes = any(flat.tensor_parallel for flat in flats)
+    if is_over_meshes:
         placed = {id(p): one for flat in flats for p, one in zip(flat.sharded_params, flat.placements, strict=True)}
-        counted = _gradients_of([p for p in parameters if placed[id(p)].counts_among(comms.whole.ranks)])
+        counted = _gradients_of([p for p in parameters if placed[id(p)].counts_among(comms.joint.ranks)])
     # every rank must choose one dtype, also one that holds no gradient
     is_double = any(flat.shard.dtype is torch.float64 for flat in flats)
     local = _local_norm(*counted, power, torch.float64 if is_double else torch.float32, engines[0].units[0].shard_device)
-    return _Measured(_combine(comms.whole if spread else comms.reduce_comm, local, power), strided, sparse)
+    return _combine(comms.joint if is_over_meshes else comms.reduce_comm, local, power), strided, sparse
 
 
 @collective_call
@@ -197,7 +189,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self._found_on = engine.units[0].shard_device
         kind = device or self._found_on.type
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._comm = engine.comms.whole
+        self._comm = engine.comms.joint
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

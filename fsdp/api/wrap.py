@@ -337,7 +337,7 @@ def fully_shard(
         check_initialisation(plan, param_init_fn)
         return config, plan
 
-    config, plan = agree(comms.whole, prepare)
+    config, plan = agree(comms.joint, prepare)
     intercept_engine_calls(translate_shards)
     dtensor_mesh = open_mesh(process_group, mesh, device_of(plan)) if config.dtensors else None
     comms = open_comms(*ranks, config.reduction.streams)._replace(across=comms.across)

@@ -19,7 +19,7 @@ SHARD_NAME: Final = "shard"
 REDUCE_NAME: Final = "reduce"
 REPLICA_NAME: Final = "replica"
 WORLD_NAME: Final = "world"
-WHOLE_NAME: Final = "whole"
+JOINT_NAME: Final = "joint"
 
 
 def lane_name(name: str, number: int) -> str:
@@ -51,7 +51,7 @@ class CommContext(NamedTuple):
     """Connects all ranks of all meshes of the root, those of tensor parallelism too; None if there are no others."""
 
     @property
-    def whole(self) -> Communicator:
+    def joint(self) -> Communicator:
         """Connects all ranks that have a part of the root. Never called in a step: only between them."""
         return self.world_comm if self.across is None else self.across
 

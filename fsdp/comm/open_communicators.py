@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.comm import simulated
 from fsdp.comm.communicator import Communicator, SingleRankCommunicator
-from fsdp.comm.context import REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WHOLE_NAME, WORLD_NAME, CommContext, Lane, lane_name
+from fsdp.comm.context import JOINT_NAME, REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
 from fsdp.comm.failure.peer_monitor import PeerMonitor, at_end
 from fsdp.comm.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 from fsdp.comm.process_group import DeviceCommunicator, GlooCommunicator, ProcessGroupCommunicator
@@ -103,9 +103,9 @@ def open_across(mesh: Any, comms: CommContext, ranks: tuple[int, ...]) -> CommCo
         return comms
     here = simulated.current_rank()
     if here is not None:
-        return comms._replace(across=here.comm(WHOLE_NAME, ranks))
+        return comms._replace(across=here.comm(JOINT_NAME, ranks))
     group = _group_of(mesh.get_group(mesh.ndim - 1), ranks)
-    return comms._replace(across=_own_comm(group, WHOLE_NAME))
+    return comms._replace(across=_own_comm(group, JOINT_NAME))
 
 
 def background_comm(world_comm: Communicator) -> Communicator:

@@ -38,8 +38,8 @@ from fsdp.shards.dtensors import (
     Mesh,
     keep_hooks,
     let_scalers_agree,
-    local_box,
     local_of,
+    local_of_full,
     make_dtensor,
     replace_by_dtensor,
     specs_of,
@@ -331,7 +331,7 @@ class DTensorPlacement(Placement):
 
     def part_of_full(self, full: Tensor) -> Tensor:
         spec = self._unsharded_spec
-        return self.local_part(full if spec is None else local_box(full, spec))
+        return self.local_part(full if spec is None else local_of_full(full, spec))
 
     def local_grad(self, gradient: Any) -> Tensor:
         spec = self._unsharded_spec

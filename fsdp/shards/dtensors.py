@@ -61,7 +61,7 @@ def specs_of(mesh: Mesh, parameter: Tensor, dim: int) -> tuple[Any, Any]:
     return DTensorSpec(joined, (*replicas, mine, *given.placements), meta), DTensorSpec(given.mesh, given.placements, meta)
 
 
-def local_box(full: Tensor, spec: Any) -> Tensor:
+def local_of_full(full: Tensor, spec: Any) -> Tensor:
     """This rank's part of a full tensor that lies as `spec`, torch's DTensorSpec, says: a view."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

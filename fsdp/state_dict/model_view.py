@@ -22,7 +22,7 @@ class ModelView:
         self.function_name = function_name
         self._refs = resting_units_in(model, function_name)
         self.units = [ref.unit for ref in self._refs]
-        self.world_comm = self._refs[0].engine.comms.whole
+        self.world_comm = self._refs[0].engine.comms.joint
         """The communicator of all ranks that have a part of the model, in whichever dimension."""
         self.param_shards = param_shards_in(model)
         """The sharded parameters, by the id of the user's Parameter object."""

@@ -29,7 +29,7 @@ class PlacementKind(Enum):
     UNSHARDED = auto()
     """The tensor is complete where it exists: on the one rank that holds the full parameter, or on every rank if the parameter
     is not sharded."""
-    SPREAD = auto()
+    DTENSOR = auto()
     """The full tensor has the parameter's shape. Each rank's part is a DTensor, which knows where it lies."""
     PER_RANK = auto()
     """There is no full tensor: each rank's is a statistic over its own shard, for example."""
@@ -67,18 +67,18 @@ class StatePlacement(NamedTuple):
 
     def cut(self, full: Tensor, rank: int) -> Tensor:
         """The part of a full tensor that belongs on `rank`, this one: a copy, so that the full tensor can be freed."""
-        if self.param_shard is not None and self.kind is PlacementKind.SPREAD:
+        if self.param_shard is not None and self.kind is PlacementKind.DTENSOR:
             return self.param_shard.placement.as_shard(self.param_shard.cut(full).clone())
         first, numel = self.span(rank)
         return full.detach().reshape(-1)[first : first + numel].view(self.local_shape(rank)).clone()
 
     def value(self, name: str, local: Tensor, rank: int) -> Tensor:
         """`local`, the tensor on `rank`, as Distributed Checkpoint can save and load it."""
-        return local if self.kind is PlacementKind.SPREAD else ShardedValue(name, local, self.shape, self.span(rank)[0])
+        return local if self.kind is PlacementKind.DTENSOR else ShardedValue(name, local, self.shape, self.span(rank)[0])
 
     def empty(self, name: str, rank: int, device: torch.device) -> Tensor:
         """New memory for the tensor on `rank`, this one, as Distributed Checkpoint can load it."""
-        if self.param_shard is not None and self.kind is PlacementKind.SPREAD:
+        if self.param_shard is not None and self.kind is PlacementKind.DTENSOR:
             placement, like = self.param_shard.placement, plain(self.param_shard.parameter)
             return placement.as_shard(torch.empty_like(like, dtype=self.dtype, device=device))
         local = torch.empty(self.local_shape(rank), dtype=self.dtype, device=device)
@@ -94,7 +94,7 @@ def placement_of(where: str, param_shard: ParamShard | None, shapes: Mapping[int
     if param_shard is None:
         return StatePlacement(None, PlacementKind.UNSHARDED, next(iter(shapes.values())), dtype)
     if param_shard.is_dtensor:
-        return StatePlacement(param_shard, PlacementKind.SPREAD, next(iter(shapes.values())), dtype)
+        return StatePlacement(param_shard, PlacementKind.DTENSOR, next(iter(shapes.values())), dtype)
     holders = param_shard.holders
     absent = [rank for rank in holders if rank not in shapes]
     if absent:
@@ -122,7 +122,7 @@ def placement_from_full(where: str, param_shard: ParamShard | None, shape: Shape
     if param_shard is None or (len(param_shard.holders) <= 1 and not is_dtensor):
         return StatePlacement(param_shard, PlacementKind.UNSHARDED, shape, dtype)
     if shape == param_shard.shape:
-        return StatePlacement(param_shard, PlacementKind.SPREAD if is_dtensor else PlacementKind.LIKE_PARAM, shape, dtype)
+        return StatePlacement(param_shard, PlacementKind.DTENSOR if is_dtensor else PlacementKind.LIKE_PARAM, shape, dtype)
     if not is_dtensor and _cut_between_rows(param_shard) and shape[:1] == param_shard.shape[:1] and 0 not in shape:
         return StatePlacement(param_shard, PlacementKind.BY_ROW, shape, dtype)
     raise ShardingError(

@@ -368,10 +368,10 @@ def _gather(placement: StatePlacement, local: Tensor | None, optimizer_view: Opt
     if placement.param_shard is None:
         assert local is not None, "the placement of a parameter that is not sharded is of this rank's state"
         return local.detach()
-    if placement.kind is PlacementKind.SPREAD:
+    if placement.kind is PlacementKind.DTENSOR:
         assert local is not None, "every rank has a part"
-        spread: Any = local
-        gathered: Tensor = spread.full_tensor()
+        dtensor: Any = local
+        gathered: Tensor = dtensor.full_tensor()
         return gathered
     full = torch.empty(placement.shape, dtype=placement.dtype, device=optimizer_view.parameters[name].device)
     parts = [(rank, *placement.span(rank)) for rank in placement.param_shard.holders]

@@ -47,15 +47,21 @@ def local_values(result: Any) -> Any:
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(other, Tensor):
-        return (
-            isinstance(one, Tensor)
-            and one.shape == other.shape
-            and one.dtype == other.dtype
-            and torch.equal(one.nan_to_num(), other.nan_to_num())
-        )
-    return type(one) is type(other)
+        return isinstance(one, list | tuple) and len(one) == len(other) and all(map(same, one, other))
+    if not isinstance(other, Tensor):
+        return type(one) is type(other)
+    return (
+        isinstance(one, Tensor)
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and torch.equal(*map(known, (one, other)))
+    )
+
+
+def known(tensor: Tensor) -> Tensor:
+    """The values with numbers in place of NaN, which equals nothing."""
+    values = tensor.to(torch.complex64) if tensor.dtype is torch.complex32 else tensor
+    return values.nan_to_num() if values.is_floating_point() or values.is_complex() else values
 
 
 def seeded(function: Any, first: Tensor, given: tuple[Any, ...]) -> tuple[str, Any, Tensor]:
