@@ -52,7 +52,7 @@ class CommContext(NamedTuple):
 
     @property
     def joint(self) -> Communicator:
-        """Connects all ranks that have a part of the root. Never called in a step: only between them."""
+        """Connects all ranks that have a part of the root. Called between steps alone."""
         return self.world_comm if self.across is None else self.across
 
     @property
@@ -98,7 +98,8 @@ class CommContext(NamedTuple):
 
     def epoch(self) -> int:
         """A number that increases with every abandoned step of any model on these communicators."""
-        return self.shard_comm.epoch() + self.world_comm.epoch() + sum([one.epoch() for one in self.inner])
+        across = 0 if self.across is None else self.across.epoch()
+        return self.shard_comm.epoch() + self.world_comm.epoch() + across + sum([one.epoch() for one in self.inner])
 
     def each(self) -> dict[str, Communicator]:
         """Every communicator once, by name."""
@@ -110,6 +111,8 @@ class CommContext(NamedTuple):
         names = {id(comm): name for name, comm in ((WORLD_NAME, self.world_comm), *lanes, (SHARD_NAME, self.shard_comm))}
         found = {SHARD_NAME: self.shard_comm, **dict(lanes), WORLD_NAME: self.world_comm}
         own = {name: comm for name, comm in found.items() if names[id(comm)] == name}
+        if self.across is not None:
+            own[JOINT_NAME] = self.across
         for number, one in enumerate(self.inner):
             own |= {f"inner {lane_name(name, number)}": comm for name, comm in one.each().items()}
         return own

@@ -92,6 +92,8 @@ class Engine:
         self._forward_stack: list[int] = []
         """The units whose forward runs, outermost first."""
         self._last_unit = 0
+        self._has_abandoned = False
+        """Whether a step was abandoned since the last pass began."""
         """The unit of the last event."""
         self._failed = 0
         """The unit whose forward failed last."""
@@ -321,6 +323,7 @@ class Engine:
         self.pending_backward.expect(False)
         self.schedules.forget()
         self.stats.abandon_step()
+        self._has_abandoned = True
         self.comms.abandon(unit, failure)
 
     def _reset_step(self) -> None:
@@ -346,6 +349,10 @@ class Engine:
             self.schedules.forget()
         if (restart := self.pending_backward.announce_restart(self.units[0].name)) is not None:
             self.abandon_step(restart, 0)
+        if self._has_abandoned and self.comms.across is not None:
+            # a rank of another dimension that is still in that step would take the calls of this one for those it waits for
+            self.comms.across.gather_objects(None, self.units[0].name)
+        self._has_abandoned = False
         if self.units[0].config.broadcast_buffers and records_graph:
             broadcast_buffers(self.units[0].modules, self.comms.world_comm, self.watcher.source if self.watcher else 0)
         if self.reducer.policy.find_unused_parameters:
