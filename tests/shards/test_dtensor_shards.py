@@ -14,7 +14,7 @@ import fsdp
 from tests.shards.test_operator_fuzz import WITH, functions, outcome
 from tests.support.everything import EVERYTHING
 
-CRASHES = {"Tensor.apply_", "Tensor.map_", "Tensor.map2_", "Tensor.share_memory_"}
+CRASHES = {"Tensor.apply_", "Tensor.map_", "Tensor.map2_", "Tensor.share_memory_", "torch.from_dlpack"}
 """End the process for torch's own DTensors."""
 STYLES = {"columns": ColwiseParallel, "rows": RowwiseParallel}
 
