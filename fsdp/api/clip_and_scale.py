@@ -1,25 +1,32 @@
 """The gradient norm over all shards, and the gradient scaler that agrees on overflows."""
 
 import math
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.open_communicators import Mesh, open_comms
+from fsdp.config import MeshKind
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call, engines_in, refusal, refuse_unless_resting
 from fsdp.shards.shard_parameter import EmptyShardParameter
 from fsdp.shards.shard_tensor import local_operators, plain
 
 
-@collective_call
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(
+    model: nn.Module | Sequence[nn.Module], max_norm: float, norm_type: float = 2.0, *, pp_mesh: Mesh | None = None
+) -> Tensor:
     """Scale the gradients of `model` so that their global norm is at most `max_norm`, and return the norm before scaling.
 
-    The norm is taken over all gradients of all ranks together: (sum |g|^p)^(1/p), or the largest |g| for p = inf. A missing
-    gradient counts as zero. Gradients of `ignored_modules` are neither counted nor scaled. Communicates once.
+    The norm is taken over all gradients of all ranks together: (sum |g|^p)^(1/p), or the largest |g| for p = inf. Each element
+    counts once, in whichever dimension it lies or is replicated. A missing gradient counts as zero. Gradients of
+    `ignored_modules` are neither counted nor scaled. Communicates once for each model.
+
+    For a pipeline, give the stages of this rank, one or a list, and `pp_mesh`, the one-dimensional mesh of the stages: the norm
+    is then over all stages. A parameter that two stages share counts twice.
 
     Raises:
         ShardingError: `norm_type` is not a positive number, a parameter is not sharded, a forward, backward or summon is
@@ -28,6 +35,26 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     power = float(norm_type)
     if not power > 0:
         raise ShardingError(f"norm_type must be a positive number or inf, not {norm_type!r}.")
+    models = [model] if isinstance(model, nn.Module) else [*model]
+    if not models or not all(isinstance(one, nn.Module) for one in models):
+        raise ShardingError("clip_grad_norm_ takes a model, or a list of those of this rank's stages of a pipeline.")
+    stages = None if pp_mesh is None else open_comms(None, pp_mesh, MeshKind.SHARD).world_comm
+    measured = [_measure(one, power) for one in models]
+    total = measured[0][0]
+    if len(measured) > 1 or stages is not None:
+        over_all = torch.linalg.vector_norm(torch.stack([norm.to(total.device, torch.float64) for norm, *_ in measured]), power)
+        total = (over_all if stages is None else _combine(stages, over_all, power)).to(total.dtype)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for norm, strided, sparse in measured:
+        _scale(strided, factor.to(norm.dtype))
+        for gradient in sparse:
+            gradient.mul_(factor)
+    return total
+
+
+@collective_call
+def _measure(model: nn.Module, power: float) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The norm over the gradients of one model, and the gradients of which this rank holds elements: dense and sparse ones."""
     engines = engines_in(model, "clip_grad_norm_")
     comms = engines[0].comms
     sharded = set(map(id, chain.from_iterable(unit.sharded_params for engine in engines for unit in engine.units)))
@@ -47,22 +74,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         refuse_unless_resting("clip_grad_norm_", engine)
         if engine.reducer.keeps_gradients:
             raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
-    of_two_meshes = {id(p) for engine in engines for unit in engine.units for p in unit.tensor_parallel_params}
-    # only parameters of which this rank holds elements
-    strided, sparse = _gradients_of([p for p in parameters if id(p) not in of_two_meshes] if of_two_meshes else parameters)
+    strided, sparse = counted = _gradients_of(parameters)
+    flats = [flat for engine in engines for unit in engine.units for flat in unit.flats]
+    is_over_meshes = any(flat.tensor_parallel for flat in flats)
+    if is_over_meshes:
+        placed = {id(p): one for flat in flats for p, one in zip(flat.sharded_params, flat.placements, strict=True)}
+        counted = _gradients_of([p for p in parameters if placed[id(p)].counts_among(comms.joint.ranks)])
     # every rank must choose one dtype, also one that holds no gradient
-    is_double = any(flat.shard.dtype is torch.float64 for engine in engines for unit in engine.units for flat in unit.flats)
-    local = _local_norm(strided, sparse, power, torch.float64 if is_double else torch.float32, engines[0].units[0].shard_device)
-    total = _combine(comms.reduce_comm, local, power)
-    gradients = [p.grad for p in parameters if id(p) in of_two_meshes and p.grad is not None] if of_two_meshes else []
-    if gradients:
-        total = torch.linalg.vector_norm(torch.stack([total, _norm_of_dtensors(gradients, power).to(total)]), power)
-        strided += _gradients_of([p for p in parameters if id(p) in of_two_meshes])[0]
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    _scale(strided, factor)
-    for gradient in sparse:
-        gradient.mul_(factor)
-    return total
+    is_double = any(flat.shard.dtype is torch.float64 for flat in flats)
+    local = _local_norm(*counted, power, torch.float64 if is_double else torch.float32, engines[0].units[0].shard_device)
+    return _combine(comms.joint if is_over_meshes else comms.reduce_comm, local, power), strided, sparse
 
 
 @collective_call
@@ -131,16 +152,6 @@ def _local_norm(strided: list[Tensor], sparse: list[Tensor], power: float, dtype
     return total
 
 
-def _norm_of_dtensors(gradients: list[Tensor], power: float) -> Tensor:
-    """The norm over gradients that tensor parallelism has spread as well. Communicates.
-
-    torch counts each element once, also where it is replicated.
-    """
-    norm: Any = torch.nn.utils.get_total_norm(gradients, power)
-    total: Tensor = norm.full_tensor()
-    return total
-
-
 def _combine(comm: Communicator, local: Tensor, power: float) -> Tensor:
     if math.isinf(power):
         comm.all_reduce(local, "max", "norm of gradients").wait()
@@ -175,15 +186,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         engine = engines_in(model, "ShardedGradScaler")[0]
-        if any(unit.tensor_parallel_params for unit in engine.units):
-            raise ShardingError(
-                "ShardedGradScaler: tensor parallelism has spread parameters, so ranks of other groups must agree as well; use "
-                "torch.amp.GradScaler."
-            )
         self._found_on = engine.units[0].shard_device
         kind = device or self._found_on.type
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._comm = engine.comms.world_comm
+        self._comm = engine.comms.joint
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

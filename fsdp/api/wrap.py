@@ -32,8 +32,8 @@ from fsdp.building.shardable import (
 )
 from fsdp.building.torch_policies import PrecisionFields, offload_of, precision_of
 from fsdp.comm.context import CommContext
-from fsdp.comm.dtensor_mesh import open_mesh
-from fsdp.comm.open_communicators import Mesh, ProcessGroup, open_comms
+from fsdp.comm.dtensor_mesh import open_mesh, ranks_around
+from fsdp.comm.open_communicators import Mesh, ProcessGroup, open_across, open_comms
 from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
@@ -308,6 +308,8 @@ def fully_shard(
     modules: Sequence[nn.Module] = module if isinstance(module, list) else [module]
     ranks = process_group, mesh, find_strategy(sharding_strategy).mesh_kind
     comms = open_comms(*ranks)
+    given = [p for one in modules if isinstance(one, nn.Module) for p in one.parameters()]
+    comms = open_across(mesh, comms, ranks_around(mesh, given))
 
     def prepare() -> tuple[Config, list[Planned]]:
         if not modules or not all(isinstance(one, nn.Module) for one in modules):
@@ -335,10 +337,10 @@ def fully_shard(
         check_initialisation(plan, param_init_fn)
         return config, plan
 
-    config, plan = agree(comms.world_comm, prepare)
+    config, plan = agree(comms.joint, prepare)
     intercept_engine_calls(translate_shards)
     dtensor_mesh = open_mesh(process_group, mesh, device_of(plan)) if config.dtensors else None
-    comms = open_comms(*ranks, config.reduction.streams)
+    comms = open_comms(*ranks, config.reduction.streams)._replace(across=comms.across)
     with torch.inference_mode(False):  # the shards can be trained, also if the module is wrapped in inference mode
         build(plan, config, comms, param_init_fn, (*(ignored_modules or ()), *(ignored_params or ())), dtensor_mesh)
     return module

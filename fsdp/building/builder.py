@@ -20,6 +20,7 @@ from fsdp.config import Config
 from fsdp.device.streams import META, default_device
 from fsdp.errors import ShardingError
 from fsdp.params.buffer_plan import make_flat_buffers
+from fsdp.params.flat_buffer import sum_of_bits
 from fsdp.params.module_tree import IGNORED
 from fsdp.params.shown_params import show_plainly
 from fsdp.params.unit import Unit
@@ -71,7 +72,9 @@ def build(
     has_grad = agree_on_gradients(regrouped, comms.world_comm, "fully_shard") if regrouped else {}
     detach(ref for one in plan if (ref := unit_ref_of(one.module)) is not None)
     units = _Builder(plan, config, comms, initialise, has_grad, mesh).build()
-    _check_replicas([unit for unit, one in zip(units, plan, strict=True) if one.unit is None], comms)
+    new_units = [unit for unit, one in zip(units, plan, strict=True) if one.unit is None]
+    _check_replicas(new_units, comms)
+    _check_shared(new_units, comms)
     if config.sync_module_states:
         _broadcast(((name, buffer.detach()) for name, buffer in buffers_of(plan[0])), comms)
     inside: list[set[int]] = [set() for _ in plan]
@@ -102,6 +105,32 @@ def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
                 raise ShardingError(
                     f"ranks that hold the same shards begin with different parameters in unit {unit.name!r}. Build the model "
                     "anew, alike on every rank, or give sync_module_states=True."
+                )
+
+
+def _check_shared(units: Sequence[Unit], comms: CommContext) -> None:
+    """Check that the ranks of tensor parallelism begin with the same values of what all of them have.
+
+    Raises:
+        ShardingError: they begin with different values.
+    """
+    flats = [flat for unit in units for flat in unit.flats]
+    if comms.across is None or any(flat.device == META for flat in flats):
+        return
+    mine = {
+        (placement.name, placement.coordinates): int(sum_of_bits(flat.shard_view(number).clone()))
+        for flat in flats
+        for number, placement in enumerate(flat.placements)
+    }
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+    for rank, theirs in enumerate(comms.across.gather_objects(mine, "fully_shard")):
+        for part, bits in theirs.items():
+            source, wanted = first.setdefault(part, (rank, bits))
+            if bits != wanted:
+                raise ShardingError(
+                    f"ranks {source} and {rank} of the meshes begin with different values of {part[0]!r}, which tensor "
+                    "parallelism does not cut: they would train different models. Build the model alike on every rank, with the "
+                    "same seed; param_init_fn too must give such a parameter the same values."
                 )
 
 

@@ -308,10 +308,11 @@ def _check_shared_memory(plan: Sequence[Planned]) -> None:
     """
     first: dict[tuple[torch.device, int], tuple[str, bool]] = {}
     for name, parameter in _new_parameters(plan):
-        if parameter.is_meta or not parameter.numel():
-            continue
         local = local_of(parameter)
-        address = (parameter if local is None else local).data_ptr()
+        here = parameter if local is None else local
+        if here.is_meta or not here.numel():
+            continue
+        address = here.data_ptr()
         other, trains = first.setdefault((parameter.device, address), (name, parameter.requires_grad))
         if other != name and (trains or parameter.requires_grad):
             raise ShardingError(

@@ -119,7 +119,13 @@ def load_safetensors(
         targets, keys = agree_on_refusals(comm, "load_safetensors", prepare)
         meter.begin(sum(tensor.nbytes for tensor, _ in targets))
         for tensor, stored in targets:
-            tensor.copy_(_read(stored, param_shards.get(id(tensor)), tensor))
+            param_shard = param_shards.get(id(tensor))
+            if param_shard is None:
+                tensor.copy_(_read(stored, None, tensor))
+            elif param_shard.placement.is_row_range:
+                param_shard.overwrite(_read(stored, param_shard, tensor))
+            else:
+                param_shard.overwrite(param_shard.cut(stored[...]))
             meter.add(tensor.nbytes)
         meter.end()
         return keys

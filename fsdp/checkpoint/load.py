@@ -26,7 +26,7 @@ from fsdp.shards.refusals import check_fit
 from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names, extra_states
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.optim_placement import PlacementKind, StatePlacement, placement_from_full
+from fsdp.state_dict.optim_placement import placement_from_full
 from fsdp.state_dict.optim_state import OptimizerView
 
 if TYPE_CHECKING:
@@ -304,13 +304,8 @@ def _optimizer_targets(stored: "StoredCheckpoint", manifest: Manifest | None, op
                 tuple(found.size),
                 found.properties.dtype,
             )
-            targets[key] = _target(placement, key, optimizer_view.rank, device)
+            targets[key] = placement.empty(key, optimizer_view.rank, device)
     return targets
-
-
-def _target(placement: StatePlacement, key: str, rank: int, device: torch.device) -> Tensor:
-    local = torch.empty(placement.local_shape(rank), dtype=placement.dtype, device=device)
-    return local if placement.kind is PlacementKind.UNSHARDED else placement.value(key, local, rank)
 
 
 def _check_layout(operation: str, name: str, what: str, manifest: Manifest | None, optimizer_view: OptimizerView) -> None:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp.comm.agreement import agree_and_gather
 from fsdp.errors import ShardingError
+from fsdp.shards.dtensors import local_of
 from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_state import PLAIN
@@ -96,16 +97,20 @@ def _dicts_of_unsharded(state: dict[str, Any], model_view: ModelView) -> dict[Pa
     The last part of a path is the key in the dict, where a state may be missing.
     """
     model = state["model"]
-    found: dict[Path, dict[str, Any]] = {("model", name): model for name in model if not isinstance(model[name], ShardedValue)}
+    found: dict[Path, dict[str, Any]] = {("model", name): model for name in model if not _is_sharded(model[name])}
     if "ema" in state:
         averages = state["ema"]["averages"]
-        found |= {("ema", "averages", name): averages for name in averages if not isinstance(averages[name], ShardedValue)}
+        found |= {("ema", "averages", name): averages for name in averages if not _is_sharded(averages[name])}
     if "optimizer" in state:
         states = state["optimizer"]["state"]
         sharded = {model_view.fqns[key] for key in model_view.param_shards}
         stepped = {name for group in state["optimizer"]["param_groups"] for name in group["params"]}
         found |= {("optimizer", "state", name): states for name in sorted(stepped - sharded)}
     return found
+
+
+def _is_sharded(value: object) -> bool:
+    return isinstance(value, ShardedValue) or local_of(value) is not None
 
 
 def _checksum(value: Any) -> str:

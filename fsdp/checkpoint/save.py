@@ -107,7 +107,7 @@ def save(
     state: dict[str, Any] = {"model": dict(model.state_dict())}
     state.update({part: {str(world_comm.rank): data} for part, data in packed.items()})
     if accumulated:
-        names = agree_and_gather(world_comm, "save", lambda: saved_grads.names_of_gradients(model_view))
+        names = agree_and_gather(world_comm, "save", lambda: saved_grads.gradients_here(model_view))
         state[saved_grads.PART] = saved_grads.gradient_state(model_view, names)
     if optimizer is not None:
         state["optimizer"] = _optimizer_state(OptimizerView(model_view, optimizer))

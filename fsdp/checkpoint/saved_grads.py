@@ -7,11 +7,13 @@ refused.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsdp.errors import ShardingError
 from fsdp.reduction.sparse import as_rows, dense
 from fsdp.runtime.registry import refusal
+from fsdp.shards.shard_tensor import plain
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.param_shard import ParamShard
 
@@ -31,37 +33,35 @@ def refuse_kept_gradients(model_view: ModelView) -> None:
             )
 
 
-def names_of_gradients(model_view: ModelView) -> list[str]:
-    """The names of the sharded parameters whose shard on this rank has a gradient.
+def gradients_here(model_view: ModelView) -> dict[str, bool]:
+    """Whether there is a gradient, by the name of each sharded parameter that has one or has elements on this rank.
 
     Raises:
         ShardingError: a parameter that is not sharded has a gradient, which differs between ranks.
     """
-    names = []
+    found = {}
     for name, parameter in model_view.parameters:
-        if parameter.grad is None:
-            continue
-        if id(parameter) not in model_view.param_shards:
+        param_shard = model_view.param_shards.get(id(parameter))
+        if param_shard is None and parameter.grad is not None:
             raise ShardingError(f"save: the gradient of {name!r}, which is not sharded, is each rank's own; zero it first.")
-        names.append(name)
-    return names
+        if param_shard is not None and (parameter.grad is not None or param_shard.part.numel):
+            found[name] = parameter.grad is not None
+    return found
 
 
-def gradient_state(model_view: ModelView, by_rank: list[list[str]]) -> dict[str, Tensor]:
-    """This rank's shards of all gradients by name, given the names of the gradients on each rank.
+def gradient_state(model_view: ModelView, by_rank: list[dict[str, bool]]) -> dict[str, Tensor]:
+    """This rank's shards of all gradients by name, given what `gradients_here` returns on each rank.
 
     Raises:
         ShardingError: on every rank; of the ranks that hold elements of a parameter, some have a gradient and others have none.
     """
     state: dict[str, Tensor] = {}
     for name, parameter in model_view.parameters:
-        there = [rank for rank, names in enumerate(by_rank) if name in names]
+        there = [rank for rank, found in enumerate(by_rank) if found.get(name)]
         if not there:
             continue
         param_shard = model_view.param_shards[id(parameter)]
-        size = param_shard.flat.num_shards
-        # the ranks of a mesh row have consecutive numbers, and all rows hold the same shards
-        absent = [r for r in range(model_view.world_comm.size) if r % size in param_shard.holders and r not in there]
+        absent = [rank for rank, found in enumerate(by_rank) if found.get(name) is False]
         if absent:
             raise ShardingError(f"save: ranks {absent} have no gradient of {name!r}, ranks {there} have; zero it on every rank.")
         local = parameter if parameter.grad is None else parameter.grad  # without a gradient, this rank has no elements
@@ -76,10 +76,10 @@ def restore_gradients(model_view: ModelView, given: dict[str, Any]) -> None:
             param_shard = model_view.param_shards[id(parameter)]
             if name not in given:
                 parameter.grad = None
-            elif param_shard.flat.is_sparse:
-                parameter.grad = as_rows(given[name].local)
-            else:
-                parameter.grad = param_shard.placement.as_shard(given[name].local)
+                continue
+            local = param_shard.placement.part_of_value(given[name])
+            assert local is not None, "it was read into memory of this rank's part"
+            parameter.grad = as_rows(local) if param_shard.flat.is_sparse else param_shard.placement.as_shard(local)
 
 
 def target_of_gradient(operation: str, name: str, param_shard: ParamShard | None, shape: tuple[int, ...]) -> Tensor:
@@ -90,4 +90,4 @@ def target_of_gradient(operation: str, name: str, param_shard: ParamShard | None
     """
     if param_shard is None or param_shard.shape != shape:
         raise ShardingError(f"{operation}: there is a gradient of {name!r}, {shape}, and no such sharded parameter in the model.")
-    return param_shard.value(name, param_shard.flat.shard.new_empty(param_shard.part.shape))
+    return param_shard.value(name, torch.empty_like(plain(param_shard.parameter)))

@@ -19,6 +19,7 @@ SHARD_NAME: Final = "shard"
 REDUCE_NAME: Final = "reduce"
 REPLICA_NAME: Final = "replica"
 WORLD_NAME: Final = "world"
+JOINT_NAME: Final = "joint"
 
 
 def lane_name(name: str, number: int) -> str:
@@ -46,6 +47,13 @@ class CommContext(NamedTuple):
     """One for each reduction stream."""
     inner: tuple["CommContext", ...] = ()
     """Those of units of the root that share their work with some of its ranks alone, such as experts."""
+    across: Communicator | None = None
+    """Connects all ranks of all meshes of the root, those of tensor parallelism too; None if there are no others."""
+
+    @property
+    def joint(self) -> Communicator:
+        """Connects all ranks that have a part of the root. Called between steps alone."""
+        return self.world_comm if self.across is None else self.across
 
     @property
     def reduce_comm(self) -> Communicator:
@@ -64,7 +72,8 @@ class CommContext(NamedTuple):
 
     def same_ranks_as(self, other: "CommContext") -> bool:
         """Whether both connect the same ranks, in the same roles. The number of lanes may differ."""
-        return self._replace(lanes=self.lanes[:1], inner=()) == other._replace(lanes=other.lanes[:1], inner=())
+        mine, others = (one._replace(lanes=one.lanes[:1], inner=(), across=None) for one in (self, other))
+        return mine == others
 
     def lane(self, number: int) -> Lane:
         """The communicators of lane `number` of the root."""
@@ -89,7 +98,8 @@ class CommContext(NamedTuple):
 
     def epoch(self) -> int:
         """A number that increases with every abandoned step of any model on these communicators."""
-        return self.shard_comm.epoch() + self.world_comm.epoch() + sum([one.epoch() for one in self.inner])
+        across = 0 if self.across is None else self.across.epoch()
+        return self.shard_comm.epoch() + self.world_comm.epoch() + across + sum([one.epoch() for one in self.inner])
 
     def each(self) -> dict[str, Communicator]:
         """Every communicator once, by name."""
@@ -101,6 +111,8 @@ class CommContext(NamedTuple):
         names = {id(comm): name for name, comm in ((WORLD_NAME, self.world_comm), *lanes, (SHARD_NAME, self.shard_comm))}
         found = {SHARD_NAME: self.shard_comm, **dict(lanes), WORLD_NAME: self.world_comm}
         own = {name: comm for name, comm in found.items() if names[id(comm)] == name}
+        if self.across is not None:
+            own[JOINT_NAME] = self.across
         for number, one in enumerate(self.inner):
             own |= {f"inner {lane_name(name, number)}": comm for name, comm in one.each().items()}
         return own

@@ -1,5 +1,6 @@
 """The device mesh of a module whose shards are DTensors."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,6 +22,22 @@ def open_mesh(process_group: Any, mesh: Any, device: torch.device) -> DeviceMesh
         found: DeviceMesh = mesh
         return found
     return DeviceMesh.from_group(process_group or c10d._get_default_group(), device.type)
+
+
+def ranks_around(mesh: Any, tensors: Iterable[Any]) -> tuple[int, ...]:
+    """The ranks of `mesh`, and of the meshes over which tensor parallelism has spread some of `tensors`. Does not communicate."""
+    if not isinstance(mesh, DeviceMesh):
+        return ()
+    found = {*mesh.mesh.flatten().tolist()}
+    for own in dict.fromkeys(own for one in tensors if (own := getattr(one, "device_mesh", None)) is not None):
+        ranks = {*own.mesh.flatten().tolist()}
+        if ranks & found != found:
+            try:
+                ranks = {*DeviceMesh._concatenate([mesh, own]).mesh.flatten().tolist()}
+            except (RuntimeError, TypeError):
+                continue  # `check_joins` refuses it
+        found |= ranks
+    return tuple(sorted(found))
 
 
 def check_joins(name: str, parameter: Any, mesh: Any) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.comm import simulated
 from fsdp.comm.communicator import Communicator, SingleRankCommunicator
-from fsdp.comm.context import REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
+from fsdp.comm.context import JOINT_NAME, REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
 from fsdp.comm.failure.peer_monitor import PeerMonitor, at_end
 from fsdp.comm.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 from fsdp.comm.process_group import DeviceCommunicator, GlooCommunicator, ProcessGroupCommunicator
@@ -98,6 +98,17 @@ def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 
     return CommContext(comm, comm, tuple(Lane(one, _alone) for one in reduce_comms))
 
 
+def open_across(mesh: Any, comms: CommContext, ranks: tuple[int, ...]) -> CommContext:
+    """`comms` over `mesh`, with a communicator among `ranks` besides, if they are more. Communicates the first time."""
+    if set(ranks) <= set(comms.world_comm.ranks) or len(ranks) < 2:
+        return comms
+    here = simulated.current_rank()
+    if here is not None:
+        return comms._replace(across=here.comm(JOINT_NAME, ranks))
+    group = _group_of(mesh.get_group(mesh.ndim - 1), ranks)
+    return comms._replace(across=_own_comm(group, JOINT_NAME))
+
+
 def background_comm(world_comm: Communicator) -> Communicator:
     """Return a communicator among the same ranks, for a thread whose collectives must not come between those of training.
 
@@ -171,15 +182,23 @@ def _hybrid_comms(mesh: Any, lanes: int) -> CommContext:
             raise ShardingError(f"mesh has {mesh.ndim} dimension; HYBRID_SHARD needs two: replicas, shards.")
         columns, rows = mesh.get_group(0), mesh.get_group(1)
         ranks = tuple(mesh.mesh.flatten().tolist())
-    # Every mesh has groups of its own, even if another mesh has the same ranks: the other one's groups may be unusable after
-    # a failure. The key is the row and all ranks, because meshes over different ranks may have a row in common.
-    known = _flattened.setdefault(rows, weakref.WeakValueDictionary())
+    world = _group_of(rows, ranks)
+    opened = tuple(Lane(_reduce_comm(rows, number), _reduce_comm(columns, number)) for number in range(lanes))
+    return CommContext(_shard_comm(rows), _reduce_comm(world, 0), opened)
+
+
+def _group_of(row: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group of all `ranks` of a mesh that has this row. The first call makes it.
+
+    Every mesh has groups of its own, even if another mesh has the same ranks: the other one's groups may be unusable after a
+    failure. The key is the row and all ranks, because meshes over different ranks may have a row in common.
+    """
+    known = _flattened.setdefault(row, weakref.WeakValueDictionary())
     if ranks not in known:
         if len(ranks) == dist.get_world_size():
             _meet(_default_group())
         known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    opened = tuple(Lane(_reduce_comm(rows, number), _reduce_comm(columns, number)) for number in range(lanes))
-    return CommContext(_shard_comm(rows), _reduce_comm(known[ranks], 0), opened)
+    return known[ranks]
 
 
 def _groups_of_shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -217,6 +236,11 @@ def _shard_comm(group: dist.ProcessGroup) -> Communicator:
 
 def _reduce_comm(group: dist.ProcessGroup, number: int) -> Communicator:
     """The communicator for reductions of lane `number` over the ranks of a group."""
+    return _own_comm(group, lane_name(REDUCE_NAME, number))
+
+
+def _own_comm(group: dist.ProcessGroup, name: str) -> Communicator:
+    """A communicator whose collectives come in no order with those of others over the ranks of a group."""
 
     def carrier(peers: PeerMonitor | None) -> Any:
         # with gloo alone, communicators have connections of their own and need no group of their own
@@ -224,7 +248,7 @@ def _reduce_comm(group: dist.ProcessGroup, number: int) -> Communicator:
             return group
         return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
 
-    return _comm(group, lane_name(REDUCE_NAME, number), carrier)
+    return _comm(group, name, carrier)
 
 
 def _comm(group: dist.ProcessGroup, name: str, carrier: Callable[[PeerMonitor | None], Any]) -> Communicator:

@@ -229,9 +229,8 @@ class FlatBuffer:
             return [*map(self.placements[0].address, self.sharded_params)]
 
     def sum_of_bits(self) -> Tensor:
-        """The sum of the shard's bits, taken as numbers of four bytes where they are a multiple of that: ()."""
-        words = torch.int32 if self.shard.nbytes % 4 == 0 else torch.uint8
-        return self.shard.view(words).sum(dtype=torch.int64)
+        """The sum of the shard's bits, see `sum_of_bits`."""
+        return sum_of_bits(self.shard)
 
     def check_shards(self, unit: str) -> bool:
         """Let the shard hold what the sharded parameters are, also those that the user pointed at other memory (`p.data = x`).
@@ -424,3 +423,9 @@ def _unsharded_param(original: nn.Parameter, data: Tensor) -> nn.Parameter:
         unsharded._backward_hooks, original._backward_hooks = original._backward_hooks, None
     refuse_freed_reads(unsharded)
     return unsharded
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bits, taken as numbers of four bytes where they are a multiple of that: ()."""
+    bits = tensor.reshape(-1)
+    return bits.view(torch.int32 if bits.nbytes % 4 == 0 else torch.uint8).sum(dtype=torch.int64)

@@ -21,7 +21,7 @@ A parameter may be a DTensor before wrapping, which tensor parallelism has made.
 parameter is a DTensor over the same mesh as before, and the shard is a DTensor over both meshes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -34,7 +34,16 @@ from fsdp.errors import ShardingError
 from fsdp.params.layout import Layout, make_layout, make_row_layout
 from fsdp.params.param_info import ParamInfo
 from fsdp.shards.cut import Shape
-from fsdp.shards.dtensors import Mesh, keep_hooks, local_of, make_dtensor, replace_by_dtensor, specs_of
+from fsdp.shards.dtensors import (
+    Mesh,
+    keep_hooks,
+    let_scalers_agree,
+    local_of,
+    local_of_full,
+    make_dtensor,
+    replace_by_dtensor,
+    specs_of,
+)
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.refusals import check_fit
 from fsdp.shards.shard_parameter import become_full, become_local, become_shard, moved_shards
@@ -90,6 +99,15 @@ class Placement:
         return ()
 
     @property
+    def coordinates(self) -> tuple[int, ...]:
+        """Which of the parts this rank has. Ranks with the same coordinates have the same part."""
+        return (self.rank,)
+
+    def counts_among(self, ranks: Sequence[int]) -> bool:
+        """Whether this rank counts its part in a sum over `ranks`, those of all meshes. Of ranks with the same part, one does."""
+        return True
+
+    @property
     def is_row_range(self) -> bool:
         """Whether the shards are ranges of the parameter's elements, in the order of its memory."""
         return True
@@ -127,6 +145,10 @@ class Placement:
         """This rank's part of a tensor with the shape of the unsharded parameter."""
         part = self.part
         return self.shown(self.stored(full).reshape(-1)[part.first : part.first + part.numel].view(part.shape))
+
+    def part_of_full(self, full: Tensor) -> Tensor:
+        """This rank's part of a full tensor. It may be a view."""
+        return self.local_part(full)
 
     def unsharded(self, view: Tensor) -> Tensor:
         """The unsharded parameter whose part on this rank is `view`."""
@@ -169,9 +191,18 @@ class Placement:
 
     # state dicts --------------------------------------------------------------------------
 
-    def value(self, name: str, local: Tensor) -> ShardedValue:
-        """`local`, which has the shape of this rank's shard, as this rank's part of a tensor shaped like the parameter."""
+    def value(self, name: str, local: Tensor) -> Tensor:
+        """`local`, which has the shape of this rank's shard, as this rank's part of a tensor shaped like the parameter.
+
+        It shares the memory, and torch's Distributed Checkpoint saves and loads it.
+        """
         return ShardedValue(name, plain(local), self.shape, self.part.first, 0 in self.shape and self.rank == 0)
+
+    def part_of_value(self, given: Tensor) -> Tensor | None:
+        """This rank's part of a sharded `given`; None if it is cut in another way than the parameter."""
+        first, numel = self.part.first, self.part.numel
+        is_same = isinstance(given, ShardedValue) and (given.first, given.local.numel()) == (first, numel)
+        return given.local if is_same and tuple(given.shape) == self.shape else None  # type: ignore[attr-defined]
 
     def part_of_given(self, operation: str, name: str, given: Any, parameter: nn.Parameter) -> Tensor:
         """This rank's part of `given`, which is the full tensor or already this part. Errors begin with `operation`.
@@ -184,13 +215,14 @@ class Placement:
             return plain(parameter)
         check_fit(operation, name, given, self.shape, parameter.dtype)
         if not isinstance(given, ShardedValue):
-            return self.local_part(given.detach())
-        if not self.value(name, parameter).cut_like(given):
+            return self.part_of_full(given.detach())
+        local = self.part_of_value(given)
+        if local is None:
             raise ShardingError(
                 f"{operation}: {name!r} was cut in another way than this model's (other ranks, or other units): save it with "
                 "fsdp.save and load it with fsdp.load, which cut it anew, or give the full value."
             )
-        return given.local
+        return local
 
     def placed(self, layout: Layout, index: int, like: nn.Parameter, dtype: torch.dtype) -> "Placement":
         """The placement of the parameter at `index` of another layout, in `dtype`. `like`: the shard until now."""
@@ -263,6 +295,19 @@ class DTensorPlacement(Placement):
         return ranks
 
     @property
+    def coordinates(self) -> tuple[int, ...]:
+        return tuple([coordinate for coordinate, placement in self._here() if not placement.is_replicate()])
+
+    def counts_among(self, ranks: Sequence[int]) -> bool:
+        # ranks in another dimension than those of its mesh have copies of it: the mesh of the first rank counts
+        has_first = not ranks or ranks[0] in self.ranks
+        return has_first and not any([coordinate for coordinate, placement in self._here() if placement.is_replicate()])
+
+    def _here(self) -> Iterator[tuple[int, Any]]:
+        """This rank's coordinate in each dimension of the mesh, and how the parameter lies along it."""
+        return zip(self._spec.mesh.get_coordinate(), self._spec.placements, strict=True)
+
+    @property
     def is_row_range(self) -> bool:
         return self.dim == 0 and self._unsharded_spec is None
 
@@ -284,6 +329,10 @@ class DTensorPlacement(Placement):
         full: Tensor = view if self._unsharded_spec is None else view.full_tensor()  # type: ignore[attr-defined]
         return full
 
+    def part_of_full(self, full: Tensor) -> Tensor:
+        spec = self._unsharded_spec
+        return self.local_part(full if spec is None else local_of_full(full, spec))
+
     def local_grad(self, gradient: Any) -> Tensor:
         spec = self._unsharded_spec
         if spec is None:
@@ -297,6 +346,8 @@ class DTensorPlacement(Placement):
         return make_dtensor(local, self._spec)
 
     def make_shard(self, info: ParamInfo, local: Tensor) -> None:
+        if self.is_tensor_parallel:
+            let_scalers_agree()
         info.replace(replace_by_dtensor(info.parameter, self.as_shard(local), self._dtensor))
 
     def make_full(self, info: ParamInfo, unsharded: nn.Parameter, full: Tensor, gradient: Tensor | None) -> None:
@@ -312,30 +363,20 @@ class DTensorPlacement(Placement):
     def address_at(self, view: Tensor, before: int) -> int:
         return before
 
-    def value(self, name: str, local: Tensor) -> ShardedValue:
-        if self.is_row_range:
-            return super().value(name, local)
-        raise ShardingError(
-            f"{name!r} is cut along another dimension than the first, or by tensor parallelism as well: its part is no range "
-            "of rows. Use torch's functions for state dicts."
-        )
+    def value(self, name: str, local: Tensor) -> Tensor:
+        return super().value(name, local) if self.is_row_range else self.as_shard(plain(local))
+
+    def part_of_value(self, given: Any) -> Tensor | None:
+        local, spec = local_of(given), self._spec
+        if local is None:
+            return super().part_of_value(given)
+        how = given.shape, given.placements, given.device_mesh
+        return local if how == (spec.tensor_meta.shape, spec.placements, spec.mesh) else None
 
     def part_of_given(self, operation: str, name: str, given: Any, parameter: nn.Parameter) -> Tensor:
-        local, spec = local_of(given), self._spec
-        fits = local is not None and (given.shape, given.placements, given.device_mesh) == (
-            spec.tensor_meta.shape,
-            spec.placements,
-            spec.mesh,
-        )
-        if local is not None and (fits or given is parameter):
-            return local
-        check_fit(operation, name, given, self.shape, parameter.dtype)
-        if self.is_tensor_parallel:
-            raise ShardingError(
-                f"{operation}: {name!r} is cut by tensor parallelism as well, and this value is no DTensor; load it by torch's "
-                "set_model_state_dict."
-            )
-        return super().part_of_given(operation, name, given, parameter)
+        local = local_of(given)
+        fits = local is not None and (given is parameter or self.part_of_value(given) is not None)
+        return local if local is not None and fits else super().part_of_given(operation, name, given, parameter)
 
     def placed(self, layout: Layout, index: int, like: nn.Parameter, dtype: torch.dtype) -> Placement:
         specs = [

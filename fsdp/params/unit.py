@@ -92,11 +92,6 @@ class Unit:
         return tuple(module for reference in self._modules if (module := reference()) is not None)
 
     @property
-    def tensor_parallel_params(self) -> list[nn.Parameter]:
-        """The sharded parameters that tensor parallelism has spread as well."""
-        return [flat.sharded_params[i] for flat in self.flats for i in flat.tensor_parallel]
-
-    @property
     def has_opaque_shards(self) -> bool:
         """Whether torch's functions for state dicts do not know its shards as parts. They know DTensors."""
         return bool(self.flats) and not self.replaces_params

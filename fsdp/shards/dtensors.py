@@ -1,7 +1,7 @@
 """Torch's DTensors as shards, for code that looks at `placements`, `to_local()` and `full_tensor()`. See params/placement.py."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, wraps
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -67,6 +67,16 @@ def specs_of(mesh: Mesh, parameter: Tensor, dim: int) -> tuple[Any, Any]:
     return DTensorSpec(joined, (*replicas, mine, *given.placements), meta), DTensorSpec(given.mesh, given.placements, meta)
 
 
+def local_of_full(full: Tensor, spec: Any) -> Tensor:
+    """This rank's part of a full tensor that lies as `spec`, torch's DTensorSpec, says: a view."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offsets = compute_local_shape_and_global_offset(full.shape, spec.mesh, spec.placements)
+    for dim, (length, offset) in enumerate(zip(shape, offsets, strict=True)):
+        full = full.narrow(dim, min(offset, full.shape[dim] - length), length)
+    return full
+
+
 def dim_of(name: str, parameter: Tensor, placement: Any) -> int:
     """The dimension of `parameter` that `placement`, given by the user, cuts.
 
@@ -105,6 +115,37 @@ def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
     for group in optimizer.param_groups:
         for cause in [p.__dict__[REPLACED] for p in group["params"] if REPLACED in p.__dict__]:
             raise ShardingError(f"{type(optimizer).__name__} {cause}")
+
+
+@cache
+def let_scalers_agree() -> None:
+    """From now on, let torch's gradient scaler ask all ranks of all meshes of an optimizer whether one has found an overflow.
+
+    torch asks the ranks of the first gradient's mesh. Ranks of tensor parallelism would then skip a step alone.
+    """
+    scaler: Any = torch.amp.GradScaler
+    unscale = scaler._unscale_grads_
+
+    @wraps(unscale)
+    def agreed(self: Any, optimizer: Optimizer, *args: Any) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = unscale(self, optimizer, *args)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        meshes = dict.fromkeys(mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None)
+        for mesh in meshes if any(mesh.ndim > 1 for mesh in meshes) else ():
+            for flag in found.values():
+                flag.copy_(_largest(flag, mesh))
+        return found
+
+    scaler._unscale_grads_ = agreed
+
+
+def _largest(flag: Tensor, mesh: Mesh) -> Tensor:
+    """The largest value that a rank of `mesh` has. Communicates."""
+    from torch.distributed.tensor import Partial
+
+    parts = _dtensor_class().from_local(flag, mesh, [Partial("max")] * mesh.ndim, run_check=False)
+    largest: Tensor = parts.full_tensor()
+    return largest
 
 
 def is_replaced(parameter: nn.Parameter, cause: str) -> None:

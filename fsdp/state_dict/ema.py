@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import resting_units_in
+from fsdp.shards.dtensors import local_of
 from fsdp.shards.refusals import check_fit
 from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.fqns import check_names, entries
@@ -190,12 +191,15 @@ def _fitting(operation: str, name: str, given: object, param_shard: ParamShard |
     Raises:
         ShardingError: it has another shape, a dtype that holds more, or is another part.
     """
-    value = check_fit(operation, name, given, tuple(average.shape) if param_shard is None else param_shard.shape, average.dtype)
-    if not isinstance(value, ShardedValue):
+    shape = tuple(average.shape) if param_shard is None else param_shard.shape
+    value = check_fit(operation, name, given, shape, average.dtype, allows_dtensor=param_shard is not None)
+    is_sharded = isinstance(value, ShardedValue) or local_of(value) is not None
+    if not is_sharded:
         return value if param_shard is None else param_shard.cut(value)
-    if param_shard is None or not param_shard.value(name, average).cut_like(value):
+    local = None if param_shard is None else param_shard.placement.part_of_value(value)
+    if local is None:
         raise ShardingError(
             f"{operation}: {name!r} was cut in another way than this model's (other ranks, or other units): load it with torch's "
             "dcp.load, which cuts it anew, or give the full value."
         )
-    return value.local
+    return local

@@ -37,7 +37,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.dev
     Raises:
         ShardingError: inside a forward, a backward or a summon.
     """
-    model_view = ModelView(model, "full_state_dict", in_full=True)
+    model_view = ModelView(model, "full_state_dict")
     wanted = not rank0_only or model_view.world_comm.rank == 0
     full: dict[int, Tensor] = {}
     ranges = [(unit, found) for unit in model_view.units for found in ranges_of(unit, RANGE_BYTES)]
@@ -71,7 +71,7 @@ def iter_full_params(
     """
     if bucket_bytes <= 0:
         raise ShardingError(f"iter_full_params: bucket_bytes is {bucket_bytes}; give a number above 0.")
-    model_view = ModelView(model, "iter_full_params", in_full=True)
+    model_view = ModelView(model, "iter_full_params")
     # parameters of ignored modules, which every rank has in full
     for parameter in model.parameters():
         if id(parameter) not in model_view.param_shards:
@@ -148,6 +148,15 @@ def _broadcast_range(
     param_range: ParamRange, shards: list[ParamShard], given: Mapping[int, Tensor], comm: Communicator, label: str
 ) -> None:
     """Copy rank 0's values of a range into `shards`, which are some of its parameters, on all ranks."""
+    for param_shard in [one for one in shards if one.placement.is_tensor_parallel]:  # a range has this rank's part of them alone
+        full = torch.empty(param_shard.shape, dtype=param_range.flat.shard.dtype, device=param_range.flat.device)
+        if comm.rank == 0:
+            full.copy_(given[id(param_shard.parameter)])
+        broadcast_all([(0, full)], comm, label)
+        param_shard.overwrite(param_shard.cut(full))
+    shards = [one for one in shards if not one.placement.is_tensor_parallel]
+    if not shards:
+        return
     buffer = param_range.empty()
     if comm.rank == 0:
         for param_shard in shards:

@@ -4,7 +4,6 @@ from functools import cached_property
 
 from torch import nn
 
-from fsdp.errors import ShardingError
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_of, resting_units_in
 from fsdp.state_dict.fqns import entries, first_names
@@ -14,27 +13,17 @@ from fsdp.state_dict.param_shard import param_shards_in
 class ModelView:
     """A model between two steps. Build a new one in every call: units, shards and names may differ in the next."""
 
-    def __init__(self, model: nn.Module, function_name: str, in_full: bool = False) -> None:
-        """`in_full`: the function needs full parameters alone, and no parts of them.
-
-        Raises:
+    def __init__(self, model: nn.Module, function_name: str) -> None:
+        """Raises:
         ShardingError: there is no unit; or a forward, a backward or a summon is going on; or a shard was replaced by a
-            tensor that does not fit; or a parameter is not cut between rows.
+            tensor that does not fit.
         """
         self.model = model
         self.function_name = function_name
         self._refs = resting_units_in(model, function_name)
         self.units = [ref.unit for ref in self._refs]
-        self.world_comm = self._refs[0].engine.comms.world_comm
-        """The communicator of all ranks that the model is wrapped over: those that share its shards, and their replicas."""
-        for one in self.units:
-            for flat in one.flats:
-                for placement in [one for one in flat.placements if not (in_full or one.is_row_range)]:
-                    raise ShardingError(
-                        f"{function_name}: parameter {placement.name!r} of unit {one.name!r} is cut along another "
-                        "dimension than the first, or by tensor parallelism as well; use torch's get_model_state_dict, "
-                        "set_model_state_dict and torch.distributed.checkpoint."
-                    )
+        self.world_comm = self._refs[0].engine.comms.joint
+        """The communicator of all ranks that have a part of the model, in whichever dimension."""
         self.param_shards = param_shards_in(model)
         """The sharded parameters, by the id of the user's Parameter object."""
         self.entries = tuple(entries(model))

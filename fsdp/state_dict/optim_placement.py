@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fsdp.errors import ShardingError
 from fsdp.shards.cut import Shape
+from fsdp.shards.shard_tensor import plain
 from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.param_shard import ParamShard
 
@@ -28,6 +29,8 @@ class PlacementKind(Enum):
     UNSHARDED = auto()
     """The tensor is complete where it exists: on the one rank that holds the full parameter, or on every rank if the parameter
     is not sharded."""
+    DTENSOR = auto()
+    """The full tensor has the parameter's shape. Each rank's part is a DTensor, which knows where it lies."""
     PER_RANK = auto()
     """There is no full tensor: each rank's is a statistic over its own shard, for example."""
 
@@ -63,13 +66,23 @@ class StatePlacement(NamedTuple):
         return (self.span(rank)[1] // prod(self.shape[1:]), *self.shape[1:])
 
     def cut(self, full: Tensor, rank: int) -> Tensor:
-        """The part of a full tensor that belongs on `rank`: a copy, so that the full tensor can be freed."""
+        """The part of a full tensor that belongs on `rank`, this one: a copy, so that the full tensor can be freed."""
+        if self.param_shard is not None and self.kind is PlacementKind.DTENSOR:
+            return self.param_shard.placement.as_shard(self.param_shard.cut(full).clone())
         first, numel = self.span(rank)
         return full.detach().reshape(-1)[first : first + numel].view(self.local_shape(rank)).clone()
 
-    def value(self, name: str, local: Tensor, rank: int) -> ShardedValue:
+    def value(self, name: str, local: Tensor, rank: int) -> Tensor:
         """`local`, the tensor on `rank`, as Distributed Checkpoint can save and load it."""
-        return ShardedValue(name, local, self.shape, self.span(rank)[0])
+        return local if self.kind is PlacementKind.DTENSOR else ShardedValue(name, local, self.shape, self.span(rank)[0])
+
+    def empty(self, name: str, rank: int, device: torch.device) -> Tensor:
+        """New memory for the tensor on `rank`, this one, as Distributed Checkpoint can load it."""
+        if self.param_shard is not None and self.kind is PlacementKind.DTENSOR:
+            placement, like = self.param_shard.placement, plain(self.param_shard.parameter)
+            return placement.as_shard(torch.empty_like(like, dtype=self.dtype, device=device))
+        local = torch.empty(self.local_shape(rank), dtype=self.dtype, device=device)
+        return local if self.kind is PlacementKind.UNSHARDED else self.value(name, local, rank)
 
 
 def placement_of(where: str, param_shard: ParamShard | None, shapes: Mapping[int, Shape], dtype: torch.dtype) -> StatePlacement:
@@ -80,6 +93,8 @@ def placement_of(where: str, param_shard: ParamShard | None, shapes: Mapping[int
     """
     if param_shard is None:
         return StatePlacement(None, PlacementKind.UNSHARDED, next(iter(shapes.values())), dtype)
+    if param_shard.is_dtensor:
+        return StatePlacement(param_shard, PlacementKind.DTENSOR, next(iter(shapes.values())), dtype)
     holders = param_shard.holders
     absent = [rank for rank in holders if rank not in shapes]
     if absent:
@@ -103,11 +118,12 @@ def placement_from_full(where: str, param_shard: ParamShard | None, shape: Shape
     Raises:
         ShardingError: the parameter is cut, and the tensor has neither its shape nor its number of rows.
     """
-    if param_shard is None or len(param_shard.holders) <= 1:
+    is_dtensor = param_shard is not None and param_shard.is_dtensor
+    if param_shard is None or (len(param_shard.holders) <= 1 and not is_dtensor):
         return StatePlacement(param_shard, PlacementKind.UNSHARDED, shape, dtype)
     if shape == param_shard.shape:
-        return StatePlacement(param_shard, PlacementKind.LIKE_PARAM, shape, dtype)
-    if _cut_between_rows(param_shard) and shape[:1] == param_shard.shape[:1] and 0 not in shape:
+        return StatePlacement(param_shard, PlacementKind.DTENSOR if is_dtensor else PlacementKind.LIKE_PARAM, shape, dtype)
+    if not is_dtensor and _cut_between_rows(param_shard) and shape[:1] == param_shard.shape[:1] and 0 not in shape:
         return StatePlacement(param_shard, PlacementKind.BY_ROW, shape, dtype)
     raise ShardingError(
         f"{where} has shape {shape}, which cannot be cut like the parameter, whose shape is {param_shard.shape}: it is a "

@@ -122,13 +122,25 @@ class OptimizerView:
         """
         state: Mapping[Any, dict[str, Any]] = self.optimizer.state if self._given is None else self._given
         return {
-            name: {
-                key: plain(value) if isinstance(value, ShardTensor) or local_of(value) is not None else value
-                for key, value in state[p].items()
-            }
+            name: {key: self._as_kept(name, key, value) for key, value in state[p].items()}
             for name, p in self.parameters.items()
             if self.holds(name) and state.get(p)
         }
+
+    def _as_kept(self, name: str, key: str, value: Any) -> Any:
+        """A value of the state: this rank's part of it, or a DTensor where the shard is one.
+
+        Raises:
+            ShardingError: nothing says how the value lies on the ranks.
+        """
+        if not (name in self.param_shards and self.param_shards[name].is_dtensor):
+            return plain(value) if isinstance(value, ShardTensor) else value
+        if _has_dimensions(value) and local_of(value) is None:
+            raise ShardingError(
+                f"{self.operation}: {key!r} of parameter {name!r} is an ordinary tensor of shape {tuple(value.shape)}, and the "
+                "parameter is a DTensor: nothing says of what this is a part. Use an optimizer that keeps DTensors."
+            )
+        return value
 
     def placements(self) -> tuple[dict[tuple[str, str], StatePlacement], State]:
         """The placement of every tensor, and all other values, which are equal on every rank. Communicates.
@@ -153,6 +165,9 @@ class OptimizerView:
             found = next(iter(there.values()))
             if _has_dimensions(found):
                 shapes = {rank: tuple(one.shape) for rank, one in there.items() if _has_dimensions(one)}
+                absent = [rank for rank, kept in enumerate(by_rank) if key not in kept.get(name, {})]
+                if absent and name in self.param_shards and self.param_shards[name].is_dtensor:
+                    raise ShardingError(f"{where} is missing on ranks {absent}; step every rank alike.")
                 placements[name, key] = placement_of(where, self.param_shards.get(name), shapes, found.dtype)
             elif any(value != found for value in there.values()):
                 raise ShardingError(f"{where} differs between ranks: {there}; step every rank alike.")
@@ -223,8 +238,10 @@ class OptimizerView:
         adopt_state(self.optimizer)
 
     def holds(self, name: str) -> bool:
-        """True if this rank has elements of the parameter `name`, and so has state of it."""
-        return name not in self.param_shards or self.rank in self.param_shards[name].holders
+        """True if this rank has elements of the parameter `name`, and so has state of it, or a DTensor."""
+        if name not in self.param_shards or self.param_shards[name].is_dtensor:
+            return True
+        return self.rank in self.param_shards[name].holders
 
 
 @torch.no_grad()
@@ -351,6 +368,11 @@ def _gather(placement: StatePlacement, local: Tensor | None, optimizer_view: Opt
     if placement.param_shard is None:
         assert local is not None, "the placement of a parameter that is not sharded is of this rank's state"
         return local.detach()
+    if placement.kind is PlacementKind.DTENSOR:
+        assert local is not None, "every rank has a part"
+        dtensor: Any = local
+        gathered: Tensor = dtensor.full_tensor()
+        return gathered
     full = torch.empty(placement.shape, dtype=placement.dtype, device=optimizer_view.parameters[name].device)
     parts = [(rank, *placement.span(rank)) for rank in placement.param_shard.holders]
     return gather_parts(full, parts, local, optimizer_view.comm, name)

@@ -13,7 +13,6 @@ from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.shards.cut import Shape
 from fsdp.shards.dtensors import local_of
-from fsdp.shards.sharded_value import ShardedValue
 
 
 class ParamShard(NamedTuple):
@@ -37,6 +36,11 @@ class ParamShard(NamedTuple):
         return self.placement.shape
 
     @property
+    def is_dtensor(self) -> bool:
+        """Whether its shards are DTensors, which know where they lie. Every rank has one, perhaps without elements."""
+        return self.placement.replaces_param
+
+    @property
     def part(self) -> ShardExtent:
         """The elements that this rank holds."""
         return self.placement.part
@@ -52,7 +56,7 @@ class ParamShard(NamedTuple):
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of a full tensor of the parameter's shape: a view."""
-        return self.placement.local_part(full.detach())
+        return self.placement.part_of_full(full.detach())
 
     def overwrite(self, local: Tensor) -> None:
         """Copy `local`, which has the shape of this rank's shard, into the parameter. Autograd sees the change."""
@@ -63,8 +67,8 @@ class ParamShard(NamedTuple):
             part.copy_(local)
             increment_version(self.parameter)
 
-    def value(self, name: str, local: Tensor) -> ShardedValue:
-        """`local`, which has the shape of this rank's shard, as this rank's part of a tensor shaped like the parameter."""
+    def value(self, name: str, local: Tensor) -> Tensor:
+        """See `Placement.value`."""
         return self.placement.value(name, local)
 
     def local_part(self, operation: str, name: str, given: Any) -> Tensor:

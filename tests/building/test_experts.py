@@ -223,8 +223,8 @@ def test_what_needs_the_same_units_on_all_ranks_is_refused(options: dict[str, An
         fsdp.simulate(4, program)
 
 
-@pytest.mark.parametrize("call", ["hook", "join", "load_full_state_dict", "save"])
-def test_what_is_not_defined_for_a_part_of_the_ranks_is_refused(call: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize("call", ["hook", "join"])
+def test_what_is_not_defined_for_a_part_of_the_ranks_is_refused(call: str) -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
         model = make()
@@ -232,15 +232,11 @@ def test_what_is_not_defined_for_a_part_of_the_ranks_is_refused(call: str, tmp_p
         wrap(model, mesh)
         if call == "hook":
             fsdp.register_comm_hook(model, None, lambda state, bucket: None)
-        elif call == "join":
+        else:
             with fsdp.join(model, lambda: None):
                 pass
-        elif call == "save":
-            fsdp.save(tmp_path / "model", model)
-        else:
-            fsdp.load_full_state_dict(model, make().state_dict())
 
-    with pytest.raises(fsdp.ShardingError, match=r"shared by a part of the ranks|use torch's get_model_state_dict"):
+    with pytest.raises(fsdp.ShardingError, match=r"shared by a part of the ranks"):
         fsdp.simulate(4, program)
 
 
@@ -323,7 +319,8 @@ def test_a_gradient_that_is_replicated_over_the_experts_ranks_counts_once() -> N
             module.weight = nn.Parameter(weight)
             fsdp.fully_shard(module, mesh=mesh["edp"])
         fsdp.fully_shard(model, mesh=everyone)
-        x = DTensor.from_local(torch.full((1, 2), float(rank)), mesh["ep"], [Replicate()], run_check=False)
+        here = float(rank // 2 + 1)  # replicated: the same on the ranks of the experts
+        x = DTensor.from_local(torch.full((1, 2), here), mesh["ep"], [Replicate()], run_check=False)
         model(x).sum().backward()
         norm = fsdp.clip_grad_norm_(model, 1e9)
         squares = sum(float(p.grad.full_tensor().square().sum()) for p in model.parameters())

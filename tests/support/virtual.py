@@ -420,7 +420,7 @@ class Harness:
                 known[inner] = VirtualChannel(inner, recorder, f"collectives {len(known)}")
             return known[inner]
 
-        gathers, world_comm, lanes, _ = open_comms(*args)
+        gathers, world_comm, lanes, *_ = open_comms(*args)
         return CommContext(channel(gathers), channel(world_comm), tuple(Lane(*map(channel, lane)) for lane in lanes))
 
 

@@ -147,7 +147,6 @@ def run(rank: int, size: int, folder: Path) -> Any:
     results["looked_at"] = all(one.requires_grad for one in kept)
     refused = []
     for attempt in (
-        lambda: fsdp.save(folder / "saved", model),
         lambda: fsdp.to_local(model.inner.weight),
         lambda: copy.deepcopy(model),
         lambda: fsdp.fully_shard(nn.Linear(2, 2), shard_placement_fn=columns),

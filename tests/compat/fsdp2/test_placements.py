@@ -10,7 +10,6 @@ from tests.support.processes import results_of
 pytestmark = pytest.mark.gloo
 
 REFUSED = (
-    "save: parameter 'weight' of unit 'inner' is cut along another dimension than the first",
     "to_local: parameter 'weight' is cut along another dimension than the first",
     "copy.deepcopy: FSDP does not support deepcopy where shards are DTensors",
     "shard_placement_fn chooses the placements of DTensors; give dtensors=True",

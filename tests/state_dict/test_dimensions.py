@@ -1,0 +1,369 @@
+"""Full state, checkpoints, averages and scalers of models that lie on several meshes: tensor parallelism, experts, replicas."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp
+from tests.building import test_experts as experts
+
+KINDS = ["tensor parallel", "replicas", "experts", "experts and tensor parallel", "dtensors", "columns"]
+"""The last two are on one mesh: shards as DTensors, cut between rows and along the last dimension."""
+Step = Callable[[nn.Module, torch.optim.Optimizer, int], None]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def reset_parameters(self) -> None:
+        self.seen.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return x + hidden
+
+
+def plain(kind: str) -> nn.Sequential:
+    if kind.startswith("experts"):
+        return experts.make()
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(6, 6))
+
+
+def ranks_of(kind: str) -> int:
+    return 8 if kind == "replicas" else 4
+
+
+def groups_of(kind: str) -> int:
+    """How many ranks get data of their own."""
+    return 2 if kind.endswith("tensor parallel") else 4
+
+
+def build(kind: str, model: nn.Sequential | None = None, **options: Any) -> nn.Sequential:
+    model = model or plain(kind)
+    if kind == "experts":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        experts.distribute(model, mesh)
+        experts.wrap(model, mesh, **options)
+        return model
+    if kind == "experts and tensor parallel":
+        mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("edp", "ep", "tp"))
+        for block in model[:2]:
+            parallelize_module(block, mesh["tp"], {"router": ColwiseParallel(output_layouts=Replicate())})
+        experts.distribute(model, mesh)
+        experts.wrap(model, mesh, **options)
+        return model
+    if kind in ("dtensors", "columns"):
+        choose = (lambda p: Shard(p.dim() - 1)) if kind == "columns" else None
+        return fsdp.fully_shard(model, auto_wrap_policy={Block}, dtensors=True, shard_placement_fn=choose, **options)
+    is_hybrid = kind == "replicas"
+    shape, names = ((2, 2, 2), ("replica", "dp", "tp")) if is_hybrid else ((2, 2), ("dp", "tp"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for block in model[:2]:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    data, strategy = (mesh["replica", "dp"], "HYBRID_SHARD") if is_hybrid else (mesh["dp"], "FULL_SHARD")
+    return fsdp.fully_shard(model, mesh=data, auto_wrap_policy={Block}, **{"sharding_strategy": strategy, **options})
+
+
+def batch(step: int, group: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + group))
+
+
+def group_here(kind: str) -> int:
+    return dist.get_rank() * groups_of(kind) // ranks_of(kind)
+
+
+def step(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    model(batch(number, group_here(kind))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(kind: str, steps: int = 2, **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = build(kind, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number in range(steps):
+        step(kind, model, optimizer, number)
+    return model, optimizer
+
+
+def alone(kind: str, steps: int = 2) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """The same in one process."""
+    model = plain(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number in range(steps):
+        for group in range(groups_of(kind)):
+            (model(batch(number, group)).square().mean() / groups_of(kind)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any], most: float = 2e-5) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        one = found[name].full_tensor() if isinstance(found[name], DTensor) else found[name]
+        assert one.shape == tensor.shape, name
+        assert float((one.detach() - tensor).abs().max()) <= most * max(float(tensor.abs().max()), 1e-3), name
+
+
+def full(model: nn.Module) -> dict[str, Any]:
+    return fsdp.full_state_dict(model, rank0_only=False)
+
+
+def on_all(kind: str, program: Callable[[], Any]) -> list[Any]:
+    return fsdp.simulate(ranks_of(kind), lambda rank: program())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_trained_on(kind: str, tmp_path: Path) -> None:
+    wanted, after = alone(kind)[0].state_dict(), alone(kind, 3)[0].state_dict()
+
+    def program() -> bool:
+        fsdp.save(tmp_path / "saved", *trained(kind), extra={"step": 2})
+        model = build(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        assert fsdp.load(tmp_path / "saved", model, optimizer) == {"step": 2}
+        same(full(model), wanted)
+        step(kind, model, optimizer, 2)
+        same(full(model), after)
+        return bool(fsdp.full_state_dict(model))
+
+    assert on_all(kind, program) == [True] + [False] * (ranks_of(kind) - 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_states_are_given_and_taken(kind: str) -> None:
+    one, its_optimizer = alone(kind)
+    wanted, after = one.state_dict(), alone(kind, 3)[0].state_dict()
+    state: Any = get_optimizer_state_dict(one, its_optimizer)
+
+    def program() -> None:
+        model, optimizer = trained(kind)
+        found: Any = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+        for name, kept in state["state"].items():
+            same(found["state"][name], kept, 1e-3)
+        is_first = dist.get_rank() == 0
+        for given in (True, is_first):
+            model = build(kind)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            fsdp.load_full_state_dict(model, wanted if given else None)
+            fsdp.load_full_optim_state_dict(model, optimizer, state if given else None)
+            step(kind, model, optimizer, 2)
+            same(full(model), after)
+        model.load_state_dict(wanted)
+        same(full(model), wanted, 0.0)
+
+    on_all(kind, program)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_exported_and_read_by_other_meshes(kind: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    def program() -> None:
+        model, _ = trained(kind)
+        fsdp.export_safetensors(model, tmp_path / "exported")
+        other = build(kind)
+        fsdp.load_safetensors(other, tmp_path / "exported")
+        same(full(other), full(model), 0.0)
+
+    on_all(kind, program)
+    same(load_file(tmp_path / "exported" / "model.safetensors"), alone(kind)[0].state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_averages_of_weights(kind: str, tmp_path: Path) -> None:
+    before, after = plain(kind).state_dict(), alone(kind, 1)[0].state_dict()
+    wanted = {name: (before[name] + after[name]) / 2 for name in before}
+
+    def program() -> None:
+        model = build(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        average = fsdp.EMA(model, 0.5)
+        step(kind, model, optimizer, 0)
+        average.update()
+        fsdp.save(tmp_path / "saved", model, ema=average)
+        loaded = [average.state_dict(), {"averages": wanted, "updates": 1}]
+        for number in range(3):
+            other = build(kind)
+            again = fsdp.EMA(other, 0.5)
+            if number == 2:
+                fsdp.load(tmp_path / "saved", other, ema=again)
+            else:
+                again.load_state_dict(loaded[number])
+            with again.averaged_weights():
+                same(full(other), wanted)
+
+    on_all(kind, program)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_saved_in_the_middle_of_a_step(kind: str, tmp_path: Path) -> None:
+    def program() -> None:
+        model, optimizer = trained(kind)
+        model(batch(5, group_here(kind))).square().mean().backward()
+        fsdp.save(tmp_path / "saved", model, optimizer, accumulated=True)
+        other = build(kind)
+        fsdp.load(tmp_path / "saved", other)
+        wanted = {name: fsdp.full_tensor(p.grad) for name, p in model.named_parameters()}
+        same({name: fsdp.full_tensor(p.grad) for name, p in other.named_parameters()}, wanted, 0.0)
+
+    on_all(kind, program)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(kind: str, is_ours: bool) -> None:
+    def program() -> float:
+        model = build(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        before = {name: tensor.clone() for name, tensor in full(model).items()}
+        scaler: Any = fsdp.ShardedGradScaler(model) if is_ours else torch.amp.GradScaler("cpu")
+        scaler.scale(model(batch(0, group_here(kind))).square().mean()).backward()
+        if dist.get_rank() == ranks_of(kind) - 1:
+            most = max(p.grad.device_mesh.ndim for p in model.parameters())
+            gradients = [p.grad.to_local() for p in model.parameters() if p.grad.device_mesh.ndim == most]
+            next(one for one in gradients if one.numel()).view(-1)[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        same(full(model), before, 0.0)
+        return float(scaler.get_scale())
+
+    assert set(on_all(kind, program)) == {2.0**15}
+
+
+def test_ranks_of_tensor_parallelism_that_begin_differently_are_refused() -> None:
+    def values() -> None:
+        model = plain("tensor parallel")
+        with torch.no_grad():
+            model[2].weight.add_(dist.get_rank() % 2)
+        build("tensor parallel", model)
+
+    with pytest.raises(fsdp.ShardingError, match=r"ranks 0 and 1 of the meshes begin with different values of '2.weight', which"):
+        on_all("tensor parallel", values)
+
+    def seeds() -> None:
+        with torch.device("meta"):
+            model = plain("tensor parallel")
+        torch.manual_seed(dist.get_rank())
+        build("tensor parallel", model)
+
+    with pytest.raises(
+        fsdp.ShardingError, match=r"begin with different values of '2.weight', which tensor parallelism does not cut"
+    ):
+        on_all("tensor parallel", seeds)
+
+    def options() -> None:
+        build("tensor parallel", prefetch=dist.get_rank() % 2)
+
+    with pytest.raises(fsdp.ShardingError, match=r"rank 0 has prefetch=0, but rank 1 has prefetch=1"):
+        on_all("tensor parallel", options)
+
+
+def test_state_that_is_no_dtensor_beside_one_is_refused() -> None:
+    def program() -> None:
+        model, optimizer = trained("tensor parallel", 1)
+        optimizer.state[model[0].up.weight]["exp_avg"] = torch.zeros(2, 6)
+        fsdp.full_optim_state_dict(model, optimizer)
+
+    with pytest.raises(fsdp.ShardingError, match=r"'exp_avg' of parameter '0.up.weight' is an ordinary tensor of shape \(2, 6\)"):
+        on_all("tensor parallel", program)
+
+
+def test_a_matrix_without_rows_on_some_ranks_is_sharded() -> None:
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+        fsdp.fully_shard(model, mesh=mesh["dp"])
+        torch.manual_seed(0)
+        same(full(model), nn.Sequential(nn.Linear(6, 5)).state_dict(), 0.0)
+
+    fsdp.simulate(4, lambda rank: program())
+
+
+def in_one_process(kind: str, power: float) -> tuple[float, dict[str, Tensor]]:
+    model = plain(kind)
+    for group in range(groups_of(kind)):
+        (model(batch(0, group)).square().mean() / groups_of(kind)).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, power)
+    return float(norm), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_element_counts_once_in_the_norm(kind: str, power: float) -> None:
+    norm, gradients = in_one_process(kind, power)
+
+    def program() -> float:
+        model = build(kind)
+        model(batch(0, group_here(kind))).square().mean().backward()
+        found = float(fsdp.clip_grad_norm_(model, 0.01, power))
+        assert found == pytest.approx(norm, rel=1e-6)
+        same({name: p.grad for name, p in model.named_parameters()}, gradients, 1e-5)
+        return found
+
+    assert len(set(on_all(kind, program))) == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (4, 1), (2, 2)])
+def test_parameters_without_elements_on_a_rank_count_nothing_there(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5))
+    model(batch(0, 0)).square().mean().backward()
+    wanted = [float(nn.utils.get_total_norm([p.grad for p in model.parameters()], power)) for power in (2.0, float("inf"))]  # type: ignore[misc]
+
+    def program(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
+        fsdp.fully_shard(model, mesh=mesh["dp"])
+        model(batch(0, 0)).square().mean().backward()
+        return [float(fsdp.clip_grad_norm_(model, 1e9, power)) for power in (2.0, float("inf"))]
+
+    for found in fsdp.simulate(4, program):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("power", [2.0, float("inf")])
+def test_the_norm_is_over_all_stages_of_a_pipeline(power: float) -> None:
+    torch.manual_seed(0)
+    stages = [nn.Linear(6, 3 + number) for number in range(4)]
+    for number, stage in enumerate(stages):
+        for group in range(2):
+            (stage(batch(number, group)).square().mean() / 2).backward()
+    gradients = [p.grad for stage in stages for p in stage.parameters()]
+    norm = float(nn.utils.clip_grad_norm_([p for stage in stages for p in stage.parameters()], 0.01, power))
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        torch.manual_seed(0)
+        every = [nn.Linear(6, 3 + number) for number in range(4)]
+        numbers = [mesh["pp"].get_local_rank(), mesh["pp"].get_local_rank() + 2]
+        mine = [fsdp.fully_shard(every[number], mesh=mesh["dp"]) for number in numbers]
+        for number, stage in zip(numbers, mine, strict=True):
+            stage(batch(number, mesh["dp"].get_local_rank())).square().mean().backward()
+        assert float(fsdp.clip_grad_norm_(mine, 0.01, power, pp_mesh=mesh["pp"])) == pytest.approx(norm, rel=1e-6)
+        for number, stage in zip(numbers, mine, strict=True):
+            wanted = gradients[2 * number : 2 * number + 2]
+            for p, gradient in zip(stage.parameters(), wanted, strict=True):
+                torch.testing.assert_close(fsdp.full_tensor(p.grad), gradient)
+
+    fsdp.simulate(4, program)
+    with pytest.raises(fsdp.ShardingError, match="clip_grad_norm_ takes a model, or a list"):
+        fsdp.clip_grad_norm_([], 1.0)
