@@ -99,11 +99,6 @@ FOUND: dict[str, tuple[Program, str, int]] = {
         "fully_shard",
         2,
     ),
-    "a forked process evaluates, by DDP's names": (
-        (Forward(9), Backward(9), Step(), Do("call the model in a forked process")),
-        "ddp",
-        2,
-    ),
     "a model in which a module was replaced is copied": (
         (Do("replace a module inside a unit"), Do("deepcopy the model, and evaluate the copy")),
         "FULL_SHARD",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp
+from fsdp.compat.ddp import DistributedDataParallel
 
 LIMIT: Final = 90
 STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRADIENTS", "NO_SHARD")
@@ -32,6 +33,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
     said = [of_strategy(strategy) for strategy in STRATEGIES]
+    said[0][1].append(of_ddp())
     held, used = [one for one, _ in said], [words for _, several in said for words in several]
     torch.save((held, used), folder / f"{rank}.pt")
     dist.barrier()
@@ -46,6 +48,13 @@ def of_strategy(strategy: str) -> tuple[str, list[str]]:
     used = [in_fork(use, model) for use in USES.values()]
     model(torch.ones(2, 4)).sum().backward()
     return held, used
+
+
+def of_ddp() -> str:
+    """By DDP's names the first evaluation after a training step gives the buffers of rank 0 to all."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)))
+    model(torch.ones(2, 4)).sum().backward()
+    return in_fork(USES["an evaluation"], model)
 
 
 def in_fork(act: Callable[[nn.Module], Any], model: nn.Module) -> str:
