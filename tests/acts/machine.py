@@ -44,6 +44,8 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         self.stepped = True
         self.nests = self.looks = False
         """Whether a backward was armed inside a forward, and whether an act of `UNSEEN` was armed."""
+        self.late = False
+        """Whether something is set or armed that is different from plain torch where gradients are kept."""
 
     @initialize(door=st.sampled_from(list(DOORS)), size=st.sampled_from((2, 1, 3)), order=st.integers(0, 7), warm=st.booleans())
     def wrap(self, door: str, size: int, order: int, warm: bool) -> None:
@@ -88,13 +90,15 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
 
     @rule(on=st.booleans())
     def sync(self, on: bool) -> None:
-        self.program.append(Sync(on))
-        self.syncs = on
+        if on or not self.late:
+            self.program.append(Sync(on))
+            self.syncs = on
 
     @rule(act=acts, block=blocks)
     def do(self, act: str, block: int) -> None:
         if not any(differs(act, moment, self.door, self.size) for moment in self.moments()):
             self.program.append(Do(act, block))
+            self.late |= self.is_late(act)
 
     @rule(moment=st.sampled_from(MOMENTS_OF_HOOKS), act=acts, block=blocks)
     def arm(self, moment: str, act: str, block: int) -> None:
@@ -103,13 +107,20 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         nests = act == BACKWARD and moment in ("in a pre-hook", "inside a forward")
         looks = any(act == unseen for unseen, _ in UNSEEN)
         known = known or (nests and self.looks) or (looks and self.nests)
+        known = known or (self.is_late(act) and (self.keeps or not self.syncs))
         self.nests, self.looks = self.nests or nests, self.looks or looks
         if not known and has_moment(moment, self.door, self.size):
             self.program.append(Arm(moment, act, block))
+            self.late |= self.is_late(act)
 
     @rule()
     def undo(self) -> None:
         self.program.append(Undo())
+        self.late = False
+
+    def is_late(self, act: str) -> bool:
+        """Whether an act is different from plain torch where gradients are kept."""
+        return differs(act, "between micro-batches", self.door, self.size)
 
     def moments(self) -> set[str]:
         """What the moment is called in the table. Several may come together."""
