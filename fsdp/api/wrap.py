@@ -393,15 +393,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         ShardingError: `model` contains no unit, or is only a part of a root.
     """
-    engines = engines_in(model, "no_sync")
-    before = [engine.synchronises for engine in engines]
-    for engine in engines:
-        engine.set_synchronises(False)
+    before = [(engine.units[0].module, engine.synchronises) for engine in engines_in(model, "no_sync")]
+    set_requires_gradient_sync(model, False)
     try:
         yield
     finally:
-        for engine, synchronises in zip(engines, before, strict=True):
-            engine.set_synchronises(synchronises)
+        for root, synchronises in before:
+            # a conversion of the model inside has put another engine over the root, and `unwrap` none
+            if (ref := unit_ref_of(root)) is not None:
+                ref.engine.set_synchronises(synchronises)
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:

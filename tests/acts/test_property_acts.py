@@ -99,6 +99,11 @@ FOUND: dict[str, tuple[Program, str, int]] = {
         "fully_shard",
         2,
     ),
+    "a model is converted under no_sync, by FSDP1's names": (
+        (Sync(False), Do("convert the model"), Sync(True), Forward(9), Backward(9)),
+        "torch_fsdp",
+        2,
+    ),
     "a model in which a module was replaced is copied": (
         (Do("replace a module inside a unit"), Do("deepcopy the model, and evaluate the copy")),
         "FULL_SHARD",

@@ -99,10 +99,10 @@ def parallel(block: nn.Module, kind: str, mesh: DeviceMesh) -> None:
 
 
 def run(plan: Plan, model: nn.Sequential, groups: list[int], clip: Any, no_sync: Any) -> dict[str, Any]:
-    """Two clipped steps; the norms, the gradients of the first, and the weights."""
+    """Three clipped steps; the norms, the gradients of the first, and the weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     found: dict[str, Any] = {"norms": []}
-    for step in range(2):
+    for step in range(3):
         for turn in range(passes := 2 if plan.accumulates else 1):
             with no_sync(model) if turn < passes - 1 else nullcontext():
                 for group in groups:
@@ -138,8 +138,8 @@ def check(seed: int) -> None:
     results = fsdp.simulate(plan.groups * plan.tp, program, seed=seed)
     for found in results:
         assert found["norms"] == results[0]["norms"]
-        assert found["norms"][0] == pytest.approx(wanted["norms"][0], rel=2e-6)
-        for kind, most in (("grads", 2e-6), ("weights", 2e-5)):
+        assert found["norms"][0] == pytest.approx(wanted["norms"][0], rel=1e-6)
+        for kind, most in (("grads", 1e-6), ("weights", 2e-5)):
             for name, tensor in wanted[kind].items():
                 difference = float((found[kind][name] - tensor).abs().max())
                 assert difference <= most * max(float(tensor.abs().max()), 1e-2), (vars(plan), kind, name, difference)
