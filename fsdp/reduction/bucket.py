@@ -194,9 +194,10 @@ class Bucket:
             return
         param = self.flat.sharded_params[i]
         # `.data` has a count of changes of its own: what autograd accumulates is no change by the user
-        local = self._local_part(i, gradient.data).to(param.dtype)
-        part = self.flat.placements[i].as_shard(self.flat.home.bring(local))
-        is_complete = part is local and not local.is_sparse and local.shape == gradient.shape and local.dtype is gradient.dtype
+        local, home = self._local_part(i, gradient.data), self.flat.home
+        is_complete = self.flat.is_replicated and local.dtype is param.dtype and not (local.is_sparse or home.copies)
+        part = self.flat.placements[i].as_shard(home.bring(local if is_complete else local.to(param.dtype, copy=True)))
+        is_complete = is_complete and part is local
         self.accumulated[i] = AccumulatedGrad(gradient, param, part, is_complete)
         self._tracker.add("kept", size_of(gradient))
 

@@ -78,7 +78,10 @@ def test_a_pickle_is_refused_with_the_remedy(door: Any) -> None:
             pickle.dumps(door(make_net(), auto_wrap_policy={Block}))
         return str(caught.value)
 
-    assert "save fsdp.full_state_dict(model) instead" in fsdp.simulate(2, one_rank)[1]
+    assert (
+        "save model.state_dict() where each rank has all parameters, and fsdp.full_state_dict(model)"
+        in fsdp.simulate(2, one_rank)[1]
+    )
 
 
 @on_ranks(2)
