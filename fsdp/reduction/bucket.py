@@ -196,9 +196,9 @@ class Bucket:
         # `.data` has a count of changes of its own: what autograd accumulates is no change by the user
         local, home = self._local_part(i, gradient.data), self.flat.home
         is_complete = self.flat.is_replicated and local.dtype is param.dtype and not (local.is_sparse or home.copies)
-        part = self.flat.placements[i].as_shard(home.bring(local if is_complete else local.to(param.dtype, copy=True)))
-        is_complete = is_complete and part is local
-        self.accumulated[i] = AccumulatedGrad(gradient, param, part, is_complete)
+        local = local.to(param.dtype, copy=not is_complete)
+        part = self.flat.placements[i].as_shard(home.bring(local))
+        self.accumulated[i] = AccumulatedGrad(gradient, param, part, is_complete and part is local)
         self._tracker.add("kept", size_of(gradient))
 
     def _drop_accumulated(self, i: int) -> AccumulatedGrad | None:
