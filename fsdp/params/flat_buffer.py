@@ -294,11 +294,15 @@ class FlatBuffer:
         with quick_attributes():
             flags = [*map(_REQUIRES_GRAD, self.sharded_params)]
             if self.asks_addresses:  # a shard refuses at once
-                for i, parameter in enumerate(self.sharded_params):
-                    dtype = parameter.grad_dtype
-                    if dtype is not parameter.dtype and dtype is not None:
-                        refuse_grad_dtype(self.param_infos[i].names[0], parameter.dtype)
+                self.refuse_grad_dtypes()
         return flags != self.requires_grad_flags and self._set_requires_grad(flags)
+
+    def refuse_grad_dtypes(self) -> None:
+        """Raise ShardingError if the user has set `grad_dtype` of a sharded parameter to another dtype than its own."""
+        for i, parameter in enumerate(self.sharded_params):
+            dtype = parameter.grad_dtype
+            if dtype is not parameter.dtype and dtype is not None:
+                refuse_grad_dtype(self.param_infos[i].names[0], parameter.dtype)
 
     def refuse_grads_of_other_dtype(self, gradients: Sequence[Tensor | None]) -> None:
         """Check the gradients of the unsharded parameters.

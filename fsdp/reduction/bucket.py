@@ -308,7 +308,7 @@ class Bucket:
         """Run the user's hooks on sharded parameters (`p.register_hook`) on their reduced gradients.
 
         Raises:
-            ShardingError: a hook returned something that cannot replace the gradient.
+            ShardingError: a hook returned something that cannot replace the gradient, or has set `grad_dtype`.
         """
         if self.reduced is None or not self.has_grad_hooks:
             return
@@ -329,6 +329,7 @@ class Bucket:
                         f"{tuple(plain(changed).shape) if isinstance(changed, Tensor) else type(changed).__name__}."
                     )
                 view = self._replace_reduced(view, plain(changed))
+        flat.refuse_grad_dtypes()
 
     def put(self, used: Sequence[bool]) -> list[nn.Parameter]:
         """Set `.grad` of the sharded parameters to the reduced gradients, or add to it; return those with post-accumulate hooks.

@@ -209,7 +209,6 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...
         ("fully_shard",),
     ),
     (_OTHER_OBJECT, ("in a recompute",), ("replace p.data, evaluate, put it back",), tuple(DOORS)),
-    (_OTHER_OBJECT, ("in a tensor hook",), ("set p.grad_dtype",), ("HYBRID_SHARD", "NO_SHARD", "torch_fsdp", "ddp")),
     (_OTHER_OBJECT, (*_IN_FORWARDS, "in a recompute"), ("put the kept p.data back",), _CUT),
     (_NO_STATE, MOMENTS, ("read the shapes of the optimizer's state",), STRATEGIES),
     (_PUT_IN, MOMENTS, ("replace a module inside a unit", "replace a parameter"), ("torch_fsdp",)),
@@ -262,7 +261,11 @@ ON_ONE_RANK: Final = {
 }
 """On one rank shards are ordinary tensors, of which torch counts no change through `.data`, and these strategies keep a copy."""
 
+ON_THREE_RANKS: Final = {("set p.grad_dtype", "in a tensor hook", "torch_fsdp")}
+"""A hook by FSDP1's names runs on the ranks that have a part: here on two, which then get torch's error alone."""
+
 
 def differs(act: str, moment: str, door: str, size: int) -> bool:
     """Whether a pair is known to be different from plain torch."""
-    return (act, moment, door) in DIFFERS or (size == 1 and (act, moment, door) in ON_ONE_RANK)
+    pair = (act, moment, door)
+    return pair in DIFFERS or (size == 1 and pair in ON_ONE_RANK) or (size > 2 and pair in ON_THREE_RANKS)

@@ -36,6 +36,8 @@ def assumptions(
     yield f"A micro-batch of {_described(batch)}."
     if found.attention:
         yield f"Attention by {', '.join(f'{kernel} in {count} calls' for kernel, count in found.attention.items())}."
+    if policy is None and not {one.dtype for one in model.parameters()} <= _HALF:
+        yield "Products in float32 are counted as TF32 where the device has it: torch.set_float32_matmul_precision('high')."
     if reserve:
         yield f"{size(reserve)} of each device are left free, for the context, buffers of communicators, and fragmentation."
     if found.autocast:

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import ceil, log2
 from typing import Any, Final, TypedDict
@@ -51,6 +52,8 @@ def measure_links(process_group: dist.ProcessGroup | None = None) -> Measured:
     if 1 < per_host < size and size % per_host == 0:
         host, _ = dist.new_subgroups(per_host, process_group)  # type: ignore[no-untyped-call]
         inside = _link(host, per_host, where)
+        # the ranks of a host have used their links together, see `Cluster.link_of`
+        network = replace(network, bandwidth=network.bandwidth / per_host)
         dist.destroy_process_group(host)
     memory = torch.accelerator.get_memory_info()[1] if on_device else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     device = Device(

@@ -4,7 +4,7 @@ The numbers are those of data sheets, which no program reaches. `EFFICIENCY` is 
 `fsdp.measure_links` replaces them by measured ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 from typing import Final
 
@@ -23,7 +23,7 @@ class Link:
     """What a rank can receive over one kind of link."""
 
     bandwidth: float
-    """Bytes a second, in one direction, for each rank."""
+    """Bytes a second, in one direction, for each rank. Between hosts: of one rank's own link."""
     latency: float
     """Seconds from the launch of a small collective to its end."""
     source: str = "given"
@@ -109,8 +109,15 @@ class Cluster:
         return self.link_of(ranks).latency * max(1, ceil(log2(len(ranks))))
 
     def link_of(self, ranks: tuple[int, ...]) -> Link:
-        """What these ranks, in ascending order, exchange by."""
-        return self.device.link if self.is_inside(ranks) else self.between
+        """What these ranks, in ascending order, exchange by.
+
+        A byte comes to each host once, over the links of all its ranks in the collective together, and goes on inside the host:
+        rings of NCCL that pass through every rank do so.
+        """
+        if self.is_inside(ranks):
+            return self.device.link
+        together = sum([rank // self.per_host == ranks[0] // self.per_host for rank in ranks])
+        return replace(self.between, bandwidth=min(together * self.between.bandwidth, self.device.link.bandwidth))
 
 
 def find_device(name: str) -> Device:

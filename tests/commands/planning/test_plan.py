@@ -290,7 +290,7 @@ def test_the_command_writes_a_table_json_and_a_page(
     printed = capsys.readouterr().out
     assert "162,220,800 parameters on 4 ranks, 2 on a host; h100, 80.00 GiB for each rank" in printed
     content = json.loads((tmp_path / "plan.json").read_text())
-    assert content["recommended"] == "FULL_SHARD"
+    assert content["recommended"] == "FULL_SHARD, one unit"
     assert {one["title"] for one in content["candidates"]} >= {"FULL_SHARD", "FULL_SHARD, checkpointed"}
     assert all(one["fits"] for one in content["candidates"])
     page = (tmp_path / "plan.html").read_text()
